@@ -67,7 +67,7 @@ $(MODEL)/config.json: | $(VENV)/.installed
 	$(BIN)/foveate fetch smollm2-135m --out $(MODEL)
 
 tables: $(VENV)/.installed
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.tables
 
 wheel: $(VENV)/.installed
 	$(BIN)/python .ci/wheel.py

@@ -10,6 +10,7 @@ model=${1:?MODEL: a folder, such as of Qwen2.5-Coder-1.5B-Instruct} out=${2:?OUT
 dense_prompt=kascade:decode_only=true few=luka:page_size=16,top_k=3,score=spread paper=luka:page_size=16,top_k=3,score=summary,prior=0.0
 by_pages=$dense_prompt,score_keys=pages
 step() { foveate bench decode "$@" --out "$out"; }
+whole() { foveate bench decode-model "$@" --out "$out"; }
 step --batch 1 --batch 32 --method "$dense_prompt" --method "$by_pages" --method "$by_pages,first_layer=pages" \
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" --method "$paper" \
   --method "$few" --method luka --method luka:score=spread --method luka:page_size=16 \
@@ -23,12 +24,12 @@ step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt"
   --method luka:score=spread --method luka:page_size=16 --method pages --method quest --method omnikv --method lessismore --method h2o \
   --method streaming --method snapkv --method tova
 for liger in "" --liger; do
-  step --level model --context 131000 --rounds 3 --method "$dense_prompt" --method kascade --method "$paper" --method "$few" \
+  whole --context 131000 --rounds 3 --method "$dense_prompt" --method kascade --method "$paper" --method "$few" \
     --method luka --method luka:score=spread --method h2o --method streaming $liger
 done
-step --level model --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" \
+whole --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" \
   --method luka --method luka:score=spread
-step --level model --context 2048 --context 32768 --rounds 3 --dense-below auto --method "$dense_prompt" --method "$few" \
+whole --context 2048 --context 32768 --rounds 3 --dense-below auto --method "$dense_prompt" --method "$few" \
   --method luka --method luka:score=spread --method quest --method omnikv --method lessismore --method h2o --method tova \
   --method snapkv --method streaming
-step --level model --model "$model" --context 30000 --batch 16 --method "$dense_prompt" --method "$few" --method luka
+whole --model "$model" --context 30000 --batch 16 --method "$dense_prompt" --method "$few" --method luka

@@ -1,8 +1,7 @@
 """How trained hybrids learned and what they retain: figures 5 and 6 of the laLTE/laNSA paper.
 
     python benchmarks/hybrid_curves.py --out OUT --text TEXT --write benchmarks/results/hybrids-curves.jsonl
-    foveate plot hybrid-losses benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-losses.png
-    foveate plot hybrid-retention benchmarks/results/hybrids-curves.jsonl --out docs/figures/hybrids-retention.png
+    python -m benchmarks.hybrid_plots benchmarks/results/hybrids-curves.jsonl docs/figures
 
 OUT is the folder of `hybrid_tasks.py`, TEXT its text. A row for each run has the losses of its log, mean over every
 hundred steps, those on held-out text, and the answers near and far; and, of a run with a sparsity budget, how many

@@ -7,12 +7,11 @@ source benchmarks/luka-methods.sh
 figures=docs/figures results=benchmarks/results
 rows=$results/luka-perplexity.jsonl
 if [ -f "$rows" ]; then
-  foveate plot perplexity "$rows" --where continuation=512 --where zero_values=False --to-dense \
-    --out "$figures/luka-compressors.png"                                                          # figure 4
-  foveate plot modes "$rows" --where continuation=1024 --to-dense --out "$figures/luka-modes.png" # figure 5
-  foveate plot perplexity "$rows" --where continuation=512 --where mass=exact --where sinks=0 --to-dense \
-    --out "$figures/luka-values.png"                                                               # figure 6
-  foveate plot modes "$rows" --where continuation=512 --where top_k=3 --to-dense --out "$figures/luka-biases.png"
+  plot() { python -m benchmarks.perplexity_plots "$1" "$rows" "$figures/$2" "${@:3}"; }
+  plot refined luka-compressors.png continuation=512 zero_values=False # figure 4
+  plot modes luka-modes.png continuation=1024                          # figure 5
+  plot refined luka-values.png continuation=512 mass=exact sinks=0     # figure 6
+  plot modes luka-biases.png continuation=512 top_k=3
 fi
 rows=("$results/luka-niah.jsonl" "$results/luka-wikisalad.jsonl")
 if [ -f "${rows[0]}" ] && [ -f "${rows[1]}" ]; then
@@ -29,5 +28,5 @@ if [ -f "${rows[0]}" ] && [ -f "${rows[1]}" ]; then
   done
 fi
 if [ $# -gt 0 ]; then
-  foveate plot attention-map --model "$1" --out "$figures/luka-attention.png" # figure 1
+  python -m benchmarks.attention_map "$1" "$figures/luka-attention.png" # figure 1
 fi

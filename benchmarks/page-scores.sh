@@ -5,7 +5,7 @@
 set -euo pipefail
 model=$1 data=$2 out=${3:-runs}
 mkdir -p "$out/page-scores"
-score() { foveate bench page-scores --model "$model" --data "$data" --dtype bfloat16 "$@"; }
+score() { PYTHONPATH=$(dirname "$0")/.. python -m benchmarks.page_scores "$model" "$data" --dtype bfloat16 "$@"; }
 score --task niah:split=multi,length=4096 --task wikisalad_long:split=dev,length=4096,questions=1 --limit 6 \
   --out "$out/page-scores/4096.jsonl"
 score --task niah:split=single,length=8192 --limit 3 --out "$out/page-scores/8192.jsonl"

@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures results=benchmarks/results
-foveate plot indexer "$results/indexer.jsonl" --out "$figures/streamindex-lengths.png"           # figure 2
-foveate plot indexer-tiles "$results/indexer-study.jsonl" --out "$figures/streamindex-tiles.png" # figure 3
+python -m benchmarks.csa_plots "$results/indexer.jsonl" "$figures/streamindex-lengths.png"     # figure 2
+python -m benchmarks.csa_plots "$results/indexer-study.jsonl" "$figures/streamindex-tiles.png" # figure 3

@@ -1,41 +1,105 @@
-"""Write the tables of the documentation from the result files: `python benchmarks/tables.py [--check]`.
+"""Make the documentation's tables from the result files: `make tables`; with --check, only say whether they are stale.
 
-A table stands between `<!-- report: FILE... [KIND] [NAME=VALUE]... -->` and `<!-- end -->`.
-`foveate.report.tables.registry` lists the kinds. Conditions choose rows, or cases of benches, and their order, as
-`foveate plot --where` does. `over-splits` makes one comparison of splits whose names differ in a last number.
-Files that end in .json are calibrations, which are compared with each other.
+    python -m benchmarks.tables [--check]
+    python -m benchmarks.tables FILE... [KIND] [NAME=VALUE]...  # prints one table
+
+A table is marked by `<!-- report: FILE.jsonl [FILE.jsonl ...] [KIND] [NAME=VALUE ...] [over-splits] -->`; `KINDS` has
+the kinds. Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does. `over-splits`
+makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
+are compared with each other.
 """
 
+import json
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from foveate.report.tables import registry
+from benchmarks import csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
+from foveate.calibration import load
+from foveate.report import pooled
+from foveate.report.lines import once
+from foveate.report.rows import Row, chosen, of_cases, spelled
+from foveate.report.tables import calibrations, decode, prefill
+from foveate.report.tables.general import tables
+from foveate.report.tables.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
+    "summary": summary,
+    "differences": table_kinds.differences,
+    "paired": table_kinds.paired,
+    "memory-shares": table_kinds.memory_shares,
+    "page-scores": table_kinds.page_scores,
+    "indexer-parity": csa_tables.indexer_parity,
+    "indexer-lengths": csa_tables.indexer_lengths,
+    "indexer-gpus": csa_tables.indexer_gpus,
+    "indexer-settings": csa_tables.indexer_settings,
+    "indexer-ablations": csa_tables.indexer_ablations,
+    "csa-layer": csa_tables.csa_layer,
+    "csa-model": csa_tables.csa_model,
+    "decode-table": decode.table,
+    "decode-models": table_kinds.decode_models,
+    "decode-speedups": table_kinds.decode_speedups,
+    "decode-kascade": csa_tables.decode_kascade,
+    "decode-kinds": table_kinds.decode_kinds,
+    "prefill-lengths": table_kinds.prefill_lengths,
+    "prefill-layers": prefill.layers,
+    "hybrid-tasks": hybrid_task_tables.table,
+    "hybrid-heads": hybrid_tables.heads,
+    "hybrids-speed": hybrid_tables.speed,
+    "hybrids-memory": hybrid_tables.memory,
+    "hybrids-training": hybrid_tables.training,
+    "recheck": recheck.table,
+}
+"""A kind that begins with the name of a bench takes rows of that bench; the others take rows of `foveate compare`."""
+
+
+def marked(words: Sequence[str], root: Path = ROOT) -> str:
+    """The table that the words of a mark ask for, with files below ``root``.
+
+    Raises:
+        ValueError: for a kind that is not in :data:`KINDS`, or more than one.
+    """
+    found = [load(root / word) for word in words if word.endswith(".json")]
+    if found:
+        return calibrations.table(found)
+    files = [word for word in words if word.endswith(".jsonl")]
+    rows = [json.loads(line) for file in files for line in (root / file).read_text(encoding="utf-8").splitlines()]
+    conditions = [word for word in words if "=" in word]
+    kinds = [word for word in words if word not in (*files, *conditions, "over-splits")]
+    if len(kinds) > 1 or not set(kinds) <= KINDS.keys():
+        raise ValueError(f"a mark has one kind at most, of {', '.join(KINDS)}; found {', '.join(kinds)}")
+    if "bench" in rows[0]:
+        rows = of_cases(rows, conditions)
+    elif "spec" in rows[0] and "cell" not in rows[0]:
+        rows, _ = once(chosen([spelled(row) for row in rows], conditions))
+        if "over-splits" in words:
+            rows, notes = pooled.over_splits(rows)
+            sys.stderr.writelines(f"{line}\n" for line in notes)
+    return (KINDS[kinds[0]] if kinds else tables)(rows)
 
 
 def written(text: str) -> str:
     """The text with every marked table made anew."""
-    return MARK.sub(lambda match: f"{match[1]}\n{_table(match[2])}\n\n{match[3]}", text)
+    return MARK.sub(lambda match: f"{match[1]}\n{marked(match[2].split())}\n\n{match[3]}", text)
 
 
-def _table(mark: str) -> str:
-    return registry.marked(mark.split(), ROOT, note=lambda line: print(line, file=sys.stderr))
-
-
-def main() -> int:
+def main(words: Sequence[str]) -> int:
+    if words and words != ["--check"]:
+        print(marked(words, Path()))
+        return 0
     stale = []
     for path in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if text != written(text):
             stale.append(path.name)
-            if "--check" not in sys.argv:
+            if not words:
                 path.write_text(written(text), encoding="utf-8")
     print("\n".join(stale) or "all tables are as the result files say")
-    return int(bool(stale) and "--check" in sys.argv)
+    return int(bool(stale and words))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

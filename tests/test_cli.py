@@ -255,7 +255,7 @@ def test_a_new_folder_is_made_and_told(model, tmp_path):
     [
         lambda model, out: compare(model, out),
         lambda model, out: calibrate(model, out),
-        lambda model, out: ["bench", "cpu-decode", "--model", model, "--data", tiny.SAMPLE, "--out", out],
+        lambda model, out: ["bench", "decode-model", "--model", model, "--device", "cpu", "--out", out],
         lambda model, out: ["salad", "--squad", tiny.SAMPLE / "squad" / "squad_v2_dev_sample.json", "--out", out],
         lambda model, out: ["fetch", "smollm2-135m", "--out", out],
     ],

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import foveate
+from benchmarks import tables
 from foveate import methods
 from foveate.evaluation import tasks
 from foveate.results.errors import DataError
@@ -31,18 +31,17 @@ KINDS = {
 
 def test_tables_are_those_of_the_result_files():
     done = subprocess.run(
-        [sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.tables", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"stale: {done.stdout}{done.stderr}; run `make tables`"
 
 
 @pytest.mark.parametrize("kind", ["decode-speedup", "decode-table decode-kinds"])
 def test_marks_have_one_known_kind(kind):
-    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
     with pytest.raises(
         ValueError, match=f"a mark has one kind at most, of summary, .*; found {kind.replace(' ', ', ')}"
     ):
-        tables["written"](f"<!-- report: benchmarks/results/decode.jsonl {kind} -->\n<!-- end -->\n")
+        tables.written(f"<!-- report: benchmarks/results/decode.jsonl {kind} -->\n<!-- end -->\n")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)

@@ -45,33 +45,11 @@ def _profiled(step: Callable[[], Any], repeats: int) -> dict[str, float]:
 
 def start() -> Callable[[], dict[str, float]]:
     """Begins to watch a GPU's kernels; what it returns waits for them, and gives milliseconds by kernel."""
-    stop = _watch(ProfilerActivity.CUDA)
+    stop = watch(ProfilerActivity.CUDA)
     return lambda: {event.key: event.device_time_total / 1e3 for event in stop()}
 
 
-def longest(step: Callable[[], Any], device: str, number: int) -> tuple[list[dict[str, Any]], float]:
-    """The kernels that most of a step's time goes to, or on a CPU the operators without those that they call.
-
-    Returns:
-        Of each ``name``, ``calls``, ``ms`` of all calls together and its ``share`` of all kernels' time, the longest
-        first; and the milliseconds of all kernels of the step.
-    """
-    cuda = device == "cuda"
-    stop = _watch(ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU)
-    step()
-    found = []
-    for event in stop():
-        if cuda and event.is_user_annotation:  # the span of kernels that are counted themselves
-            continue
-        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
-        found.append({"name": event.key, "calls": event.count, "ms": ms})
-    found.sort(key=lambda kernel: -kernel["ms"])
-    total = sum(kernel["ms"] for kernel in found)
-    timed = (kernel for kernel in found[:number] if kernel["ms"])
-    return [kernel | {"share": kernel["ms"] / total} for kernel in timed], total
-
-
-def _watch(activity: ProfilerActivity) -> Callable[[], Any]:
+def watch(activity: ProfilerActivity) -> Callable[[], Any]:
     """Begins a profile; what it returns ends it, after waiting for the GPU, and gives the averages by name.
 
     What watches a GPU is taken out of the process afterwards, unless ``TEARDOWN_CUPTI`` says otherwise: left in it, it

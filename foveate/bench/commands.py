@@ -1,132 +1,141 @@
-"""`foveate bench ...`: one command for each question."""
+"""`foveate bench ...`: one command for each question. torch is imported inside, so that help answers at once."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from foveate.bench import options
-from foveate.bench.running import Choice, Given, command, measure
+from foveate.results.outfile import announce
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed, and what the scores of pages miss.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed: of attention at a model's shape, and of whole models.")
 
-
-@command(app, "cpu-decode", options.CpuDecode)
-def cpu_decode(given: Given, out: Path | None) -> None:
-    """Decode steps of a real model on the CPU: dense, sparse and Transformers' own path."""
-    from foveate.bench import cpu_decode as bench
-
-    measure(out, (bench.run, bench.Plan.of(given)))
-
-
-PREFILL = Choice(
-    "level",
-    "kernel (attention of a layer) or model (time to the first token).",
-    "kernel",
-    {"kernel": options.Prefill, "model": options.PrefillModel},
-)
-
-
-@command(app, "prefill", PREFILL)
-def prefill(given: Given, out: Path | None) -> None:
-    """A prompt: its attention, beside the fastest dense there is, or a model's time to the first token."""
-    from foveate.bench import prefill, prefill_model
-    from foveate.report.tables.prefill import table
-
-    bench = prefill_model if given["level"] == "model" else prefill
-    measure(out, (bench.run, bench.Plan.of(given)), markdown=table)
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False, callback=announce
+    ),
+]
+Methods = Annotated[list[str], typer.Option("--method", help="A method. May be repeated.")]
+Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens so far. May be repeated.")]
+Prompts = Annotated[list[int], typer.Option("--context", min=1, help="Prompt tokens. May be repeated.")]
+Batches = Annotated[list[int], typer.Option("--batch", min=1, help="Sequences. May be repeated.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers, of which each kind is timed once.")]
+Model = Annotated[str, typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the inputs.")]
+Device = Annotated[str, typer.Option(help="cuda or cpu.")]
 
 
-DECODE = Choice(
-    "level",
-    "kernel, layer (as a model decodes, with its bookkeeping) or model.",
-    "kernel",
-    {"kernel": options.Decode, "layer": options.Decode, "model": options.DecodeModel},
-)
-
-
-@command(app, "decode", DECODE)
-def decode(given: Given, out: Path | None) -> None:
-    """A decode step: its attention, beside the fastest dense there is, or tokens a second of a model's generate."""
-    from foveate.bench import decode, decode_model
+@app.command()
+def decode(
+    methods: Methods = (
+        *("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3,score=spread", "luka"),
+        *("pages", "quest", "omnikv", "lessismore"),
+    ),
+    contexts: Contexts = (8192, 32768, 131072),
+    batches: Batches = (1, 32),
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    layers: Layers = 32,
+    level: Annotated[str, typer.Option(help="kernel, or layer: as a model decodes, with its bookkeeping.")] = "kernel",
+    dtype: Dtype = "float16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """A decode step's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
+    from foveate.bench import decode as bench
+    from foveate.bench.plan import measure
     from foveate.report.tables.decode import table
 
-    if given["level"] == "model":
-        measure(out, (decode_model.run, decode_model.Plan.of(given)), markdown=table)
-    else:
-        measure(out, (decode.run, decode.Plan.of(given, level=given["level"])), markdown=table)
+    plan = bench.Plan(methods, contexts, batches, heads, kv_heads, head_dim, layers, level, dtype, seed, device)
+    measure("decode", bench.run, plan, out, table)
 
 
-@command(app, "indexer", options.Indexer)
-def indexer(given: Given, out: Path | None) -> None:
-    """The lightning indexer of compressed sparse attention: time, arithmetic, memory, exactness."""
-    from foveate.bench import indexer as bench
+@app.command("decode-model")
+def decode_model(
+    model: Model = "llama-3.1-8b",
+    methods: Methods = ("dense", "kascade:decode_only=true", "luka"),
+    contexts: Contexts = (32768,),
+    batches: Batches = (1,),
+    steps: Annotated[int, typer.Option(min=1, help="Timed tokens of a round.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every method generates, one after the other.")] = 1,
+    liger: Annotated[
+        bool, typer.Option("--liger", help="Norms, rotations and MLPs by Liger's kernels, for all methods alike.")
+    ] = False,
+    dense_below: Annotated[
+        str,
+        typer.Option(help="Tokens of all sequences below which steps are dense, or auto: where methods are slower."),
+    ] = "0",
+    dtype: Dtype = "bfloat16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """Tokens a second of a model's generate, dense and sparse, beside Transformers' own path."""
+    from foveate.bench import decode_model as bench
+    from foveate.bench.plan import measure
+    from foveate.report.tables.decode import table
 
-    measure(out, (bench.run, bench.Plan.of(given)))
-
-
-@command(app, "indexer-study", options.IndexerStudy)
-def indexer_study(given: Given, out: Path | None) -> None:
-    """The indexer's settings and ablations: time, memory and recall (StreamIndex, tables 6 and 7)."""
-    from foveate.bench import indexer_study as bench
-
-    measure(out, (bench.run, bench.Plan.of(given)), markdown=bench.tables)
-
-
-@command(app, "csa-model", options.CsaModel)
-def csa_model(given: Given, out: Path | None) -> None:
-    """DeepSeek-V4 with random weights and less width: long prompts in bounded memory, beside Transformers' own path."""
-    from foveate.bench import csa_model as bench
-
-    measure(out, (bench.run, bench.Plan.of(given)), markdown=bench.table)
-
-
-@command(app, "csa", options.CsaLayer)
-def csa(given: Given, out: Path | None) -> None:
-    """A layer of compressed sparse attention: the indexer and the attention over what it selects."""
-    from foveate.bench import csa_layer as bench
-
-    measure(out, (bench.run, bench.Plan.of(given)))
+    below = int(dense_below) if dense_below.isdecimal() else dense_below
+    plan = bench.Plan(model, methods, contexts, batches, steps, rounds, liger, below, dtype, seed, device)
+    measure("decode", bench.run, plan, out, table)
 
 
-HYBRIDS = Choice(
-    "phase",
-    "decode and prefill (attention of a layer), memory (a growing sequence's cache) or training (steps).",
-    ("decode", "prefill"),
-    {
-        "decode": options.Hybrids,
-        "prefill": options.Hybrids,
-        "memory": options.HybridMemory,
-        "training": options.HybridTraining,
-    },
-)
+@app.command()
+def prefill(
+    methods: Methods = (
+        *("dense", "kascade", "kascade:exact_anchors=false", "streaming", "snapkv", "tova", "h2o", "luka"),
+    ),
+    contexts: Prompts = (8192, 32768, 131072),
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    layers: Layers = 32,
+    repeats: Repeats = 5,
+    dtype: Dtype = "float16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """A prompt's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
+    from foveate.bench import prefill as bench
+    from foveate.bench.plan import measure
+    from foveate.report.tables.prefill import table
+
+    plan = bench.Plan(methods, contexts, heads, kv_heads, head_dim, layers, repeats, dtype, seed, device)
+    measure("prefill", bench.run, plan, out, table)
 
 
-@command(app, "hybrids", HYBRIDS)
-def hybrids(given: Given, out: Path | None) -> None:
-    """Hybrids: attention of their layers beside a window and dense, caches over long sequences, training steps."""
-    from foveate.bench import hybrid_memory, hybrid_training, hybrids
+@app.command("prefill-model")
+def prefill_model(
+    model: Model = "llama-3.1-8b",
+    methods: Methods = (
+        *("dense", "streaming", "kascade", "kascade:rest=mean", "kascade:exact_anchors=false"),
+        *("tova", "snapkv", "h2o", "luka", "luka:compressor=attention", "mixed"),
+    ),
+    contexts: Prompts = (8192, 16384, 32768),
+    chunks: Annotated[
+        list[int],
+        typer.Option("--chunk", min=0, help="Tokens of a prompt that are read at once, 0 for all. May be repeated."),
+    ] = (0,),
+    repeats: Repeats = 5,
+    dtype: Dtype = "bfloat16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """A model's time to the first token and its peak memory, dense and sparse."""
+    from foveate.bench import prefill_model as bench
+    from foveate.bench.plan import measure
+    from foveate.report.tables.prefill import table
 
-    runs = []
-    if phases := tuple(name for name in given["phase"] if HYBRIDS.plans[name] is options.Hybrids):
-        runs.append((hybrids.run, hybrids.Plan.of(given, phases=phases)))
-    if "memory" in given["phase"]:
-        runs.append((hybrid_memory.run, hybrid_memory.Plan.of(given)))
-    if "training" in given["phase"]:
-        runs.append((hybrid_training.run, hybrid_training.Plan.of(given)))
-    for _, plan in runs:
-        plan.check()
-    measure(out, *runs)
-
-
-@command(app, "page-scores", options.PageScores)
-def page_scores(given: Given, out: Path | None) -> None:
-    """Attention missed by each score of LuKA's pages at the same number of keys read."""
-    from transformers.utils import logging
-
-    from foveate.bench import page_scores as bench
-    from foveate.report.tables.general import tables
-
-    logging.disable_progress_bar()
-    measure(out, (bench.run, bench.Plan.of(given)), markdown=tables)
+    plan = bench.Plan(model, methods, contexts, chunks, repeats, dtype, seed, device)
+    measure("prefill", bench.run, plan, out, table)

@@ -13,6 +13,7 @@ totals of all layers at once, at their end, which is timed at level `model` alon
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import breakdown, cold, decode_layer, dense_peers, options
+from foveate.bench import breakdown, decode_layer, dense_peers
+from foveate.bench import cold_cache_timing as cold
 from foveate.bench.decode_layer import Layer
 from foveate.bench.layer_kinds import Kind, kinds, share_of
-from foveate.bench.plan import Keep, Row, Say, parsed
+from foveate.bench.plan import Keep, Row, Say, check, command, parsed
 from foveate.methods import Method, replay_obstacle
-from foveate.results.errors import UserError
+from foveate.results.errors import UserError, unknown
 from foveate.results.measurements import speed_row
 from foveate.runtime import capture
 from foveate.runtime.layer import finish_prompt
@@ -43,15 +45,29 @@ _LONGEST = 1025
 """No method does anything less often than this."""
 
 
-class Plan(options.Decode):
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    methods: Sequence[str]
+    contexts: Sequence[int]
+    batches: Sequence[int]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    level: str
+    dtype: str
+    seed: int
+    device: str
+
     def check(self) -> None:
         """Raise UserError that names an option, its value, and what is allowed."""
         if self.level not in LEVELS:
-            raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{self.level}'")
-        super().check()
-        self.check_multiple("heads", "kv_heads")
+            raise unknown("level", self.level, LEVELS)
+        check(self)
         if self.level == "kernel" and min(self.contexts) < 2:
-            raise UserError(f"contexts must be at least 2 at level kernel, not {min(self.contexts)}")
+            raise UserError(f"context must be at least 2 at level kernel, not {min(self.contexts)}")
         for spec in self.methods:
             method = parsed(spec)
             if method.evicts and self.level == "kernel":
@@ -276,7 +292,7 @@ def _rows(
     dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
     fastest = min(dense, key=dense.__getitem__)
     size = 2 * batch * plan.kv_heads * context * plan.head_dim * getattr(torch, plan.dtype).itemsize
-    rows = []
+    rows, sizes = [], {name: getattr(plan, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "seed")}
     for name, one in found.items():
         floor, speedup = one.bytes / rate / 1e6, dense[fastest] / one.ms
         layers, below = _beside_floors(name, one, rate)
@@ -288,8 +304,8 @@ def _rows(
         case = {"method": name, "context": context, "batch": batch, "share": share, "level": plan.level}
         rows.append(
             speed_row(
-                plan.bench,
-                case | plan.values("heads", "kv_heads", "head_dim", "dtype", "seed"),
+                "decode",
+                case | sizes,
                 plan.device,
                 one.ms,
                 (fastest, dense[fastest]),
@@ -303,7 +319,7 @@ def _rows(
                 cuda_graph=one.graph,
                 peak_bytes=size,
                 peak_kind="keys and values of a layer",
-                command=plan.command(),
+                command=command("decode", plan),
             )
         )
     return rows

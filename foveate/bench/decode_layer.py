@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import cold
+from foveate.bench import cold_cache_timing as cold
 from foveate.methods import Method
 from foveate.runtime import capture
 from foveate.state import SlotCache

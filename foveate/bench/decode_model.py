@@ -9,6 +9,7 @@ runs.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import foveate
-from foveate.bench import breakdown, cold, options
+from foveate.bench import breakdown
+from foveate.bench import cold_cache_timing as cold
 from foveate.bench.layer_kinds import share_of
 from foveate.bench.models import TimedModel, generate
-from foveate.bench.plan import Keep, Row, Say
+from foveate.bench.plan import Keep, Row, Say, check, command, specs
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.results.measurements import TRANSFORMERS, speed_row
@@ -35,26 +37,30 @@ _WATCHED = 16
 """Steps behind the timed ones whose kernels are watched."""
 
 
-class Plan(options.DecodeModel):
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    model: str
+    methods: Sequence[str]
+    contexts: Sequence[int]
+    batches: Sequence[int]
+    steps: int
+    rounds: int
+    liger: bool
+    dense_below: int | str
+    dtype: str
+    seed: int
+    device: str
+
     def check(self) -> None:
         """Raise UserError that names an option, its value, and what is allowed."""
-        super().check()
+        check(self)
         if self.dense_below != "auto" and not (isinstance(self.dense_below, int) and self.dense_below >= 0):
             raise UserError(f"dense-below must be a number of tokens, at least 0, or auto, not {self.dense_below}")
         self.of_model.check("context and steps need")
-        if self.liger:
-            self._check_liger()
-
-    def _check_liger(self) -> None:
-        if find_spec("liger_kernel") is None:
+        if self.liger and find_spec("liger_kernel") is None:
             raise UserError("--liger needs Liger's kernels: pip install liger-kernel")
-        if self.device == "cpu":
-            raise UserError("--liger needs a CUDA device, not cpu")
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-        kind = self.of_model.config().model_type
-        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-            raise UserError(f"--liger: Liger has no kernels for models of type {kind}")
 
     @property
     def of_model(self) -> TimedModel:
@@ -89,7 +95,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
             shape = (batch, context)
             ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
-            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*plan.specs(), TRANSFORMERS)}
+            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*specs(plan.methods), TRANSFORMERS)}
             for number in range(plan.rounds):
                 for spec in rounds:
                     rounds[spec].append(one := _generated(plan, model, spec, ids, number + 1 == plan.rounds))
@@ -216,11 +222,11 @@ def _row(
     read = None if one["stats"] is None else weights + batch * one["stats"]["kv_bytes_per_step"]
     floor = None if read is None else read / rate / 1e6
     share = None if spec == TRANSFORMERS else share_of(spec)
-    case = {"method": spec, "context": context, "batch": batch, "share": share, "level": plan.level}
+    case = {"method": spec, "context": context, "batch": batch, "share": share, "level": "model"}
     case |= {"model": plan.of_model.name, "weights": plan.of_model.weights}
     return speed_row(
-        plan.bench,
-        case | plan.values("dtype", "liger", "dense_below", "steps", "rounds", "seed"),
+        "decode",
+        case | {name: getattr(plan, name) for name in ("dtype", "liger", "dense_below", "steps", "rounds", "seed")},
         plan.device,
         baseline=("dense", dense["ms"]),
         **one,
@@ -231,5 +237,5 @@ def _row(
         tokens_per_s=1e3 * batch / one["ms"],
         gb_per_s=None if read is None else read / one["ms"] / 1e6,
         gb_counts="weights but for the embedding of tokens, and keys and values",
-        command=plan.command(),
+        command=command("decode-model", plan),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 from foveate.methods import Method, parse
@@ -24,11 +25,6 @@ class Kind(NamedTuple):
     """The policy of the layer whose choice these read."""
 
 
-def in_decode(policy: Method) -> str:
-    """What a layer does with a decoded token, in a word."""
-    return policy.role
-
-
 def in_prompt(policy: Method) -> str:
     """What a layer does with a prompt, in a word."""
     if not policy.sparse_prompt:
@@ -36,8 +32,8 @@ def in_prompt(policy: Method) -> str:
     return policy.role
 
 
-def kinds(method: Method, layers: int, name: Callable[[Method], str] = in_decode) -> list[Kind]:
-    """What the layers of a method do, and how many do the same."""
+def kinds(method: Method, layers: int, name: Callable[[Method], str] = attrgetter("role")) -> list[Kind]:
+    """What the layers of a method do, by name, and how many do the same; by default with a decoded token."""
     policies = [method.for_layer(layer, layers) for layer in range(layers)]
     alike: dict[tuple[str, str], list[int]] = {}
     for layer, policy in enumerate(policies):

@@ -8,6 +8,7 @@ timed after that one. A method runs as an attached model runs it, from its setti
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.bench import breakdown, cold, dense_peers, options
+from foveate.bench import breakdown, dense_peers
+from foveate.bench import cold_cache_timing as cold
 from foveate.bench.layer_kinds import Kind, in_prompt, kinds, share_of
-from foveate.bench.plan import Keep, Row, Say, parsed
+from foveate.bench.plan import Keep, Row, Say, check, command, parsed
 from foveate.methods import Method
 from foveate.results import circumstances, timing
 from foveate.results.measurements import speed_row
@@ -29,11 +31,20 @@ _PROFILED = 2
 """How often a layer runs while its kernels are watched."""
 
 
-class Plan(options.Prefill):
-    def check(self) -> None:
-        """Raise UserError that names an option, its value, and what is allowed."""
-        super().check()
-        self.check_multiple("heads", "kv_heads")
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    methods: Sequence[str]
+    contexts: Sequence[int]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    repeats: int
+    dtype: str
+    seed: int
+    device: str
 
     @property
     def scaling(self) -> float:
@@ -49,7 +60,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     Raises:
         UserError: for a plan that cannot be.
     """
-    plan.check()
+    check(plan)
     peers = dense_peers.causal(plan.device, plan.dtype, say)
     rows: list[Row] = []
     for context in plan.contexts:
@@ -185,13 +196,14 @@ def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Say) -> li
     dense = {name: one.ms for name, one in found.items() if one.layers is None or name == "dense"}
     fastest = min(dense, key=dense.__getitem__)
     flops = 2 * plan.heads * plan.head_dim * context * (context + 1)  # two products of the pairs that are seen
-    sizes = plan.values("level", "heads", "kv_heads", "head_dim", "layers", "dtype", "repeats", "seed")
+    names = ("heads", "kv_heads", "head_dim", "layers", "dtype", "repeats", "seed")
+    sizes = {"level": "kernel"} | {name: getattr(plan, name) for name in names}
     rows = []
     for name, one in found.items():
         own = one.layers is not None
         case = {"method": name, "context": context, "batch": 1, "share": share_of(name) if own else None, **sizes}
         row = speed_row(
-            plan.bench,
+            "prefill",
             case,
             plan.device,
             one.ms,
@@ -202,7 +214,7 @@ def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Say) -> li
             dense_prompts=_library(plan) if own else None,
             peak_bytes=one.peak_bytes,
             peak_kind="above inputs and output" if plan.device == "cuda" else "process",
-            command=plan.command(),
+            command=command("prefill", plan),
         )
         took = f"{one.ms:.3f} ms, {row['speedup']:.2f}× {fastest}, {one.peak_bytes / 1e9:.2f} GB"
         say(f"{name} at {context:,}: {took}")

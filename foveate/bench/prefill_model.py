@@ -7,26 +7,39 @@ Methods that accumulate importance may not need much more memory than dense atte
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 import foveate
-from foveate.bench import options
 from foveate.bench.layer_kinds import share_of
 from foveate.bench.models import TimedModel, generate
-from foveate.bench.plan import Keep, Row, Say
+from foveate.bench.plan import Keep, Row, Say, check, command, specs
 from foveate.results import circumstances
 from foveate.results.measurements import TRANSFORMERS, speed_row
 
 
-class Plan(options.PrefillModel):
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    model: str
+    methods: Sequence[str]
+    contexts: Sequence[int]
+    chunks: Sequence[int]
+    repeats: int
+    dtype: str
+    seed: int
+    device: str
+
     def check(self) -> None:
         """Raise UserError that names an option, its value, and what is allowed."""
-        super().check()
+        check(self)
         self.of_model.check("the longest context needs")
 
     @property
@@ -61,7 +74,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator, device=plan.device)
         for chunk in plan.chunks:
             found = {}
-            for spec in [*plan.specs(), TRANSFORMERS]:
+            for spec in [*specs(plan.methods), TRANSFORMERS]:
                 if (one := _read(plan, model, spec, ids, chunk)) is None:
                     say(f"{spec}: left out in chunks of {chunk:,}, it reads a prompt in one piece")
                     continue
@@ -115,11 +128,11 @@ def _row(
 ) -> Row:
     flops = 2 * sum(parameter.numel() for parameter in model.parameters())
     share = None if spec == TRANSFORMERS else share_of(spec)
-    case = {"method": spec, "context": context, "batch": 1, "share": share, "level": plan.level}
+    case = {"method": spec, "context": context, "batch": 1, "share": share, "level": "model"}
     case |= {"model": plan.of_model.name, "weights": plan.of_model.weights, "chunk": chunk}
     return speed_row(
-        plan.bench,
-        case | plan.values("dtype", "repeats", "seed"),
+        "prefill",
+        case | {"dtype": plan.dtype, "repeats": plan.repeats, "seed": plan.seed},
         plan.device,
         one.ms,
         ("dense", found["dense"].ms),
@@ -131,5 +144,5 @@ def _row(
         peak_kind=one.peak_kind,
         peak_over_dense=one.peak_bytes / found["dense"].peak_bytes,
         resident_bytes=one.resident_bytes,
-        command=plan.command(),
+        command=command("prefill-model", plan),
     )

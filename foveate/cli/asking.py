@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
+from foveate.training.progress import Progress
 
 _INTERRUPTED = 130
 _SHOWN_ANSWERS = 3
@@ -314,27 +315,12 @@ def calibrate(
     typer.echo(f"anchors {list(found.anchors)}; use them as --method {shlex.quote(spec)}")
 
 
-class _Progress:
-    """A progress bar over items times methods, shown while there is something to do."""
-
-    def __init__(self, console: Any, total: int):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._bar = Progress(*columns, TextColumn("left"), Remaining(), console=console, transient=True)
-        self._task = self._bar.add_task("loading the model", total=total, visible=total > 0)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+class _Progress(Progress):
+    """A bar over items times methods, or over prompts."""
 
     def __call__(self, method: str, items: int) -> None:
         self._bar.update(self._task, advance=items, description=method)
 
     def at(self, done: int, of: int) -> None:
         """So many steps are done: prompts read, answers compared."""
-        self._bar.update(self._task, completed=done, total=of, description="calibrating")
+        self.show(done, of, "calibrating")

@@ -71,7 +71,7 @@ class TopKByMass(SelectOnce):
         return self._chosen(cache, attended.mass, lengths), attended.out
 
     def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``; ``lengths``: see :meth:`_best`."""
+        """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
         alike = cache.step is None and len(set(cache.lengths)) == 1
         best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike, lengths)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -194,60 +194,3 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if value.is_integer() else f"{value:.4g}"  # 1.0 is a share, 1 a number
     return "none" if value is None else str(value)
-
-
-# Rows of benches
-
-
-_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("gb_per_s", "GB/s", lambda rate: f"{rate:,.1f}"),
-    ("tflop_per_s", "TFLOP/s", lambda rate: f"{rate:,.2f}"),
-    ("peak_bytes", "peak", size),
-)
-"""Fields, their columns and cells; a table leaves out a column that would be empty."""
-
-
-def speeds(rows: Sequence[Row]) -> Group:
-    """One table for each phase of the bench, one line for each row: case, time, factor over the baseline, rates, peak.
-
-    What all cases of a table have in common stands in its title.
-    """
-    phases: dict[Any, list[Row]] = {}
-    for row in rows:
-        phases.setdefault(row["case"].get("phase"), []).append(row)
-    return Group(*map(_speed_table, phases.values()))
-
-
-def _speed_table(rows: Sequence[Row]) -> Table:
-    first = next(iter(rows[0]["case"]))  # which names a row that is alone
-    common = {
-        key: value
-        for key, value in rows[0]["case"].items()
-        if all(row["case"].get(key) == value for row in rows) and (len(rows) > 1 or key != first)
-    }
-    title = f"{rows[0]['bench']} · " + " · ".join(f"{key} {value}" for key, value in common.items())
-    table = _table(f"{title}\n{rows[0]['device']}")
-    own = list(dict.fromkeys(key for row in rows for key in row["case"] if key not in common))
-    figures = [one for one in _FIGURES if any(row[one[0]] is not None for row in rows)]
-    texts = {key: [str(row["case"].get(key, NONE)) for row in rows] for key in own}
-    for key in own:
-        table.add_column(key, min_width=_longest_word([key, *texts[key]]), overflow="fold")
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("speed-up", justify="right", no_wrap=True)
-    table.add_column("over", min_width=_longest_word([row["baseline"] for row in rows]), overflow="fold")
-    for _, name, _ in figures:
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, row in enumerate(rows):
-        table.add_row(
-            *(texts[key][place] for key in own),
-            time(row["ms"]),
-            f"{row['speedup']:.2f}×",
-            row["baseline"],
-            *(NONE if row[field] is None else cell(row[field]) for field, _, cell in figures),
-        )
-    return table
-
-
-def _longest_word(texts: Sequence[str]) -> int:
-    """Columns that a text needs so that no word is broken."""
-    return max(len(word) for text in texts for word in text.split() or [""])

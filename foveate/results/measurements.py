@@ -1,4 +1,4 @@
-"""Rows of `foveate bench`: their schema, and the file that holds the rows of one bench."""
+"""Rows of benches: their schema, and the file that holds the rows of one bench."""
 
 from __future__ import annotations
 

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from foveate.bench import cold, decode, decode_layer, layer_kinds
+from foveate.bench import cold_cache_timing as cold
+from foveate.bench import decode, decode_layer, layer_kinds
 from foveate.methods import parse
 from foveate.methods.luka.policy import MakesPages
 from foveate.runtime import capture
 from foveate.state import Counters
 
-SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "dtype": "float32", "device": "cpu"}
+SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "level": "kernel"}
+SMALL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
 SPECS = (
     "dense",
     "kascade:decode_only=true,anchors=[1],top_k=0.2,min_k=16",

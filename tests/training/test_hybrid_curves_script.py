@@ -9,9 +9,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from benchmarks import hybrid_plots, hybrid_tables
 from foveate.models import HybridForCausalLM
-from foveate.report.plots import hybrids as hybrid_plots
-from foveate.report.tables import hybrids as hybrid_tables
 from foveate.results.errors import DataError, UserError
 from foveate.training import journal
 from foveate.training.configuration import parse

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foveate.report.tables import hybrid_tasks
+from benchmarks import hybrid_task_tables as hybrid_tasks
 from foveate.results.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

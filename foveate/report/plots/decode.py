@@ -41,9 +41,8 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
     of_row = mean_parts if level == "kernel" else _of_step
     profiled = [row for row in rows if row["case"]["level"] == level and of_row(row)]
     if not profiled:
-        raise UserError(
-            f"nothing to draw: no row of foveate bench decode --level {level} with a profile of its kernels"
-        )
+        bench = "decode" if level == "kernel" else "decode-model"
+        raise UserError(f"nothing to draw: no row of foveate bench {bench} with a profile of its kernels")
     unit, scale = LEVELS[level]
     groups = grouped(profiled, _group)
     heights = [0.75 + 0.26 * len(_methods(rows)) for rows in groups.values()]

@@ -167,11 +167,6 @@ def height(count: int, entries: int, longest: int = 25) -> float:
     return 0.9 + -(-count // across) * {1: 4.4, 2: 3.3, 3: 2.6}[across] + 0.2 * lines
 
 
-def list_height(count: int, entries: int) -> float:
-    """Inches for so many panels that list so many entries."""
-    return 1.0 + -(-count // columns(count)) * (0.7 + 0.32 * entries)
-
-
 # Marks
 
 
@@ -194,15 +189,6 @@ def line(axis: Any, points: Sequence[Point], name: str, style: Look, variant: in
     dashes, filling = _DASHES[variant % len(_DASHES)], "white" if variant else style.color
     marker = _HOLLOW[(variant - 1) % len(_HOLLOW)] if variant else style.marker
     axis.plot(x, y, dashes, color=style.color, marker=marker, markerfacecolor=filling, label=name)
-
-
-def dot(axis: Any, point: Point, place: int, style: Look, digits: int) -> None:
-    """One method's value on its line of a list, with its interval and its number."""
-    reach = [[point.y - point.low], [point.high - point.y]]
-    axis.errorbar(point.y, place, xerr=reach, color=style.color, marker=style.marker, markersize=7)
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}
-    number = {"textcoords": "offset points", "ha": "center", "fontsize": 7.5, "bbox": box}
-    axis.annotate(f"{point.y:.{digits}f}", (point.y, place), (0, 6), **number)
 
 
 def star(axis: Any, point: Point, style: Look, name: str) -> None:

@@ -1,15 +1,14 @@
-"""Result rows as plots: score against what is read, perplexity against the refined share, perplexity by method."""
+"""Score against what decoding reads, as a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.report import lines, pooled
 from foveate.report.plots import figure
-from foveate.report.plots.figure import Look, Point
-from foveate.report.ratio import perplexity_ratio
+from foveate.report.plots.figure import Point
 from foveate.report.rows import Row
 from foveate.results.errors import UserError, unknown
 
@@ -18,16 +17,6 @@ BUDGETS = (
     *("window", "min_window", "tail"),
 )
 """Settings that say how much is read: along a line of the frontier they differ."""
-
-_ALONG_FRACTION = ("top_k", "zero_values")
-_COMPRESSORS = {  # by compressor and mass
-    ("mean", "exact"): Look("#009E73", "^"),
-    ("attention", "exact"): Look("#D55E00", "o"),
-    ("random", "exact"): Look("#CC79A7", "s"),
-    ("mean", "preserve"): Look("#999933", "D"),
-    ("attention", "preserve"): Look("#E69F00", "v"),
-    ("random", "preserve"): Look("#882255", "P"),
-}
 
 
 class _Read(NamedTuple):
@@ -64,7 +53,6 @@ _READ = {
     ),
 }
 """What a frontier can be drawn against: fields of the rows."""
-_ASIDE = 0.004  # between intervals that would stand on each other
 
 
 def frontier(
@@ -108,7 +96,7 @@ def frontier(
     for name in along:
         if name not in settings:
             raise unknown("setting", name, settings, "--along")
-    shown = [row for row in rows if not _dense(row) and row[against] is not None]
+    shown = [row for row in rows if not is_dense(row) and row[against] is not None]
     for row in rows:
         if row[against] is None:
             why = "what it reads is not counted" if row["method"] == "own" else "took no decode steps"
@@ -125,12 +113,12 @@ def frontier(
     with figure.drawing(out, figure.height(len(cells), len(names), max(map(len, names.values())))) as page:
         axes = figure.panels(page, len(cells))
         for axis, cell in zip(axes, cells.values()):
-            dense = next(filter(_dense, cell), None)
+            dense = next(filter(is_dense, cell), None)
             level = cell[0]["dense_score"]
             figure.level(axis, level, None if dense is None else (dense["low"], dense["high"]))
             if margin is not None:
                 figure.margin(axis, level - margin, f"{margin:g} point{'s' * (margin != 1)} below dense")
-            drawn = [row for row in cell if not _dense(row)]
+            drawn = [row for row in cell if not is_dense(row)]
             for index, (line, name) in enumerate(names.items()):
                 points = sorted(scored(row) for row in drawn if lines.line(row, along) == line)
                 figure.line(axis, points, name, figure.look(line[0]), methods[:index].count(line[0]))
@@ -141,154 +129,12 @@ def frontier(
             axis.set_title(lines.place(cell[0], rows))
         figure.name_axes(axes, read.name, "score")
         figure.legend(page, axes)
-        figure.title(page, f"Score against {read.words}", _facts(rows, shown, along, False))
+        figure.title(page, f"Score against {read.words}", facts(rows, shown, along))
     return notes
 
 
-def perplexity(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[str]:
-    """Perplexity against the share of pages refined: a line for each compressor, dashed where values are zero.
-
-    Args:
-        rows: of the task `perplexity`; drawn are those of methods that refine a share of their pages, and dense.
-        to_dense: show the ratio to dense attention, paired on the same texts.
-
-    Returns what was left out, and raises `UserError`, as :func:`frontier` does.
-    """
-    rows, notes = lines.once(_of_perplexity(rows))
-    shown = _of_several_shares(rows)
-    if not shown:
-        raise UserError("nothing to draw: no rows that refine several shares of their pages (top_k=0, or floats)")
-    kept = {id(row) for row in shown}
-    others = [row for row in rows if not _dense(row) and id(row) not in kept]
-    notes += [f"{row['spec']}: on no line of several shares, not drawn" for row in others]
-    rows = lines.with_dense(shown, rows)
-    names, cells = lines.names(shown, _ALONG_FRACTION), lines.cells(rows)
-    value, looks = _measure(to_dense, cells), _compressor_looks(names)
-    zeroed = any(_zeroed(row) for row in shown)
-    with figure.drawing(out, figure.height(len(cells), (1 + zeroed) * len(names))) as page:
-        axes = figure.panels(page, len(cells))
-        for axis, cell in zip(axes, cells.values()):
-            _perplexity_level(axis, cell, to_dense)
-            for index, (line, name) in enumerate(names.items()):
-                aside = _ASIDE * (index - (len(names) - 1) / 2)
-                own = [row for row in cell if lines.line(row, _ALONG_FRACTION) == line]
-                for zero, words in ((False, name), (True, f"{name}, values zeroed")):
-                    of_kind = [row for row in own if _zeroed(row) == zero]
-                    points = sorted(value(row)._replace(x=_refined(row) + aside) for row in of_kind)
-                    figure.line(axis, points, words, looks[line], int(zero))
-            figure.log_if_wide(axis.yaxis, axis.set_yscale, [value(row).y for row in cell])
-            axis.set_title(lines.place(cell[0], rows))
-        figure.name_axes(axes, "share of the pages refined", _perplexity_name(to_dense))
-        figure.legend(page, axes)
-        what = f"{_perplexity_name(to_dense).capitalize()} against the share of pages refined"
-        figure.title(page, what, _facts(rows, shown, _ALONG_FRACTION, to_dense))
-    return notes
-
-
-def modes(rows: Sequence[Row], out: Path, to_dense: bool = False) -> list[str]:
-    """Perplexity of each method, one below the other, beside dense.
-
-    Arguments, what is returned and what is raised are those of :func:`perplexity`.
-    """
-    rows, notes = lines.once(_of_perplexity(rows))
-    shown = [row for row in rows if not _dense(row)]
-    if not shown:
-        raise UserError("nothing to draw: the rows are all of dense")
-    rows, specs = lines.with_dense(shown, rows), list(dict.fromkeys(row["spec"] for row in shown))
-    cells = lines.cells(rows)
-    value = _measure(to_dense, cells)
-    with figure.drawing(out, figure.list_height(len(cells), len(specs))) as page:
-        axes = figure.panels(page, len(cells), sharey=True)
-        for axis, cell in zip(axes, cells.values()):
-            _perplexity_level(axis, cell, to_dense, upright=True)
-            for row in cell:
-                if not _dense(row):
-                    digits = 3 if to_dense else 2
-                    figure.dot(axis, value(row), specs.index(row["spec"]), figure.look(row["method"]), digits)
-            figure.log_if_wide(axis.xaxis, axis.set_xscale, [value(row).y for row in cell])
-            axis.set_yticks(range(len(specs)), specs)
-            axis.set_ylim(len(specs) - 0.5, -0.7)
-            axis.grid(False, axis="y")
-            axis.set_title(lines.place(cell[0], rows))
-            axis.set_xlabel(_perplexity_name(to_dense))
-        figure.title(page, f"{_perplexity_name(to_dense).capitalize()}, by method", _facts(rows, [], (), to_dense))
-    return notes
-
-
-# What is drawn of a row
-
-
-def _dense(row: Row) -> bool:
+def is_dense(row: Row) -> bool:
     return row["method"] == "dense"
-
-
-def _of_perplexity(rows: Sequence[Row]) -> list[Row]:
-    rows = [row for row in rows if "perplexity" in row["metrics"]]
-    if not rows:
-        raise UserError("nothing to draw: no row of the task perplexity")
-    return rows
-
-
-def _refined(row: Row) -> float | None:
-    """The share of its pages that a row's method refines, if its setting is a share."""
-    settings = row["settings"]
-    if not {"compressor", "mass"} <= settings.keys() or settings.get("refine", "top_k") != "top_k":
-        return None
-    return float(settings["top_k"]) if settings["top_k"] == 0 or isinstance(settings["top_k"], float) else None
-
-
-def _zeroed(row: Row) -> bool:
-    """Whether a row's summaries have values of zero, a setting of older rows."""
-    return row["settings"].get("zero_values", False)
-
-
-def _of_several_shares(rows: Sequence[Row]) -> list[Row]:
-    """The rows on lines that can be drawn: methods that refine a share of the pages, with more than one share."""
-    shares: dict[lines.Line, set[float]] = {}
-    refining = [(row, lines.line(row, _ALONG_FRACTION)) for row in rows if _refined(row) is not None]
-    for row, line in refining:
-        shares.setdefault(line, set()).add(_refined(row))
-    return [row for row, line in refining if len(shares[line]) > 1]
-
-
-def _measure(to_dense: bool, cells: Mapping[lines.Cell, Sequence[Row]]) -> Callable[[Row], Point]:
-    """What to draw of a row: its perplexity, or its ratio to that of the dense row on the same items."""
-    if not to_dense:
-        return lambda row: Point(0.0, *(row["metrics"]["perplexity"][name] for name in ("value", "low", "high")))
-    dense = {key: next(filter(_dense, cell), None) for key, cell in cells.items()}
-    if None in dense.values():
-        raise UserError("no row of dense to compare with; leave --to-dense away, or give the file that has it too")
-
-    def ratio(row: Row) -> Point:
-        interval = perplexity_ratio(row, dense[lines.cell(row)])
-        return Point(0.0, interval.value, interval.low, interval.high)
-
-    return ratio
-
-
-# Looks and words
-
-
-def _compressor_looks(found: Sequence[lines.Line]) -> dict[lines.Line, Look]:
-    """A look for each line: its method's if it has one line only, else that of compressor and mass, each only once."""
-    looks: dict[lines.Line, Look] = {}
-    methods, spare = [method for method, _ in found], iter(figure.SPARE)
-    for method, settings in found:
-        values = dict(settings)
-        own = _COMPRESSORS.get((values["compressor"], values["mass"]))
-        if methods.count(method) == 1:
-            own = figure.look(method)
-        looks[method, settings] = next(spare, figure.look(method)) if own in (None, *looks.values()) else own
-    return looks
-
-
-def _perplexity_level(axis: Any, cell: Sequence[Row], to_dense: bool, upright: bool = False) -> None:
-    row = next(filter(_dense, cell), None)
-    if to_dense:
-        figure.level(axis, 1.0, None, upright)
-    elif row is not None:
-        metric = row["metrics"]["perplexity"]
-        figure.level(axis, metric["value"], (metric["low"], metric["high"]), upright)
 
 
 def _read_axis(axis: Any, amounts: Sequence[float], read: _Read) -> None:
@@ -302,12 +148,7 @@ def _read_axis(axis: Any, amounts: Sequence[float], read: _Read) -> None:
     axis.xaxis.set_minor_formatter(lambda value, _: "")
 
 
-def _perplexity_name(to_dense: bool) -> str:
-    return "perplexity over that of dense" if to_dense else "perplexity"
-
-
-def _facts(rows: Sequence[Row], shown: Sequence[Row], along: Sequence[str], paired: bool) -> str:
+def facts(rows: Sequence[Row], shown: Sequence[Row], along: Sequence[str], intervals: str = "95 % intervals") -> str:
     """On what all was measured, and what is set in the lines beside what their names say."""
-    intervals = "95 % intervals of the pairs" if paired else "95 % intervals"
-    facts = [f"{lines.circumstances(rows)} · {intervals}", lines.common(shown, along)]
-    return "\n".join(filter(None, facts))
+    found = [f"{lines.circumstances(rows)} · {intervals}", lines.common(shown, along)]
+    return "\n".join(filter(None, found))

@@ -11,14 +11,12 @@ from foveate.report.markdown import (
     difference,
     interval,
     made_with,
-    markdown_table,
     percent,
     score,
     titled,
 )
 from foveate.report.ratio import perplexity_ratio
 from foveate.report.rows import Row, grouped
-from foveate.report.tables import page_scores
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -29,13 +27,11 @@ def tables(rows: Sequence[Row]) -> str:
 
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
     if "bench" in row:
-        return _page_scores if row["bench"] == "page-scores" else _speeds
+        return _speeds
     return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
 
 
 def _what(row: Row) -> str:
-    if row.get("bench") == "page-scores":
-        return page_scores.title(row)
     if "bench" in row:
         case = row["case"]
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
@@ -123,7 +119,3 @@ _BESIDE_SPEED: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("same_next_token", "same next token", lambda row: f"{100 * row['same_next_token']:.0f} %"),
 )
 """Fields that some benches have, with a column's head and its cells."""
-
-
-def _page_scores(rows: Sequence[Row]) -> str:
-    return markdown_table(page_scores.cells(rows))

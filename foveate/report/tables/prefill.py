@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foveate.report.markdown import NONE, columns, markdown_table, percent, titled
+from foveate.report.markdown import NONE, columns, percent
 from foveate.report.rows import Row
 from foveate.report.tables.general import tables
-from foveate.report.terminal import size, time
 from foveate.results.measurements import PARTS
 
 
@@ -16,23 +15,6 @@ def table(rows: Sequence[Row]) -> str:
     found = tables(rows)
     of_layers = [row for row in rows if row.get("layers")]
     return f"{found}\n\n{layers(of_layers)}" if of_layers else found
-
-
-def lengths(rows: Sequence[Row]) -> str:
-    """A line for each method or library: its mean layer at each length, and how often the fastest dense one fits in."""
-    if any(row["case"].get("level") != "kernel" for row in rows):
-        raise ValueError("rows must be of layers, by `foveate bench prefill --level kernel`")
-    contexts = sorted({row["case"]["context"] for row in rows})
-    found = {(row["case"]["method"], row["case"]["context"]): row for row in rows}
-    lines = [("attention", *(f"{context:,} tokens" for context in contexts), "memory above inputs and output, longest")]
-    for method in dict.fromkeys(method for method, _ in found):
-        mine = [found.get((method, context)) for context in contexts]
-        cells = [NONE if row is None else f"{time(row['ms'])} ({row['speedup']:.2f}×)" for row in mine]
-        last = next(row for row in reversed(mine) if row)
-        lines.append((f"`{method}`", *cells, size(last["peak_bytes"])))
-    case = rows[0]["case"]
-    what = f"a layer of {case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
-    return titled(f"{what}: mean time, over the fastest dense attention", rows, markdown_table(lines))
 
 
 def layers(rows: Sequence[Row]) -> str:

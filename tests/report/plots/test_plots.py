@@ -6,7 +6,6 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
-from evaluation import tiny
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
@@ -192,74 +191,6 @@ class TestFrontier:
         assert sum(axis.get_visible() for axis in pages[0].axes) == count
 
 
-class TestPerplexity:
-    def test_a_line_for_each_compressor_dashed_without_values(self, pages, tmp_path):
-        assert plots.perplexity(FIGURE_4, tmp_path / "a.png") == []
-        (axis,) = pages[0].axes
-        found = {line.get_label(): line for line in axis.lines}
-        assert entries(pages[0]) == [
-            *("dense", "luka_paper: mean", "luka_paper: mean, values zeroed", "luka_paper: random"),
-        ]
-        kept, zeroed = found["luka_paper: mean"], found["luka_paper: mean, values zeroed"]
-        assert kept.get_color() == zeroed.get_color() != found["luka_paper: random"].get_color()
-        assert (kept.get_linestyle(), zeroed.get_linestyle()) == ("-", "--")
-        x, y = kept.get_data()
-        assert x == pytest.approx(SHARES, abs=0.01)
-        assert y[-1] == pytest.approx(FIGURE_4[0]["metrics"]["perplexity"]["value"])
-        assert axis.get_yscale() == "log"
-
-    def test_ratios_are_paired(self, pages, tmp_path):
-        rows = [of_text(), *(of_text(f"luka:top_k={share}", 0.1 * (1 - share)) for share in SHARES)]
-        plots.perplexity(rows, tmp_path / "a.png", to_dense=True)
-        (axis,) = pages[0].axes
-        _, y = next(line for line in axis.lines if line.get_label() == "luka").get_data()
-        assert y[0] == pytest.approx(math.exp(0.1 * 1.1))
-        assert y[-1] == pytest.approx(1)
-        assert axis.get_yscale() == "linear"
-        (low, high) = axis.collections[0].get_segments()[0][:, 1]
-        assert 1.08 < low < y[0] < high < 1.15  # far narrower than between the texts
-        with pytest.raises(UserError, match="no row of dense to compare with"):
-            plots.perplexity(rows[1:], tmp_path / "a.png", to_dense=True)
-
-    def test_only_lines_of_several_shares_and_dense_on_their_texts(self, pages, tmp_path):
-        others = [
-            of_text("luka_paper:bias=log,top_k=0.5"),
-            of_text("luka_paper:top_k=3"),
-            of_text("h2o"),
-            of_text(tokens=1024),
-        ]
-        said = plots.perplexity([*FIGURE_4, *others], tmp_path / "a.png")
-        assert [line.partition(": on no line")[0] for line in said] == [one["spec"] for one in others[:3]]
-        assert len(pages[0].axes) == 1
-        for rows in (others, [of_text(), of_text("luka:top_k=0.5")]):
-            with pytest.raises(UserError, match="several shares"):
-                plots.perplexity(rows, tmp_path / "a.png")
-        with pytest.raises(UserError, match="no row of the task perplexity"):
-            plots.perplexity(FRONTIER, tmp_path / "a.png")
-
-    def test_lines_of_one_compressor_are_told_apart(self, pages, tmp_path):
-        rows = [of_text(f"luka_paper:compressor=mean,sinks={n},top_k={s}", 1 - s) for n in (0, 4) for s in SHARES]
-        plots.perplexity(rows, tmp_path / "a.png")
-        assert entries(pages[0]) == ["luka_paper: sinks=0", "luka_paper: sinks=4"]
-        assert len({line.get_color() for line in pages[0].axes[0].lines if line.get_label().startswith("luka")}) == 2
-        assert "luka_paper with compressor=mean" in pages[0].get_suptitle()
-
-
-class TestModes:
-    def test_a_place_for_each_method(self, pages, tmp_path):
-        plots.modes(MODES, tmp_path / "a.png", to_dense=True)
-        (axis,) = pages[0].axes
-        assert [label.get_text() for label in axis.get_yticklabels()] == ["h2o", "luka", "mixed"]
-        assert [text.get_text() for text in axis.texts] == ["1.116", "1.011", "1.246"]
-        assert axis.get_title(loc="left") == "perplexity of 1,024 tokens after a prompt of 1"
-        plots.modes(MODES, tmp_path / "a.png")
-        assert pages[1].axes[0].texts[1].get_text() == f"{MODES[2]['metrics']['perplexity']['value']:.2f}"
-
-    def test_nothing_but_dense(self, tmp_path):
-        with pytest.raises(UserError, match="all of dense"):
-            plots.modes(MODES[:1], tmp_path / "a.png")
-
-
 class TestLines:
     def test_budgets_differ_along_a_line_also_within_specs(self):
         specs = [f'mixed:lined="h2o:top_k={s}",clustered="luka:top_k={s},bias=log"' for s in (0.1, 0.2)]
@@ -296,13 +227,10 @@ class TestLines:
 
 
 class TestFiles:
-    @pytest.mark.parametrize(
-        ("draw", "rows"), [(plots.frontier, FRONTIER), (plots.perplexity, FIGURE_4), (plots.modes, MODES)]
-    )
-    def test_the_same_rows_give_the_same_bytes(self, tmp_path, draw, rows):
-        draw(rows, tmp_path / "new" / "a.png")
+    def test_the_same_rows_give_the_same_bytes(self, tmp_path):
+        plots.frontier(FRONTIER, tmp_path / "new" / "a.png")
         with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9}):  # somebody's own style
-            draw(rows, tmp_path / "b.png")
+            plots.frontier(FRONTIER, tmp_path / "b.png")
         first, second = (tmp_path / "new" / "a.png").read_bytes(), (tmp_path / "b.png").read_bytes()
         assert first == second
         assert b"Software" not in first
@@ -310,12 +238,12 @@ class TestFiles:
 
     def test_names_that_are_no_pictures(self, tmp_path):
         with pytest.raises(UserError, match=r"must end in \.png"):
-            plots.modes(MODES, tmp_path / "a.svg")
+            plots.frontier(FRONTIER, tmp_path / "a.svg")
 
     def test_without_matplotlib(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(UserError, match=r"plots need matplotlib.*pip install 'foveate\[plot\]'"):
-            plots.modes(MODES, tmp_path / "a.png")
+            plots.frontier(FRONTIER, tmp_path / "a.png")
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(
@@ -388,7 +316,7 @@ class TestFiles:
         with pytest.raises(DataError) as error:
             read([file])
         assert str(error.value) == f"{file}:4: the same row as in line 1; leave one of them out"
-        for command in (["report"], ["report", "--summary"], ["plot", "modes", "--out", tmp_path / "a.png"]):
+        for command in (["report"], ["report", "--summary"], ["plot", "frontier", "--out", tmp_path / "a.png"]):
             done = CliRunner().invoke(app, list(map(str, [*command, file])))
             assert done.exit_code == 2
             assert done.stderr.strip() == f"error: {error.value}"
@@ -462,7 +390,7 @@ class TestCommands:
 
     def test_help_names_all_kinds(self):
         text = self.call("--help").stdout
-        assert all(kind in text for kind in ("frontier", "perplexity", "modes", "attention-map"))
+        assert all(kind in text for kind in ("frontier", "decode", "calibration"))
 
     def test_from_rows_to_a_picture(self, tmp_path):
         out = tmp_path / "a.png"
@@ -473,30 +401,14 @@ class TestCommands:
         assert done.exit_code == 0, done.output
         assert f"wrote {out}" in done.stderr
         assert out.read_bytes().startswith(b"\x89PNG")
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*FIGURE_4, *MODES]))
-        done = self.call(
-            "perplexity", tmp_path / "rows.jsonl", "--out", out, "--to-dense", "--where", "continuation=512"
-        )
-        assert done.exit_code == 0, done.output
-        assert self.call("modes", tmp_path / "rows.jsonl", "--out", out).exit_code == 0
-
-    def test_attention_map(self, tmp_path):
-        model, out = tiny.build(tmp_path / "tiny-llama"), tmp_path / "a.png"
-        done = self.call("attention-map", "--model", model, "--out", out, "--device", "cpu")
-        assert done.exit_code == 0, done.output
-        assert ", head " in done.stderr
-        assert out.exists()
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["modes", NIAH, "--out", "a.png"], "no row of the task perplexity"),
             (["frontier", NIAH, "--out", "a.pdf"], "must end in .png"),
             (["frontier", "nowhere.jsonl", "--out", "a.png"], "nowhere.jsonl: no such file"),
             (["frontier", NIAH, "--out", "a.png", "--recommended", "luca"], "unknown spec 'luca'"),
             (["frontier", NIAH, "--out", "a.png", "--along", "page_sise"], "unknown setting 'page_sise'"),
-            (["attention-map", "--model", "nowhere", "--out", "a.png"], "nowhere: no such model folder"),
-            (["attention-map", "--model", "m", "--out", "a"], "must end in .png"),
         ],
     )
     def test_bad_input_is_one_line(self, tmp_path, monkeypatch, arguments, message):

@@ -1,0 +1,93 @@
+"""Losses and retention of trained hybrids as plots: figures 6 and 5 of the laLTE/laNSA paper.
+
+    python -m benchmarks.hybrid_plots benchmarks/results/hybrids-curves.jsonl docs/figures
+
+The folder gets `hybrids-losses.png` and `hybrids-retention.png`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from foveate.report.plots import figure
+from foveate.report.rows import Row, checked
+from foveate.results.errors import DataError, UserError
+
+
+def read(files: Sequence[Path]) -> list[Row]:
+    """Rows of `benchmarks/hybrid_curves.py`. Raises `DataError` for others, or for files without any."""
+
+    def check(row: Any, where: str) -> None:
+        if not isinstance(row, dict) or row.get("kind") != "hybrid-curves":
+            raise DataError(f"{where}: not a row of benchmarks/hybrid_curves.py")
+
+    return checked(files, check)
+
+
+def losses(rows: Sequence[Row], out: Path) -> None:
+    """Training loss by tokens, a line for each model, and the held-out loss as points."""
+    with figure.drawing(out, 4.8, 8.0) as drawn:
+        axis = drawn.subplots()
+        for place, row in enumerate(rows):
+            color = f"C{place % 10}"
+            tokens = [number / 1e6 for number in row["tokens"]]
+            axis.plot(tokens, row["loss"], color=color, label=row["model"])
+            x = [number / 1e6 for number in row["held_out_tokens"]]
+            axis.plot(x, row["held_out"], "o", color=color, alpha=0.6)
+        late = [loss for row in rows for loss in (*row["loss"][len(row["loss"]) // 8 :], *row["held_out"])]
+        axis.set_ylim(min(late) * 0.97, max(late) * 1.02)
+        axis.set_xlabel("tokens, millions")
+        axis.set_ylabel("loss, nats a token")
+        axis.legend()
+        figure.title(drawn, "Training loss (lines) and loss on held-out text (marks)", _facts(rows))
+
+
+def retention(rows: Sequence[Row], out: Path) -> None:
+    """Share of the tokens behind the window that each KV head of each LTE layer retains, a panel for each model.
+
+    Raises `UserError` if no model has LTE layers.
+    """
+    drawn_rows = [row for row in rows if row["retention"]]
+    if not drawn_rows:
+        raise UserError("retention: no row is of a model with lte layers")
+    highest = max(share for row in drawn_rows for layer in row["retention"]["share"] for share in layer)
+    with figure.drawing(out, figure.height(len(drawn_rows), 1)) as drawn:
+        axes = figure.panels(drawn, len(drawn_rows))
+        for axis, row in zip(axes, drawn_rows, strict=True):
+            kept = row["retention"]
+            shares = [list(heads) for heads in zip(*kept["share"], strict=True)]
+            image = axis.imshow(shares, aspect="auto", cmap="viridis", vmin=0, vmax=highest)
+            axis.set_xticks(range(len(kept["layers"])), kept["layers"])
+            axis.set_yticks(range(len(shares)))
+            axis.grid(visible=False)
+            axis.set_title(row["model"])
+            for head, of_layers in enumerate(shares):
+                for layer, share in enumerate(of_layers):
+                    color = "white" if share < 0.6 * highest else "black"
+                    axis.text(layer, head, f"{share:.1%}", ha="center", va="center", fontsize=7, color=color)
+        figure.name_axes(axes, "layer", "KV head")
+        drawn.colorbar(image, ax=axes, label="share retained", format=lambda value, _: f"{value:.0%}")
+        kept = drawn_rows[0]["retention"]
+        words = f"{kept['sequences']} held-out sequences of {kept['length']:,} tokens"
+        figure.title(drawn, "Tokens behind the window that a KV head retains", f"{words}; {_facts(rows)}")
+
+
+def _facts(rows: Sequence[Row]) -> str:
+    devices = sorted({row["device"] for row in rows})
+    versions = sorted({f"torch {row['versions']['torch']}" for row in rows})
+    return "; ".join((", ".join(devices), ", ".join(versions)))
+
+
+def main(file: Path, folder: Path) -> None:
+    """Draw the rows of `benchmarks/hybrid_curves.py`."""
+    rows = read([file])
+    losses(rows, folder / "hybrids-losses.png")
+    retention(rows, folder / "hybrids-retention.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,283 @@
+"""Kinds of tables as declarations: which rows, how they are grouped, what the columns are; and those of accuracy."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from foveate.report import lines, pooled
+from foveate.report.markdown import (
+    NONE,
+    columns,
+    difference,
+    interval,
+    made_with,
+    markdown_table,
+    number,
+    percent,
+    score,
+    titled,
+)
+from foveate.report.rows import Row, grouped
+from foveate.report.tables.decode import MODELS, PLACE, how, method, shape, speedup
+from foveate.report.terminal import size, time
+from foveate.results.errors import UserError
+from foveate.results.measurements import PARTS
+
+Cells = Mapping[str, Callable[[Any], str]]
+"""Columns by their heads, with the cell of a row."""
+_BUDGET = re.compile(r"(top_k|window|min_k|sinks|file)=[^,]*,?")
+"""Settings that say how much is held, and not what."""
+
+
+class Table(NamedTuple):
+    """A table with a line for each row."""
+
+    title: Callable[[Sequence[Row]], str]
+    """What stands above it, before what the rows were made with."""
+    cells: Cells
+    rows: Callable[[Sequence[Row]], Iterable[Row]] = list
+    """What of the rows is shown, such as those of one study, or a row for each kind of layers."""
+    apart: Callable[[Row], Hashable] = lambda row: None
+    """Rows for which this differs are tables of their own."""
+
+    def __call__(self, rows: Sequence[Row]) -> str:
+        groups = grouped(self.rows(rows), self.apart).values()
+        return "\n\n".join(titled(self.title(some), some, columns(some, self.cells)) for some in groups)
+
+
+def of_kinds(rows: Sequence[Row]) -> list[Row]:
+    """A row for each kind of layers, with what its row has."""
+    return [{**row, "kind": name, **kind} for row in rows for name, kind in (row["layers"] or {}).items()]
+
+
+def pivot(head: Sequence[str], cells: Mapping[Hashable, Mapping[str, str]], names: Iterable[str]) -> str:
+    """A Markdown table with a column for each name, after those of the head; a dash where a line has no such cell.
+
+    Args:
+        cells: of each line its first cells, a text or several, and by name the others.
+    """
+    found = list(names)
+    body = [
+        (*(line if isinstance(line, tuple) else (line,)), *(of.get(name, NONE) for name in found))
+        for line, of in cells.items()
+    ]
+    return markdown_table([(*head, *found), *body])
+
+
+def _by_model(rows: Sequence[Row], what: Callable[[str, str], str], table: Callable[[str, list[Row]], str]) -> str:
+    """A table for each model and number format, of which `table` is given a name."""
+    groups = grouped(rows, lambda row: f"{row['model']}, {row['dtype']}")
+    return "\n\n".join(titled(what(name), own, table(name, own)) for name, own in groups.items())
+
+
+def differences(rows: Sequence[Row]) -> str:
+    """A line a method, a column a comparison: score, paired difference to dense with its 95 % interval, keys read."""
+
+    def cell(row: Row) -> str:
+        if row["method"] == "dense":
+            return number(row["score"], 1)
+        return f"{number(row['score'], 1)} / {difference(row)} / {percent(row['keys_read_share'])}"
+
+    def table(_: str, own: list[Row]) -> str:
+        comparisons = {f"{lines.heading(some[0])}, n = {some[0]['n']}": some for some in lines.cells(own).values()}
+        cells: dict[str, dict[str, str]] = {}
+        for name, some in comparisons.items():
+            for row in some:
+                cells.setdefault(f"`{row['spec']}`", {})[name] = cell(row)
+        if any(some[0]["ceiling"] < 100 for some in comparisons.values()):
+            cells["evidence ceiling"] = {name: f"{some[0]['ceiling']:.1f}" for name, some in comparisons.items()}
+        return pivot(["method"], cells, comparisons)
+
+    return _by_model(
+        rows, lambda name: f"{name}; score / difference to dense, points [95 %, paired] / keys read", table
+    )
+
+
+def paired(rows: Sequence[Row]) -> str:
+    """What each method scores over the first one, pooled over the comparisons that both have; without `dense`.
+
+    Raises:
+        ValueError: for a metric that is no mean over items, or methods without a comparison in common.
+    """
+    if not all(map(pooled.averages, rows)):
+        raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
+
+    def table(what: str, own: list[Row]) -> str:
+        (base, theirs), *others = grouped(own, lambda row: row["spec"]).items()
+        found = [("method", f"over `{base}`, points [95 %, paired]", "comparisons", "n")]
+        for spec, ours in others:
+            pairs = [(row, its) for row in ours for its in theirs if row["run"]["items"] == its["run"]["items"]]
+            if not pairs:
+                raise ValueError(f"{what}: {spec} and {base} have no comparison in common")
+            mine, its = zip(*pairs)
+            n = sum(row["n"] for row in mine)
+            over = interval(vars(pooled.difference(mine, its)), 1, "+")
+            found.append((f"`{spec}`", over, f"{len(mine)}", f"{n:,}"))
+        return markdown_table(found)
+
+    rows = [row for row in rows if row["method"] != "dense"]
+    return _by_model(rows, lambda name: f"{name}, of the comparisons that both methods have", table)
+
+
+def memory_shares(rows: Sequence[Row]) -> str:
+    """A table for each task and place of the question: a line for each method, a column for each share of the keys.
+
+    A method is its spec without the settings of its budget. Its budgets are sorted by the share of the keys that it
+    reads; a column's share is the median over the methods.
+
+    Raises:
+        UserError: for methods with other numbers of budgets on a task.
+    """
+
+    def asked(row: Row) -> tuple[str, str]:
+        split = row["split"] if row["task"] == "ruler" else row["task"]
+        return split, row["task_settings"].get("question", "with")
+
+    def kind(row: Row) -> str:
+        name, _, settings = row["spec"].partition(":")
+        return ":".join(filter(None, (name, _BUDGET.sub("", settings).strip(","))))
+
+    def table(split: str, question: str, own: Sequence[Row]) -> str:
+        others = [row for row in own if row["method"] != "dense"]
+        found = grouped(sorted(others, key=lambda row: row["keys_read_share"]), kind)
+        counts = sorted({len(some) for some in found.values()})
+        if len(counts) != 1:
+            raise UserError(f"methods must have as many budgets each on {split}, not {counts}")
+        budgets = list(zip(*found.values(), strict=True))
+        shown = [["method", *(f"{statistics.median(row['keys_read_share'] for row in some):.0%}" for some in budgets)]]
+        shown += [["dense", *[score(row)] * len(budgets)] for row in own if row["method"] == "dense"]
+        shown += [[f"`{name}`", *map(score, found[name])] for name in dict.fromkeys(map(kind, others))]
+        lengths = ", ".join(sorted({f"{row['task_settings']['length']:,}" for row in own}))
+        items = ", ".join(sorted({str(row["n"]) for row in own}))
+        place = {"with": "in the prompt", "after": "after eviction"}[question]
+        title = f"{split}, {lengths} tokens, question {place}, n = {items}, scores [95 %] at a share of the keys"
+        return titled(title, own, markdown_table(shown))
+
+    return "\n\n".join(table(*which, some) for which, some in grouped(rows, asked).items())
+
+
+def page_scores(rows: Sequence[Row]) -> str:
+    """Rows of `page_scores.py`: a line for each page size and score, a column a budget, tables by task and length.
+
+    A dash where a budget does not pay for the summaries. A mark tells whether the error is less, or more, than the
+    baseline's on every item: too few for an interval.
+    """
+
+    def what(row: Row) -> str:
+        case = row["case"]
+        return (
+            f"{row['bench']}, {case['model']}, {case['task']} ({case['split']}), {case['context']:,} tokens, "
+            f"n = {row['n']}, {case['dtype']}; attention missed / heads that miss most of theirs / error of the "
+            f"output, by keys read, ▼ less error than `{row['baseline']}` on each of the {row['n']} items, ▲ more"
+        )
+
+    def cell(row: Row, baseline: Row | None) -> str:
+        missed, lost = (100 * row[name]["value"] for name in ("missed_mass", "lost_heads"))
+        mark = ""
+        if baseline is not None and baseline is not row:
+            ours, theirs = (one["item_values"]["output_error"] for one in (row, baseline))
+            pairs = list(zip(ours, theirs, strict=True))
+            mark = "▼" if all(a < b for a, b in pairs) else "▲" if all(a > b for a, b in pairs) else ""
+        return f"{missed:.1f} % / {lost:.1f} % / {row['output_error']['value']:.3f}{mark}"
+
+    def table(own: Sequence[Row]) -> str:
+        cases = {(row["case"]["page_size"], row["case"]["budget"], row["case"]["score"]): row for row in own}
+        budgets = sorted({budget for _, budget, _ in cases if budget is not None})
+        limit = next((row["case"]["max_missed_mass"] for row in own if row["case"]["budget"] is None), None)
+        certified = "" if limit is None else f"pages for ≤ {100 * limit:g} %"
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for (page, budget, name), row in cases.items():
+            line = cells.setdefault((str(page), f"`{name}`"), {certified: ""})
+            if budget is None:
+                line[certified] = f"{100 * row['refined_share']['value']:.1f} %"
+            else:
+                line[f"{100 * budget:g} %"] = cell(row, cases.get((page, budget, row["baseline"])))
+        names = [*(f"{100 * budget:g} %" for budget in budgets), *([certified] if certified else [])]
+        return pivot(["page", "score"], cells, names)
+
+    groups = grouped(rows, lambda row: (what(row), made_with([row], commits=False)))
+    return "\n\n".join(titled(title, some, table(some)) for (title, _), some in groups.items())
+
+
+# Speed
+
+_LEVELS = {"kernel": "attention of a layer", "layer": "a layer with its cache"}
+
+decode_kinds = Table(
+    lambda rows: "ms",
+    {
+        **PLACE,
+        "kind of layer": lambda one: one["kind"],
+        "layers": lambda one: str(one["layers"]),
+        "ms": lambda one: f"{one['ms']:.3f}",
+        **{part: lambda one, part=part: f"{one['parts_ms'][part]:.3f}" for part in PARTS},
+    },
+    of_kinds,
+)
+"""What the kernels of each kind of layers take, as the Kascade paper's figure 8 splits it; rows need a profile."""
+
+
+def _stats(row: Row, name: str, cell: Callable[[float], str]) -> str:
+    return cell(row["stats"][name]) if row.get("stats") else ""  # Transformers' own path has none
+
+
+decode_models = Table(
+    lambda rows: f"{shape(rows[0])}, {rows[0]['case']['batch']} × {rows[0]['case']['context']:,} tokens",
+    {
+        "method": method,
+        "keys read": lambda row: _stats(row, "keys_read_share", percent),
+        "ms a step": MODELS["ms a step"],
+        "tokens/s": MODELS["tokens/s"],
+        "over dense": speedup,
+        "prompt, s": MODELS["prompt, s"],
+        "cache": lambda row: _stats(row, "resident_bytes", lambda count: f"{count / 1e9:.2f} GB"),
+        "peak": MODELS["peak"],
+    },
+    rows=lambda rows: [row for row in rows if row["case"]["level"] == "model"],
+    apart=lambda row: (shape(row), row["case"]["batch"], row["case"]["context"]),
+)
+"""What a whole model does, in short: keys read, tokens a second, prompt and memory."""
+
+
+def decode_speedups(rows: Sequence[Row]) -> str:
+    """A line for each case, a column for each method: how many times as fast as dense attention it decodes.
+
+    Raises:
+        UserError: for two rows of one method and case, such as of other heads.
+    """
+    cells: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        case = row["case"]
+        order = list(_LEVELS).index(case["level"]) if case["level"] in _LEVELS else len(_LEVELS)
+        what = _LEVELS.get(case["level"]) or f"{case['model']}, whole steps"
+        found = cells.setdefault((order, what, case["batch"], case["context"], how(case)), {})
+        if method(row) in found:
+            raise UserError(f"{case['method']}: two rows of {what}, {case['batch']} × {case['context']:,} tokens")
+        everything = (row.get("stats") or {}).get("keys_read_share") == 1
+        found[method(row)] = f"{speedup(row)}{' (reads all)' if everything else ''}"
+    named = {
+        f"{what}, {batch} × {context:,} tokens{runs}": cells[place]
+        for place in sorted(cells)
+        for _, what, batch, context, runs in [place]
+    }
+    table = pivot(["times as fast as dense attention"], named, dict.fromkeys(map(method, rows)))
+    return f"{made_with(rows)}:\n\n{table}"
+
+
+def prefill_lengths(rows: Sequence[Row]) -> str:
+    """A line for each method or library: its mean layer at each length, and how often the fastest dense one fits in."""
+    memory, contexts = "memory above inputs and output, longest", sorted({row["case"]["context"] for row in rows})
+    cells: dict[str, dict[str, str]] = {}
+    for row in sorted(rows, key=lambda row: row["case"]["context"]):
+        line = cells.setdefault(method(row), {})
+        line[f"{row['case']['context']:,} tokens"] = f"{time(row['ms'])} ({speedup(row)})"
+        line[memory] = size(row["peak_bytes"])
+    case = rows[0]["case"]
+    what = f"a layer of {case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
+    names = [*(f"{context:,} tokens" for context in contexts), memory]
+    first = dict.fromkeys(map(method, rows))
+    table = pivot(["attention"], {name: cells[name] for name in first}, names)
+    return titled(f"{what}: mean time, over the fastest dense attention", rows, table)

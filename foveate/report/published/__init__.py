@@ -1,1 +1,0 @@
-"""What papers report, to stand beside our measurements."""

@@ -1,0 +1,93 @@
+"""The table of hybrids' tasks on made-up rows: seeds averaged, columns in order, methods in lines of their own."""
+
+import numpy as np
+import pytest
+
+from benchmarks import hybrid_task_tables as hybrid_tasks
+from foveate.results.errors import UserError
+
+MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc", "seed": 0}
+
+
+def row(model, values, task="ruler", split="niah_single_1", method="own", metric="string_match", items="x", **settings):
+    """A row as the runner writes it, from the percentages of its items, or from all of their values by name."""
+    score = {"value": float(np.mean(values)) if isinstance(values, list) else 0.0}
+    values = {metric: [value / 100 for value in values]} if isinstance(values, list) else values
+    named = {"method": method, "spec": method if method in ("own", "dense") else f"{method}:top_k=384"}
+    which = {"task": task, "split": split, "task_settings": settings, "run": {"items": items}}
+    return {"model": model, **named, **which, "n": 4, "metrics": {metric: score}, "item_values": values, **MADE}
+
+
+def cells(text):
+    """Cells of each line by its first."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {name: rest for name, *rest in lines}
+
+
+NEEDLES = [
+    row("lalte-27M-0", [100, 100, 100, 100], length=2048),
+    row("lalte-27M-0", [100, 100, 0, 0], length=1024),
+    row("lalte-27M-1", [100, 0, 0, 0], length=1024),
+    row("lalte-27M-0", [0, 0, 0, 0], split="niah_multikey_1", length=2048),
+    row("gdn_attn-27M-0", [100, 100, 100, 0], method="dense", length=1024),
+    row("gdn_attn-27M-0", [100, 0, 0, 0], method="tova", length=1024),
+]
+
+
+def test_seeds_are_averaged_with_their_range():
+    found = cells(hybrid_tasks.table(NEEDLES))
+    assert found["model"][:3] == ["seeds", "S-NIAH-1, 1,024 tokens (n = 4)", "S-NIAH-1, 2,048 tokens (n = 4)"]
+    assert found["model"][3:] == ["multi-key, 2,048 tokens (n = 4)", "mean"]
+    seeds, first, second, third, mean = found["lalte-27M"]
+    assert seeds == "0, 1"
+    assert first.startswith("37.5 [")
+    assert first.endswith("] (25.0–50.0)")
+    assert (second, third) == ("100.0 [100.0, 100.0]", "0.0 [0.0, 0.0]")
+    assert mean == "45.8"
+
+
+def test_an_item_weighs_as_the_mean_of_its_seeds():
+    """Seeds that are right on different items: the mean is the same for every resample."""
+    rows = [row("lalte-27M-0", [100, 0, 100, 0], length=1024), row("lalte-27M-1", [0, 100, 0, 100], length=1024)]
+    assert cells(hybrid_tasks.table(rows))["lalte-27M"][1] == "50.0 [50.0, 50.0] (50.0–50.0)"
+
+
+def test_full_attention_under_a_method_has_its_own_line():
+    found = cells(hybrid_tasks.table(NEEDLES))
+    assert found["gdn_attn-27M"][1].startswith("75.0 [")
+    assert found["gdn_attn-27M, `tova:top_k=384`"][1].startswith("25.0 [")
+    assert found["gdn_attn-27M"][2:] == ["–", "–", "–"]
+
+
+def test_groups_are_tables_and_pairs_are_in_the_order_of_their_number():
+    rows = [row("gdn-27M-0", [50] * 4, "mqar", "books", metric="accuracy", length=2048, pairs=n) for n in (256, 16, 64)]
+    rows += [row("gdn-27M-0", [100] * 4, "recall", "squad", metric="contains")]
+    nll = {"nll": [60.0, 80.0], "bytes": [100.0, 100.0], "tokens": [20.0, 20.0]}
+    perplexity = row("gdn-27M-0", nll, "perplexity", "books", metric="inverse_perplexity", length=3072)
+    perplexity["metrics"]["perplexity"] = {"value": float(np.exp(3.5))}
+    needles, recall, passages, language = hybrid_tasks.table([*rows, perplexity, *NEEDLES]).split("\n\n")[1::2]
+    assert [head.split(",")[0] for head in cells(recall)["model"][1:-1]] == ["16 pairs", "64 pairs", "256 pairs"]
+    assert cells(passages)["gdn-27M"] == ["0", "100.0 [100.0, 100.0]"]
+    assert cells(language)["gdn-27M"][1].startswith(f"{np.exp(3.5):.1f} [")
+    assert "mean" not in cells(language)["model"]
+    assert "lalte-27M" in cells(needles)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row("lalte", [1], length=8)], "model must be preset-size-seed, not 'lalte'"),
+        ([row("lalte-27M-0", [1], task="niah")], "task must be of .*, not niah"),
+        (
+            [row("lalte-27M-0", [1], length=8)] * 2 + [row("lalte-27M-0", [2], length=8)],
+            "two rows of lalte-27M, seed 0",
+        ),
+        (
+            [row("lalte-27M-0", [1], length=8), row("lalte-27M-1", [1], length=8, items="y")],
+            "seeds of lalte-27M answered other items of ruler niah_single_1",
+        ),
+    ],
+)
+def test_rows_that_make_no_table(rows, message):
+    with pytest.raises(UserError, match=message):
+        hybrid_tasks.table(rows)
