@@ -58,7 +58,8 @@ def _group(title: str, rows: Sequence[Row]) -> str:
             raise UserError(f"two rows of {line}, seed {seed}, on {' '.join(filter(None, _column(row)[1:]))}")
     average = len(columns) > 1 and not any(column[0] == "perplexity" for column in columns)
     head = ["model", "seeds", *(_head(column, rows) for column in columns), *(["mean"] if average else [])]
-    lines = [head]
+    begun = any("begun" in row["metrics"] for row in rows)
+    lines = [[*head, *(["first three characters, mean"] if begun else [])]]
     for line, of in found.items():
         cells = [_score(list(of[column].values()), line) if column in of else None for column in columns]
         numbers = sorted({seed for seeds in of.values() for seed in seeds}, key=int)
@@ -66,8 +67,16 @@ def _group(title: str, rows: Sequence[Row]) -> str:
         if average:
             whole = all(cell is not None for cell in cells)
             shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else NONE)
+        if begun:
+            shown.append(_begun([list(of[column].values()) for column in columns if column in of]))
         lines.append([line, ", ".join(numbers), *shown])
     return titled(f"{title}, scores [95 %] (range of the seeds)", rows, markdown_table(lines))
+
+
+def _begun(columns: Sequence[Sequence[Row]]) -> str:
+    """The share of answers whose beginning is right, mean over the columns; of the seeds that were asked for it."""
+    seeds = [[row["metrics"]["begun"]["value"] for row in rows if "begun" in row["metrics"]] for rows in columns]
+    return f"{np.mean([np.mean(some) for some in seeds]):.1f}" if all(seeds) else NONE
 
 
 def _line(row: Row) -> tuple[str, str]:
@@ -87,7 +96,8 @@ def _column(row: Row) -> Column:
     if row["task"] == "mqar":
         return "mqar", f"{settings['pairs']:,} pairs", f"{settings['length']:,} tokens"
     if row["task"] == "perplexity":
-        return "perplexity", "perplexity", f"after {settings['length']:,} tokens"
+        of = "" if row["split"] == "books" else f" of {row['split']}"
+        return "perplexity", f"perplexity{of}", f"after {settings['length']:,} tokens"
     return row["task"], "lambada" if row["task"] == "lambada" else row["split"], ""
 
 

@@ -59,6 +59,15 @@ def test_full_attention_under_a_method_has_its_own_line():
     assert found["gdn_attn-27M"][2:] == ["–", "–", "–"]
 
 
+def test_begun_answers_have_a_column_where_rows_have_them():
+    rows = [row(f"lalte-27M-{seed}", [100, 0], length=1024) for seed in (0, 1)]
+    rows[1]["metrics"]["begun"] = {"value": 75.0}  # seed 0 was not asked
+    found = cells(hybrid_tasks.table([*rows, row("gdn-27M-0", [0, 0], length=1024)]))
+    assert found["model"][-1] == "first three characters, mean"
+    assert (found["lalte-27M"][-1], found["gdn-27M"][-1]) == ("75.0", "–")
+    assert cells(hybrid_tasks.table(NEEDLES))["model"][-1] == "mean"
+
+
 def test_groups_are_tables_and_pairs_are_in_the_order_of_their_number():
     rows = [row("gdn-27M-0", [50] * 4, "mqar", "books", metric="accuracy", length=2048, pairs=n) for n in (256, 16, 64)]
     rows += [row("gdn-27M-0", [100] * 4, "recall", "squad", metric="contains")]
