@@ -5,7 +5,7 @@ Importing this module registers them with ``AutoConfig`` and ``AutoModelForCausa
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from foveate.models.cache import HybridCache, MemoryLayer, cache_layers
+from foveate.models.cache import HybridCache, MemoryLayer, cache_bytes, cache_layers
 from foveate.models.configuration import MIXERS, HybridConfig
 from foveate.models.modeling import HybridForCausalLM, HybridModel
 from foveate.models.presets import PRESETS, SIZES, make_config
@@ -23,6 +23,7 @@ __all__ = [
     "HybridForCausalLM",
     "HybridModel",
     "MemoryLayer",
+    "cache_bytes",
     "cache_layers",
     "make_config",
 ]

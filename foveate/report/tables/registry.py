@@ -34,6 +34,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "decode-kinds": decode.kinds,
     "csa-model": csa.model,
     "hybrid-tasks": hybrid_tasks.table,
+    "hybrid-caches": hybrid_tasks.caches,
     "hybrid-heads": hybrids.heads,
     "hybrids-speed": hybrids.speed,
     "hybrids-memory": hybrids.memory,
