@@ -9,8 +9,10 @@ import numpy as np
 
 from foveate.evaluation import tasks
 from foveate.evaluation.metrics import Interval, Values, bootstrap
+from foveate.models import PRESETS, cache_bytes, make_config
 from foveate.report.markdown import NONE, interval, markdown_table, titled
 from foveate.report.rows import Row
+from foveate.report.terminal import size as size_of
 from foveate.results.errors import UserError
 
 _GROUPS = (
@@ -26,6 +28,14 @@ _NEEDLES = {
     "niah_multikey_1": "multi-key",
 }
 _SEED = re.compile(r"^(?P<model>.+)-(?P<seed>\d+)$")
+_RECALLED = {
+    "numbers": ("niah_single_2",),
+    "uuids": ("niah_single_3",),
+    "several keys": ("niah_multikey_1",),
+    "64 pairs": (64,),
+}
+"""What the table of caches says of recall: splits with a distance, or numbers of pairs."""
+_SIZES, _LENGTHS = ("27M", "1.4B"), {"4K": 4096, "64K": 65536, "1M": 1048576}
 Column = tuple[str, str, str]
 """Task, and the words of its head: what is asked, and of how many tokens or pairs."""
 _OWN = ("own", "dense")
@@ -48,6 +58,45 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join(_group(title, some) for title, some in groups if some)
 
 
+def caches(rows: Sequence[Row]) -> str:
+    """A line for each model: recall from beyond its windows, and what the cache of a sequence holds.
+
+    Recall is the mean over lengths of a number or a uuid in a novel and of one of several keys, and associative recall;
+    seeds are averaged, with their range. Presets without rows have their caches alone. Bytes are those of bfloat16.
+    """
+    lines = [["model", "seeds", *_RECALLED, *(f"{size}, {length}" for size in _SIZES for length in _LENGTHS)]]
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["method"] in _OWN and (row["task"] == "mqar" or row["task_settings"].get("beyond")):
+            found.setdefault(_line(row)[0], []).append(row)
+    without = [preset for preset in PRESETS if not any(_preset(line) == preset for line in found)]
+    for line in sorted([*found, *without], key=lambda line: list(PRESETS).index(_preset(line))):
+        mine = found.get(line, [])
+        seeds = sorted({_line(row)[1] for row in mine}, key=int)
+        held = [
+            cache_bytes(make_config(_preset(line), size), tokens) for size in _SIZES for tokens in _LENGTHS.values()
+        ]
+        recalled = [_recalled(mine, seeds, asked) for asked in _RECALLED.values()]
+        lines.append([line, ", ".join(seeds) or NONE, *recalled, *map(size_of, held)])
+    title = "recall from beyond every window, percent (range of the seeds), and what a sequence's cache holds"
+    return titled(title, rows, markdown_table(lines))
+
+
+def _preset(line: str) -> str:
+    """The preset that a model's name begins with."""
+    return max((preset for preset in PRESETS if re.match(rf"{preset}(_|-|$)", line)), key=len)
+
+
+def _recalled(rows: Sequence[Row], seeds: Sequence[str], asked: Sequence[str | int]) -> str:
+    """The mean over the columns that are asked for, of all seeds; nothing where a seed has none of them."""
+    kept = [row for row in rows if row["task_settings"].get("pairs", row["split"]) in asked]
+    of = [[row["score"] for row in kept if _line(row)[1] == seed] for seed in seeds]
+    if not of or not all(of):
+        return NONE
+    means = [float(np.mean(scores)) for scores in of]
+    return f"{np.mean(means):.1f}" + (f" ({min(means):.1f}–{max(means):.1f})" if len(means) > 1 else "")
+
+
 def _group(title: str, rows: Sequence[Row]) -> str:
     columns = sorted({_column(row) for row in rows}, key=_place)
     found: dict[str, dict[Column, dict[str, Row]]] = {}
@@ -58,7 +107,8 @@ def _group(title: str, rows: Sequence[Row]) -> str:
             raise UserError(f"two rows of {line}, seed {seed}, on {' '.join(filter(None, _column(row)[1:]))}")
     average = len(columns) > 1 and not any(column[0] == "perplexity" for column in columns)
     head = ["model", "seeds", *(_head(column, rows) for column in columns), *(["mean"] if average else [])]
-    lines = [head]
+    begun = any("begun" in row["metrics"] for row in rows)
+    lines = [[*head, *(["first three characters, mean"] if begun else [])]]
     for line, of in found.items():
         cells = [_score(list(of[column].values()), line) if column in of else None for column in columns]
         numbers = sorted({seed for seeds in of.values() for seed in seeds}, key=int)
@@ -66,8 +116,16 @@ def _group(title: str, rows: Sequence[Row]) -> str:
         if average:
             whole = all(cell is not None for cell in cells)
             shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else NONE)
+        if begun:
+            shown.append(_begun([list(of[column].values()) for column in columns if column in of]))
         lines.append([line, ", ".join(numbers), *shown])
     return titled(f"{title}, scores [95 %] (range of the seeds)", rows, markdown_table(lines))
+
+
+def _begun(columns: Sequence[Sequence[Row]]) -> str:
+    """The share of answers whose beginning is right, mean over the columns; of the seeds that were asked for it."""
+    seeds = [[row["metrics"]["begun"]["value"] for row in rows if "begun" in row["metrics"]] for rows in columns]
+    return f"{np.mean([np.mean(some) for some in seeds]):.1f}" if all(seeds) else NONE
 
 
 def _line(row: Row) -> tuple[str, str]:
@@ -87,7 +145,8 @@ def _column(row: Row) -> Column:
     if row["task"] == "mqar":
         return "mqar", f"{settings['pairs']:,} pairs", f"{settings['length']:,} tokens"
     if row["task"] == "perplexity":
-        return "perplexity", "perplexity", f"after {settings['length']:,} tokens"
+        of = "" if row["split"] == "books" else f" of {row['split']}"
+        return "perplexity", f"perplexity{of}", f"after {settings['length']:,} tokens"
     return row["task"], "lambada" if row["task"] == "lambada" else row["split"], ""
 
 

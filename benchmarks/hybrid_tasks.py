@@ -31,6 +31,7 @@ FAR = 400
 RATIOS = (384, 768, 1536)
 """Tokens of a prompt that are as many times the window as the paper's 1K, 2K and 4K are of its 1,024."""
 SIZES = ("27M", "60M")
+CHOICES = ("piqa", "siqa", "boolq", "arc_easy", "arc_challenge", "hellaswag", "winogrande")
 RETRIEVAL = ("ruler", "mqar", "recall", "perplexity")
 """Tasks with prompts longer than what the baselines keep."""
 
@@ -56,8 +57,9 @@ def questions(limit: int) -> list[tuple[str, int]]:
         found.append((f"ruler:split=niah_multikey_1,length={length},max_new_tokens=16", limit))
     found += [(f"recall:split={split},max_length=2048", limit) for split in ("squad", "drop", "nq")]
     found.append(("lambada", 2 * limit))
-    found += [(f"choice:split={split}", 2 * limit) for split in ("piqa", "arc_easy", "hellaswag", "winogrande")]
-    found.append(("perplexity:length=3072,continuation=512", max(1, limit // 4)))
+    found += [(f"choice:split={split}", 2 * limit) for split in CHOICES]
+    for split in ("", "split=wikitext,"):
+        found.append((f"perplexity:{split}length=3072,continuation=512", max(1, limit // 4)))
     return found
 
 

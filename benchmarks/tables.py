@@ -47,6 +47,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "prefill-lengths": table_kinds.prefill_lengths,
     "prefill-layers": prefill.layers,
     "hybrid-tasks": hybrid_task_tables.table,
+    "hybrid-caches": hybrid_task_tables.caches,
     "hybrid-heads": hybrid_tables.heads,
     "hybrids-speed": hybrid_tables.speed,
     "hybrids-memory": hybrid_tables.memory,

@@ -42,6 +42,7 @@ LAYERS_OF_STATE = (
     ("device_rows", "eviction", "snapshots", "storage"),
     ("row_numbers",),
     ("cache",),
+    ("packing",),
 )
 """The same of ``foveate.state``."""
 
@@ -169,7 +170,7 @@ def test_nothing_up_to_the_runtime_imports_transformers():
 
 def test_the_core_stands_without_hybrids_and_training():
     apart = ("foveate.models", "foveate.training")
-    users = (*apart, "foveate.cli.train", "foveate.bench")
+    users = (*apart, "foveate.cli.train")
     core = {name: others for name, others in GRAPH.items() if not name.startswith(users)}
     assert {name for name, others in core.items() if any(other.startswith(apart) for other in others)} == set()
 

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from foveate.cli.progress import Progress
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
-from foveate.training.progress import Progress
 
 _INTERRUPTED = 130
 _SHOWN_ANSWERS = 3

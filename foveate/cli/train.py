@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from foveate.cli.progress import Progress
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
-from foveate.training.progress import Progress
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")
 

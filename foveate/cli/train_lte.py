@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from foveate.cli.progress import Progress
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
-from foveate.training.progress import Progress
 
 
 def lte(

@@ -5,7 +5,7 @@ Importing this module registers them with ``AutoConfig`` and ``AutoModelForCausa
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from foveate.models.cache import HybridCache, MemoryLayer
+from foveate.models.cache import HybridCache, MemoryLayer, cache_bytes
 from foveate.models.configuration import MIXERS, HybridConfig
 from foveate.models.modeling import HybridForCausalLM, HybridModel
 from foveate.models.presets import PRESETS, SIZES, make_config
@@ -23,5 +23,6 @@ __all__ = [
     "HybridForCausalLM",
     "HybridModel",
     "MemoryLayer",
+    "cache_bytes",
     "make_config",
 ]

@@ -59,6 +59,15 @@ def test_full_attention_under_a_method_has_its_own_line():
     assert found["gdn_attn-27M"][2:] == ["–", "–", "–"]
 
 
+def test_begun_answers_have_a_column_where_rows_have_them():
+    rows = [row(f"lalte-27M-{seed}", [100, 0], length=1024) for seed in (0, 1)]
+    rows[1]["metrics"]["begun"] = {"value": 75.0}  # seed 0 was not asked
+    found = cells(hybrid_tasks.table([*rows, row("gdn-27M-0", [0, 0], length=1024)]))
+    assert found["model"][-1] == "first three characters, mean"
+    assert (found["lalte-27M"][-1], found["gdn-27M"][-1]) == ("75.0", "–")
+    assert cells(hybrid_tasks.table(NEEDLES))["model"][-1] == "mean"
+
+
 def test_groups_are_tables_and_pairs_are_in_the_order_of_their_number():
     rows = [row("gdn-27M-0", [50] * 4, "mqar", "books", metric="accuracy", length=2048, pairs=n) for n in (256, 16, 64)]
     rows += [row("gdn-27M-0", [100] * 4, "recall", "squad", metric="contains")]
@@ -91,3 +100,25 @@ def test_groups_are_tables_and_pairs_are_in_the_order_of_their_number():
 def test_rows_that_make_no_table(rows, message):
     with pytest.raises(UserError, match=message):
         hybrid_tasks.table(rows)
+
+
+def test_caches_beside_recall():
+    rows = [
+        row(f"lalte_hold-27M-{seed}", [score] * 4, split=split, length=length, beyond=400)
+        for seed, score in ((0, 90), (1, 30))
+        for split, length in (("niah_single_2", 1024), ("niah_single_2", 2048), ("niah_single_3", 1024))
+    ]
+    rows += [row("lalte_hold-27M-0", [10] * 4, split="niah_single_2", length=1024)]  # anywhere in the prompt
+    rows += [row("gdn_swa-27M-0", [5] * 4, "mqar", "books", length=2048, pairs=n) for n in (16, 64)]
+    rows[-1]["metrics"] = {"accuracy": {"value": 7.0}}
+    rows += [row("gdn_attn-27M-0", [5] * 4, method="tova", length=1024, beyond=400)]
+    for one in rows:
+        one["score"] = next(iter(one["metrics"].values()))["value"]
+    found = cells(hybrid_tasks.caches(rows))
+    assert found["model"][4:7] == ["64 pairs", "27M, 4K", "27M, 64K"]
+    assert found["lalte_hold-27M"][:5] == ["0, 1", "60.0 (30.0–90.0)", "60.0 (30.0–90.0)", "–", "–"]
+    assert found["gdn_swa-27M"][:5] == ["0", "–", "–", "–", "7.0"]
+    assert found["gdn_attn"][:2] == ["–", "–"]  # TOVA is not the model as it is
+    assert found["gdn_attn"][5:7] == ["13.8 MB", "203 MB"]
+    assert found["lalte_hold-27M"][5] == found["lalte_hold-27M"][7] == "2.4 MB"
+    assert list(found)[1:3] == ["transformer", "gdn"]

@@ -425,11 +425,19 @@ class TestQuestions:
 def test_grading():
     said = Output(text="They are 1234567 and\nABC.")
     item = tasks.Item(id="0", prompt="", prompt_ids=(), answers=("1234567", "abc", "x-ray", "7654321"))
-    assert tasks.parse("ruler").grade(item, said) == {"string_match": 0.5}
+    assert tasks.parse("ruler").grade(item, said) == {"string_match": 0.5, "begun": 0.5}
     for split, score in (("vt", 0.5), ("cwe", 0.5), ("fwe", 0.5), ("qa_1", 1.0), ("qa_2", 1.0)):
-        assert tasks.parse("ruler", split=split).grade(item, said) == {"string_match": score}
-        assert tasks.parse("ruler", split=split).grade(item, Output(text="no")) == {"string_match": 0.0}
+        assert tasks.parse("ruler", split=split).grade(item, said)["string_match"] == score
+        assert tasks.parse("ruler", split=split).grade(item, Output(text="no"))["string_match"] == 0.0
     assert tasks.get("ruler").main == "string_match"
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [("1234567", 1), ("It is 1239999.", 1), ("124", 0), ("12", 0), ("123 and the", 2), ("", 0)]
+)
+def test_a_begun_answer_has_its_first_three_characters(said, found):
+    item = tasks.Item(id="0", prompt="", prompt_ids=(), answers=("1234567", "The Nile"))
+    assert tasks.parse("ruler:split=niah_multivalue").grade(item, Output(text=said))["begun"] == found / 2
 
 
 @pytest.mark.parametrize(
@@ -457,7 +465,7 @@ def test_near_misses_are_no_matches(said, found):
     """Of two answers: each counts whole, as it is written but for case, and once."""
     item = tasks.Item(id="0", prompt="", prompt_ids=(), answers=("1234567", "the Nile"))
     for split, score in (("niah_multivalue", found / 2), ("qa_1", float(found > 0))):
-        assert tasks.parse("ruler", split=split).grade(item, Output(text=said)) == {"string_match": score}
+        assert tasks.parse("ruler", split=split).grade(item, Output(text=said))["string_match"] == score
 
 
 def test_pieces_are_put_before_different_lines():

@@ -219,7 +219,17 @@ class TestPerplexity:
         assert led.target_ids == (item.prompt_ids + item.target_ids)[:30]
         assert led.meta["bytes"] == len(tokenizer.decode(led.target_ids).encode())
 
+    def test_wikitext_is_read_from_its_own_file(self, tmp_path, tokenizer):
+        task = tasks.parse("perplexity:split=wikitext,continuation=8", length=16)
+        with pytest.raises(DataError, match=r"wiki\.test\.raw: no such file .*wikitext-2-raw-v1"):
+            task.files(tmp_path)
+        (tmp_path / "wikitext2").mkdir()
+        (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A title = \n" + " It was short ." * 200)
+        items = task.items(tmp_path, tokenizer, 3, seed=0)
+        assert {item.meta["novel"] for item in items} == {"wiki.test.raw"}
+        assert all((len(item.prompt_ids), len(item.target_ids)) == (16, 8) for item in items)
+
     def test_a_novel_that_is_too_short(self, tmp_path, tokenizer):
         (tmp_path / "short.txt").write_text("It was short. " * 20)
-        with pytest.raises(UserError, match=r"the novel 'short' has \d+ tokens; length \+ continuation need 612"):
+        with pytest.raises(UserError, match=r"the text 'short' has \d+ tokens; length \+ continuation need 612"):
             tasks.parse("perplexity", length=100).items(tmp_path, tokenizer, 1, seed=0)

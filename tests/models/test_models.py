@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from foveate.models import PRESETS, HybridCache, HybridConfig, HybridForCausalLM, make_config
+from foveate.models import PRESETS, HybridCache, HybridConfig, HybridForCausalLM, cache_bytes, make_config
 from tests.helpers import CACHE, checkpoint_activations
 
 every_preset = pytest.mark.parametrize("preset", PRESETS)
@@ -296,3 +296,14 @@ def test_positions_must_follow_one_another():
         torch.testing.assert_close(shifted, model(prompt()).logits, atol=1e-4, rtol=1e-3)
     with pytest.raises(ValueError, match="position_ids must follow one another"):
         model(prompt(), position_ids=positions * 2)
+
+
+@every_preset
+@pytest.mark.parametrize("length", [20, 200])
+def test_bytes_of_a_cache_are_known_from_the_configuration(preset, length):
+    model = model_of(preset)
+    cache = HybridCache(model.config)
+    with torch.no_grad():
+        for part in prompt(length, batch=1).split(length - 1, 1):  # nsa compresses blocks for the token after a prompt
+            model(part, **{CACHE: cache}, use_cache=True)
+    assert cache_bytes(model.config, length, torch.float32) == cache.nbytes

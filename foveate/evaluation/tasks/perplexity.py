@@ -1,8 +1,8 @@
-"""Perplexity of a novel's continuation, read in decode: what a method costs in likelihood rather than in answers.
+"""Perplexity of a text's continuation, read in decode: what a method costs in likelihood rather than in answers.
 
-A window of a novel is a prompt of `length` tokens and a continuation that is fed teacher-forced, each token a decode
-step of the method under test. A prompt of one token leaves everything to decode, as in LuKA's ablations. Bits per byte
-make models with different vocabularies comparable.
+A window of a novel, or of WikiText-2's test set, is a prompt of `length` tokens and a continuation that is fed teacher-
+forced, each token a decode step of the method under test. A prompt of one token leaves everything to decode, as in
+LuKA's ablations. Bits per byte make models with different vocabularies comparable.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from foveate.inputs import reading
 from foveate.inputs.prompting import leading_ids
 from foveate.results.errors import UserError
 
+_WIKITEXT = "wiki.test.raw"
+_SOURCE = "https://huggingface.co/datasets/Salesforce/wikitext, wikitext-2-raw-v1"
 _CHARS_PER_TOKEN = 8  # more than enough for English prose; a window that turns out short is read again, longer
 
 
@@ -34,10 +36,10 @@ def _nll(values: Values) -> np.ndarray:
 @register
 @dataclasses.dataclass(frozen=True)
 class Perplexity(Task):
-    """Likelihood of a novel's continuation, fed in decode. Score: 100 / perplexity."""
+    """Likelihood of a text's continuation, fed in decode. Score: 100 / perplexity."""
 
     name: ClassVar[str] = "perplexity"
-    splits: ClassVar[tuple[str, ...]] = ("books",)
+    splits: ClassVar[tuple[str, ...]] = ("books", "wikitext")
     metrics: ClassVar[Mapping[str, Aggregate]] = {
         "inverse_perplexity": lambda values: 100.0 * np.exp(-_nll(values)),
         "perplexity": lambda values: np.exp(_nll(values)),
@@ -55,10 +57,17 @@ class Perplexity(Task):
         at_least(self, "continuation", 1)
 
     def files(self, data: Path) -> list[Path]:
-        return reading.novel_files(data)
+        if self.split == "books":
+            return reading.novel_files(data)
+        return [reading.find_data_file(reading.subfolder(data, "wikitext2"), _WIKITEXT, "the raw test set", _SOURCE)]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
-        novels = reading.read_novels(data)
+        if self.split == "books":
+            novels = reading.read_novels(data)
+        else:
+            novels = [
+                reading.Novel(path.name.removesuffix(".xz"), reading.read_text(path)) for path in self.files(data)
+            ]
         return [self._item(tokenizer, novels, index, seed) for index in range(limit)]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
@@ -82,7 +91,7 @@ class Perplexity(Task):
                 break
             if chars == len(novel.text):
                 raise UserError(
-                    f"the novel '{novel.name}' has {len(ids):,} tokens; length + continuation need {wanted:,}"
+                    f"the text '{novel.name}' has {len(ids):,} tokens; length + continuation need {wanted:,}"
                 )
             chars = min(len(novel.text), 2 * chars)
         cut = wanted - self.continuation

@@ -53,16 +53,20 @@ _KINDS: dict[str, Kind] = {
     "qa_2": Questions(dataset="hotpotqa"),
 }
 _SHORTEST = 256
+_BEGINNING = 3
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Ruler(Task):
-    """RULER: needles, variable tracking, word counting, questions. Score: the references found in the answer."""
+    """RULER: needles, variable tracking, word counting, questions. Score: the references found in the answer.
+
+    `begun` asks for the first three characters of each alone: small models find a number and then miscopy it.
+    """
 
     name: ClassVar[str] = "ruler"
     splits: ClassVar[tuple[str, ...]] = tuple(_KINDS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"string_match": mean("string_match")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {name: mean(name) for name in ("string_match", "begun")}
     main: ClassVar[str] = "string_match"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
@@ -96,7 +100,8 @@ class Ruler(Task):
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         match = string_match_part if self.split.startswith("qa") else string_match
-        return {"string_match": match(output.text, item.answers)}
+        begun = [answer[:_BEGINNING] for answer in item.answers]
+        return {"string_match": match(output.text, item.answers), "begun": match(output.text, begun)}
 
     def _drawn(self, tokenizer: Any, draw: Callable[[random.Random, int], Draft], seed: int, index: int) -> Item:
         """An item; drawn anew while its needle is too near."""
