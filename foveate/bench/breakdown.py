@@ -16,7 +16,7 @@ from foveate import ops
 from foveate.results.measurements import PARTS
 
 _REPEATS = 5
-_SUMMARIES = {"score": "score", "ranks": "select", "select": "select", "select_few": "select"}
+_SUMMARIES = {"score": "score", "select": "select"}
 """Parts of LuKA's fused operation, by the module in ``ops.summaries``; its other modules attend."""
 _ATTENTION = ("flash", "fmha", "sdpa")
 """What the names of such kernels contain: FlashAttention's, cuDNN's and PyTorch's."""

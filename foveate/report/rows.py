@@ -97,6 +97,8 @@ def spelled(row: Row) -> Row:
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows that meet the conditions ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
 
+    A setting that a method has no more has the value under which it had no effect (:attr:`Method.retired`).
+
     Of several conditions on one name one has to be met, and the rows come in the order of these; spaces in values do
     not count, and a ``spec`` may be written in any way. Rows of ``dense`` are there to compare with, and need not meet
     conditions on methods.
@@ -104,7 +106,12 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     Raises:
         UserError: for a condition of another form, a name that no row has, or when no row is left.
     """
-    return _meeting(rows, conditions, lambda row: (row, row["task_settings"], row["settings"]), "--where")
+
+    def fields(row: Row) -> tuple[Row, ...]:
+        retired = methods.get(row["method"]).retired if row["method"] in methods.names() else {}
+        return row, row["task_settings"], row["settings"], retired
+
+    return _meeting(rows, conditions, fields, "--where")
 
 
 def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:

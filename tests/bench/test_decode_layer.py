@@ -6,7 +6,7 @@ import torch
 from foveate.bench import cold_cache_timing as cold
 from foveate.bench import decode, decode_layer, layer_kinds
 from foveate.methods import parse
-from foveate.methods.luka.policy import MakesPages
+from foveate.methods.luka.pages import MakesPages
 from foveate.runtime import capture
 from foveate.state import Counters
 
@@ -163,7 +163,7 @@ def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
     monkeypatch.setattr(decode_layer, "one_by_one", one_by_one)
     for spec, expected in (
         ("dense", ["replayed", "one by one"]),
-        ("luka:page_size=8,tail=16,score=spread", ["one by one"]),
+        ("luka:page_size=16,tail=16,score=spread", ["one by one"]),
     ):
         plan, queries = decode.Plan((spec,), (200,), **SMALL), torch.randn(2, 8, 64, 16)
         (kind,) = layer_kinds.kinds(parse(spec), 12)

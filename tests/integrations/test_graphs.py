@@ -10,7 +10,7 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.decode_calls import DecodeCall
-from foveate.methods.luka.policy import MakesPages
+from foveate.methods.luka.pages import MakesPages
 from foveate.runtime import ReplayedSteps
 from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
 from tests.recorded import record

@@ -16,7 +16,7 @@ each_that_can = pytest.mark.parametrize("method", [m for _, m in DENSE], ids=[na
 
 
 def looks_back(method):
-    return getattr(method, "looks_back", False) or getattr(method, "weighs_mass", False)
+    return getattr(method, "tracks_recent", False) or getattr(method, "weighs_mass", False)
 
 
 def test_no_method_that_gives_up_tokens_reads_everything():
@@ -29,7 +29,7 @@ def test_no_method_that_gives_up_tokens_reads_everything():
     assert few.sparse_from_tokens == kascade.sparse_from_tokens < pages.sparse_from_tokens == quest.sparse_from_tokens
     assert few.changed(score="lowrank").sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens
     assert pages.sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens < luka.sparse_from_tokens
-    for more in (few.changed(top_k=9), few.changed(top_k=0.5)):
+    for more in (few.changed(top_k=9), few.changed(top_k=0.5), few.changed(pool="layer"), few.changed(bias="none")):
         assert luka.sparse_from_tokens == more.sparse_from_tokens
 
 

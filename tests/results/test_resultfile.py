@@ -141,6 +141,7 @@ def test_rows_replace_the_partial_file(out):
         ("score", "box", "summary, spread, lowrank"),
         ("score", "bound", "summary, spread, lowrank"),
         ("bias", "spread", "none, log, entropy"),
+        ("compressor", "random", "mean, attention"),
     ],
 )
 def test_rows_with_a_value_that_is_gone_are_read_as_they_stand(out, name, setting, gone, allowed):

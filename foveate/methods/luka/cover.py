@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.budgets import Number, budget
+from foveate.methods.budgets import budget
 from foveate.methods.luka.pages import Pages
-from foveate.methods.luka.paging import Budgets, Paging, nodes_over
 from foveate.state import SlotCache
 from foveate.state.device_rows import DeviceRows
 
 
-def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
-    """The tree of summaries that a cache holds: views of its channels, and the numbers of each row."""
-    paging = pages.paging
-    names = ["k", "v", *["spread"] * paging.spread, *["entropy"] * paging.entropy]
+def tree_of(pages: Pages, top_k: int | float, expand: int | float, cache: SlotCache) -> ops.Tree:
+    """The tree of summaries that a cache holds: views of its channels, and the numbers of each row.
+
+    Args:
+        top_k, expand: budgets of pages and of nodes on the levels above, settings of the method.
+    """
+    names = ["k", "v", *["spread"] * pages.spread, *["entropy"] * pages.entropy]
 
     def field(name: str, level: int) -> Tensor:
         return cache.channel(pages.channel(name, level))
@@ -27,39 +29,38 @@ def tree_of(pages: Pages, budgets: Budgets, cache: SlotCache) -> ops.Tree:
         ops.Level(
             ops.Nodes(**{name: field(name, level) for name in names}),
             size,
-            field("recent", level) if paging.recent else None,
-            field("records", level) if paging.records else None,
-            pages.record(level, cache.geometry) if paging.records else None,
+            field("recent", level) if pages.recent else None,
+            field("records", level) if pages.records else None,
+            pages.record(level, cache.geometry) if pages.records else None,
         )
-        for level, size in enumerate(paging.sizes)
+        for level, size in enumerate(pages.sizes)
     )
+    budgets = (top_k, *[expand] * (len(levels) - 1))
     step = cache.step
     if step is None:
         numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
-        rows = _rows(paging, budgets, paging.spec, *numbers, cache.device)
+        rows = _rows(pages, budgets, *numbers, cache.device)
     else:
-        rows = step.once(("tree", paging.spec), lambda: _device_rows(pages, budgets, step))
+        rows = step.once(("tree", pages.spec), lambda: _device_rows(pages, budgets, step))
     return ops.Tree(levels, rows)
 
 
 @functools.lru_cache(maxsize=64)
 def _rows(
-    paging: Paging,
-    budgets: Budgets,
-    spec: str,
+    pages: Pages,
+    budgets: tuple[int | float, ...],
     lengths: tuple[int, ...],
-    pages: tuple[int, ...],
+    number: tuple[int, ...],
     paged: tuple[int, ...],
     device: torch.device,
 ) -> ops.Rows:
     """The numbers of each row, from row numbers on the host. Cached, so that all layers of a step share the tensors.
 
-    ``spec`` is part of the cache's key, since settings with top_k=1 (a page) and 1.0 (all pages) compare equal.
+    The spec of ``pages`` tells budgets of 1 (a page) and 1.0 (all pages) apart, which compare equal.
     """
-    even, levels, sinks = len(set(zip(lengths, pages, paged))) == 1, range(len(paging.sizes)), paging.sinks
-    nodes = [[nodes_over(paging.sizes, level, n) for n in pages] for level in levels]
-    allowed = [[_allowed(budgets, level, n) for n in nodes[level]] for level in levels]
-    raw = [length - start + (sinks if start else 0) for length, start in zip(lengths, paged)]
+    nodes = [[pages.count(level, n) for n in number] for level in range(len(budgets))]
+    allowed = [[budget(share, n, 1) for n in of_level] for share, of_level in zip(budgets, nodes)]
+    raw = [length - start + (pages.sinks if start else 0) for length, start in zip(lengths, paged)]
     with torch.inference_mode(False):
         numbers = _to_device(torch.tensor([lengths, paged, *allowed, *nodes]), device)
     return ops.Rows(
@@ -67,36 +68,30 @@ def _rows(
         most=tuple(max(counts) for counts in allowed),
         places=max(nodes[-1]),
         width=max(raw),
-        sinks=sinks,
-        start=paged[0] if even else None,
+        sinks=pages.sinks,
+        start=paged[0] if len(set(zip(lengths, number, paged))) == 1 else None,
         alike=all(len(set(counts)) == 1 for counts in allowed),
-        means=(sum(nodes[-1]) / len(pages), sum(raw) / len(pages)),
+        means=(sum(nodes[-1]) / len(raw), sum(raw) / len(raw)),
     )
 
 
-def _device_rows(pages: Pages, budgets: Budgets, rows: DeviceRows) -> ops.Rows:
+def _device_rows(pages: Pages, budgets: tuple[int | float, ...], rows: DeviceRows) -> ops.Rows:
     """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
-    levels = range(len(pages.sizes))
     lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))
-    nodes = [pages.count(level, number) for level in levels]
-    allowed = [_allowed(budgets, level, n) for level, n in zip(levels, nodes)]
+    nodes = [pages.count(level, number) for level in range(len(budgets))]
+    allowed = [budget(share, n, 1) for share, n in zip(budgets, nodes)]
     allowed = [n if isinstance(n, Tensor) else torch.full_like(number, n) for n in allowed]
-    most = [pages.count(level, pages.most(rows.bound)) for level in levels]
+    most = [pages.count(level, pages.most(rows.bound)) for level in range(len(budgets))]
     return ops.Rows(
         torch.stack([lengths, paged, *allowed, *nodes]),
-        most=tuple(int(_allowed(budgets, level, n)) for level, n in zip(levels, most)),
+        most=tuple(int(budget(share, n, 1)) for share, n in zip(budgets, most)),
         places=max(1, most[-1]),
         width=pages.most_raw,
-        sinks=pages.paging.sinks,
+        sinks=pages.sinks,
         start=None,
         alike=False,
         means=None,
     )
-
-
-def _allowed(budgets: Budgets, level: int, nodes: Number) -> Number:
-    """How many of a level's ``nodes``, an int or int64 ``[B]``, a row refines."""
-    return budget(budgets.expand if level else budgets.top_k, nodes, 1)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

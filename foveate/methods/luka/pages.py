@@ -6,13 +6,16 @@ Terms are defined in :mod:`foveate.methods.luka`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.methods.base import Replay
+from foveate.methods.budgets import Number
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
-from foveate.methods.luka.paging import Paging, nodes_over
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 from foveate.state.device_rows import DeviceRows
 
@@ -20,6 +23,7 @@ _TEMPERATURE = 7.0
 """Of the attention-weighted compressor (LuKA, section 3.2: tau)."""
 
 
+@dataclass(frozen=True)
 class Pages:
     """Makes the pages of one LuKA method and the levels above them. All state is in the cache.
 
@@ -29,28 +33,54 @@ class Pages:
     of pages, ``paged`` the first slot after them (0 without pages).
     """
 
-    def __init__(self, paging: Paging):
-        self.paging = paging
-        self.sizes = paging.sizes
-        self.group = self.sizes[-1] // self.sizes[0]
+    spec: str
+    """Of the method; a key by which the layers of a step share results."""
+    sizes: tuple[int, ...]
+    """Tokens under a node of each level, level 0 (pages) first."""
+    sinks: int
+    tail: int
+    """Slots that stay raw, see :class:`~foveate.methods.luka.LuKA`."""
+    spread: bool
+    """Whether nodes keep the variance of the keys under them."""
+    records: bool
+    """Whether nodes keep low-rank summaries of the keys under them."""
+    entropy: bool
+    """Whether nodes keep the entropy of the weights of the tokens under them."""
+    mass: bool
+    """Whether accumulated attention mass is kept for tokens and nodes, and weighs summaries."""
+    recent: int
+    """Queries over which a running average of attention is kept for tokens and nodes; 0: none is kept."""
+
+    @property
+    def every(self) -> int:
+        """Decoded tokens between two rounds of making pages: never more than a round's nodes hold."""
+        return min(16, self.sizes[-1])
+
+    @property
+    def group(self) -> int:
         """Pages under a node of the top level, which are made together."""
+        return self.pages_under(len(self.sizes) - 1)
+
+    def pages_under(self, level: int) -> int:
+        """Pages under a node of a level."""
+        return self.sizes[level] // self.sizes[0]
 
     def branch(self, level: int) -> int:
         """Children of a node of a level above the pages."""
         return self.sizes[level] // self.sizes[level - 1]
 
-    def count(self, level: int, pages: int) -> int:
-        """Complete nodes of a level over ``pages`` pages."""
-        return nodes_over(self.sizes, level, pages)
+    def count(self, level: int, pages: Number) -> Number:
+        """Complete nodes of a level over ``pages`` pages, an int or an int64 tensor."""
+        return pages // self.pages_under(level)
 
     def most(self, length: int) -> int:
         """An upper bound of the pages of a row of ``length`` tokens."""
-        return max(0, length - self.paging.tail - self.paging.sinks) // self.sizes[0]
+        return max(0, length - self.tail - self.sinks) // self.sizes[0]
 
     @property
     def most_raw(self) -> int:
         """An upper bound of a row's tokens without a page, just before pages are made."""
-        return self.paging.sinks + self.paging.tail + self.sizes[-1] + self.paging.compress_every
+        return self.sinks + self.tail + self.sizes[-1] + self.every
 
     def even(self, cache: SlotCache) -> bool:
         """Whether all rows have the same length and the same pages."""
@@ -58,29 +88,29 @@ class Pages:
 
     def channels(self, geometry: Geometry) -> dict[str, Channel | RowNumber]:
         """See :meth:`Method.channels`: for each level a channel for each field, with room for all possible nodes."""
-        paging, channels = self.paging, {}
+        channels = {}
         for level, per in enumerate(self.sizes):
             vector = Channel((geometry.head_dim,), per=per, dtype=None, recomputed=True)
             number = Channel(per=per, recomputed=True)
             fields = {"k": vector, "v": Channel((geometry.value_dim,), per=per, dtype=None, recomputed=True)}
-            if paging.spread:
+            if self.spread:
                 fields["spread"] = vector
-            if paging.entropy:
+            if self.entropy:
                 fields["entropy"] = number
-            if paging.records:
+            if self.records:
                 record = self.record(level, geometry)
                 fields["records"] = Channel((record.bytes,), per=per, dtype=torch.uint8, recomputed=True)
             channels |= {self.channel(field, level): channel for field, channel in fields.items()}
-            if paging.mass and level < len(self.sizes) - 1:
+            if self.mass and level < len(self.sizes) - 1:
                 channels[self.channel("mass", level)] = number
-            if paging.recent:
+            if self.recent:
                 channels[self.channel("recent", level)] = Channel(per=per)
         channels |= {"pages": RowNumber(), "paged": RowNumber()}
-        if paging.mass:
+        if self.mass:
             channels["mass"] = Channel()
-        if paging.recent:
+        if self.recent:
             channels["recent"] = Channel()
-            channels["queries"] = Channel((geometry.num_heads, paging.window, geometry.head_dim), per=0, dtype=None)
+            channels["queries"] = Channel((geometry.num_heads, self.recent, geometry.head_dim), per=0, dtype=None)
         return channels
 
     @staticmethod
@@ -111,10 +141,10 @@ class Pages:
         ``pages``, so it is not read, and is made again when it is due.
         """
         step = cache.step
-        pages, start, after = step.once(("new pages", self.paging.spec), lambda: self._due(step))
-        new = RaggedPages(pages, start, self.group, self.sizes[0], step, self.paging.spec)
+        pages, start, after = step.once(("new pages", self.spec), lambda: self._due(step))
+        new = RaggedPages(pages, start, self.group, self.sizes[0], step, self.spec)
         self._make(cache, new)
-        step.after(("new pages", self.paging.spec), lambda: [step[name].copy_(after[name]) for name in after])
+        step.after(("new pages", self.spec), lambda: [step[name].copy_(after[name]) for name in after])
 
     def _due(self, rows: Mapping[str, Tensor] | DeviceRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Which pages are due.
@@ -127,8 +157,8 @@ class Pages:
             the row numbers once the due pages are made.
         """
         pages, paged = rows["pages"].clone(), rows["paged"]
-        start = torch.where(paged > 0, paged, self.paging.sinks)
-        due = rows["lengths"] - self.paging.tail - start >= self.sizes[-1]
+        start = torch.where(paged > 0, paged, self.sinks)
+        due = rows["lengths"] - self.tail - start >= self.sizes[-1]
         after = {"pages": pages + due * self.group, "paged": torch.where(due, start + self.sizes[-1], paged)}
         return pages, start, after
 
@@ -139,8 +169,8 @@ class Pages:
 
     def _extend(self, cache: SlotCache) -> None:
         """:meth:`extend` for rows that have the same lengths and pages."""
-        first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.paging.sinks
-        groups = max(0, cache.lengths[0] - self.paging.tail - start) // self.sizes[-1]
+        first, start = cache.rows["pages"][0], cache.rows["paged"][0] or self.sinks
+        groups = max(0, cache.lengths[0] - self.tail - start) // self.sizes[-1]
         if not groups:
             return
         new = UniformPages(first, first + groups * self.group, start, self.sizes[0])
@@ -148,19 +178,15 @@ class Pages:
         cache.rows["pages"] = [new.last] * cache.batch_size
         cache.rows["paged"] = [start + groups * self.sizes[-1]] * cache.batch_size
 
-    def _pages_under(self, level: int) -> int:
-        """Pages under a node of a level."""
-        return self.sizes[level] // self.sizes[0]
-
     def _children(self, cache: SlotCache, name: str, level: int, new: UniformPages | RaggedPages) -> Tensor:
         """A field of the children of new nodes, ``[B, Hkv, n, branch, ...]``, for a level above the pages."""
-        return new.nodes(cache.channel(self.channel(name, level - 1)), self._pages_under(level), self.branch(level))
+        return new.nodes(cache.channel(self.channel(name, level - 1)), self.pages_under(level), self.branch(level))
 
     def _made_of(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> ops.Nodes:
         """The children of new nodes, fields ``[B, Hkv, n, S, ...]``: tokens, or nodes of the level below."""
         if not level:
             keys, values = (new.tokens(x) for x in (cache.keys, cache.values))
-            entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.paging.entropy else None
+            entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.entropy else None
             return ops.Nodes(keys, values, entropy=entropy)
         return ops.Nodes(
             *(
@@ -175,13 +201,13 @@ class Pages:
             self._make_level(cache, level, new, self._made_of(cache, level, new))
 
     def _make_level(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes) -> None:
-        paging, pages_under = self.paging, self._pages_under(level)
-        mass = self._attention("mass", cache, level, new) if paging.mass else None
-        recent = self._attention("recent", cache, level, new) if paging.recent else None
+        pages_under = self.pages_under(level)
+        mass = self._attention("mass", cache, level, new) if self.mass else None
+        recent = self._attention("recent", cache, level, new) if self.recent else None
         weights = None if mass is None else ops.importance_weights(mass, _TEMPERATURE)
-        nodes = ops.summarise(children, weights, spread=paging.spread)
+        nodes = ops.summarise(children, weights, spread=self.spread)
         fields = dict(zip(ops.Nodes._fields, nodes))
-        if paging.records:  # made of raw keys on every level
+        if self.records:  # made of raw keys on every level
             keys = new.tokens(cache.keys).flatten(2, 3)
             fields["records"] = ops.compress_pages(keys, self.record(level, cache.geometry))
         for name, attention in (("mass", mass), ("recent", recent)):
@@ -219,7 +245,7 @@ class Pages:
         pages = cache.rows["pages"][0]
         if not pages:
             return
-        start, size = self.paging.sinks, self.sizes[0]
+        start, size = self.sinks, self.sizes[0]
         attention = recent[:, :, start : start + pages * size].unflatten(2, (pages, size)).sum(-1)
         for level in range(len(self.sizes)):
             nodes = self.count(level, pages)
@@ -228,3 +254,26 @@ class Pages:
                 attention = attention[:, :, : nodes * branch].unflatten(2, (nodes, branch)).sum(-1)
             if nodes:
                 cache.channel(self.channel("recent", level))[:, :, :nodes].lerp_(attention, share)
+
+
+class MakesPages(Replay):
+    """Capture of LuKA's decode steps; maintenance makes pages after some of them, see :attr:`Pages.every`."""
+
+    maintains: ClassVar[bool] = True
+    captures_maintenance = True
+
+    def __init__(self, pages: Pages):
+        super().__init__()
+        self.pages = pages
+
+    def maintenance_due(self, decoded: int) -> bool:
+        return decoded % self.pages.every == 0
+
+    def maintain(self, cache: SlotCache) -> None:
+        if cache.step is None:
+            self.pages.extend(cache)
+        else:
+            self.pages.extend_in_step(cache)
+
+    def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return self.pages.numbers_after(rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +18,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.luka.cover import tree_of
-from foveate.methods.luka.pages import Pages
-from foveate.methods.luka.paging import Budgets, Paging
+from foveate.methods.luka.pages import MakesPages, Pages
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 _LITTLE = 0.12
@@ -31,7 +29,7 @@ _LITTLE = 0.12
 class LuKA(Method):
     """Each query reads summaries of old pages, the raw tokens of the refined pages, raw sinks and a raw tail.
 
-    The prefill is dense. When the prompt ends, and then every :attr:`Paging.compress_every` tokens, pages are made of
+    The prefill is dense. When the prompt ends, and then every :attr:`Pages.every` tokens, pages are made of
     the oldest tokens without a summary that are not in the tail; nothing is evicted. With several page sizes, summaries
     are themselves summarised, and a decode step goes from the coarsest level down the nodes that it refines.
 
@@ -114,26 +112,16 @@ class LuKA(Method):
     def pages(self) -> Pages:
         """Makes pages and the levels above them."""
         return Pages(
-            Paging(
-                name=self.name,
-                spec=self.spec,
-                sizes=self.sizes,
-                sinks=self.sinks,
-                tail=self.tail,
-                compressor=self.compressor,
-                window=self.window,
-                spread=self.uses_spread,
-                records=self.uses_records,
-                entropy=self.bias == "entropy",
-                mass=self.weighs_mass,
-                recent=self.looks_back,
-            )
+            self.spec,
+            self.sizes,
+            self.sinks,
+            self.tail,
+            spread=self.score == "spread",
+            records=self.score == "lowrank",
+            entropy=self.bias == "entropy",
+            mass=self.weighs_mass,
+            recent=self.window if self.tracks_recent else 0,
         )
-
-    @functools.cached_property
-    def budgets(self) -> Budgets:
-        """How many nodes may be refined."""
-        return Budgets(self.top_k, self.expand)
 
     @property
     def weighs_mass(self) -> bool:
@@ -141,28 +129,18 @@ class LuKA(Method):
         return self.compressor == "attention"
 
     @property
-    def looks_back(self) -> bool:
+    def tracks_recent(self) -> bool:
         """Whether a running average of the attention to each token and node is kept, over ``window`` queries."""
         return self.prior > 0
 
     @property
-    def uses_spread(self) -> bool:
-        """Whether summaries keep the variance of the keys under them."""
-        return self.score == "spread"
-
-    @property
-    def uses_records(self) -> bool:
-        """Whether summaries keep low-rank summaries of the keys under them."""
-        return self.score == "lowrank"
-
-    @property
     def reads_per_summary(self) -> float:
         """Bytes of a summary without low-rank records, over those of a token's key and value (D = Dv)."""
-        return 1.0 + 0.5 * self.uses_spread
+        return 1.0 + 0.5 * (self.score == "spread")
 
     def reads_of(self, level: int, geometry: Geometry, dtype: torch.dtype) -> float:
         """The same with the low-rank records of a level."""
-        if not self.uses_records:
+        if self.score != "lowrank":
             return self.reads_per_summary
         of_token = (geometry.head_dim + geometry.value_dim) * dtype.itemsize
         return self.reads_per_summary + self.pages.record(level, geometry).bytes / of_token
@@ -174,20 +152,20 @@ class LuKA(Method):
 
     @property
     def observation(self) -> Observation | None:
-        keys = [("queries", self.window)] if self.looks_back else []
+        keys = [("queries", self.window)] if self.tracks_recent else []
         keys += [ops.column_mass] if self.weighs_mass else []
         return Observation(tuple(keys) if len(keys) > 1 else keys[0], self.weighs_mass) if keys else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         offset = cache.used - q.shape[2]
-        if self.looks_back:
+        if self.tracks_recent:
             note_queries(cache, q, self.window)
         if self.weighs_mass:
             how = {"scaling": scaling, "offset": offset, "softcap": cache.softcap}
             ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        if self.looks_back:
+        if self.tracks_recent:
             mass, queries = observed_mass(cache, self.window, scaling)
             if queries:
                 recent = mass.unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2) / queries
@@ -207,10 +185,11 @@ class LuKA(Method):
     @property
     def sparse_from_tokens(self) -> int:  # type: ignore[override]
         """More tokens on several levels, and where many pages are refined or low-rank summaries scored: that takes more
-        launches."""
+        launches. So does the reference, which decodes with the options of the paper."""
         few = isinstance(self.top_k, int) and self.top_k <= 8
         little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
-        if len(self.sizes) > 1 or not little:
+        kernels = (self.compressor, self.pool, self.mass, self.bias) == ("mean", "kv_head", "exact", "log")
+        if len(self.sizes) > 1 or not little or not kernels:
             return 4 * SPARSE_FROM_TOKENS
         return SPARSE_FROM_TOKENS if few and self.score != "lowrank" else 2 * SPARSE_FROM_TOKENS
 
@@ -228,29 +207,27 @@ class LuKA(Method):
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Dense attention while no row has a page yet; keeps the running sums of attention up to date."""
-        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass or self.looks_back)
+        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass or self.tracks_recent)
         if self.weighs_mass:
-            mass = cache.channel("mass")
-            mass += attended.mass
-        if self.looks_back:
+            cache.channel("mass").add_(attended.mass)
+        if self.tracks_recent:
             cache.channel("recent").lerp_(attended.mass / cache.geometry.group, 1 / self.window)
         return attended.out
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of one query per row over its cover; updates the running sums of attention."""
-        kept = {"total": "mass"} if self.weighs_mass else {}
-        kept |= {"recent": "recent"} if self.looks_back else {}
-        sums = {name: cache.channel(channel) for name, channel in kept.items()}
+        total = cache.channel("mass") if self.weighs_mass else None
+        recent = cache.channel("recent") if self.tracks_recent else None
         covered = ops.attend_summaries(
             q,
             cache.keys,
             cache.values,
-            tree_of(self.pages, self.budgets, cache),
+            tree_of(self.pages, self.top_k, self.expand, cache),
             self.refinement,
             scaling=scaling,
             softcap=cache.softcap,
             need_lse=cache.sink_logits is not None,
-            sums=ops.Sums(1 / self.window, **sums) if sums else None,
+            sums=ops.Sums(1 / self.window, total, recent) if self.weighs_mass or self.tracks_recent else None,
         )
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
@@ -261,26 +238,3 @@ class LuKA(Method):
     def refinement(self) -> ops.Refinement:
         """The settings by which nodes are refined, as :func:`foveate.ops.attend_summaries` takes them."""
         return ops.Refinement(self.pool, self.score, self.bias, self.mass, self.prior)
-
-
-class MakesPages(Replay):
-    """Capture of LuKA's decode steps; maintenance makes pages after every ``compress_every``-th step."""
-
-    maintains: ClassVar[bool] = True
-    captures_maintenance = True
-
-    def __init__(self, pages: Pages):
-        super().__init__()
-        self.pages = pages
-
-    def maintenance_due(self, decoded: int) -> bool:
-        return decoded % self.pages.paging.compress_every == 0
-
-    def maintain(self, cache: SlotCache) -> None:
-        if cache.step is None:
-            self.pages.extend(cache)
-        else:
-            self.pages.extend_in_step(cache)
-
-    def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        return self.pages.numbers_after(rows)

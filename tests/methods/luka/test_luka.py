@@ -66,7 +66,7 @@ def test_preserved_mass_is_equation_3_written_out(pool):
 def test_the_paper_s_settings():
     paper = methods.make("luka_paper")
     assert (paper.sizes, paper.tail, paper.compressor) == ((16,), 128, "attention")
-    assert (paper.top_k, paper.pool, paper.pages.paging.compress_every) == (3, "layer", 16)
+    assert (paper.top_k, paper.pool, paper.pages.every) == (3, "layer", 16)
     assert (paper.mass, paper.bias, paper.score, paper.sinks) == ("preserve", "none", "summary", 0)
 
 

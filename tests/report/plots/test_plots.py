@@ -362,6 +362,7 @@ class TestFiles:
             return [one["spec"] for one in chosen([*FRONTIER, *MODES], conditions)]
 
         assert specs("task=perplexity", "method=luka") == ["dense", "luka"]
+        assert specs("task=perplexity", "method=luka", "zero_values=False") == ["dense", "luka"]
         assert specs("continuation=1024", "mass=exact") == ["dense", "luka"]
         assert specs("length=8192", "top_k=0.05") == ["dense", "h2o:top_k=0.05"]
         assert specs("task=niah", "length=4096", "top_k=0.2", "top_k=0.05") == [

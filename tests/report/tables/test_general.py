@@ -1,6 +1,13 @@
+from pathlib import Path
+
+import pytest
 from report.plots.test_plots import FIGURE_4, FRONTIER, MODES
 
+from foveate.methods import parse
+from foveate.report.rows import read_any
 from foveate.report.tables.general import tables
+
+LUKA = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "luka-dev.jsonl"
 
 MORE = {"versions": {"torch": "2", "transformers": "5"}, "commit": "abc", "batch_size": 1}
 COSTS = {"kv_bytes_per_step": 1e6, "resident_bytes": 2e6}
@@ -12,6 +19,22 @@ def test_perplexities_beside_dense_on_the_same_texts():
     assert "1,024 tokens after a prompt of 1" in second
     assert "| `dense` | 34.81 [27.85, 41.78] |  | 100.0 % |" in second
     assert "| `luka` | 35.20 [28.16, 42.24] | 1.011 [1.011, 1.011] | 100.0 % |" in second
+
+
+def test_rows_of_settings_that_are_gone_keep_their_names():
+    found = tables(read_any(LUKA))
+    for spec in (
+        "luka:refine=top_p,max_refined=0.4,score=spread",
+        "luka:refine=threshold,epsilon=0.002,score=spread",
+        "luka:segmenter=gaussian,page_deviation=2.0,top_k=0.12,score=spread",
+        "luka:compressor=random,top_k=0.12,score=spread",
+        "luka:compressor=recent,top_k=0.12,score=spread",
+        "luka:compressor=attention,temperature=1,top_k=0.12,score=spread",
+        "luka:zero_values=true,top_k=0.12,score=spread",
+    ):
+        assert f"| `{spec}` |" in found
+        with pytest.raises(ValueError, match=r"compressor must be one of mean, attention|luka has no setting"):
+            parse(spec)
 
 
 def test_other_tasks_keep_their_scores():
