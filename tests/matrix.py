@@ -62,7 +62,7 @@ VARIANTS = [
             "exact_anchors": {"anchors": [1]},
             "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
-            "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4, "rank": 1},
+            "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4},
             "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "exact_anchors": False},
             "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
         }.items()

@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._common import note_queries
 from foveate.methods.base import Observation
-from foveate.methods.budgets import Number, PageCounts
+from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
 
 _OBSERVED = 16
@@ -19,12 +19,35 @@ _OBSERVED = 16
 
 
 @dataclass(frozen=True)
-class PageSummaries(PageCounts):
+class PageSummaries:
     """A summary of each page, which a method keeps as channels of its cache. Hooks are as those of :class:`Method`.
 
     Args:
         size: keys of a page.
     """
+
+    size: int
+
+    # Pages of a row of some length, of ints and of tensors alike
+
+    def pages(self, length: Number) -> Number:
+        """Pages, the one that is being filled included."""
+        return -(-length // self.size)
+
+    def newest(self, length: Number) -> Number:
+        """The page that holds the last token."""
+        return self.pages(length) - 1
+
+    def full(self, length: Number) -> Number:
+        """Full pages."""
+        return length // self.size
+
+    @property
+    def spec(self) -> str:
+        """What distinguishes these rules, see :meth:`~foveate.state.row_numbers.RowNumbers.each_row`."""
+        return f"pages of {self.size}"
+
+    # Hooks
 
     @property
     def observation(self) -> Observation | None:

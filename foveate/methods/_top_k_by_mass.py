@@ -77,8 +77,6 @@ class TopKByMass(SelectOnce):
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        if cache.stored()[0] is not None:
-            return super()._read(cache, indices)
         return cache.each_row(self.count)[:, None].expand(indices.shape[:2])  # one number for all layers of a step
 
     def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool, lengths: Tensor | None = None) -> Tensor:

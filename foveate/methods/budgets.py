@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -22,34 +21,6 @@ def budget(value: int | float, length: Number, least: int = 0) -> int | Number:
     if isinstance(length, Tensor):
         return (value * length.double() + 1e-9).floor().long().clamp_min(least)
     return max(math.floor(value * length + 1e-9), least)
-
-
-@dataclass(frozen=True)
-class PageCounts:
-    """Numbers of pages that a row of some length has, of ints and of tensors alike.
-
-    Args:
-        size: tokens of a page.
-    """
-
-    size: int
-
-    def pages(self, length: Number) -> Number:
-        """Pages, the one that is being filled included."""
-        return -(-length // self.size)
-
-    def newest(self, length: Number) -> Number:
-        """The page that holds the last token."""
-        return self.pages(length) - 1
-
-    def full(self, length: Number) -> Number:
-        """Full pages."""
-        return length // self.size
-
-    @property
-    def spec(self) -> str:
-        """What distinguishes these rules, see :meth:`~foveate.state.row_numbers.RowNumbers.each_row`."""
-        return f"pages of {self.size}"
 
 
 def clamp(number: int | Number, low: int | Number, high: Number) -> Number:

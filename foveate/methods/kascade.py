@@ -21,8 +21,8 @@ from foveate.methods.base import Method, Observation, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
-_PAGE_SIZE, _RANK = 8, 2
-"""Tokens of a page, and directions of its summary, under score_keys=pages."""
+_PAGE_SIZE = 8
+"""Tokens of a page under score_keys=pages."""
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 _ANCHORS = 5
@@ -37,7 +37,7 @@ class Kascade(TopKByMass):
     their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that a chunk
     of the prompt ends in is chosen for in two parts.
 
-    With ``score_keys=pages`` anchors keep low-rank summaries of pages (``page_size``, ``rank``) and choose in two
+    With ``score_keys=pages`` anchors keep low-rank summaries of pages (``page_size``) and choose in two
     steps, which is approximate: the third of the pages that hold most of the attention by their summaries, the
     newest page among them, and then keys by their exact attention within these pages. With ``first_layer=pages`` layer
     0 does the same for its readers, and its own decoded tokens attend to all keys of that third instead of to all keys.
@@ -47,7 +47,9 @@ class Kascade(TopKByMass):
     source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
-    retired: ClassVar[dict] = TopKByMass.retired | {"remap": True}
+    retired: ClassVar[dict] = TopKByMass.retired | {"remap": True, "rank": 2}
+    rank: ClassVar[int] = 2
+    """Directions of a page's summary."""
 
     anchors: Any = setting(_ANCHORS, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
@@ -72,7 +74,6 @@ class Kascade(TopKByMass):
         later=True,
     )
     page_size: int = setting(_PAGE_SIZE, "under score_keys=pages, tokens of a page", later=True)
-    rank: int = setting(_RANK, "under score_keys=pages, directions of a page's summary, 1 to 8", later=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +84,9 @@ class Kascade(TopKByMass):
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
         self._check("first_layer", summarised, "dense without score_keys=pages")
-        self._check_summaries()
+        check_records(self)
+        summarised = self.score_keys == "pages" or self.page_size == _PAGE_SIZE
+        self._check("page_size", summarised, f"{_PAGE_SIZE} without score_keys=pages")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
         if self.calibration and (isinstance(self.anchors, int) or self.heads is None):
             self._read_calibration()
@@ -100,12 +103,6 @@ class Kascade(TopKByMass):
             )
             self._check("heads", maps, "lists of KV heads by layer")
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
-
-    def _check_summaries(self) -> None:
-        check_records(self)
-        for name, default in (("page_size", _PAGE_SIZE), ("rank", _RANK)):
-            summarised = self.score_keys == "pages" or getattr(self, name) == default
-            self._check(name, summarised, f"{default} without score_keys=pages")
 
     def _read_calibration(self) -> None:
         """Anchors and heads from the file; a method that has both already is as the file was when they were read."""
@@ -131,10 +128,10 @@ class Kascade(TopKByMass):
         return self._spell(values | {"anchors": _ANCHORS, "heads": None})
 
     def settings(self) -> dict[str, Any]:
-        """As of any method; with `decode_only` without `exact_anchors`, which changes nothing there, and with the shape
-        of summaries where there are any."""
+        """As of any method; with `decode_only` without `exact_anchors`, which changes nothing there, and with the size
+        of pages where there are any."""
         found = {key: x for key, x in super().settings().items() if not (self.decode_only and key == "exact_anchors")}
-        return found | ({"page_size": self.page_size, "rank": self.rank} if self.score_keys == "pages" else {})
+        return found | ({"page_size": self.page_size} if self.score_keys == "pages" else {})
 
     def changed(self, **settings: Any) -> Method:
         own = {"anchors": _ANCHORS, "heads": None} if self.calibration else {}
@@ -199,7 +196,7 @@ class Kascade(TopKByMass):
     @property
     def exact(self) -> Method:
         """This method with keys scored exactly."""
-        return self.changed(score_keys="exact", first_layer="dense", page_size=_PAGE_SIZE, rank=_RANK)
+        return self.changed(score_keys="exact", first_layer="dense", page_size=_PAGE_SIZE)
 
     @property
     def scores_keys_of_pages(self) -> bool:

@@ -323,15 +323,8 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
         ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
-        ("kascade", {"rank": 1}, "rank must be 2 without score_keys=pages, not 1"),
         ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be 2 to 64, not 1"),
         ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be 2 to 64, not 65"),
-        ("kascade", {"rank": 9, "score_keys": "pages"}, "rank must be at most 8 with pages of 8, not 9"),
-        (
-            "kascade",
-            {"rank": 3, "page_size": 2, "score_keys": "pages"},
-            "rank must be at most 2 with pages of 2",
-        ),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
         ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
         ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
@@ -487,7 +480,7 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page
         {"pool": "layer"},
         {"pool": "layer", "pooling": "sqrt"},
         {"page_size": 16},
-        {"page_size": 5, "rank": 1},
+        {"page_size": 5},
     ],
     ids=str,
 )
@@ -523,7 +516,7 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
 @pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 16, "rank": 1}],
+    [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 16}],
     ids=str,
 )
 @pytest.mark.parametrize("anchors", [[0, 2], [1], [0, 1]], ids=str)
@@ -537,7 +530,7 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
     (q, k, v), everything = (x[0] for x in tokens[0]), [set(range(prompt))] * KV_HEADS
     assert_close(close_to_dense[:, -1], read(q, k, v, prompt - 1, everything))
     weighted = ops.channel_weights(q[None, :, prompt - 16 : prompt], KV_HEADS)[0]
-    own = ("pool", "pooling", "page_size", "rank")
+    own = ("pool", "pooling", "page_size")
     how = {"pool": "kv_head", "pooling": "post_softmax"} | {x: settings[x] for x in settings if x in own}
     counted, mass, missed = 0.0, 0.0, 0
     share = ops.PageRecord(DIM, method.page_size, method.rank).bytes / (method.page_size * 2 * DIM * 4)

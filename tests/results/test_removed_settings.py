@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BY_MASS = {"top_p": (1.0, 0.95)}
 PAGES = {"min_k": (128, 64)}
 RECORDED = {
-    "kascade": {**BY_MASS, "remap": (True, False)},
+    "kascade": {**BY_MASS, "remap": (True, False), "rank": (2, 1)},
     "oracle_topk": BY_MASS,
     "pages": {
         **{**PAGES, "score": ("lowrank", "bound"), "dense_layers": (0, 1)},
