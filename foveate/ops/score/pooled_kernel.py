@@ -14,7 +14,7 @@ from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
 from foveate.ops.score.fp8 import FP8
 from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
-from foveate.ops.score.pooled import check, check_pages
+from foveate.ops.score.pooled import check
 
 _LARGEST = 256
 """The largest head dim."""
@@ -87,7 +87,6 @@ def pooled_mass_of_pages(
 
     Keys of no page, and those that are not there, are not read and may hold anything.
     """
-    check_pages(q, k, pages, pool)
     pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
     how = (scaling, sink_logits, softcap, pooling, pool, block_table)
     return _pooled_mass(q, k, None, pages, lengths, number, page_size, *how)
