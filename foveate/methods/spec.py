@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from foveate.json_text import parse_json
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
@@ -34,9 +36,12 @@ def get(name: str) -> type[Method]:
 def make(method: str | Method, **settings: Any) -> Method:
     """A method from its name or spec string and settings, or a method itself with settings replaced.
 
+    NumPy's numbers count as Python's.
+
     Raises:
         ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
     """
+    settings = {key: value.item() if isinstance(value, np.generic) else value for key, value in settings.items()}
     if isinstance(method, Method):
         _check_known(type(method), settings)
         return method.changed(**settings) if settings else method

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import dataclasses
+import json
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -180,6 +182,14 @@ def test_no_method_takes_nonsense_for_any_setting(method):
         for value in (-3, -0.5, float("nan"), "nonsense", object):
             with pytest.raises(ValueError, match=r"nonsense|not|unknown"):
                 methods.make(method, **{field.name: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    made = methods.make("h2o", top_k=np.float32(0.25), window=np.int64(4))
+    assert made.settings() == methods.make("h2o:top_k=0.25,window=4").settings()
+    assert json.loads(json.dumps(made.settings()))["window"] == 4
+    with pytest.raises(ValueError, match="window must be an integer of at least 1, not True"):
+        methods.make(made, window=np.True_)
 
 
 def test_a_failed_attach_leaves_the_attached_method_in_place(h2o):
@@ -486,6 +496,18 @@ def test_crops_that_make_no_sense(dense):
         cache.crop(0)
         cache.crop(torch.tensor(-5))
         assert layer_lengths(cache) == [15] * 3
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [-1, 0]])
+def test_rows_that_are_not_there(rows):
+    """Beside layers that are Transformers' own: no layer is changed."""
+    model = tiny_model("gemma3")
+    with torch.no_grad(), foveate.attached(model, "dense"):
+        cache = returned_cache(model(tokens(20).repeat(2, 1)))
+        for take in (cache.reorder_cache, cache.batch_select_indices):
+            with pytest.raises(ValueError, match=says(f"rows must be among the 2 of the cache, from 0, not {rows}")):
+                take(torch.tensor(rows))
+        assert len(model(tokens(1).repeat(2, 1), **cached(cache)).logits) == 2
 
 
 def test_a_padded_prompt_cannot_be_cropped(dense):
