@@ -202,6 +202,20 @@ def test_dense_logits_of_several_forward_calls_on_one_cache(family):
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_a_cache_shows_its_keys_and_values_as_those_of_transformers_do(block_size):
+    model, ids = tiny_model("gemma3"), tokens(40, batch=2)  # with sliding-window layers
+    with torch.no_grad():
+        expected = returned_cache(model(ids))
+        with foveate.attached(model, "dense", block_size=block_size):
+            assert foveate.Cache(model).layers[1].keys is None
+            found = returned_cache(model(ids))
+    for mine, its in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close((mine.keys, mine.values), (its.keys, its.values))
+    with pytest.raises(ValueError, match="cannot be set"):
+        found.layers[1].keys = expected.layers[1].keys
+
+
 @every_family
 def test_dense_from_embeddings(family):
     model, batch = tiny_model(family), left_padded(LENGTHS)
