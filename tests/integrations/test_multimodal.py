@@ -113,11 +113,15 @@ def test_a_causal_language_model_with_a_vision_part():
 class TestTokensThatSeeEachOther:
     """Gemma 3: those of one image."""
 
-    def test_text_alone(self):
-        model, batch = wrapper("Gemma 3"), left_padded([40, 23])
-        kinds = torch.zeros_like(batch["input_ids"])  # as its processor gives them beside any text
-        with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
-            assert torch.equal(generate(model, **batch, token_type_ids=kinds, new=10), own("Gemma 3"))
+    @pytest.mark.parametrize("lengths", [[40, 23], [7, 4]])  # the second within the sliding window
+    def test_text_alone(self, lengths):
+        model, batch = wrapper("Gemma 3"), left_padded(lengths)
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])  # as its processor gives them beside any text
+        for rows in (slice(None), slice(1, None)):  # one row alone is broadcast where a mask of pairs is not
+            given = {name: x[rows] for name, x in batch.items()}
+            expected = generate(model, **given, new=10)
+            with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
+                assert torch.equal(generate(model, **given, new=10), expected)
 
     @pytest.mark.parametrize("method", ["dense", "kascade:anchors=1"])
     def test_images_are_refused(self, method):
