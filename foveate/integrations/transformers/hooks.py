@@ -227,6 +227,12 @@ def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> No
     """Refuse a 2-D mask, or positions, of other tokens than those in the cache and the new ones; cut a longer mask."""
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if isinstance(mask, Tensor) and mask.dim() < 3:
+        if seen and mask.shape[-1] < seen + new and given.get("inputs_embeds") is not None:
+            raise ValueError(
+                f"{new} embeddings are new, and attention_mask knows {mask.shape[-1]} of {seen + new} tokens. PEFT up "
+                "to 0.21 repeats its virtual tokens before every token where Transformers (from 5.24) calls the cache "
+                "`cache`: install releases of both that fit each other"
+            )
         if mask.dim() < 2 or mask.shape[0] != batch or mask.shape[1] < seen + new:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the cache holds {seen} tokens and {new} are new: "
