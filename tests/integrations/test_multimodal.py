@@ -88,6 +88,19 @@ def test_logits_of_forward_passes(name):
             torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Gemma 3", "LLaVA"])  # Gemma 3 tells the sequences apart with a cache as well
+def test_sequences_packed_into_one_row(name):
+    model, given = wrapper(name), {"input_ids": tokens(24), "position_ids": torch.arange(24)[None] % 14}
+    expected = model(**given, use_cache=False).logits
+    with foveate.attached(model, "dense"):
+        torch.testing.assert_close(model(**given, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="position_ids do not go on by one within a row"):
+            model(**given)
+        whole = {"input_ids": tokens(24), "position_ids": torch.arange(24)[None]}
+        assert model(**whole).logits.shape == expected.shape
+
+
 def row(name):
     """The model's line in docs/models.md."""
     with foveate.attached(wrapper(name), "dense") as attachment:

@@ -98,8 +98,8 @@ class BeforeWhole:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         given = releases.arguments(module, args, kwargs)
-        if not module.training:
-            give_cache(self.model, given, self.attachment.config)
+        if not module.training and given.get("cache") is None and give_cache(self.model, given, self.attachment.config):
+            _check_one_sequence(given.get("attention_mask"), given.get("position_ids"))
         return (), releases.for_module(module, given)
 
 
@@ -245,6 +245,15 @@ def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> No
             f"position_ids have shape {tuple(position_ids.shape)}, but {new} tokens are new in each of {batch} rows: "
             "pass as many, or, to `generate`, which makes them of attention_mask, a mask of shape "
             f"{(batch, seen + new)}"
+        )
+
+
+def _check_one_sequence(mask: Any, position_ids: Tensor | None) -> None:
+    """Refuse sequences packed into a row of a new cache; some whole models tell them apart there, and others do not."""
+    if mask is None and position_ids is not None and position_ids.dim() == 2 and bool((position_ids.diff() != 1).any()):
+        raise ValueError(
+            "position_ids do not go on by one within a row, as where sequences are packed: pass use_cache=False, or "
+            "each sequence in a row of its own"
         )
 
 
