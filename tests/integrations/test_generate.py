@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import pickle
+import sys
 import threading
 import time
 
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import foveate
 from foveate import Cache, methods
+from foveate.integrations.transformers import attention
 from foveate.runtime import handed_on
 from tests.combinations import every_pair
 from tests.helpers import (
@@ -437,6 +439,24 @@ def test_autocast_from_the_first_turn_to_training(method):
             gradients(model, left_padded([40, 22]), train=True)
         go_on(model, sequences, mask, cache, tokens(5, batch=3), new=2)
     assert {layer.store.dtype for layer in cache.layers} == {torch.bfloat16}
+
+
+def test_a_layer_switches_autocast_off_only_where_it_is_on(monkeypatch):
+    callers = []
+
+    class Autocast(torch.autocast):
+        def __enter__(self):
+            callers.append(sys._getframe(1).f_globals["__name__"])
+            return super().__enter__()
+
+    monkeypatch.setattr(torch, "autocast", Autocast)
+    model = tiny_model()
+    with torch.no_grad(), foveate.attached(model, "dense"):
+        model(tokens(9))
+        assert attention.__name__ not in callers
+        with AUTOCAST():
+            model(tokens(9))
+        assert callers.count(attention.__name__) == 3
 
 
 @pytest.mark.parametrize("method", ["kascade", "luka"])

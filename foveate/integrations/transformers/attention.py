@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ def attention(
     """
     policy, device = getattr(module, "foveate", None), query.device.type
     layer = None if policy is None else handed_on.take(key, policy.owner)
-    dtype = query.dtype
+    dtype, cast = query.dtype, torch.is_autocast_enabled(device)
     if layer is not None and layer.store is not None:
         dtype = layer.store.dtype
-    elif torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
+    elif cast and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
     given = (x.to(dtype) for x in (query, key, value))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if cast else nullcontext():
         out, weights = _attention(module, policy, layer, *given, attention_mask, dropout, scaling, **kwargs)
     return out.to(value.dtype), weights
 
