@@ -240,6 +240,28 @@ def encoder():
     return transformers.BertModel(transformers.BertConfig(**config))
 
 
+def latent():
+    heads = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8}
+    heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 2}
+    return from_config(transformers.DeepseekV3Config(**SMALL | heads))
+
+
+def cross_attention():
+    config = transformers.MllamaTextConfig(**SMALL, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2)
+    return transformers.MllamaForCausalLM(config)
+
+
+def indexer():
+    if not hasattr(transformers, "Qwen4ExpForCausalLM"):
+        pytest.skip("this version of Transformers has no Qwen4-Exp")
+    config = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
+    config |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "hc_count": 2, "hc_lowrank": 8}
+    config |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+    config |= {"indexer_compress_ratio": 4, "ple_layer_ids": [], "layer_types": ["indexed_attention"] * 2}
+    return transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**config))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -254,9 +276,11 @@ def encoder():
         (shared_keys, says("Gemma4ForCausalLM is not supported: some of its layers share the keys and values")),
         (recurrent, says("MambaForCausalLM is not supported: all of its layers are recurrent layers")),
         (encoder, says("BertModel is not supported: no attention module was found for layers [0, 1]")),
+        (latent, says("DeepseekV3ForCausalLM is not supported: its cache holds a compressed vector for each token")),
+        (cross_attention, says("MllamaForCausalLM is not supported: its layers [1] attend to images")),
+        (indexer, says("Qwen4ExpForCausalLM is not supported: its layers choose keys by an indexer of their own")),
         (lambda: nn.Linear(3, 3), says("model must be a Transformers PreTrainedModel, not Linear")),
     ],
-    ids=["encoder_decoder", "all_sliding", "softcap", "shared_keys", "recurrent", "encoder", "not_a_model"],
 )
 def test_models_that_are_not_supported(build, message):
     model = build()
@@ -267,6 +291,13 @@ def test_models_that_are_not_supported(build, message):
     assert fingerprint(model) == before
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert config is None or model.config.to_dict() == config
+
+
+def test_an_indexer_that_is_not_known():
+    with pytest.raises(
+        ValueError, match=says("no sparse attention for qwen4_exp_text models", "Qwen4ExpTextQSAIndexer")
+    ):
+        foveate.attach(indexer())
 
 
 @pytest.mark.parametrize("model", ["smollm", None, 3], ids=["a_name", "none", "a_number"])

@@ -45,6 +45,11 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return model if decoder is None else decoder
 
 
+def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's modules and those that it is within; a vision tower beside it is not among them."""
+    return [*(one for one in model.modules() if any(part is decoder for part in one.modules())), *decoder.modules()]
+
+
 def attention_modules(
     model: nn.Module, decoder: nn.Module, config: transformers.PreTrainedConfig
 ) -> tuple[dict[int, nn.Module], dict[int, str]]:
