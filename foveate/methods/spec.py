@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from foveate.json_text import parse_json
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
@@ -39,9 +41,12 @@ SETTING, SETTING_SCHEMA = "foveate_setting", 1
 def make(method: str | Method, **settings: Any) -> Method:
     """A method from its name, spec string or file (of `foveate tune`) and settings, or a method with settings replaced.
 
+    NumPy's numbers count as Python's.
+
     Raises:
         ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
     """
+    settings = {key: value.item() if isinstance(value, np.generic) else value for key, value in settings.items()}
     if isinstance(method, Method):
         _check_known(type(method), settings)
         return method.changed(**settings) if settings else method

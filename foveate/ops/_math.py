@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 SCRATCH_BYTES = 64 << 20
 """Upper bound in bytes of the largest temporary that a blockwise reference makes."""
@@ -68,6 +69,11 @@ def check_softcap(softcap: float | None) -> None:
     number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
     if softcap is not None and not (number and math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a finite number above 0, or None, not {softcap!r}")
+
+
+def readable(x: Tensor) -> bool:
+    """Whether numbers may be read from a tensor: it is on the CPU, and no mode, such as a recorder's, forbids it."""
+    return x.device.type == "cpu" and _get_current_dispatch_mode() is None
 
 
 def first_keys(lengths: Tensor, number: int) -> Tensor:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foveate.ops._math import readable
+
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
@@ -46,14 +48,19 @@ class BlockTable:
             if not 0 <= self.length <= table.shape[1] * x.shape[2]:
                 raise ValueError(f"{table.shape[1]} blocks of {x.shape[2]} slots have no room for {self.length} keys")
 
-    def slots(self, indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def slots(self, indices: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Physical block and slot within it, int64 like ``indices [B, ...]``, of keys of each row.
 
-        The keys exist in their rows; entries of the table that name no block count as 0.
+        Raises:
+            ValueError: on the CPU for a key that has no block in ``memory [N, Hkv, n, D]``.
         """
-        entries = (indices // block_size).flatten(1).long()
+        entries, room = (indices // memory.shape[2]).flatten(1).long(), self.table.shape[1]
+        if readable(entries) and bool(((entries < 0) | (entries >= room)).any()):
+            raise ValueError(f"keys must be among the {room * memory.shape[2]} of a block table of {room} blocks")
         blocks = self.table.gather(1, entries).long().view(indices.shape)
-        return blocks, indices.long() % block_size
+        if readable(blocks) and bool(((blocks < 0) | (blocks >= len(memory))).any()):
+            raise ValueError(f"a block table must name one of {len(memory)} blocks for every key")
+        return blocks, indices.long() % memory.shape[2]
 
     def gather(self, q: Tensor, *memory: Tensor) -> list[Tensor]:
         """A copy of each memory ``[N, Hkv, n, D]`` in one piece, for the rows of q: ``[B, Hkv, Lk, D]``.

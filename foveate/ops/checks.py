@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from foveate.ops._math import readable
 from foveate.ops.block_table import BlockTable
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -69,6 +69,12 @@ def check_number(name: str, number: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, not {number!r}")
 
 
+def check_share(name: str, share: float) -> None:
+    """Raise unless this is a number from 0 to 1."""
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, not {share!r}")
+
+
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
     """Raise unless there are none, or one logit for each head."""
     if sinks is not None and sinks.shape != (heads,):
@@ -95,8 +101,3 @@ def check_blocks(block_table: BlockTable | None, memory: Tensor, read: Callable[
         of_keys = wrong.repeat_interleave(memory.shape[2], 1)[:, None, : block_table.length]
         if (of_keys if read is None else of_keys & read()).any():
             raise ValueError(f"a block table must name one of {number} blocks for every key, not {table[wrong][0]}")
-
-
-def readable(x: Tensor) -> bool:
-    """Whether numbers may be read from a tensor: it is on the CPU, and no mode, such as a recorder's, forbids it."""
-    return x.device.type == "cpu" and _get_current_dispatch_mode() is None

@@ -141,7 +141,7 @@ class Storage:
             self.tensors["values"][:, :, first : first + n] = v
             return
         slots = torch.arange(first, first + n, device=self.device).expand(self.batch_size, n)
-        block, slot = self.block_table.slots(slots, self.block_size)
+        block, slot = self.block_table.slots(slots, self.tensors["keys"])
         self.tensors["keys"][block, :, slot] = k.transpose(1, 2)
         self.tensors["values"][block, :, slot] = v.transpose(1, 2)
 

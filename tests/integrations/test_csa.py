@@ -109,6 +109,12 @@ def test_logits_are_those_of_masks(model):
     expected = model(ids()).logits
     with foveate.attached(model):
         found = model(ids()).logits
+        for module in (
+            model,
+            model.base_model,
+            model.get_decoder(),
+        ):  # whole models have one between
+            assert module.config.get_text_config()._attn_implementation == csa_attention.IMPLEMENTATION
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(model(ids()).logits, expected), "detached, the model is its own again"
 

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import dataclasses
+import json
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -174,6 +176,14 @@ def test_no_method_takes_nonsense_for_any_setting(method):
                 methods.make(method, **{field.name: value})
 
 
+def test_numbers_of_numpy_are_numbers():
+    made = methods.make("h2o", top_k=np.float32(0.25), window=np.int64(4))
+    assert made.settings() == methods.make("h2o:top_k=0.25,window=4").settings()
+    assert json.loads(json.dumps(made.settings()))["window"] == 4
+    with pytest.raises(ValueError, match="window must be an integer of at least 1, not True"):
+        methods.make(made, window=np.True_)
+
+
 def test_a_failed_attach_leaves_the_attached_method_in_place(h2o):
     before, expected = fingerprint(h2o), generate(h2o, tokens(40))
     with pytest.raises(ValueError, match="top_k must be"):
@@ -222,6 +232,28 @@ def encoder():
     return transformers.BertModel(transformers.BertConfig(**config))
 
 
+def latent():
+    heads = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8}
+    heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 2}
+    return from_config(transformers.DeepseekV3Config(**SMALL | heads))
+
+
+def cross_attention():
+    config = transformers.MllamaTextConfig(**SMALL, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2)
+    return transformers.MllamaForCausalLM(config)
+
+
+def indexer():
+    if not hasattr(transformers, "Qwen4ExpForCausalLM"):
+        pytest.skip("this version of Transformers has no Qwen4-Exp")
+    config = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
+    config |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "hc_count": 2, "hc_lowrank": 8}
+    config |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+    config |= {"indexer_compress_ratio": 4, "ple_layer_ids": [], "layer_types": ["indexed_attention"] * 2}
+    return transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**config))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -236,9 +268,11 @@ def encoder():
         (shared_keys, says("Gemma4ForCausalLM is not supported: some of its layers share the keys and values")),
         (recurrent, says("MambaForCausalLM is not supported: all of its layers are recurrent layers")),
         (encoder, says("BertModel is not supported: no attention module was found for layers [0, 1]")),
+        (latent, says("DeepseekV3ForCausalLM is not supported: its cache holds a compressed vector for each token")),
+        (cross_attention, says("MllamaForCausalLM is not supported: its layers [1] attend to images")),
+        (indexer, says("Qwen4ExpForCausalLM is not supported: its layers choose keys by an indexer of their own")),
         (lambda: nn.Linear(3, 3), says("model must be a Transformers PreTrainedModel, not Linear")),
     ],
-    ids=["encoder_decoder", "all_sliding", "softcap", "shared_keys", "recurrent", "encoder", "not_a_model"],
 )
 def test_models_that_are_not_supported(build, message):
     model = build()
@@ -249,6 +283,13 @@ def test_models_that_are_not_supported(build, message):
     assert fingerprint(model) == before
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert config is None or model.config.to_dict() == config
+
+
+def test_an_indexer_that_is_not_known():
+    with pytest.raises(
+        ValueError, match=says("no sparse attention for qwen4_exp_text models", "Qwen4ExpTextQSAIndexer")
+    ):
+        foveate.attach(indexer())
 
 
 @pytest.mark.parametrize("model", ["smollm", None, 3], ids=["a_name", "none", "a_number"])
@@ -478,6 +519,18 @@ def test_crops_that_make_no_sense(dense):
         cache.crop(0)
         cache.crop(torch.tensor(-5))
         assert layer_lengths(cache) == [15] * 3
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [-1, 0]])
+def test_rows_that_are_not_there(rows):
+    """Beside layers that are Transformers' own: no layer is changed."""
+    model = tiny_model("gemma3")
+    with torch.no_grad(), foveate.attached(model, "dense"):
+        cache = returned_cache(model(tokens(20).repeat(2, 1)))
+        for take in (cache.reorder_cache, cache.batch_select_indices):
+            with pytest.raises(ValueError, match=says(f"rows must be among the 2 of the cache, from 0, not {rows}")):
+                take(torch.tensor(rows))
+        assert len(model(tokens(1).repeat(2, 1), **cached(cache)).logits) == 2
 
 
 def test_a_padded_prompt_cannot_be_cropped(dense):

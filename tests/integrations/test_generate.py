@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import pickle
+import sys
 import threading
 import time
 
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import foveate
 from foveate import Cache, methods
-from foveate.integrations.transformers import hooks
+from foveate.integrations.transformers import attention, hooks
 from foveate.runtime import handed_on
 from tests.combinations import every_pair
 from tests.helpers import (
@@ -200,6 +201,20 @@ def test_dense_logits_of_several_forward_calls_on_one_cache(family):
     assert isinstance(cache, foveate.Cache)
     assert cache.get_seq_length() == 40
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_a_cache_shows_its_keys_and_values_as_those_of_transformers_do(block_size):
+    model, ids = tiny_model("gemma3"), tokens(40, batch=2)  # with sliding-window layers
+    with torch.no_grad():
+        expected = returned_cache(model(ids))
+        with foveate.attached(model, "dense", block_size=block_size):
+            assert foveate.Cache(model).layers[1].keys is None
+            found = returned_cache(model(ids))
+    for mine, its in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close((mine.keys, mine.values), (its.keys, its.values))
+    with pytest.raises(ValueError, match="cannot be set"):
+        found.layers[1].keys = expected.layers[1].keys
 
 
 @every_family
@@ -446,6 +461,24 @@ def test_autocast_from_the_first_turn_to_training(method):
             gradients(model, left_padded([40, 22]), train=True)
         go_on(model, sequences, mask, cache, tokens(5, batch=3), new=2)
     assert {layer.store.dtype for layer in cache.layers} == {torch.bfloat16}
+
+
+def test_a_layer_switches_autocast_off_only_where_it_is_on(monkeypatch):
+    callers = []
+
+    class Autocast(torch.autocast):
+        def __enter__(self):
+            callers.append(sys._getframe(1).f_globals["__name__"])
+            return super().__enter__()
+
+    monkeypatch.setattr(torch, "autocast", Autocast)
+    model = tiny_model()
+    with torch.no_grad(), foveate.attached(model, "dense"):
+        model(tokens(9))
+        assert attention.__name__ not in callers
+        with AUTOCAST():
+            model(tokens(9))
+        assert callers.count(attention.__name__) == 3
 
 
 @pytest.mark.parametrize("method", ["kascade", "luka"])

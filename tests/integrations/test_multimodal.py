@@ -88,6 +88,19 @@ def test_logits_of_forward_passes(name):
             torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Gemma 3", "LLaVA"])  # Gemma 3 tells the sequences apart with a cache as well
+def test_sequences_packed_into_one_row(name):
+    model, given = wrapper(name), {"input_ids": tokens(24), "position_ids": torch.arange(24)[None] % 14}
+    expected = model(**given, use_cache=False).logits
+    with foveate.attached(model, "dense"):
+        torch.testing.assert_close(model(**given, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="position_ids do not go on by one within a row"):
+            model(**given)
+        whole = {"input_ids": tokens(24), "position_ids": torch.arange(24)[None]}
+        assert model(**whole).logits.shape == expected.shape
+
+
 def row(name):
     """The model's line in docs/models.md."""
     with foveate.attached(wrapper(name), "dense") as attachment:
@@ -113,11 +126,15 @@ def test_a_causal_language_model_with_a_vision_part():
 class TestTokensThatSeeEachOther:
     """Gemma 3: those of one image."""
 
-    def test_text_alone(self):
-        model, batch = wrapper("Gemma 3"), left_padded([40, 23])
-        kinds = torch.zeros_like(batch["input_ids"])  # as its processor gives them beside any text
-        with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
-            assert torch.equal(generate(model, **batch, token_type_ids=kinds, new=10), own("Gemma 3"))
+    @pytest.mark.parametrize("lengths", [[40, 23], [7, 4]])  # the second within the sliding window
+    def test_text_alone(self, lengths):
+        model, batch = wrapper("Gemma 3"), left_padded(lengths)
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])  # as its processor gives them beside any text
+        for rows in (slice(None), slice(1, None)):  # one row alone is broadcast where a mask of pairs is not
+            given = {name: x[rows] for name, x in batch.items()}
+            expected = generate(model, **given, new=10)
+            with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
+                assert torch.equal(generate(model, **given, new=10), expected)
 
     @pytest.mark.parametrize("method", ["dense", "kascade:anchors=1"])
     def test_images_are_refused(self, method):

@@ -6,6 +6,7 @@ import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 import foveate
+from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.support import attention_modules, unwrapped
 
@@ -67,6 +68,17 @@ def test_padding_with_adapters():
     expected = answer(model, PADDED)
     with foveate.attached(model, "dense"):
         assert answer(model, PADDED) == expected
+
+
+def test_padding_with_virtual_tokens():
+    model = get_peft_model(tiny(), PEFT["prompt"]).eval()
+    expected = answer(model, PADDED)
+    with foveate.attached(model, "dense"):
+        if releases.CACHE == "past_key_values":
+            assert answer(model, PADDED) == expected
+        else:  # which PEFT does not look for, so that it finds each step to be the first
+            with pytest.raises(ValueError, match=r"PEFT up to 0\.21 repeats its virtual tokens"):
+                answer(model, PADDED)
 
 
 def test_active_adapters_are_other_weights():

@@ -68,6 +68,8 @@ def test_sinks_of_a_window():
 def test_pages(pages, size, message):
     with pytest.raises(ValueError, match=message):
         ops.attend_pages(Q, K, V, pages, size, scaling=0.3)
+    with pytest.raises(ValueError, match=message):
+        ops.pooled_mass_of_pages(Q, K, pages, size, scaling=0.3)
 
 
 def test_indices():
@@ -89,6 +91,7 @@ def test_a_block_that_is_not_there(block):
         lambda: ops.pooled_mass(Q, memory[0], **how),
         lambda: ops.attend_indices(Q, *memory, indices + 6, **how),
         lambda: ops.attend_pages(Q, *memory, PAGES, 4, **how),
+        lambda: ops.pooled_mass_of_pages(Q, memory[0], PAGES, 4, **how),
         lambda: ops.attend_causal(Q, *memory, offset=15, **how),
         lambda: ops.attend_window(Q, *memory, lower=torch.zeros(1, dtype=torch.long), offset=15, **how),
     ):
@@ -99,6 +102,46 @@ def test_a_block_that_is_not_there(block):
     ops.pooled_mass(Q, memory[0], lengths=short, **how)
     ops.attend_indices(Q, *memory, indices, **how)
     ops.attend_pages(Q, *memory, PAGES, 4, lengths=short, **how)
+    ops.pooled_mass_of_pages(Q, memory[0], PAGES, 4, lengths=short, **how)
+
+
+@pytest.mark.parametrize(
+    ("slot", "message"),
+    [(16, "keys must be among the 16 of"), (-1, "keys must be among the 16 of"), (8, "name one of 5 blocks")],
+)
+def test_a_slot_that_is_not_there(slot, message):
+    """Nothing is written, least of all to another row."""
+    memory = torch.zeros(2, 5, 2, 8, 8)
+    table = ops.BlockTable(torch.tensor([[0, 1], [2, -1]]), 16)
+    with pytest.raises(ValueError, match=message):
+        ops.put_token(*memory, Q[:, :2], Q[:, :2], torch.tensor([3, slot]), block_table=table)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize(("given", "message"), [({"k": 2.0}, "k must be"), ({"k": 2, "chunk": 0}, "chunk must be")])
+def test_numbers_of_a_selection(given, message):
+    with pytest.raises(ValueError, match=f"{message} an integer of at least 1"):
+        ops.topk(torch.randn(1, 1, 4), **given)
+
+
+@pytest.mark.parametrize("rest", [2.0, -0.1, float("nan")])
+def test_a_rest_that_is_no_share(rest):
+    with pytest.raises(ValueError, match=f"rest must be a number from 0 to 1, not {rest}"):
+        ops.by_mass(torch.rand(1, 1, 4), rest)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ratio": 0}, "ratio must be an integer of at least 1, not 0"),
+        ({"k": torch.randn(1, 4, 7)}, "shapes or dtypes do not fit"),
+        ({"weights": torch.rand(1, 2, 4).half()}, "shapes or dtypes do not fit"),
+    ],
+)
+def test_scores_of_an_indexer(given, message):
+    problem = {"q": torch.randn(1, 2, 4, 8), "k": torch.randn(1, 4, 8), "weights": torch.rand(1, 2, 4)}
+    with pytest.raises(ValueError, match=message):
+        ops.indexer_scores(**problem | given)
 
 
 def test_slots_to_keep():

@@ -120,7 +120,7 @@ def test_blocks_must_ascend():
 
 @pytest.mark.parametrize("k", [0, -3])
 def test_k_below_one_raises(k):
-    with pytest.raises(ValueError, match=f"k must be at least 1, not {k}"):
+    with pytest.raises(ValueError, match=f"k must be an integer of at least 1, not {k}"):
         ops.topk(torch.zeros(4), k)
 
 

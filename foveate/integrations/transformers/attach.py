@@ -18,7 +18,7 @@ from foveate.integrations.transformers.graphs import Graphs
 from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, BeforeWhole, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
-from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
+from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
 from foveate.methods import Method, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
@@ -214,7 +214,7 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
     config = decoder.config.get_text_config(decoder=True)
     modules, _ = attention_modules(model, decoder, config)
     attention.register()
-    attachment.configurations.replace(_around(model, decoder), attention.IMPLEMENTATION)
+    attachment.configurations.replace(around(model, decoder), attention.IMPLEMENTATION)
     attachment.config = decoder.config.get_text_config(decoder=True)
     for index, module in modules.items():
         module.foveate = attachment.policies[index]
@@ -230,11 +230,6 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
         model.get_compiled_call = GetDecodeCall(model, attachment)
 
 
-def _around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The decoder's modules and those that it is within; a vision tower beside it is not among them."""
-    return [*(one for one in model.modules() if any(part is decoder for part in one.modules())), *decoder.modules()]
-
-
 def _take_off(attachment: Attachment, model: nn.Module) -> None:
     """Give the model its own attention back."""
     decoder = decoder_of(model)
@@ -243,7 +238,7 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
         _remove_hooks(module, (BeforeForward, AfterForward, BeforeWhole))
     for name in releases.GENERATE:
         model.__dict__.pop(name, None)
-    attachment.configurations.restore(_around(model, decoder))
+    attachment.configurations.restore(around(model, decoder))
     for module in (model, *decoder.modules()):
         module.__dict__.pop("foveate", None)
 

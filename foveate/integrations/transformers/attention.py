@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ def attention(
     """
     policy, device = getattr(module, "foveate", None), query.device.type
     layer = None if policy is None else handed_on.take(key, policy.owner)
-    dtype = query.dtype
+    dtype, cast = query.dtype, torch.is_autocast_enabled(device)
     if layer is not None and layer.store is not None:
         dtype = layer.store.dtype
-    elif torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
+    elif cast and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
     given = (x.to(dtype) for x in (query, key, value))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if cast else nullcontext():
         out, weights = _attention(module, policy, layer, *given, attention_mask, dropout, scaling, **kwargs)
     return out.to(value.dtype), weights
 
@@ -68,6 +68,8 @@ def _attention(
     if softcap is None and getattr(module, "attn_logit_softcapping", None) is not None:
         raise releases.unknown(f"layer {module.layer_idx} caps its logits and does not hand over the cap as softcap")
     own = sinks is not None or softcap is not None  # which PyTorch's attention does not do
+    if policy is None and attention_mask is not None and attention_mask.dim() == 2:
+        attention_mask = _pairs(attention_mask, query.shape[2], key.shape[2])
     if policy is None and own:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
@@ -114,6 +116,16 @@ def _attention(
             out = without_cache(policy.method, query, key, value, attention_mask, scaling, forward, sinks, softcap)
     handed_on.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _pairs(mask: Tensor, length: int, keys: int) -> Tensor:
+    """A mask of real tokens ``[B, columns]`` as one of pairs, bool ``[B, 1, length, keys]``, of its last columns.
+
+    Where an overlay adds nothing to the causal mask, :func:`mask` keeps that of real tokens, of sliding-window layers
+    as well: there the prompt is within their window.
+    """
+    causal = torch.ones(length, keys, dtype=torch.bool, device=mask.device).tril(keys - length)
+    return causal & mask[:, None, None, -keys:].bool()
 
 
 _BLOCK = 512
@@ -216,11 +228,11 @@ def _only_causal(attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> bo
         return False  # the model asks for pairs
     first, length = kwargs.get("q_offset", 0), kwargs["q_length"]
     how = dict(kwargs, attention_mask=attention_mask, allow_is_causal_skip=False)
+    same = []
     for start in range(0, length, _BLOCK):
         how |= {"q_offset": first + start, "q_length": min(_BLOCK, length - start)}
-        if not torch.equal(sdpa_mask(**how), sdpa_mask(**how | {"mask_function": causal_mask_function})):
-            return False
-    return True
+        same.append((sdpa_mask(**how) == sdpa_mask(**how | {"mask_function": causal_mask_function})).all())
+    return bool(torch.stack(same).all())
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ from foveate.integrations.transformers.layers import (
 )
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.methods import SharedPrompt
+from foveate.ops._math import readable
 from foveate.runtime import Phase, ReplayedSteps
 
 
@@ -141,21 +142,33 @@ class Cache(transformers.Cache):
         if self.phase.prompt_end is not None and not unfinished:
             self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
 
-    def _take_rows(self, index: Tensor) -> None:
+    @property
+    def _rows(self) -> int:
+        """Rows of the batch; -1 before there are any."""
+        return next(layer.batch_size for layer in self.layers if isinstance(layer, CacheLayer))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the batch by its rows ``beam_idx``, int64 ``[B']``.
+
+        Raises:
+            ValueError: on the CPU for a row that is not there; no layer is changed.
+        """
+        rows = self._rows
+        if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
+            raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
         for layer in self.layers:
             if isinstance(layer, CacheLayer):
-                layer.take_rows(index)
+                layer.take_rows(beam_idx)
             elif isinstance(layer, LinearAttentionLayer) or keeps_memory(layer):
-                layer.reorder_cache(index)
+                layer.reorder_cache(beam_idx)
             elif isinstance(layer, DynamicLayer):
-                layer.batch_select_indices(index)
+                layer.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = next(layer.batch_size for layer in self.layers if isinstance(layer, CacheLayer))
-        self._take_rows(torch.arange(max(rows, 0)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(max(self._rows, 0)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._take_rows(row_indices(indices))
+        self.reorder_cache(row_indices(indices))
 
     def reset(self) -> None:
         super().reset()

@@ -98,8 +98,8 @@ class BeforeWhole:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         given = releases.arguments(module, args, kwargs)
-        if not module.training:
-            give_cache(self.model, given, self.attachment.config)
+        if not module.training and given.get("cache") is None and give_cache(self.model, given, self.attachment.config):
+            _check_one_sequence(given.get("attention_mask"), given.get("position_ids"))
         return (), releases.for_module(module, given)
 
 
@@ -255,6 +255,12 @@ def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> No
     """Refuse a 2-D mask, or positions, of other tokens than those in the cache and the new ones; cut a longer mask."""
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if isinstance(mask, Tensor) and mask.dim() < 3:
+        if seen and mask.shape[-1] < seen + new and given.get("inputs_embeds") is not None:
+            raise ValueError(
+                f"{new} embeddings are new, and attention_mask knows {mask.shape[-1]} of {seen + new} tokens. PEFT up "
+                "to 0.21 repeats its virtual tokens before every token where Transformers (from 5.24) calls the cache "
+                "`cache`: install releases of both that fit each other"
+            )
         if mask.dim() < 2 or mask.shape[0] != batch or mask.shape[1] < seen + new:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the cache holds {seen} tokens and {new} are new: "
@@ -267,6 +273,15 @@ def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> No
             f"position_ids have shape {tuple(position_ids.shape)}, but {new} tokens are new in each of {batch} rows: "
             "pass as many, or, to `generate`, which makes them of attention_mask, a mask of shape "
             f"{(batch, seen + new)}"
+        )
+
+
+def _check_one_sequence(mask: Any, position_ids: Tensor | None) -> None:
+    """Refuse sequences packed into a row of a new cache; some whole models tell them apart there, and others do not."""
+    if mask is None and position_ids is not None and position_ids.dim() == 2 and bool((position_ids.diff() != 1).any()):
+        raise ValueError(
+            "position_ids do not go on by one within a row, as where sequences are packed: pass use_cache=False, or "
+            "each sequence in a row of its own"
         )
 
 

@@ -29,6 +29,26 @@ class CacheLayer(Layer, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         Layer.__init__(self, method, counters, phase, dense_below, block_size)
 
+    # What the layer holds, under the names of Transformers' layers
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys held, ``[B, Hkv, n, D]``, of rows or heads that hold fewer first, then anything; None without."""
+        return None if self.store is None else self.store.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values of :attr:`keys`, ``[B, Hkv, n, Dv]``."""
+        return None if self.store is None else self.store.values
+
+    @keys.setter
+    def keys(self, given: None) -> None:
+        _only_none(given)
+
+    @values.setter
+    def values(self, given: None) -> None:
+        _only_none(given)
+
     # Called by the model
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -175,6 +195,11 @@ class HybridCacheLayer(LinearAttentionLayer, CacheLayer):
         CacheLayer.offload(self)
 
     prefetch = offload
+
+
+def _only_none(given: Tensor | None) -> None:
+    if given is not None:
+        raise ValueError("foveate's cache takes keys and values from attention alone; they cannot be set")
 
 
 def row_indices(indices: Tensor) -> Tensor:

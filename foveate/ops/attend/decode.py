@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, unfold_group
 from foveate.ops.attend.attended import Attended, rows_of_heads
-from foveate.ops.attend.gather import gather_fields, page_slots
+from foveate.ops.attend.gather import among, gather_fields, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import (
@@ -230,7 +230,7 @@ def check_indices(
     check_sinks(sink_logits, q.shape[1])
     if heads is not None and heads.shape != (k.shape[1],):
         raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
-    check_blocks(block_table, k, lambda: _among(indices, number))
+    check_blocks(block_table, k, lambda: among(indices, number))
 
 
 def check_pages(
@@ -253,20 +253,13 @@ def check_pages(
     check_sinks(sink_logits, q.shape[1])
 
     def read() -> Tensor:
-        there = _among(page_slots(pages, page_size).flatten(2), number)
+        there = among(page_slots(pages, page_size).flatten(2), number)
         if lengths is None:
             return there
         ends = lengths if lengths.dim() == 1 else lengths.repeat_interleave(pages.shape[1] // k.shape[1], 1)
         return there & first_keys(ends, number)
 
     check_blocks(block_table, k, read)
-
-
-def _among(slots: Tensor, number: int) -> Tensor:
-    """Which of ``number`` keys stand in ``slots [B, H, P]``: bool ``[B, H, number]``."""
-    slots = slots.long().masked_fill((slots < 0) | (slots >= number), number)
-    there = torch.zeros(*slots.shape[:2], number + 1, dtype=torch.bool)
-    return there.scatter_(2, slots, True)[..., :number]
 
 
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:

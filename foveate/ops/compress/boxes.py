@@ -32,7 +32,7 @@ def bound_newest(
         of_page = keys.gather(2, slots[:, None, :, None].expand(-1, heads, -1, dim))
     else:
         block_table.check(low, keys)
-        block, slot = block_table.slots(slots, keys.shape[2])
+        block, slot = block_table.slots(slots, keys)
         of_page = keys[block, :, slot].transpose(1, 2)
     place = page[:, :, None, None].expand(-1, heads, 1, dim)
     low.scatter_(2, place, of_page.masked_fill(unused, float("inf")).amin(2, keepdim=True))

@@ -235,7 +235,7 @@ def compress_newest(
     if block_table is None:
         of_page = keys.gather(2, slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])).float()
     else:
-        block, slot = block_table.slots(slots, keys.shape[2])
+        block, slot = block_table.slots(slots, keys)
         of_page = keys[block, :, slot].transpose(1, 2).contiguous().float()
     of_page = of_page if weights is None else of_page * weights[:, :, None]
     place = page[:, None, None, None].expand(-1, keys.shape[1], 1, form.bytes)

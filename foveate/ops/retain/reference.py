@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from foveate.ops._math import readable
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_number, readable
+from foveate.ops.checks import check_number
 from foveate.ops.select import topk
 
 
@@ -169,7 +170,7 @@ def put_token(
             freed.fill_(-1)
     if block_table is not None:
         block_table.check(k, keys, values)
-        block, place = block_table.slots(slot, keys.shape[2])
+        block, place = block_table.slots(slot, keys)
         head = torch.arange(keys.shape[1], device=keys.device)
         keys[block, head, place], values[block, head, place] = k[:, :, 0], v[:, :, 0]
     else:

@@ -14,11 +14,13 @@ from foveate.ops.score.reference import query_mass, tile_mass
 from foveate.ops.score.retention import Convolution
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
-indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel")
+indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel", indexer.check)
 largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel", pooled.check_mass)
-pooled_mass_of_pages = dispatch(pooled.pooled_mass_of_pages, "foveate.ops.score.pooled_kernel")
+pooled_mass_of_pages = dispatch(
+    pooled.pooled_mass_of_pages, "foveate.ops.score.pooled_kernel", pooled.check_mass_of_pages
+)
 pooled_mass_of_records = dispatch(low_rank.pooled_mass_of_records, "foveate.ops.score.low_rank_kernel")
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
 

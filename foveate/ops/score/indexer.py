@@ -1,11 +1,12 @@
 """The lightning indexer's score of compressed keys (DeepSeek-V3.2; StreamIndex, section 3)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, matmul_fp32
+from foveate.ops.checks import check_number
 
 BLOCK = 16
 """Keys whose scores have one maximum."""
@@ -52,6 +53,9 @@ def indexer_scores(
         weights: fp32 ``[B, S, H]``, of any sign; scales of queries belong in here.
         starts: int64 ``[B]``: the keys before it are padding, which no query sees; None for none.
         key_scales: fp32 ``[B, T]``: what a key's scores are multiplied by, for keys in fp8; None for 1.
+
+    Raises:
+        ValueError: for shapes that do not fit, weights that are not fp32 or a ratio below 1.
     """
     number = k.shape[1]
     scores = weighted_relu(q, k, weights, key_scales)
@@ -60,6 +64,17 @@ def indexer_scores(
     seen = scores.masked_fill(unseen, float("-inf"))
     padded = torch.nn.functional.pad(seen, (0, -number % BLOCK), value=float("-inf"))
     return IndexerScores(scores, padded.unflatten(-1, (-1, BLOCK)).amax(-1), lost)
+
+
+def check(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, **_: Any) -> None:
+    """Raise for arguments of :func:`indexer_scores` that cannot be."""
+    check_number("ratio", ratio, 1)
+    keys = len(q), k.shape[1], q.shape[-1]
+    if q.dim() != 4 or weights.dtype != torch.float32 or weights.shape != q.shape[:3] or k.shape != keys:
+        raise ValueError(
+            f"shapes or dtypes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, "
+            f"weights {tuple(weights.shape)} {weights.dtype}"
+        )
 
 
 def lost_scores(scores: Tensor, weights: Tensor, unseen: Tensor) -> Tensor:

@@ -63,11 +63,6 @@ def indexer_scores(
             f"{heads} index heads of {dim} in {q.dtype} (powers of two from 16 to {_ROWS // 2}, of at most 256; "
             "in fp32 of more than 128 at most 64)"
         )
-    if weights.dtype != torch.float32 or weights.shape != q.shape[:3] or k.shape != (batch, number, dim):
-        raise ValueError(
-            f"shapes or dtypes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, "
-            f"weights {tuple(weights.shape)} {weights.dtype}"
-        )
     if _HOPPER and capability == (9, 0):
         hopper = importlib.import_module("foveate.ops.score.indexer_hopper_kernel")
         if hopper.fits(q, k):

@@ -6,9 +6,17 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import first_keys, fold_group
-from foveate.ops.attend.gather import gather_slots, page_slots
+from foveate.ops.attend.gather import among, gather_slots, page_slots
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_blocks, check_keys, check_lengths, check_mask, check_sinks
+from foveate.ops.checks import (
+    check_blocks,
+    check_keys,
+    check_lengths,
+    check_mask,
+    check_number,
+    check_places,
+    check_sinks,
+)
 from foveate.ops.score.nodes import key_logits
 
 
@@ -93,9 +101,9 @@ def pooled_mass_of_pages(
         where no key is (in any head).
 
     Raises:
-        ValueError: for a pooling or a pool that there is not, or a table or pages that do not fit.
+        ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend_pages`.
     """
-    check_pages(q, k, pages, pool)
+    check(pooling, pool)
     if block_table is not None:
         (k,) = block_table.gather(q, k)
     slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)
@@ -166,10 +174,27 @@ def check(pooling: str, pool: str, *more: str) -> None:
         raise ValueError(f"pool must be kv_head or layer, not {pool!r}")
 
 
-def check_pages(q: Tensor, k: Tensor, pages: Tensor, pool: str) -> None:
-    """Raise unless pages are of the KV heads, or the same for all of them."""
-    heads = (1,) if pool == "layer" else (1, k.shape[1])
-    if pages.dim() != 3 or len(pages) != len(q) or pages.shape[1] not in heads:
-        raise ValueError(
-            f"pages {tuple(pages.shape)} pooled by {pool} do not fit q {tuple(q.shape)} and k {tuple(k.shape)}"
-        )
+def check_mass_of_pages(
+    q: Tensor,
+    k: Tensor,
+    pages: Tensor,
+    page_size: int,
+    *,
+    lengths: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    pool: str = "kv_head",
+    block_table: BlockTable | None = None,
+    **_: Any,
+) -> None:
+    """Raise for arguments of :func:`pooled_mass_of_pages` that cannot be."""
+    number = check_keys(q, k, None, block_table)
+    check_number("page_size", page_size, 1)
+    check_places("pages", pages, len(q), {1} if pool == "layer" else {1, k.shape[1]}, -(-number // page_size))
+    check_lengths(lengths, len(q), k.shape[1])
+    check_sinks(sink_logits, q.shape[1])
+
+    def read() -> Tensor:
+        there = among(page_slots(pages, page_size).flatten(2), number)
+        return there if lengths is None else there & first_keys(lengths, number)
+
+    check_blocks(block_table, k, read)

@@ -13,7 +13,7 @@ from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
 from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
-from foveate.ops.score.pooled import check, check_pages
+from foveate.ops.score.pooled import check
 
 _LARGEST = 256
 """The largest head dim."""
@@ -78,7 +78,6 @@ def pooled_mass_of_pages(
 
     Keys of no page, and those that are not there, are not read and may hold anything.
     """
-    check_pages(q, k, pages, pool)
     pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
     how = (scaling, sink_logits, softcap, pooling, pool, block_table)
     return _pooled_mass(q, k, pages, lengths, number, page_size, *how)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from foveate.ops.checks import check_share
+
 
 def first_of(order: Tensor, counts: Tensor, capacity: int) -> Tensor:
     """The first ``counts`` entries of an order, ascending.
@@ -26,12 +28,16 @@ def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
     """As many of the heaviest as leave at most ``rest`` behind (top-p).
 
     Args:
-        mass: fp32 ``[B, Hkv, N]``, >= 0.
-        rest: largest sum of the masses not taken.
+        mass: fp32 ``[B, Hkv, N]``, >= 0: shares of the attention.
+        rest: largest sum of the masses not taken, 0 to 1.
 
     Returns:
         ``(order [B, Hkv, N], counts [B, Hkv])``: heaviest first, ties to the smaller index, and how many of them.
+
+    Raises:
+        ValueError: for a rest that is no share.
     """
+    check_share("rest", rest)
     ordered, order = mass.sort(dim=-1, descending=True, stable=True)
     left = ordered.flip(-1).cumsum(-1).flip(-1)
     return order, (left > rest).sum(-1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import first_keys
+from foveate.ops.checks import check_number
 
 CHUNK = 1 << 16
 """Scores examined at once."""
@@ -26,8 +27,7 @@ class StreamingTopK:
     """
 
     def __init__(self, k: int):
-        if k < 1:
-            raise ValueError(f"k must be at least 1, not {k}")
+        check_number("k", k, 1)
         self.k = k
         self._scores: Tensor | None = None
         self._indices: Tensor | None = None
@@ -72,7 +72,11 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
 
     Returns:
         int64 ``[..., min(k, n)]``, ascending, with -1 at the end where fewer than k scores were above -inf.
+
+    Raises:
+        ValueError: for a k or a chunk below 1, and on the CPU for scores that are NaN.
     """
+    check_number("chunk", chunk, 1)
     best, n = StreamingTopK(k), scores.shape[-1]
     if scores.device.type == "cpu" and k < n <= chunk:
         values, indices = scores.topk(k + 1, -1)

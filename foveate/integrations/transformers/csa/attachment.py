@@ -19,7 +19,7 @@ from foveate.integrations.transformers.csa import compressed, pooled, tokens
 from foveate.integrations.transformers.csa.attention import IMPLEMENTATION, attention, clear, key_positions
 from foveate.integrations.transformers.csa.selection import Selection
 from foveate.integrations.transformers.stats import LayerStats, Stats
-from foveate.integrations.transformers.support import decoder_of
+from foveate.integrations.transformers.support import around, decoder_of
 
 MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
     "axk2": tokens.Select,
@@ -76,7 +76,7 @@ class SparseAttachment:
                 modeling = importlib.import_module(type(own).__module__)
                 replacements.append((own, kind(own, layer_idx, self.layers, modeling)))
         _register()
-        self.configurations.replace([model, *decoder.modules()], IMPLEMENTATION)
+        self.configurations.replace(around(model, decoder), IMPLEMENTATION)
         for own, forward in replacements:
             own.forward = forward
         for module in decoder.modules():
@@ -94,7 +94,7 @@ class SparseAttachment:
     def take_off(self, model: nn.Module) -> None:
         """Restore what :meth:`put_on` replaced."""
         clear()
-        self.configurations.restore([model, *decoder_of(model).modules()])
+        self.configurations.restore(around(model, decoder_of(model)))
         model.__dict__.pop("foveate", None)
         for module in model.modules():
             if isinstance(module.__dict__.get("forward"), tuple(MODELS.values())):
