@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from foveate.integrations.vllm import releases
+from foveate.integrations.vllm.settings import check_early
 
 
 def __getattr__(name: str) -> type:
     """The backend ``Chosen`` by `--attention-backend CUSTOM`, or ``ChosenOnCPU``: there vLLM's own without the option.
 
     Raises:
-        ValueError: for a release of vLLM that is not supported.
+        ValueError: for a release of vLLM that is not supported, and for what cannot be served.
     """
     if name not in ("Chosen", "ChosenOnCPU"):
         raise AttributeError(name)
+    from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
 
+    vllm_config = get_current_vllm_config()
     if name == "ChosenOnCPU":
-        from vllm.config import get_current_vllm_config
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        chosen = get_current_vllm_config().attention_config.backend
+        chosen = vllm_config.attention_config.backend
         if getattr(chosen, "name", None) != "CUSTOM":
             return CPUAttentionBackend
     releases.check()
+    releases.check_runner(vllm_config)
+    check_early(vllm_config)
     if current_platform.is_cpu():
         from foveate.integrations.vllm.cpu import FoveateOnCPU
 

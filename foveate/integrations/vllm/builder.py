@@ -1,4 +1,4 @@
-"""What the backends' metadata builders share: which rows of a batch decode, and the step that their layers run."""
+"""What the backends' metadata builders share: the step that a batch's decoding rows run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.metrics import Meter
+from foveate.integrations.vllm.rows import decoding_rows, layer_index
 from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, settings_of
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
@@ -33,7 +30,6 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device)
     Raises:
         ValueError: for what cannot be served.
     """
-    releases.check_runner(vllm_config, vllm.__version__)
     check_engine(vllm_config)
     settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
     layers = {
@@ -42,12 +38,12 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device)
         if getattr(getattr(layer, "impl", None), "serves_foveate", False)
     }
     geometries = {
-        extract_layer_index(name): Geometry(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size)
+        layer_index(name): Geometry(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size)
         for name, layer in layers.items()
     }
     facts = facts_of(model)
     methods = layer_methods(settings.method, geometries, facts["layers"], facts)
-    own = {extract_layer_index(name) for name in layer_names if name in layers}
+    own = {layer_index(name) for name in layer_names if name in layers}
     for index in own:
         if methods[index].reads_choice_of not in (None, *own):
             raise ValueError(
@@ -68,18 +64,12 @@ class StepBuilder:
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
 
     def step_of(self, common: Any) -> Step | None:
-        """Start the step of a batch; None when no row decodes, or nothing is foveate's.
-
-        A prompt's chunk of one token is a prompt: it must read every key.
-        """
-        if self.steps is None:
-            return None
-        decodes, _, tokens, _ = split_decodes_and_prefills(common, 1, treat_short_extends_as_decodes=False)
-        decodes = min(decodes, tokens)  # rows of padding may have no token
+        """Start the step of a batch; None when no row decodes, or nothing is foveate's."""
+        decodes = 0 if self.steps is None else decoding_rows(common)
         if not decodes:
             return None
         lengths = common.seq_lens_cpu_upper_bound[:decodes]
-        how = {"bound": int(lengths.max()), "tokens": int(lengths.sum()), "rows": int((lengths > 0).sum())}
+        how = {"bound": int(lengths.max()), "tokens": int(lengths.sum())}
         self.meter.update()
         self.steps.begin(common.seq_lens[:decodes], common.block_table_tensor[:decodes], **how)
         prompts = self.prompts_of(common, decodes) if decodes < common.num_reqs else None
@@ -107,7 +97,7 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
 def index_of(impl: Any, layer: Any) -> int:
     """A layer's index in the model."""
     if impl.index is None:
-        impl.index = extract_layer_index(layer.layer_name)
+        impl.index = layer_index(layer.layer_name)
     return impl.index
 
 

@@ -15,8 +15,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from foveate import ops
 from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode
+from foveate.integrations.vllm.rows import Prompt, attend_prompt, prompts_from, write_tokens
 
 
 class FoveateOnCPU(AttentionBackend):
@@ -48,19 +48,6 @@ class FoveateOnCPU(AttentionBackend):
 
 
 @dataclass
-class Prompt:
-    """A row whose tokens are not decoded."""
-
-    first: int
-    """Its first token in the batch."""
-    end: int
-    length: int
-    """Keys of the row, those of its tokens included."""
-    blocks: torch.Tensor
-    """``[1, M]``."""
-
-
-@dataclass
 class Metadata:
     """Of one batch."""
 
@@ -85,9 +72,7 @@ class Builder(StepBuilder, AttentionMetadataBuilder):
         return Metadata(common.num_actual_tokens, step, prompts)
 
     def prompts_of(self, common: Any, decodes: int) -> list[Prompt]:
-        ends, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        rows = (b for b in range(decodes, common.num_reqs) if ends[b + 1] > ends[b])
-        return [Prompt(ends[b], ends[b + 1], lengths[b], common.block_table_tensor[b : b + 1]) for b in rows]
+        return prompts_from(common, decodes)
 
 
 class Impl(AttentionImpl):
@@ -119,11 +104,7 @@ class Impl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the keys and values ``[T, Hkv, D]`` of tokens to their slots; -1: a token of padding has none."""
-        size, real = kv_cache.shape[2], slot_mapping >= 0
-        slots = slot_mapping[real].long()
-        pairs = torch.cat([x[: len(slot_mapping)][real] for x in (key, value)], -1)
-        kv_cache[slots // size, :, slots % size] = pairs.to(kv_cache.dtype)
+        write_tokens(key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -143,9 +124,5 @@ class Impl(AttentionImpl):
             decode(self, layer, query, kv_cache, attn_metadata.foveate, output)
         how = {"scaling": self.scale, "sink_logits": self.sinks, "softcap": self.logits_soft_cap or None}
         for row in attn_metadata.prompts:
-            q = query[row.first : row.end].transpose(0, 1)[None]
-            memory = (kv_cache[..., : self.head_size], kv_cache[..., self.head_size :])
-            k, v = ops.BlockTable(row.blocks, row.length).gather(q, *memory)
-            found = ops.attend_causal(q, k, v, offset=row.length - q.shape[2], **how).out
-            output[row.first : row.end] = found[0].transpose(0, 1)
+            attend_prompt(row, query, kv_cache, output, **how)
         return output

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of
+from foveate.integrations.vllm.rows import rows_from
 
 
 class FoveateOnGPU(FlashAttentionBackend):
@@ -62,27 +63,6 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
 
     def prompts_of(self, common: Any, decodes: int) -> Any:
         return super().build(0, rows_from(common, decodes))
-
-
-def rows_from(common: Any, first: int) -> Any:
-    """The metadata of a batch's rows from row ``first`` on; all rows before it have one token.
-
-    Args:
-        common: a ``CommonAttentionMetadata``.
-    """
-    bound = common.seq_lens_cpu_upper_bound[first:]
-    return common.replace(
-        query_start_loc=common.query_start_loc[first:] - first,
-        query_start_loc_cpu=common.query_start_loc_cpu[first:] - first,
-        seq_lens=common.seq_lens[first:],
-        seq_lens_cpu_upper_bound=bound,
-        num_reqs=common.num_reqs - first,
-        num_actual_tokens=common.num_actual_tokens - first,
-        max_seq_len=int(bound.max()),
-        block_table_tensor=common.block_table_tensor[first:],
-        slot_mapping=common.slot_mapping[first:],
-        is_prefilling=common.is_prefilling[first:],
-    )
 
 
 class Impl(FlashAttentionImpl):

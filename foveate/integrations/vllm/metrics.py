@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -51,7 +52,7 @@ class Meter:
         self.published = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0
         self.waiting: tuple[dict[str, float], torch.Tensor, Any] | None = None
         """Counts of the host, those of the device on their way to it, and an event that tells their arrival."""
-        self.publish = _Counters().set if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _File(id(self)).set
+        self.publish = _Increments().set if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _File(id(self)).set
 
     def update(self) -> None:
         """Publish what the steps so far have counted, if it is time; called before each step."""
@@ -89,21 +90,26 @@ class _File:
             part.replace(self.path)
 
 
-class _Counters:
-    """Totals as counters of ``prometheus_client``, which share files with the processes that serve them."""
+@functools.cache
+def _counters() -> dict[str, Any]:
+    """Counters of ``prometheus_client``, whose files the processes that serve metrics read."""
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+    return {
+        key: prometheus_client.Counter(f"foveate:{name}", text, registry=registry)
+        for key, (name, text) in METRICS.items()
+    }
+
+
+class _Increments:
+    """Adds what a group of layers has counted since the last time to :func:`_counters`."""
 
     def __init__(self):
-        import prometheus_client
-
         self.last = dict.fromkeys(METRICS, 0.0)
-        registry = prometheus_client.CollectorRegistry()
-        self.counters = {
-            key: prometheus_client.Counter(f"foveate:{name}", text, registry=registry)
-            for key, (name, text) in METRICS.items()
-        }
 
     def set(self, counts: dict[str, float]) -> None:
-        for key, counter in self.counters.items():
+        for key, counter in _counters().items():
             counter.inc(counts[key] - self.last[key])
             self.last[key] = counts[key]
 

@@ -23,9 +23,11 @@ def check() -> None:
         raise ValueError(f"foveate supports vLLM {', '.join(LINES)}, and this is {vllm.__version__}")
 
 
-def check_runner(vllm_config: Any, version: str) -> None:
+def check_runner(vllm_config: Any) -> None:
     """Raise ValueError for a model runner that does not tell decoded tokens from a prompt's chunks of one token."""
-    if line(version) == "0.26" and vllm_config.use_v2_model_runner:
+    import vllm
+
+    if line(vllm.__version__) == "0.26" and vllm_config.use_v2_model_runner:
         raise ValueError(
             "foveate: model runner V2 of vLLM 0.26 does not tell decoded tokens from prompts; "
             "set VLLM_USE_V2_MODEL_RUNNER=0"

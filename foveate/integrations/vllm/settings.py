@@ -62,14 +62,24 @@ def _read(path: Path) -> Any:
         raise ValueError(f"foveate: {path}: malformed JSON ({error})") from None
 
 
+def check_early(vllm_config: Any) -> None:
+    """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
+    settings = settings_of(vllm_config.additional_config)
+    check_engine(vllm_config)
+    facts, ranks = facts_of(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
+    heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
+    geometries = dict.fromkeys(range(facts["layers"]), Geometry(heads, kv_heads, size, size))
+    layer_methods(settings.method, geometries, facts["layers"], facts)
+
+
 def check_engine(vllm_config: Any) -> None:
     """Raise ValueError for what an engine is asked to do and foveate cannot: the first such option is named."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     refused = {
         "speculative decoding: several tokens of a row would choose their keys at once": vllm_config.speculative_config
         is not None,
-        f"kv_cache_dtype={cache.cache_dtype}: keys are read as they are": cache.cache_dtype
-        not in ("auto", "float16", "bfloat16"),
+        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}: keys are read as they are": cache.cache_dtype
+        not in ("auto", str(model.dtype).removeprefix("torch.")),
         "MLA models: they have no keys of KV heads": model.use_mla,
         "pipeline parallelism: a layer may read the choice of one in another stage": parallel.pipeline_parallel_size
         > 1,
@@ -80,7 +90,9 @@ def check_engine(vllm_config: Any) -> None:
             raise ValueError(f"foveate does not support {what}")
 
 
-def layer_methods(method: Method, geometries: Mapping[int, Geometry], num_layers: int, facts: Mapping[str, Any]):
+def layer_methods(
+    method: Method, geometries: Mapping[int, Geometry], num_layers: int, facts: Mapping[str, Any]
+) -> dict[int, Method]:
     """The method of each full-attention layer, by index.
 
     Args:
