@@ -225,7 +225,10 @@ def test_a_server_streams_to_many_and_drops_those_who_leave(folder, server):
 
     def ask(n):
         how = {"model": "tiny", "prompt": prompts[n], "max_tokens": NEW, "temperature": 0, "stream": True}
-        text, pieces = "", client.completions.create(**how, extra_body={"ignore_eos": True})
+        text, pieces = (
+            "",
+            client.completions.create(**how, extra_body={"ignore_eos": True, "skip_special_tokens": False}),
+        )
         for count, piece in enumerate(pieces):
             text += piece.choices[0].text
             if n % 2 and count == 3 + n % 5:
