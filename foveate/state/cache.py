@@ -119,6 +119,31 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         cache._advance(k.shape[2], k.shape[2])
         return cache
 
+    @classmethod
+    def over_blocks(cls, geometry: Geometry, k: Tensor, v: Tensor, counters: Counters | None = None) -> SlotCache:
+        """A cache over blocks that an engine owns, for decode steps alone: it never copies, grows or writes them.
+
+        :meth:`enter` says which rows and blocks a step has.
+
+        Args:
+            k, v: ``[N, Hkv, n, D(v)]``, read through their strides.
+            counters: where to count what is read; None: new ones.
+        """
+        cache = cls(geometry, 0, k.dtype, k.device, counters=counters, block_size=k.shape[2])
+        cache.tensors |= {"keys": k, "values": v}
+        return cache
+
+    def enter(self, rows: DeviceRows, block_table: Tensor) -> None:
+        """Take the rows of an engine's step, which :meth:`DeviceRows.begin_of` has started.
+
+        Args:
+            block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
+        """
+        if self.batch_size != len(block_table):
+            self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
+        self.tensors["block_table"], self.capacity = block_table, rows.bound
+        self.device_state = DeviceState(rows, None)
+
     # What methods read
 
     @property

@@ -83,6 +83,18 @@ class DeviceRows:
             self["counts"].sub_(self.freed)
             self.freed.zero_()
 
+    def begin_of(self, lengths: Tensor, bound: int) -> None:
+        """Start a step of rows that an engine keeps, without a host sync.
+
+        Args:
+            lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
+            bound: no row is longer.
+        """
+        self._memo.clear()
+        self.tally.forget()
+        self.numbers[: len(NAMES)].copy_(lengths)
+        self.bound = bound
+
     def __getitem__(self, name: str) -> Tensor:
         """The row numbers of this name, int64 ``[B]``."""
         return self.numbers[self.names.index(name)]

@@ -1,0 +1,214 @@
+"""What decoding by a method gives a server: vLLM with foveate's plugin beside vLLM's own FlashAttention, in one run.
+
+    python benchmarks/serving.py --out runs/serving.jsonl
+    python benchmarks/serving.py --tiny --out runs/tiny.jsonl     # on a CPU: does it run?
+
+Needs vLLM (docs/serving.md). The model has the shape of Llama-3.1-8B and random weights, or is the folder --model. An
+engine at a time runs in a process of its own. A case is so many requests of so many tokens: their prompts are read in
+chunks, and when all of them decode, --steps steps are timed. A row has milliseconds and tokens a second of these, the
+time to the first token of a request alone, and the share of keys that was read. A case for which the engine has too
+little memory is left out, and named.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from foveate.results import measurements
+
+METHODS = [f"kascade:decode_only=true,pool=layer,pooling=sqrt,anchors={number}" for number in (10, 5)]
+CASES = ["131072x1", "65536x4", "32768x16", "8192x1", "8192x16"]
+"""Tokens and requests."""
+SHAPES = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+    },
+}
+BASELINE = "vllm"
+WARM, ROOM = 16, 2048
+"""Steps before those that are timed; tokens that a request may generate."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", help="a folder of Hugging Face; otherwise the shape of Llama-3.1-8B")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, and by default tiny cases")
+    parser.add_argument("--method", action="append", help="by default Kascade with ten anchors, and with five")
+    parser.add_argument("--case", action="append", help=f"by default {', '.join(CASES)}")
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3, help="times that a first token is timed")
+    parser.add_argument("--memory", type=float, default=0.94, help="share of the GPU's memory")
+    given = parser.parse_args(arguments)
+    measurements.check_out(given.out, "serving")
+    cases = [tuple(map(int, case.split("x"))) for case in given.case or (["96x1", "48x3"] if given.tiny else CASES)]
+    methods = given.method or ([METHODS[1]] if given.tiny else METHODS)
+    with tempfile.TemporaryDirectory() as folder:
+        name = "tiny" if given.tiny else "llama-3.1-8b"
+        job = {"model": given.model or _written(Path(folder), name, cases), "dummy": given.model is None}
+        job |= {"cases": cases, "steps": given.steps, "repeats": given.repeats, "memory": given.memory}
+        name = Path(given.model).name if given.model else f"{name}-shape"
+        own = run(job | {"method": None})
+        for method in methods:
+            found = run(job | {"method": method})
+            rows = [_row(name, method, case, found[case], own[case]) for case in found if case in own]
+            measurements.write(given.out, rows)
+            for row in rows:
+                print(_line(row), flush=True)
+
+
+def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an engine's process has measured, by case."""
+    command = [sys.executable, __file__, "--measure"]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:
+    """A folder with the configuration of a shape, for contexts as long as the cases need."""
+    most = max(tokens for tokens, _ in cases) + ROOM
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, **SHAPES[name]}
+    config |= {"max_position_embeddings": most, "rms_norm_eps": 1e-5, "hidden_act": "silu", "dtype": "bfloat16"}
+    config |= {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
+
+
+def _row(name: str, method: str, case: str, found: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    tokens, batch = map(int, case.split("x"))
+    case = {"model": name, "method": method, "tokens": tokens, "batch": batch}
+    row = measurements.speed_row(
+        "serving",
+        case,
+        "cuda" if found["device"] == "cuda" else "cpu",
+        found["ms"],
+        ("vllm-flash-attention" if found["device"] == "cuda" else BASELINE, own["ms"]),
+        peak_bytes=found["peak_bytes"],
+        ms_all=found["ms_all"],
+        tokens_per_s=1000 * batch / found["ms"],
+        first_token_ms=found["first_token_ms"],
+        baseline_first_token_ms=own["first_token_ms"],
+        keys_read_share=found["keys_read_share"],
+    )
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    case = row["case"]
+    times = f"{row['ms']:8.2f} ms a step, {row['speedup']:.2f} times as fast as {row['baseline']}"
+    first = f"first token {row['first_token_ms']:.0f} ms ({row['baseline_first_token_ms']:.0f})"
+    return f"{case['tokens']:7} x {case['batch']:<3} {case['method']}: {times}; {first}"
+
+
+# In an engine's process
+
+
+def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    import torch
+    from vllm import LLM
+
+    cuda = torch.cuda.is_available()
+    longest, most = (max(case[n] for case in job["cases"]) for n in (0, 1))
+    how: dict[str, Any] = {"max_model_len": longest + ROOM, "max_num_seqs": most, "enable_prefix_caching": False}
+    how |= {"skip_tokenizer_init": True, "disable_log_stats": True}
+    how |= (
+        {"gpu_memory_utilization": job["memory"], "max_num_batched_tokens": 8192} if cuda else {"enforce_eager": True}
+    )
+    how |= {"load_format": "dummy"} if job["dummy"] else {}
+    if job["method"] is not None:
+        how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["method"]}}
+    elif cuda:
+        how |= {"attention_backend": "FLASH_ATTN"}
+    llm = LLM(model=job["model"], **how)
+    cache = llm.llm_engine.vllm_config.cache_config
+    room = cache.num_gpu_blocks * cache.block_size
+    found = {}
+    for tokens, batch in job["cases"]:
+        needed = batch * (tokens + WARM + job["steps"])
+        if needed > room:
+            print(f"{tokens} x {batch}: {needed} tokens need more memory than there is, {room}", file=sys.stderr)
+            continue
+        before = _keys()
+        first = [_decode(llm, tokens, 1, 0)[0] for _ in range(job["repeats"])]
+        steps = _decode(llm, tokens, batch, WARM + job["steps"])[1][WARM:]
+        read, available = (after - now for after, now in zip(_keys(), before))
+        found[f"{tokens}x{batch}"] = {
+            "ms": sorted(steps)[len(steps) // 2],
+            "ms_all": sum(steps) / len(steps),
+            "first_token_ms": min(first),
+            "keys_read_share": read / available if available else None,
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+            "device": "cuda" if cuda else "cpu",
+        }
+    return found
+
+
+def _decode(llm: Any, tokens: int, batch: int, steps: int) -> tuple[float, list[float]]:
+    """Milliseconds to the first token of the first request, and of each step in which all requests decode."""
+    import torch
+    from vllm import SamplingParams
+
+    engine, generator = llm.llm_engine, torch.Generator().manual_seed(tokens)
+    sampling = SamplingParams(temperature=0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
+    names = [f"{tokens}-{batch}-{number}-{time.monotonic_ns()}" for number in range(batch)]
+    start = time.perf_counter()
+    for name in names:
+        ids = torch.randint(3, 500, (tokens,), generator=generator).tolist()
+        engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+    first, times, started = None, [], set()
+    before = time.perf_counter()
+    while len(times) < steps or first is None:
+        outs = engine.step()
+        now = time.perf_counter()
+        started |= {out.request_id for out in outs if out.outputs[0].token_ids}
+        if first is None and started:
+            first = 1000 * (now - start)
+        elif len(started) == batch and outs:
+            times.append(1000 * (now - before))
+        before = now
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return first, times
+
+
+def _keys() -> tuple[float, float]:
+    """Keys read and available in decode steps so far, as the plugin has published them."""
+    from foveate.integrations.vllm import metrics
+
+    folder = os.environ.get("FOVEATE_METRICS_DIR")
+    found = (
+        {} if folder is None else {one.name: one.samples[0].value for one in metrics.Collector(Path(folder)).collect()}
+    )
+    return found.get("foveate:keys_read", 0.0), found.get("foveate:keys_available", 0.0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--measure"]:
+        print(json.dumps(measure(json.load(sys.stdin))))
+    else:
+        main()

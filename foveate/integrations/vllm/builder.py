@@ -1,0 +1,109 @@
+"""What the backends' metadata builders share: the step that a batch's decoding rows run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foveate.integrations.vllm.metrics import Meter
+from foveate.integrations.vllm.rows import decoding_rows, layer_index
+from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, settings_of
+from foveate.runtime import EngineSteps
+from foveate.state import Geometry
+
+
+@dataclass
+class Step:
+    """The decoding rows of a batch: its first rows, of one token each."""
+
+    steps: EngineSteps
+    decodes: int
+    prompts: Any
+    """What attends to the other rows; None without any."""
+
+
+def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device) -> EngineSteps | None:
+    """The steps of a group of layers; None where the group has no layers of full attention.
+
+    Raises:
+        ValueError: for what cannot be served.
+    """
+    check_engine(vllm_config)
+    settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
+    layers = {
+        name: layer
+        for name, layer in vllm_config.compilation_config.static_forward_context.items()
+        if getattr(getattr(layer, "impl", None), "serves_foveate", False)
+    }
+    geometries = {
+        layer_index(name): Geometry(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size)
+        for name, layer in layers.items()
+    }
+    facts = facts_of(model)
+    methods = layer_methods(settings.method, geometries, facts["layers"], facts)
+    own = {layer_index(name) for name in layer_names if name in layers}
+    for index in own:
+        if methods[index].reads_choice_of not in (None, *own):
+            raise ValueError(
+                f"foveate: layer {index} reads the choice of layer {methods[index].reads_choice_of}, which vLLM puts "
+                "into another group of layers"
+            )
+    chosen = {index: method for index, method in methods.items() if index in own}
+    return EngineSteps(chosen, device, settings.dense_below) if chosen else None
+
+
+class StepBuilder:
+    """A mixin of metadata builders. ``self.steps`` runs the group's layers."""
+
+    reorder_batch_threshold = 1
+
+    def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
+        self.steps = engine_steps(vllm_config, layer_names, device)
+        self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
+
+    def step_of(self, common: Any) -> Step | None:
+        """Start the step of a batch; None when no row decodes, or nothing is foveate's."""
+        decodes = 0 if self.steps is None else decoding_rows(common)
+        if not decodes:
+            return None
+        lengths = common.seq_lens_cpu_upper_bound[:decodes]
+        how = {"bound": int(lengths.max()), "tokens": int(lengths.sum())}
+        self.meter.update()
+        self.steps.begin(common.seq_lens[:decodes], common.block_table_tensor[:decodes], **how)
+        prompts = self.prompts_of(common, decodes) if decodes < common.num_reqs else None
+        return Step(self.steps, decodes, prompts)
+
+    def prompts_of(self, common: Any, decodes: int) -> Any:
+        """What attends to the rows after the first ``decodes``."""
+        raise NotImplementedError
+
+
+def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+    """Attention of the decoding rows of a layer.
+
+    Args:
+        query: ``[T, Hq, D]``, of which the first tokens decode; ``out`` alike.
+        kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
+    """
+    n, size = step.decodes, impl.head_size
+    keys, values = kv_cache[..., :size], kv_cache[..., size:]
+    how = {"sink_logits": impl.sinks, "softcap": impl.logits_soft_cap or None}
+    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], keys, values, impl.scale, **how)
+    out[:n] = found[:, :, 0]
+
+
+def index_of(impl: Any, layer: Any) -> int:
+    """A layer's index in the model."""
+    if impl.index is None:
+        impl.index = layer_index(layer.layer_name)
+    return impl.index
+
+
+def check_layer(alibi_slopes: Any, kv_sharing_target_layer_name: str | None) -> None:
+    """Raise ValueError for attention that a layer has and no method knows."""
+    if alibi_slopes is not None:
+        raise ValueError("foveate does not support ALiBi")
+    if kv_sharing_target_layer_name is not None:
+        raise ValueError("foveate does not support layers that share the keys of another layer")

@@ -1,0 +1,102 @@
+"""The backend on a GPU: vLLM's FlashAttention, but for decoded tokens of layers that a method makes sparse."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of
+from foveate.integrations.vllm.rows import rows_from
+
+
+class FoveateOnGPU(FlashAttentionBackend):
+    """Layers of sliding windows, prompts and short contexts are FlashAttention's. KV is neither copied nor moved."""
+
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return Builder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+
+class Builder(StepBuilder, FlashAttentionMetadataBuilder):
+    """FlashAttention's metadata, with the decoding rows' :class:`Step` in its attribute ``foveate``.
+
+    Attention runs between CUDA graphs, not within them (piecewise): how many keys a step reads, and whether it is
+    dense, changes from step to step.
+    """
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.use_full_cuda_graph = False  # two metadata of a batch must not share the buffer of full graphs
+        self.prepare(vllm_config, layer_names, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.foveate = self.step_of(common_attn_metadata)
+        return metadata
+
+    def prompts_of(self, common: Any, decodes: int) -> Any:
+        return super().build(0, rows_from(common, decodes))
+
+
+class Impl(FlashAttentionImpl):
+    """FlashAttention's, which also writes keys and values."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.index: int | None = None
+        self.serves_foveate = self.attn_type == "decoder" and self.sliding_window == (-1, -1)
+        if self.serves_foveate:
+            check_layer(self.alibi_slopes, self.kv_sharing_target_layer_name)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        step: Step | None = getattr(attn_metadata, "foveate", None) if self.serves_foveate else None
+        whole = step is not None and step.steps.reads_all(index_of(self, layer))
+        if whole:
+            step.steps.read_by_engine(index_of(self, layer))
+        if step is None or whole:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if step.prompts is not None:
+            n = step.decodes
+            super().forward(layer, query[n:], key[n:], value[n:], kv_cache, step.prompts, output[n:])
+        decode(self, layer, query, kv_cache, step, output)
+        return output

@@ -1,0 +1,31 @@
+"""The entry point ``vllm.general_plugins``, which vLLM calls once in each of its processes.
+
+It names an attention backend and loads nothing: `--attention-backend CUSTOM` chooses it. Without that option vLLM runs
+as it would without foveate.
+"""
+
+from __future__ import annotations
+
+import logging
+
+BACKEND = "foveate.integrations.vllm.backend.Chosen"
+ON_CPU = "foveate.integrations.vllm.backend.ChosenOnCPU"
+
+_log = logging.getLogger("vllm.foveate")
+
+
+def register() -> None:
+    """Name foveate's backend CUSTOM, unless another plugin has done so, and prepare its metrics."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from foveate.integrations.vllm import metrics
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
+        _log.warning("foveate: another plugin has registered %s as the CUSTOM attention backend", custom.get_path())
+        return
+    register_backend(custom, BACKEND)
+    if current_platform.is_cpu():  # its platform takes CPU_ATTN, whatever backend was chosen
+        register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
+    metrics.serve()

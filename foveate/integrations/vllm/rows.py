@@ -1,0 +1,108 @@
+"""The rows of a vLLM batch: which decode, which are prompts, and what a CPU does with their tokens. Imports no vLLM.
+
+``common`` is vLLM's ``CommonAttentionMetadata``: rows are requests, of which each has some consecutive new tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+
+
+def layer_index(name: str) -> int:
+    """The index of a layer named such as ``model.layers.3.self_attn.attn``.
+
+    Raises:
+        ValueError: for a name without a number, or with several.
+    """
+    numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
+    if len(numbers) != 1:
+        raise ValueError(f"foveate: which layer of the model is {name!r}? Its name must hold one number")
+    return int(numbers[0])
+
+
+def decoding_rows(common: Any) -> int:
+    """How many rows decode one token; vLLM puts them first.
+
+    A chunk of one token of a prompt is none, since it must read every key; nor is a row of padding, without a token.
+
+    Raises:
+        ValueError: when vLLM does not tell which rows are prompts.
+    """
+    if common.is_prefilling is None:
+        raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
+    other = (common.query_start_loc_cpu.diff() != 1) | common.is_prefilling[: common.num_reqs]
+    return int(other.int().argmax()) if bool(other.any()) else common.num_reqs
+
+
+def rows_from(common: Any, first: int) -> Any:
+    """The metadata of the rows from ``first`` on, where each row before has one token."""
+    bound = common.seq_lens_cpu_upper_bound[first:]
+    return common.replace(
+        query_start_loc=common.query_start_loc[first:] - first,
+        query_start_loc_cpu=common.query_start_loc_cpu[first:] - first,
+        seq_lens=common.seq_lens[first:],
+        seq_lens_cpu_upper_bound=bound,
+        num_reqs=common.num_reqs - first,
+        num_actual_tokens=common.num_actual_tokens - first,
+        max_seq_len=int(bound.max()),
+        block_table_tensor=common.block_table_tensor[first:],
+        slot_mapping=common.slot_mapping[first:],
+        is_prefilling=common.is_prefilling[first:],
+    )
+
+
+# On a CPU
+
+
+@dataclass
+class Prompt:
+    """A row whose tokens are not decoded."""
+
+    first: int
+    """Its first token in the batch."""
+    end: int
+    length: int
+    """Keys of the row, those of its tokens included."""
+    blocks: Tensor
+    """int32 ``[1, M]``."""
+
+
+def prompts_from(common: Any, first: int) -> list[Prompt]:
+    """The rows from ``first`` on that have tokens."""
+    ends, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+    rows = (b for b in range(first, common.num_reqs) if ends[b + 1] > ends[b])
+    return [Prompt(ends[b], ends[b + 1], lengths[b], common.block_table_tensor[b : b + 1]) for b in rows]
+
+
+def attend_prompt(row: Prompt, query: Tensor, kv_cache: Tensor, out: Tensor, **how: Any) -> None:
+    """Dense attention of a row's tokens.
+
+    Args:
+        query: ``[T, Hq, D]`` of the batch; ``out`` alike.
+        kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
+        how: options of :func:`foveate.ops.attend_causal`.
+    """
+    q, size = query[row.first : row.end].transpose(0, 1)[None], query.shape[2]
+    k, v = ops.BlockTable(row.blocks, row.length).gather(q, kv_cache[..., :size], kv_cache[..., size:])
+    found = ops.attend_causal(q, k, v, offset=row.length - q.shape[2], **how).out
+    out[row.first : row.end] = found[0].transpose(0, 1)
+
+
+def write_tokens(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    """Write keys and values ``[T, Hkv, D]`` to their slots; a token of padding has slot -1, or none.
+
+    Args:
+        kv_cache: ``[N, Hkv, n, 2 D]``.
+        slots: int ``[at most T]``: block times n plus the place in it.
+    """
+    size, real = kv_cache.shape[2], slots >= 0
+    taken = slots[real].long()
+    pairs = torch.cat([x[: len(slots)][real] for x in (key, value)], -1)
+    kv_cache[taken // size, :, taken % size] = pairs.to(kv_cache.dtype)

@@ -1,0 +1,135 @@
+"""What a user configures, and what cannot be served: errors at start that name it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foveate.json_text import parse_json
+from foveate.methods import Method, make
+from foveate.methods.spec import SETTING
+from foveate.runtime.steps import obstacle
+from foveate.state import Geometry
+
+HOW = (
+    'name a method with --additional-config \'{"foveate": "kascade:..."}\' or FOVEATE_METHOD, '
+    'or a foveate.json of `foveate tune`, or one that holds {"method": "kascade:..."}'
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What foveate does in an engine."""
+
+    method: Method
+    dense_below: int | str = "auto"
+    """See :class:`~foveate.runtime.EngineSteps`."""
+
+
+def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
+    """The settings in vLLM's ``additional_config`` or, without them there, in the variable FOVEATE_METHOD.
+
+    Raises:
+        ValueError: without either, for a file that cannot be read, and for an unknown method or setting.
+    """
+    given = (additional_config or {}).get("foveate") or os.environ.get("FOVEATE_METHOD")
+    if not given:
+        raise ValueError(f"foveate is the attention backend, but has no method: {HOW}")
+    if isinstance(given, str) and given.endswith(".json"):
+        read = _read(Path(given))
+        of_tune = isinstance(read, Mapping) and read.get("kind") == SETTING
+        given = given if of_tune else read
+    given = {"method": given} if isinstance(given, str) else given
+    known = [field.name for field in dataclasses.fields(Settings)]
+    if not isinstance(given, Mapping) or not isinstance(given.get("method"), str):
+        raise ValueError(f"foveate: expected a method, not {given!r}: {HOW}")
+    if strange := sorted(set(given) - set(known)):
+        raise ValueError(f"foveate: unknown setting {strange[0]!r}; there are {', '.join(known)}")
+    below = given.get("dense_below", "auto")
+    if below != "auto" and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
+        raise ValueError(f"foveate: dense_below must be a number of tokens, at least 0, or 'auto', not {below!r}")
+    return Settings(make(given["method"]), below)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"foveate: {path}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"foveate: {path}: malformed JSON ({error})") from None
+
+
+def check_early(vllm_config: Any) -> None:
+    """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
+    settings = settings_of(vllm_config.additional_config)
+    check_engine(vllm_config)
+    facts, ranks = facts_of(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
+    heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
+    geometries = dict.fromkeys(range(facts["layers"]), Geometry(heads, kv_heads, size, size))
+    layer_methods(settings.method, geometries, facts["layers"], facts)
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise ValueError for what an engine is asked to do and foveate cannot: the first such option is named."""
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    refused = {
+        "speculative decoding: several tokens of a row would choose their keys at once": vllm_config.speculative_config
+        is not None,
+        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}: keys are read as they are": cache.cache_dtype
+        not in ("auto", str(model.dtype).removeprefix("torch.")),
+        "MLA models: they have no keys of KV heads": model.use_mla,
+        "pipeline parallelism: a layer may read the choice of one in another stage": parallel.pipeline_parallel_size
+        > 1,
+        "decode context parallelism: a rank would choose among its own keys": parallel.decode_context_parallel_size > 1,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"foveate does not support {what}")
+
+
+def layer_methods(
+    method: Method, geometries: Mapping[int, Geometry], num_layers: int, facts: Mapping[str, Any]
+) -> dict[int, Method]:
+    """The method of each full-attention layer, by index.
+
+    Args:
+        geometries: shapes of these layers on this rank.
+        num_layers: layers of the model.
+        facts: of the model, by which a calibration is checked; without weights, so the shape alone tells.
+
+    Raises:
+        ValueError: for a method whose steps an engine cannot run, and for a calibration of another model.
+    """
+    among = sorted(geometries)
+    found = {layer: method.for_layer(layer, num_layers, among) for layer in among}
+    for layer, own in found.items():
+        if reason := obstacle(own, geometries[layer]):
+            raise ValueError(f"foveate: {reason} (layer {layer})")
+        heads = getattr(getattr(own, "place", None), "heads", None)
+        if heads is not None and len(heads) != geometries[layer].num_kv_heads:
+            raise ValueError(
+                f"foveate: heads of layer {layer} are of all {len(heads)} KV heads, and this rank of the tensor "
+                f"parallelism has {geometries[layer].num_kv_heads}: add pool=layer"
+            )
+    for artefact in {id(own.artefact): own.artefact for own in found.values() if own.artefact is not None}.values():
+        artefact.check_model(facts)
+    return found
+
+
+def facts_of(model_config: Any) -> dict[str, Any]:
+    """What tells a model from others, from its configuration."""
+    config = model_config.hf_text_config
+    heads = config.num_attention_heads
+    return {
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }

@@ -1,0 +1,168 @@
+"""Decode steps of methods over keys and values that an engine owns, in blocks that its block table names.
+
+The engine writes keys, values and block tables, and reads prompts; a method decides what a decoded token reads. Nothing
+is read on the host: layers run as in a captured step (:mod:`foveate.runtime.capture`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.methods import Method, replay_obstacle
+from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.device_rows import DeviceRows
+
+
+def obstacle(method: Method, geometry: Geometry) -> str:
+    """Why an engine that owns the keys cannot decode by the method of a layer; empty when it can."""
+    if method.evicts:
+        return f"{method.name} evicts tokens, and the engine keeps them until a request ends"
+    if method.stateful or method.channels(geometry):
+        return f"{method.name} keeps state beside the keys, which the engine's blocks have no room for"
+    if method.sparse_prompt:
+        fix = ": add decode_only=true" if hasattr(method, "decode_only") else ""
+        return f"{method.name} reads prompts sparsely, and the engine reads them densely{fix}"
+    return replay_obstacle(method)
+
+
+@dataclass
+class Totals:
+    """Counts of all steps so far, on the host; rows of padding are left out."""
+
+    steps: int = 0
+    dense_steps: int = 0
+    """Steps that were dense because the context was short."""
+    rows: int = 0
+    """Rows of all steps: decoded tokens."""
+    keys_read: float = 0.0
+    """Keys that the engine itself has read; those of the methods are on the device, see :meth:`EngineSteps.keys_read`.
+    """
+    keys_available: float = 0.0
+    """Keys that dense attention would have read, over all layers."""
+    selections: int = 0
+    """Choices of keys: rows times layers that chose for themselves or for others."""
+
+
+class EngineSteps:
+    """Runs the decode steps of an engine's layers by their methods, which stay as they are.
+
+    In each step :meth:`begin` comes first and then :meth:`attend` for every layer, in their order. Buffers keep their
+    addresses, one set for each number of rows.
+
+    Args:
+        methods: the layers' methods, see :meth:`Method.for_layer`, by index.
+        device: where keys and values are.
+        dense_below: a step is dense while its rows, each taken as long as the longest, hold fewer tokens than this.
+            "auto": fewer than :attr:`Method.sparse_from_tokens` on a GPU; elsewhere no step is.
+    """
+
+    def __init__(self, methods: Mapping[int, Method], device: torch.device, dense_below: int | str = "auto"):
+        self.methods, self.device = dict(sorted(methods.items())), device
+        self.dense = False
+        """Whether the present step is dense because the context is short."""
+        self.totals = Totals()
+        with torch.inference_mode(False):
+            self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=device)
+        self._counters = {layer: Counters(keys_read=self._read[n]) for n, layer in enumerate(self.methods)}
+        for layer, counters in self._counters.items():
+            counters.declare(self.methods[layer].counters)
+        self._sparse_from = self._first_sparse(dense_below)
+        self._choosing = sum("choosing" in method.role for method in self.methods.values())
+        self._last = max(self.methods)
+        self._stores: dict[int, SlotCache] = {}
+        self._rows: dict[int, DeviceRows] = {}
+        """By number of rows."""
+        self._forward: dict[Hashable, Any] = {}
+        """Shared by the layers of a step, see :meth:`SlotCache.hand_on`."""
+        self._step: tuple[DeviceRows, Tensor, int] | None = None
+        """Row numbers, block table and tokens of the present step."""
+
+    def _first_sparse(self, dense_below: int | str) -> int:
+        """Tokens from which a step is sparse."""
+        if dense_below != "auto":
+            return int(dense_below)
+        known = [method.sparse_from_tokens or 0 for method in self.methods.values()]
+        return max(known) if self.device.type == "cuda" else 0
+
+    def reads_all(self, layer: int) -> bool:
+        """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""
+        method = self.methods[layer]
+        return method.role == "dense" or (self.dense and method.sparse_from_tokens is not None)
+
+    def begin(self, lengths: Tensor, block_table: Tensor, bound: int, tokens: int, rows: int | None = None) -> None:
+        """Start a step.
+
+        Args:
+            lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
+            block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
+            bound: no row is longer.
+            tokens: the sum of the lengths, or a bound of it; it is counted.
+            rows: rows that are no padding; None: all.
+        """
+        number = len(lengths)
+        real = number if rows is None else rows
+        if number not in self._rows:
+            self._rows[number] = DeviceRows(number, False, self.device)
+            self._rows[number].capturing = True
+        step = self._rows[number]
+        step.begin_of(lengths, bound)
+        self._step = (step, block_table, tokens)
+        self._forward.clear()
+        self.dense = real * bound < self._sparse_from
+        totals = self.totals
+        totals.steps += 1
+        totals.dense_steps += self.dense
+        totals.rows += real
+        totals.keys_available += tokens * len(self.methods)
+        totals.selections += 0 if self.dense else real * self._choosing
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of one token a row by the layer's method, ``[B, Hq, 1, Dv]``; rows of padding give zeros.
+
+        Args:
+            q: ``[B, Hq, 1, D]``.
+            k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
+            scaling: factor of the logits.
+            sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
+            softcap: the cap of the layer's logits; None: the layer has none.
+        """
+        rows, block_table, _ = self._step
+        method, store = self.methods[layer], self._stores.get(layer)
+        if store is None or store.block_size != k.shape[2]:
+            geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+            store = self._stores[layer] = SlotCache.over_blocks(geometry, k, v, self._counters[layer])
+            store.forward = self._forward
+        store.tensors |= {"keys": k, "values": v}
+        store.sink_logits, store.softcap = sink_logits, softcap
+        store.enter(rows, block_table)
+        dense = self.dense and method.sparse_from_tokens is not None
+        out = method.decode_dense(store, q, scaling) if dense else method.decode(store, q, scaling)
+        self._finish(layer)
+        return out
+
+    def read_by_engine(self, layer: int) -> None:
+        """Count a layer that the engine attends to itself instead of :meth:`attend`, see :meth:`reads_all`."""
+        self.totals.keys_read += self._step[2]
+        self._finish(layer)
+
+    def _finish(self, layer: int) -> None:
+        if layer == self._last:
+            self._step[0].tally.flush()
+
+    def keys_read(self) -> Tensor:
+        """Keys that :meth:`attend` has read so far, fp64 ``[]`` on the device; without those of the engine."""
+        return self._read.sum()

@@ -1,0 +1,255 @@
+"""foveate within vLLM on a CPU, which `make test-vllm` installs: tokens are vLLM's own, or those of `attach`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import foveate
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from tests.integrations.vllm_engine import ENVIRONMENT, ONE_BY_ONE  # noqa: E402
+
+NEW, VOCAB, LAYERS = 24, 512, 6
+FULL = "kascade:top_k=1.0,anchors=[0,3],decode_only=true"
+SMALL = "kascade:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
+CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
+"""Prompts in chunks of at most 64 tokens, shared with the rows that decode."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Llama whose attention is far from uniform, with a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": VOCAB}
+    config = transformers.LlamaConfig(**sizes, **heads, **ids, tie_word_embeddings=False, initializer_range=0.15)
+    model = transformers.LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(2.0)
+    path = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def drawn(length, seed):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [drawn(96, 0) + drawn(n, n) for n in (150, 40, 104, 201)] + [drawn(n, n) for n in (33, 260, 7, 65)]
+"""Four begin alike. A prompt of 65 tokens ends with a chunk of one token."""
+
+
+def attached(folder, spec, prompts, new=NEW):
+    """What Transformers generates, by a method of `attach`; None: without one."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if spec is not None:
+        foveate.attach(model, spec)
+    how = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for ids in prompts:
+        given = torch.tensor([ids])
+        found.append(model.generate(given, attention_mask=torch.ones_like(given), **how)[0, len(ids) :].tolist())
+    return found
+
+
+def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, **engine):
+    job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine}
+    script = Path(__file__).with_name("vllm_engine.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(job),
+        env=os.environ | ENVIRONMENT | (environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def own(folder):
+    """vLLM's own tokens."""
+    found = run(folder, None, **CHUNKS)
+    assert found["tokens"][0] == attached(folder, None, PROMPTS)
+    return found["tokens"][0]
+
+
+@pytest.fixture(scope="module")
+def small(folder, own):
+    """The tokens of a small budget."""
+    found = attached(folder, SMALL, PROMPTS)
+    differing = sum(a != b for one, other in zip(found, own) for a, b in zip(one, other))
+    assert differing > NEW, "the budget must be small enough to be seen"
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dense", FULL])
+def test_all_keys_give_the_tokens_of_vllm_itself(folder, own, spec):
+    assert run(folder, spec, **CHUNKS)["tokens"] == [own]
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_few_keys_give_the_tokens_of_attach(folder, small, block_size):
+    """In mixed batches, with prompts in chunks and, the second time, from cached blocks."""
+    found = run(folder, SMALL, times=2, **CHUNKS | {"block_size": block_size})
+    assert sum(found["cached"]) > len(PROMPTS) * block_size
+    assert found["tokens"] == [small, small]
+
+
+def test_two_ranks_give_the_tokens_of_one(folder, small):
+    found = run(folder, SMALL, environment=ONE_BY_ONE, tensor_parallel_size=2, **CHUNKS)
+    assert found["tokens"] == [small]
+
+
+def test_requests_that_are_preempted_go_on_with_all_keys(folder):
+    """With a small budget they need not: a request that comes back computes its generated tokens densely."""
+    prompts, new = [PROMPTS[0], PROMPTS[5]], 60  # 39 blocks in the end, of which there are 35
+    found = run(folder, FULL, prompts, new, num_gpu_blocks_override=36, block_size=16, max_num_batched_tokens=512)
+    assert found["counts"]["vllm:num_preemptions"] > 0
+    assert found["tokens"] == [attached(folder, None, prompts, new)]
+
+
+def test_what_cannot_be_served_is_an_error_at_start(folder):
+    with pytest.raises(AssertionError, match="h2o evicts tokens"):
+        run(folder, "h2o", [[5, 6, 7]], 1)
+
+
+def test_without_the_option_nothing_is_ours(folder):
+    """A method alone changes nothing: the backend must be chosen."""
+    found = run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": "no such method"}, **CHUNKS)
+    assert len(found["tokens"][0][0]) == NEW
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu"])
+def test_the_contract_of_vllm(name):
+    """Nothing abstract is missing, and methods take what vLLM's take."""
+    from vllm.v1.attention import backend as base
+
+    from foveate.integrations.vllm import cpu, gpu
+
+    ours = gpu.FoveateOnGPU if name == "gpu" else cpu.FoveateOnCPU
+    pairs = [(ours, base.AttentionBackend), (ours.get_impl_cls(), base.AttentionImpl)]
+    pairs.append((ours.get_builder_cls(), base.AttentionMetadataBuilder))
+    for mine, its in pairs:
+        assert issubclass(mine, its)
+        assert not mine.__abstractmethods__
+    for method in ("forward", "do_kv_cache_update"):
+        mine, its = (getattr(one.get_impl_cls(), method) for one in (ours, gpu.FlashAttentionBackend))
+        assert list(inspect.signature(mine).parameters) == list(inspect.signature(its).parameters)
+    assert ours.get_builder_cls()._cudagraph_support is base.AttentionCGSupport.NEVER
+    assert not ours.supports_kv_cache_dtype("fp8")
+    assert ours.get_name() in base_names()
+
+
+@functools.cache
+def base_names():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum.__members__
+
+
+# A server
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """The address of an OpenAI-compatible server with the small budget."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = tmp_path_factory.mktemp("config") / "foveate.json"
+    config.write_text(json.dumps({"method": SMALL}), encoding="utf-8")
+    options = {"dtype": "float32", "max-model-len": 512, "max-num-seqs": 8, "port": port, "host": "127.0.0.1"}
+    options |= {"block-size": 16, "max-num-batched-tokens": 128, "attention-backend": "CUSTOM"}
+    options |= {"additional-config": json.dumps({"foveate": str(config)}), "served-model-name": "tiny"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--enforce-eager"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log = tmp_path_factory.mktemp("log") / "server.txt"
+    with log.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert process.poll() is None, log.read_text(encoding="utf-8")[-3000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def metrics_of(address):
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [re.fullmatch(r"([\w:]+)(?:\{.*\})? (\S+)", line) for line in lines if not line.startswith("#")]
+    return {one[1]: float(one[2]) for one in found if one}
+
+
+def test_a_server_streams_to_many_and_drops_those_who_leave(folder, server):
+    """Half of 32 requests at a time are cancelled after some tokens: the others get theirs, and no memory is kept."""
+    openai = pytest.importorskip("openai")
+    prompts = [drawn(20 + 9 * (n % 8), 100 + n) for n in range(32)]
+    expected = attached(folder, SMALL, prompts)
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=300)
+
+    def ask(n):
+        how = {"model": "tiny", "prompt": prompts[n], "max_tokens": NEW, "temperature": 0, "stream": True}
+        text, pieces = (
+            "",
+            client.completions.create(**how, extra_body={"ignore_eos": True, "skip_special_tokens": False}),
+        )
+        for count, piece in enumerate(pieces):
+            text += piece.choices[0].text
+            if n % 2 and count == 3 + n % 5:
+                pieces.close()
+                break
+        return [int(word[1:]) for word in text.split()]
+
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            found = list(pool.map(ask, range(32)))
+        for n, (mine, its) in enumerate(zip(found, expected)):
+            assert mine == (its[: len(mine)] if n % 2 else its)
+            assert 0 < len(mine) < NEW or n % 2 == 0
+    for _ in range(60):
+        counts = metrics_of(server)
+        if counts["vllm:num_requests_running"] == 0:
+            break
+        time.sleep(0.5)
+    assert counts["vllm:num_requests_running"] == counts["vllm:num_requests_waiting"] == 0
+    assert counts["vllm:kv_cache_usage_perc"] == 0
+    assert counts["foveate:decode_tokens_total"] > 16 * NEW
+    assert 0 < counts["foveate:keys_read_total"] < counts["foveate:keys_available_total"]
+    assert counts["foveate:selections_total"] == 2 * counts["foveate:decode_tokens_total"]
+    assert ask(0) == expected[0]

@@ -1,0 +1,128 @@
+"""Which rows of a batch vLLM's FlashAttention reads on a GPU, and which the method; a reference stands for it here."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foveate import methods
+from foveate.runtime import EngineSteps
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
+
+from foveate.integrations.vllm import gpu
+from foveate.integrations.vllm.rows import attend_prompt, prompts_from, write_tokens
+from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, batch
+
+LAYERS = 4
+SPEC = "kascade:top_k=4,anchors=[1],decode_only=true"
+"""Layer 0 reads all keys and chooses none."""
+MIXED = ([1, 1, 1, 5], [30, 9, 17, 12], [False, False, True, True])
+"""Two rows decode; the last token of a prompt, and a chunk of another, do not."""
+
+
+def steps(dense_below=0):
+    method = methods.parse(SPEC)
+    return EngineSteps({n: method.for_layer(n, LAYERS) for n in range(LAYERS)}, torch.device("cpu"), dense_below)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many rows FlashAttention has read in each of its calls."""
+    calls = []
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, output, *scales):
+        if metadata is None:
+            return output.fill_(0)
+        calls.append(metadata.num_reqs)
+        for row in prompts_from(metadata, 0):
+            attend_prompt(row, query, kv_cache, output, scaling=self.scale)
+        return output
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", forward)
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "build", lambda self, prefix, common, fast=False: copy.copy(common)
+    )
+    return calls
+
+
+def run(rows, dense_below=0, serves=True):
+    """The outputs of each layer by the backend, what they should be of each row, and the steps."""
+    common, generator = batch(*rows), torch.Generator().manual_seed(0)
+    builder, ours = object.__new__(gpu.Builder), steps(dense_below)
+    builder.steps, builder.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
+    metadata = builder.build(0, common)
+    cache = torch.randn(LAYERS, 50, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+    tokens = int(common.query_start_loc[-1])
+    found, sparse, dense = [], [], []
+    alone = steps()
+    decodes = next((n for n, new in enumerate(rows[2]) if new), len(rows[2]))
+    if decodes:
+        lengths = common.seq_lens[:decodes]
+        alone.begin(lengths, common.block_table_tensor[:decodes], int(lengths.max()), int(lengths.sum()))
+    for n in range(LAYERS):
+        impl = object.__new__(gpu.Impl)
+        impl.__dict__ |= {"index": None, "serves_foveate": serves, "head_size": DIM, "scale": 0.3, "sinks": None}
+        impl.logits_soft_cap = 0
+        layer = SimpleNamespace(layer_name=f"model.layers.{n}.self_attn.attn")
+        q, k, v = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        write_tokens(k, v, cache[n], common.slot_mapping)
+        out = torch.full_like(q, 9.0)
+        found.append(impl.forward(layer, q, k, v, cache[n], metadata, out))
+        dense.append(torch.zeros_like(q))
+        for row in prompts_from(common, 0):
+            attend_prompt(row, q, cache[n], dense[-1], scaling=0.3)
+        sparse.append(dense[-1].clone())
+        if decodes:
+            keys = (cache[n][..., :DIM], cache[n][..., DIM:])
+            sparse[-1][:decodes] = alone.attend(n, q[:decodes, :, None], *keys, 0.3)[:, :, 0]
+    return torch.stack(found), torch.stack(sparse), torch.stack(dense), ours
+
+
+def test_rows_that_decode_are_the_methods_and_the_others_flash_attentions(read):
+    found, sparse, dense, ours = run(MIXED)
+    torch.testing.assert_close(found, sparse)
+    assert not torch.allclose(found[1:, :2], dense[1:, :2], atol=1e-3)
+    assert read == [4, 2, 2, 2]
+    assert ours.totals.keys_read == 39
+    assert float(ours.keys_read()) == pytest.approx(39 / 2 + 3 * 2 * 4)
+
+
+def test_where_all_rows_decode_only_dense_layers_are_flash_attentions(read):
+    found, sparse, _, _ = run(([1, 1], [30, 9], [False, False]))
+    torch.testing.assert_close(found, sparse)
+    assert read == [2]
+
+
+@pytest.mark.parametrize("rows", [([1, 5], [30, 9], [True, True]), ([6], [6], [True])])
+def test_prompts_alone_are_no_step(read, rows):
+    found, _, dense, ours = run(rows)
+    torch.testing.assert_close(found, dense)
+    assert read == [len(rows[0])] * LAYERS
+    assert ours.totals.steps == 0
+
+
+def test_short_contexts_are_flash_attentions(read):
+    found, _, dense, ours = run(MIXED, dense_below=100)
+    torch.testing.assert_close(found, dense)
+    assert read == [4] * LAYERS
+    assert (ours.totals.dense_steps, ours.totals.keys_read, ours.totals.keys_available) == (1, 4 * 39, 4 * 39)
+
+
+def test_layers_of_sliding_windows_are_flash_attentions(read):
+    found, _, dense, ours = run(MIXED, serves=False)
+    torch.testing.assert_close(found, dense)
+    assert (read, ours.totals.steps) == ([4] * LAYERS, 0)
+
+
+def test_nothing_is_read_while_memory_is_measured(read):
+    impl = object.__new__(gpu.Impl)
+    impl.serves_foveate = True
+    out = torch.full((3, HEADS, DIM), 9.0)
+    assert impl.forward(None, out, None, None, None, None, out.clone()).abs().max() == 0
+    assert read == []

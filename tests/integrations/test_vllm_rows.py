@@ -1,0 +1,116 @@
+"""Which rows of a vLLM batch decode, and what a CPU does with the others; without vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from foveate.integrations.vllm.rows import (
+    attend_prompt,
+    decoding_rows,
+    layer_index,
+    prompts_from,
+    rows_from,
+    write_tokens,
+)
+from tests.problems import assert_close, causal_mask, naive
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
+
+
+@dataclasses.dataclass
+class Common:
+    """The fields of vLLM's ``CommonAttentionMetadata`` that are read."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    is_prefilling: torch.Tensor | None
+    seq_lens_cpu_upper_bound: torch.Tensor
+    max_query_len: int = 0
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)
+
+
+def batch(tokens, lengths, prefilling):
+    """A batch of rows with so many new tokens and so many in all; rows of padding have neither."""
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    blocks = torch.arange(1, len(tokens) * 10 + 1, dtype=torch.int32).view(-1, 10)
+    rows = zip(blocks, tokens, lengths)
+    slots = [int(row[p // BLOCK]) * BLOCK + p % BLOCK for row, n, length in rows for p in range(length - n, length)]
+    prefilling = None if prefilling is None else torch.tensor(prefilling)
+    many = (len(tokens), int(starts[-1]), max(lengths), blocks, torch.tensor(slots), prefilling, torch.tensor(lengths))
+    return Common(starts, starts, torch.tensor(lengths, dtype=torch.int32), *many)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefilling", "expected"),
+    [
+        ([1, 1, 1], [False] * 3, 3),
+        ([1, 1, 5], [False, False, True], 2),
+        ([1, 1, 5], [False, True, True], 1),  # a prompt's last chunk of one token reads all keys
+        ([1, 1], [True, True], 0),
+        ([7, 1], [True, False], 0),
+        ([1, 1, 0, 0], [False] * 4, 2),  # rows of padding
+        ([1, 6, 0], [False, False, False], 1),  # several tokens of a request that was preempted
+    ],
+)
+def test_rows_that_decode(tokens, prefilling, expected):
+    assert decoding_rows(batch(tokens, [9] * len(tokens), prefilling)) == expected
+
+
+def test_a_runner_that_does_not_tell_is_refused():
+    with pytest.raises(ValueError, match="does not tell decoded tokens from prompts"):
+        decoding_rows(batch([1], [9], None))
+
+
+def test_rows_after_the_decoding_ones_are_a_batch_of_their_own():
+    common = batch([1, 1, 5, 3], [30, 9, 12, 3], [False, False, True, True])
+    rest = rows_from(common, 2)
+    assert rest.query_start_loc.tolist() == rest.query_start_loc_cpu.tolist() == [0, 5, 8]
+    assert rest.seq_lens.tolist() == rest.seq_lens_cpu_upper_bound.tolist() == [12, 3]
+    assert (rest.num_reqs, rest.num_actual_tokens, rest.max_seq_len) == (2, 8, 12)
+    assert torch.equal(rest.block_table_tensor, common.block_table_tensor[2:])
+    assert torch.equal(rest.slot_mapping, common.slot_mapping[2:])
+    assert rest.is_prefilling.tolist() == [True, True]
+
+
+def test_written_tokens_are_attended_to_as_one_prompt():
+    """The second row comes in two chunks; a row of padding and tokens of padding change nothing."""
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.full((41, KV_HEADS, BLOCK, 2 * DIM), 1e4)
+    tokens = [torch.randn(9, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    outs = torch.zeros(9, HEADS, DIM)
+    for first, end in ((0, 6), (6, 9)):
+        common = batch([0, end - first, 0], [0, end, 0], [False, True, False])
+        padded = [torch.cat([x[first:end], torch.full((2, *x.shape[1:]), 7.0)]) for x in tokens]
+        write_tokens(padded[1], padded[2], cache, torch.cat([common.slot_mapping, torch.tensor([-1])]))
+        out = torch.full_like(padded[0], 5.0)
+        for row in prompts_from(common, 0):
+            attend_prompt(row, padded[0], cache, out, scaling=0.3)
+        assert out[end - first :].unique().tolist() == [5.0]
+        outs[first:end] = out[: end - first]
+    assert cache[[*range(11), *range(14, 41)]].unique().tolist() == [1e4]  # the row's blocks begin with 11
+    q, k, v = (x.transpose(0, 1)[None] for x in tokens)
+    assert_close(outs.transpose(0, 1)[None], naive(q, k, v, 0.3, causal_mask(9, 0)).out)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [("model.layers.3.self_attn.attn", 3), ("language_model.model.layers.12.attn", 12)]
+)
+def test_the_layer_that_a_name_tells(name, index):
+    assert layer_index(name) == index
+
+
+@pytest.mark.parametrize("name", ["model.attn", "model.layers.3.sub.1", "h2o.attn"])
+def test_names_that_tell_no_layer(name):
+    with pytest.raises(ValueError, match="must hold one number"):
+        layer_index(name)

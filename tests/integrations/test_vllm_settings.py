@@ -1,0 +1,170 @@
+"""What a user of vLLM configures, and what is refused at start by its name; without vLLM."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foveate.integrations.vllm import releases
+from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, settings_of
+from foveate.state import Geometry
+from tests.helpers import CONFIGS
+
+KASCADE = "kascade:top_k=0.1,anchors=[0,2],decode_only=true"
+
+
+def engine(spec=KASCADE, **changes):
+    """The parts of vLLM's configuration that are read, of a tiny Llama."""
+    config = SimpleNamespace(
+        additional_config={"foveate": spec},
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(use_mla=False, dtype=torch.bfloat16, hf_text_config=CONFIGS["llama"]()),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=1, rank=0
+        ),
+    )
+    for path, value in changes.items():
+        *parts, last = path.split("__")
+        place = config
+        for part in parts:
+            place = getattr(place, part)
+        setattr(place, last, value)
+    return config
+
+
+@pytest.mark.parametrize("given", [KASCADE, {"method": KASCADE}, "file"])
+def test_a_method_is_named_in_one_of_three_ways(given, monkeypatch, tmp_path):
+    if given == "file":
+        given = str(tmp_path / "foveate.json")
+        (tmp_path / "foveate.json").write_text(json.dumps({"method": KASCADE}), encoding="utf-8")
+    monkeypatch.delenv("FOVEATE_METHOD", raising=False)
+    found = settings_of({"foveate": given})
+    assert (found.method.anchors, found.dense_below) == ((0, 2), "auto")
+    if isinstance(given, str):
+        monkeypatch.setenv("FOVEATE_METHOD", given)
+        assert settings_of({}) == settings_of(None) == found
+    assert settings_of({"foveate": "dense"}).method.name == "dense"
+
+
+def test_what_is_dense_below_can_be_set():
+    assert settings_of({"foveate": {"method": "dense", "dense_below": 99}}).dense_below == 99
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (None, "is the attention backend, but has no method: name a method with"),
+        ("kaskade", "did you mean 'kascade'"),
+        ("kascade:topk=3", "has no setting 'topk'"),
+        ("nowhere/foveate.json", "nowhere/foveate.json: No such file"),
+        ({"method": "dense", "dense_bellow": 3}, "unknown setting 'dense_bellow'; there are method, dense_below"),
+        ({"method": "dense", "dense_below": -1}, "dense_below must be a number of tokens"),
+        ({"dense_below": 3}, "expected a method"),
+        (["dense"], "expected a method"),
+    ],
+)
+def test_settings_that_are_none(given, why, monkeypatch):
+    monkeypatch.delenv("FOVEATE_METHOD", raising=False)
+    with pytest.raises(ValueError, match=why):
+        settings_of({"foveate": given})
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "foveate.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"foveate\.json: malformed JSON"):
+        settings_of({"foveate": str(tmp_path / "foveate.json")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"cache_config__cache_dtype": "float16"}, "kv_cache_dtype=float16 for a model in torch.bfloat16"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+    ],
+)
+def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
+    check_engine(engine())
+    check_engine(engine(cache_config__cache_dtype="bfloat16"))
+    with pytest.raises(ValueError, match=f"foveate does not support {why}"):
+        check_engine(engine(**changes))
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("h2o", "h2o evicts tokens"),
+        ("kascade:anchors=[0,2]", "add decode_only=true"),
+        ("quest", "keeps state beside the keys"),
+        ("luka", "keeps state beside the keys"),
+        ("kascade:anchors=[0,7],decode_only=true", "not 7"),
+    ],
+)
+def test_methods_that_cannot_be_served_are_refused_before_weights_are_loaded(spec, why):
+    check_early(engine())
+    with pytest.raises(ValueError, match=why):
+        check_early(engine(spec))
+
+
+@pytest.mark.filterwarnings("ignore:calibration .* holds no weights")
+def test_a_calibration_of_another_model_is_refused(tmp_path):
+    facts = {"model_type": "llama", "layers": 3, "heads": 6, "kv_heads": 2, "head_dim": 16, "weights": []}
+    found = {"anchors": [0, 2], "heads": {"1": [1, 0]}, "model": facts, "found": {}}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"kind": "foveate calibration", "schema": 1, **found}), encoding="utf-8")
+    spec = f"kascade:calibration={json.dumps(str(path))},decode_only=true"
+    check_early(engine(spec))
+    other = copy.deepcopy(CONFIGS["llama"]())
+    other.model_type = "qwen2"
+    with pytest.raises(ValueError, match="is for a model with model_type 'llama'"):
+        check_early(engine(spec, model_config__hf_text_config=other))
+
+
+def test_heads_of_all_ranks_do_not_fit_one_rank():
+    spec = 'kascade:anchors=[0,2],heads={"1": [1, 0]},decode_only=true'
+    check_early(engine(spec))
+    with pytest.raises(ValueError, match=r"heads of layer 1 are of all 2 KV heads, and this rank .* has 1"):
+        check_early(engine(spec, parallel_config__tensor_parallel_size=2))
+    check_early(engine(spec.replace("decode_only", "pool=layer,decode_only"), parallel_config__tensor_parallel_size=2))
+
+
+def test_layers_that_the_method_is_not_applied_to_are_not_counted():
+    """Of six layers two have sliding windows: anchors by number are those of the model."""
+    method = settings_of({"foveate": "kascade:anchors=2,decode_only=true"}).method
+    found = layer_methods(method, dict.fromkeys((1, 2, 4, 5), Geometry(4, 2, 8, 8)), 6, {})
+    assert {layer: own.role for layer, own in found.items()} == {
+        1: "choosing",
+        2: "reading",
+        4: "choosing",
+        5: "reading",
+    }
+
+
+@pytest.mark.parametrize(("version", "found"), [("0.32.0", "0.32"), ("0.26.1+cu130", "0.26"), ("0.33.0rc1", "0.33")])
+def test_release_lines(version, found):
+    assert releases.line(version) == found
+
+
+@pytest.mark.parametrize(("version", "ok"), [("0.26.0", True), ("0.33.2", True), ("0.25.0", False), ("0.34.0", False)])
+def test_releases_that_are_not_supported_are_refused(version, ok, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    if ok:
+        return releases.check()
+    with pytest.raises(ValueError, match=rf"supports vLLM 0\.26, 0\.32, 0\.33, and this is {version}"):
+        releases.check()
+
+
+def test_foveate_is_imported_without_vllm_and_metrics():
+    program = "import sys; sys.modules['vllm'] = sys.modules['prometheus_client'] = None; import foveate"
+    program += "; import foveate.integrations.vllm.plugin, foveate.integrations.vllm.metrics"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

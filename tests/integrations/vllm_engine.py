@@ -1,0 +1,42 @@
+"""Runs vLLM once: a job of prompts as JSON on standard input, the answers as JSON on standard output's last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ONE_BY_ONE = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+"""For two ranks on a machine with one memory node."""
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    job = json.load(sys.stdin)
+    how = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
+    how |= {"skip_tokenizer_init": True, "disable_log_stats": False}
+    if job["spec"] is not None:
+        how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["spec"]}}
+    llm = LLM(model=job["model"], **how | job["engine"])
+    sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
+    found = []
+    for _ in range(job["times"]):
+        outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+        found.append([list(out.outputs[0].token_ids) for out in outs])
+    counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+    print(json.dumps({"tokens": found, "cached": [out.num_cached_tokens for out in outs], "counts": counts}))
+
+
+if __name__ == "__main__":
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    main()

@@ -1,0 +1,195 @@
+"""Decode steps over blocks that an engine owns give what the runtime's own layers give over their own memory."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from foveate import methods
+from foveate.ops import attend
+from foveate.runtime import EngineSteps, Layer, Phase
+from foveate.runtime.steps import obstacle
+from foveate.state import Counters, Geometry
+
+HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 4, 2, 8, 4, 6
+PROMPTS, STEPS = (37, 5, 21), 9
+SCALING = DIM**-0.5
+GEOMETRY = Geometry(HEADS, KV_HEADS, DIM, DIM)
+SPECS = [
+    "dense",
+    "kascade:top_k=7,anchors=[0,3],decode_only=true",
+    "kascade:top_k=0.3,min_k=4,anchors=[1,4],pool=layer,pooling=sqrt,decode_only=true",
+    'kascade:top_k=9,anchors=[1,3],heads={"2": [1, 0]},decode_only=true',
+    "oracle_topk:top_k=5,decode_only=true",
+    "omnikv:top_k=6,filters=[0,3],wait=1",
+    "lessismore:top_k=9,sinks=2,selections=[1,3]",
+]
+
+
+def of_layers(spec):
+    return {n: methods.parse(spec).for_layer(n, LAYERS) for n in range(LAYERS)}
+
+
+class Engine:
+    """Blocks in random order, one table for all layers, rows of padding between and after the real ones."""
+
+    def __init__(self, padding=(1, 4), width=40, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows = len(PROMPTS) + len(padding)
+        self.real = [b for b in range(self.rows) if b not in padding]
+        self.table = torch.zeros(self.rows, width, dtype=torch.int32)
+        order = torch.randperm(len(PROMPTS) * width, generator=self.generator).int() + 1  # 0 is nobody's
+        self.table[self.real] = order.view(len(PROMPTS), width)
+        shape = (LAYERS, len(order) + 1, KV_HEADS, BLOCK, 2 * DIM)
+        self.memory = torch.full(shape, 1e4)  # finite, and seen if it is read
+        self.lengths = torch.zeros(self.rows, dtype=torch.int32)
+
+    def draw(self, tokens):
+        sizes = (HEADS, KV_HEADS, KV_HEADS)
+        return [torch.randn(LAYERS, len(PROMPTS), h, tokens, DIM, generator=self.generator) for h in sizes]
+
+    def write(self, row, k, v, first):
+        """Keys ``[layers, Hkv, n, D]`` of one request."""
+        places = first + torch.arange(k.shape[2])
+        block, slot = self.table[self.real[row]].long()[places // BLOCK], places % BLOCK
+        self.memory[:, block, :, slot] = torch.cat([k, v], -1).permute(2, 0, 1, 3)
+        self.lengths[self.real[row]] = first + k.shape[2]
+
+
+def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
+    """Outputs of both, ``[steps, layers, requests, Hq, D]``, and the steps with the layers that read the same."""
+    engine = Engine()
+    steps = EngineSteps(of_layers(spec), torch.device("cpu"), dense_below)
+    phases = [Phase(prompt_end=length) for length in PROMPTS]
+    own = [[Layer(m, Counters(), phase, dense_below) for m in of_layers(spec).values()] for phase in phases]
+    for row, length in enumerate(PROMPTS):
+        q, k, v = (x[:, row] for x in engine.draw(length))
+        engine.write(row, k, v, 0)
+        for n, layer in enumerate(own[row]):
+            layer.announce(length)
+            layer.attend(q[n][None], k[n][None], v[n][None], None, SCALING, sinks, softcap)
+    expected, found = [], []
+    for step in range(STEPS):
+        q, k, v = engine.draw(1)
+        for row, length in enumerate(PROMPTS):
+            engine.write(row, k[:, row], v[:, row], length + step)
+        now = []
+        for row, phase in enumerate(phases):
+            phase.forward.clear()
+            outs = []
+            for n, layer in enumerate(own[row]):
+                layer.announce(1)
+                outs.append(
+                    layer.attend(q[n, row, None], k[n, row, None], v[n, row, None], None, SCALING, sinks, softcap)
+                )
+            now.append(torch.stack(outs))
+        expected.append(torch.stack(now, 1)[:, :, 0, :, 0])
+        longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
+        steps.begin(engine.lengths, engine.table, bound or longest, total, len(PROMPTS))
+        queries = torch.full((LAYERS, engine.rows, HEADS, 1, DIM), 3.0)
+        queries[:, engine.real] = q
+        outs = []
+        for n in range(LAYERS):
+            blocks = engine.memory[n]
+            outs.append(steps.attend(n, queries[n], blocks[..., :DIM], blocks[..., DIM:], SCALING, sinks, softcap))
+        outs = torch.stack(outs)[..., 0, :]
+        padding = [b for b in range(engine.rows) if b not in engine.real]
+        assert outs[:, padding].abs().max() == 0
+        found.append(outs[:, engine.real])
+    return torch.stack(expected), torch.stack(found), steps, own
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_outputs_are_those_of_layers_over_their_own_memory(spec):
+    expected, found, steps, own = run(spec)
+    torch.testing.assert_close(found, expected)
+    counted = sum(float(layer.counters.keys_read) for row in own for layer in row)
+    assert float(steps.keys_read()) == pytest.approx(counted)
+    assert steps.totals.keys_available == sum(layer.counters.keys_available for row in own for layer in row)
+    assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_steps) == (STEPS, 3 * STEPS, 0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_bound_far_above_the_lengths_changes_nothing(spec):
+    near, far = run(spec)[1], run(spec, bound=160)[1]
+    torch.testing.assert_close(far, near)
+
+
+def test_caps_and_sinks_of_the_layer_count():
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    expected, found, *_ = run(SPECS[1], softcap=1.5, sinks=sinks)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, run(SPECS[1])[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["kascade:top_k=1.0,anchors=[0,3],decode_only=true", "omnikv:top_k=1.0,filters=[0]"])
+def test_the_full_budget_is_dense(spec):
+    torch.testing.assert_close(run(spec)[1], run("dense")[1])
+
+
+def test_short_contexts_are_dense_and_counted():
+    spec = SPECS[1]
+    _, found, steps, _ = run(spec, dense_below=3 * 43)  # rows count as long as the longest: 38 to 46 tokens
+    dense, sparse = run("dense")[1], run(spec)[1]
+    torch.testing.assert_close(found[:5], dense[:5])
+    torch.testing.assert_close(found[5:], sparse[5:])
+    assert not torch.allclose(dense[:5], sparse[:5], atol=1e-3)
+    assert steps.totals.dense_steps == 5
+    assert steps.totals.selections == (STEPS - 5) * 3 * 2
+
+
+def test_layers_that_the_engine_reads_itself_are_counted():
+    steps = EngineSteps(of_layers(SPECS[2]), torch.device("cpu"), dense_below=100)
+    assert [n for n in range(LAYERS) if steps.reads_all(n)] == [0]
+    steps.begin(torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, 50)
+    assert steps.dense
+    for n in range(LAYERS):
+        assert steps.reads_all(n)
+        steps.read_by_engine(n)
+    assert steps.totals.keys_read == steps.totals.keys_available == 50 * LAYERS
+
+
+def test_memory_may_be_replaced_between_steps():
+    """An engine makes throw-away caches while it measures memory."""
+    engine, steps = Engine(padding=()), EngineSteps(of_layers("dense"), torch.device("cpu"))
+    q, k, v = engine.draw(5)
+    for row in range(3):
+        engine.write(row, k[:, row], v[:, row], 0)
+    outs = []
+    for memory in (engine.memory, engine.memory.flip(1)):
+        table = engine.table if memory is engine.memory else memory.shape[1] - 1 - engine.table
+        steps.begin(engine.lengths, table, 5, 15)
+        blocks = memory[2]
+        outs.append(steps.attend(2, q[2][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], SCALING))
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(outs[0], attend(q[2][:, :, -1:], k[2], v[2], scaling=SCALING).out)
+
+
+def test_buffers_of_a_number_of_rows_keep_their_addresses():
+    """So that a captured step reads what the next one writes."""
+    steps, found = EngineSteps(of_layers("dense"), torch.device("cpu")), []
+    for lengths in ([3, 4], [1, 2, 3], [9, 0]):
+        rows = torch.tensor(lengths)
+        steps.begin(rows, torch.zeros(len(rows), 8, dtype=torch.int32), 9, int(rows.sum()))
+        found.append((steps._step[0].numbers.data_ptr(), steps._step[0]["counts"].tolist()))
+    assert found[0][0] == found[2][0] != found[1][0]
+    assert [counts for _, counts in found] == [[3, 4], [1, 2, 3], [9, 0]]
+
+
+CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore"}
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_methods_that_cannot_run_say_why(name):
+    small = methods.make(name, **methods.get(name).small_budget)
+    if name in CAN and "decode_only" in {field.name for field in dataclasses.fields(small)}:
+        assert "add decode_only=true" in obstacle(small.for_layer(1, 4), GEOMETRY)
+        small = small.changed(decode_only=True)
+    reasons = [obstacle(small.for_layer(n, 4), GEOMETRY) for n in range(4)]
+    assert any(reasons) == (name not in CAN)
+    assert all(small.name in reason or reason == "" or name in ("per_layer", "mixed") for reason in reasons)
+
+
+def test_state_that_a_setting_adds_is_refused():
+    spec = "kascade:score_keys=pages,anchors=[1],decode_only=true"
+    assert "state beside the keys" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
