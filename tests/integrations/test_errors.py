@@ -250,7 +250,9 @@ def indexer():
     config |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     config |= {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "hc_count": 2, "hc_lowrank": 8}
     config |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
-    config |= {"indexer_compress_ratio": 4, "ple_layer_ids": [], "layer_types": ["indexed_attention"] * 2}
+    config |= {"indexer_compress_ratio": 4, "ple_layer_ids": [], "num_hidden_layers": 4}
+    config |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+    config |= {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
     return transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**config))
 
 
