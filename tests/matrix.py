@@ -112,7 +112,7 @@ VARIANTS = [
             methods.make("luka", **({"page_size": 4, "sinks": 2, "tail": 9} | settings)),
         )
         for name, settings in {
-            "few_tokens": {"page_size": 2, "sinks": 0, "tail": 5, "top_k": 0.4},
+            "few_tokens": {"page_size": 3, "sinks": 0, "tail": 5, "top_k": 0.2, "score": "summary"},
             "many_tokens": {"page_size": 20, "top_k": 1},
             "preserve": {"score": "spread", "mass": "preserve", "top_k": 3, "page_size": 5},
             "summary": {"tail": 3, "score": "summary"},
