@@ -323,7 +323,7 @@ def test_the_method_is_active(family, method):
         stock = next_logits()
         with foveate.attached(model, spec(method)):
             assert (next_logits() - stock).abs().max() > 0.01
-            assert foveate.stats(model).summary()["keys_read_share"] < 0.7
+            assert foveate.stats(model).summary()["keys_read_share"] < 0.75
 
 
 @every_pair(METHODS, TWO_FAMILIES, ("padding", [0, 5]))
