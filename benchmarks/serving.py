@@ -81,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What an engine's process has measured, by case."""
     command = [sys.executable, __file__, "--measure"]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
