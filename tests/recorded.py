@@ -98,9 +98,5 @@ class Replayed:
         """The outputs for tokens that are fed one by one."""
         outs, self.kind = [], type(tokens)
         for i in range(len(tokens)):
-            layer, one = self.driver.layer, tokens[i : i + 1]
-            if layer.maintenance_runs_alone and layer.method.replay.maintenance_due(layer.store.decoded + 1):
-                outs.append(self.driver.feed(one))
-            else:
-                outs.append(self.steps(self.layers, self.run, vars(one), {}).out.clone())
+            outs.append(self.steps(self.layers, self.run, vars(tokens[i : i + 1]), {}).out.clone())
         return torch.cat(outs, 2)

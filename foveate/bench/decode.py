@@ -207,7 +207,7 @@ def _tokens(
 ) -> tuple[cold.Timed, float]:
     """A token of a layer, as in steps that are replayed if all that is done can be recorded, and the bytes it reads."""
     policy, period = kind.policy, _period(kind.policy)
-    if plan.device == "cuda" and not replay_obstacle(policy) and (not period or policy.replay.captures_maintenance):
+    if plan.device == "cuda" and not replay_obstacle(policy):
         other = _layers(plan, kind, caches, queries)[0] if chooser is None else chooser
         ms = decode_layer.Replayed(layer, other, policy, period).ms()
         if ms is not None:
@@ -235,7 +235,7 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
     if plan.device != "cuda":
         ordinary, rare = decode_layer.one_by_one(layer, None, period)
         return max(0.0, rare - ordinary) / period
-    if policy.replay.captures_maintenance and not policy.replay.obstacle:
+    if policy.replay.maintains and not policy.replay.obstacle:
         return _between_steps(policy, layer.cache) / period
     k, v = decode_layer.newest(layer.cache)
     found: dict[bool, list[float]] = {False: [], True: []}

@@ -42,10 +42,7 @@ class Replay:
     """
 
     maintains: ClassVar[bool] = False
-    """Whether maintenance follows some steps. Per class."""
-    captures_maintenance: bool = False
-    """Whether maintenance can be captured in a graph of its own. If not, the engine runs the steps before it eagerly.
-    May be a property of the settings."""
+    """Whether maintenance follows some steps; it is captured in a graph of its own. Per class."""
 
     def __init__(self, obstacle: str = ""):
         self.obstacle = obstacle

@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate.methods import Method
 from foveate.ops import PromptHeads
 from foveate.ops._dispatch import runs_kernel
-from foveate.runtime.phase import Phase, RealTokens
+from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
 
@@ -52,12 +52,6 @@ class Layer:
         """Whether tokens may be removed again (assisted decoding): the cache keeps their slots, and snapshots."""
         self.finite: Tensor | None = None
         """Whether the output at a prompt's last token is finite, bool ``[]`` on the device; None for a decode step."""
-
-    @property
-    def maintenance_runs_alone(self) -> bool:
-        """Whether the method's maintenance cannot be captured, so that the steps before it are run without replay."""
-        replay = self.method.replay
-        return replay is not None and replay.maintains and not replay.captures_maintenance
 
     def announce(self, n: int) -> None:
         """Count n new columns; the next call of :meth:`attend` must bring their keys."""
@@ -107,7 +101,7 @@ class Layer:
             return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits, softcap)
         return _WithoutGradient.apply(out, q)
 
-    def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[RealTokens] | None]:
+    def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
         """How many of the new columns are prompt, and their real tokens as :meth:`Phase.rows` returns them."""
         n = k.shape[2]
         if self.store is not None and k.shape[0] != self.store.batch_size:
@@ -130,7 +124,7 @@ class Layer:
         k: Tensor,
         v: Tensor,
         prompt: int,
-        columns: list[RealTokens] | None,
+        columns: list[Tensor] | None,
         first: int,
         scaling: float,
         sink_logits: Tensor | None,
@@ -154,26 +148,24 @@ class Layer:
     # Prompt
 
     def _prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, columns: list[RealTokens] | None, first: int, scaling: float
+        self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, first: int, scaling: float
     ) -> Tensor:
         store, n = self.store, k.shape[2]
-        self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(len(row.offsets) for row in columns)
+        self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
         shape = store.geometry
         dims = (shape.head_dim, shape.value_dim, shape.group)
         self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
         store.compact()
         store.reserve(store.used + n)
-        store.to_come = self.phase.prompt_end - first - n
         if columns is None and store.uniform:
             out = self._prompt_rows(store, q, k, v, scaling)
         else:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
             for b in range(store.batch_size):
-                real, after = columns[b] if columns is not None else (torch.arange(n, device=q.device), 0)
+                real = columns[b] if columns is not None else torch.arange(n, device=q.device)
                 if len(real) == 0:
                     continue
                 row = store.row(b)
-                row.to_come += after
                 out[b, :, real] = self._prompt_rows(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
                 store.put_back(b, row)
         if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
-
-
-class RealTokens(NamedTuple):
-    """The columns of one row that are no padding, among some columns of the batch."""
-
-    offsets: Tensor
-    """int64 ``[tokens]``: from the first of these columns."""
-    padding_after: int
-    """Columns of padding after the last real token; 0 for a row of padding alone."""
 
 
 @dataclass
@@ -31,13 +22,15 @@ class Phase:
     """Whether the engine has set :attr:`prompt_end`; if so, a single token after it is real in every row."""
     assistant: bool = False
     """Whether this is the draft model's cache in assisted decoding, which may be cropped by one token more."""
-    layout: tuple[Tensor, dict[tuple[int, int], list[RealTokens] | None]] | None = None
+    layout: tuple[Tensor, dict[tuple[int, int], list[Tensor] | None]] | None = None
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
 
-    def rows(self, mask: Tensor | None, first: int, n: int) -> list[RealTokens] | None:
+    def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.
+
+        Int64 ``[tokens]`` each, counted from the first of these columns.
 
         The first layer of a forward pass reads the mask from the device (a host sync), the others reuse the result.
 
@@ -67,7 +60,6 @@ class Phase:
             columns = mask[:, first : first + n].bool()
             rows = None
             if not bool(columns.all()):
-                after = columns.flip(1).int().argmax(1).tolist()
-                rows = [RealTokens(row.nonzero()[:, 0], number) for row, number in zip(columns, after)]
+                rows = [row.nonzero()[:, 0] for row in columns]
             known[first, n] = rows
         return known[first, n]

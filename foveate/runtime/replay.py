@@ -172,7 +172,7 @@ class ReplayedSteps:
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method.spec if store.evicts or layer.method.replay.captures_maintenance else None,
+                layer.method.spec if store.evicts or layer.method.replay.maintains else None,
                 store.capacity,
                 *((name, tuple(numbers)) for name, numbers in store.rows.items()),
                 None if store.freed is None else tuple(store.freed.rows),

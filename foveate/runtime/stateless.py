@@ -34,9 +34,9 @@ def without_cache(
         softcap: the cap of the layer's logits; None: the layer has none.
     """
 
-    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None, padding: int = 0) -> Tensor:
+    def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if method.sparse_prompt:
-            cache = SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap, padding)
+            cache = SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap)
             return method.prompt(cache, q, scaling).out
         return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits, softcap=softcap).out
 
@@ -46,7 +46,6 @@ def without_cache(
     for b, real in enumerate(row.nonzero()[:, 0] for row in mask.bool()):
         one = q.new_zeros(q.shape[1], q.shape[2], v.shape[3])
         if len(real):
-            padding = q.shape[2] - 1 - int(real[-1])
-            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b, padding)[0])
+            one = one.index_copy(1, real, attend_row(*(x[b : b + 1, :, real] for x in (q, k, v)), b)[0])
         rows.append(one)
     return torch.stack(rows)

@@ -19,7 +19,7 @@ from foveate.ops import first_keys, put_token
 from foveate.state.counters import Counters, Tally, over_rows
 from foveate.state.description import Channel, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
-from foveate.state.eviction import Eviction, Freed, movable
+from foveate.state.eviction import Eviction, Freed
 from foveate.state.row_numbers import DeviceState, RowNumbers
 from foveate.state.snapshots import Snapshots
 from foveate.state.storage import Storage
@@ -72,7 +72,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass, see hand_on
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
-        self.to_come = 0  # columns of the prompt after those of the present forward pass, padding included
         self._row: int | None = None  # which row of a batch this is, see row
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self.free_blocks = block_size, []
@@ -97,7 +96,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         row: int | None = None,
         sink_logits: Tensor | None = None,
         softcap: float | None = None,
-        to_come: int = 0,
     ) -> SlotCache:
         """A cache over given keys and values, not copied, for a forward pass without a cache (training).
 
@@ -108,12 +106,11 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             row: index of the row when a padded batch is computed row by row; None: the whole batch.
             sink_logits: learned sinks of the query heads, ``[Hq]``; None: there are none.
             softcap: cap of the attention logits, see :func:`foveate.ops.attend`; None: there is none.
-            to_come: columns of padding after the row's last token.
         """
         geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
         cache = cls(geometry, k.shape[0], k.dtype, k.device)
         cache.forward, cache._row = {} if forward is None else forward, row
-        cache.sink_logits, cache.softcap, cache.to_come = sink_logits, softcap, to_come
+        cache.sink_logits, cache.softcap = sink_logits, softcap
         cache.tensors |= {"keys": k, "values": v}
         cache.capacity = k.shape[2]
         cache._advance(k.shape[2], k.shape[2])
@@ -346,10 +343,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             if self.block_size and "block_table" in self.tensors:
                 self._take_rows_of_blocks(index.tolist())
             whole = (*self._without_batch, "block_table")
-            self.tensors = {
-                name: x if name in whole else movable(x).index_select(0, index).view(x.dtype)
-                for name, x in self.tensors.items()
-            }
+            self.tensors = {name: x if name in whole else x.index_select(0, index) for name, x in self.tensors.items()}
         per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
         alike = all(len(set(numbers)) == 1 for numbers in per_row)
         chosen = [0] * len(index) if alike else index.tolist()  # waits for the device only where rows differ
@@ -427,17 +421,17 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
-        own["emptied"] = None if first is None else movable(self.tensors[first])
+        own["emptied"] = None if first is None else self.tensors[first]
         own |= {"freed": freed, "take": take, "block_table": self.block_table}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
         for name in emptied:
             if name != first:
                 index = slot.view(*slot.shape, 1, *[1] * len(self.specs[name].shape))
                 shape = (*slot.shape, 1, *self.specs[name].shape)
-                movable(self.tensors[name]).scatter_(2, index.expand(shape), 0)
+                self.tensors[name].scatter_(2, index.expand(shape), 0)
 
     def _clear(self, slots: slice) -> None:
         """Zero the channels of new tokens."""
         for name, spec in self.specs.items():
             if spec.per == 1 and not spec.recomputed:
-                movable(self.tensors[name])[:, :, slots] = 0
+                self.tensors[name][:, :, slots] = 0

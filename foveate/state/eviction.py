@@ -121,9 +121,7 @@ class Eviction:
         keep, positions = keep.gather(2, order), positions.gather(2, order)
         self.counters.add("tokens_evicted", evicted)
         self.uneven = uneven
-        packed = {
-            name: gather_slots(movable(self.tensors[name]), keep) for name in self._slot_specs() if name in self.tensors
-        }
+        packed = {name: gather_slots(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
         packed["positions"] = positions
         self.capacity = 0
         for name in packed:
@@ -132,7 +130,7 @@ class Eviction:
         self.freed, self.ordered, self.snapshots = None, True, {}
         self.reserve(max(1, *kept))
         for name, tensor in packed.items():
-            movable(self.tensors[name])[:, :, : tensor.shape[2]] = tensor
+            self.tensors[name][:, :, : tensor.shape[2]] = tensor
 
     def compact(self) -> None:
         """Pack the tokens into each row's first slots, in the order of their positions; no-op if they are packed."""
@@ -142,8 +140,3 @@ class Eviction:
         order = self.positions.argsort(dim=-1, stable=True)  # the tokens after all empty slots
         rows = (order[b : b + 1, :, self.used - own :] for b, own in enumerate(live))
         self.retain(list(rows), self.uneven)
-
-
-def movable(tensor: Tensor) -> Tensor:
-    """A view of fp8 as uint8, since PyTorch can neither gather nor scatter fp8; other tensors as they are."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor

@@ -6,7 +6,6 @@ import torch
 from foveate.bench import cold_cache_timing as cold
 from foveate.bench import decode, decode_layer, layer_kinds
 from foveate.methods import parse
-from foveate.methods.luka.pages import MakesPages
 from foveate.runtime import capture
 from foveate.state import Counters
 
@@ -149,9 +148,8 @@ def test_a_library_stores_its_token_in_one_place():
 
 
 def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
-    """On a GPU those of methods that ask the host, and those that could not be recorded, with layers made anew."""
+    """On a GPU those that could not be recorded, with layers made anew; rare steps count on average."""
     how, timed = [], []
-    monkeypatch.setattr(MakesPages, "captures_maintenance", False)
     monkeypatch.setattr(decode_layer.Replayed, "ms", lambda replayed: how.append("replayed"))
     monkeypatch.setattr(decode, "_bytes_read", lambda layer: 7.0)
 
@@ -161,10 +159,7 @@ def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
         return 2.0, 18.0
 
     monkeypatch.setattr(decode_layer, "one_by_one", one_by_one)
-    for spec, expected in (
-        ("dense", ["replayed", "one by one"]),
-        ("luka:page_size=16,tail=16,score=spread", ["one by one"]),
-    ):
+    for spec in ("dense", "luka:page_size=16,tail=16,score=spread"):
         plan, queries = decode.Plan((spec,), (200,), **SMALL), torch.randn(2, 8, 64, 16)
         (kind,) = layer_kinds.kinds(parse(spec), 12)
         caches = [decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0))]
@@ -172,6 +167,6 @@ def test_steps_that_are_not_recorded_are_timed_one_by_one(monkeypatch):
         how.clear()
         on_a_gpu = decode.Plan(**vars(plan) | {"device": "cuda"})
         found = decode._tokens(on_a_gpu, kind, caches, queries, layer, chooser)
-        assert how == expected
-        assert (timed[-1] is layer) == (len(expected) == 1)
+        assert how == ["replayed", "one by one"]
+        assert timed[-1] is not layer
         assert found == ((3.0 if "luka" in spec else 2.0, False), 7.0)

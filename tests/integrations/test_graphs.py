@@ -10,7 +10,6 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.decode_calls import DecodeCall
-from foveate.methods.luka.pages import MakesPages
 from foveate.runtime import ReplayedSteps
 from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
 from tests.recorded import record
@@ -65,17 +64,6 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     assert used.replayed >= (40 if "luka" in spec else 64)
     assert used.captured <= 2
     assert foveate.stats(plain).graphs.replayed == 0
-
-
-def test_steps_whose_maintenance_cannot_be_captured_run_alone(monkeypatch):
-    """Every fifth: those that new pages follow."""
-    monkeypatch.setattr(MakesPages, "captures_maintenance", False)
-    spec = "luka:page_size=5,sinks=2,tail=9,top_k=3"
-    plain, model = attached(spec, cuda_graph=False), attached(spec)
-    batch = {"input_ids": tokens(60, 2), "do_sample": False, "max_new_tokens": 61, "min_new_tokens": 61}
-    assert torch.equal(model.generate(**batch), plain.generate(**batch))
-    assert_same_stats(model, plain)
-    assert foveate.stats(model).graphs.replayed == 60 - 12 - 2, "twelve run alone, and two make ready"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SLIDING])

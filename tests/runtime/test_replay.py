@@ -99,7 +99,7 @@ def test_pages_made_between_replays(settings, monkeypatch):
     """Of every row as many as are due, by the device's numbers, over growth of the cache and to its very end."""
     monkeypatch.setattr(replay, "ROOM", 1)
     method = methods.make("luka", **{"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2} | settings)
-    assert method.replay.captures_maintenance
+    assert method.replay.maintains
     prompts = [Tokens.random(1, length, seed=length) for length in (61, 50, 7)]
     batch, mask = padded(prompts, PROMPT)
     tokens = Tokens.random(3, 150, seed=1)

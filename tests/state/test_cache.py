@@ -603,28 +603,6 @@ def test_a_token_in_a_reused_slot_starts_with_cleared_state():
     assert state.eq(7).sum() == 3 * 2 * 3
 
 
-def test_state_in_fp8_grows_is_packed_moves_with_its_rows_and_is_cleared():
-    channels = {"copy": Channel((4,), dtype=torch.float8_e4m3fn), "scale": Channel((2,), per=0, fill=1.0)}
-    cache = filled(8, channels=channels, evicts=True)
-    assert cache.channel("scale").eq(1).all()
-    cache.channel("copy").copy_(cache.keys % 7)
-    cache.reserve(cache.capacity + 1)
-    cache.retain(torch.tensor([[[7, 3], [5, 0]], [[5, 6], [2, 4]]]))
-    twin = copy.deepcopy(cache)
-    cache.take_rows(torch.tensor([1, 0, 1]))
-    evict(cache, [[0, 1]] * 3, [True, False, True])
-    step(cache)
-    found = cache.channel("copy").float()
-    assert cache.channel("copy").dtype == torch.float8_e4m3fn
-    assert torch.equal(found[1, :, :2], cache.keys[1, :, :2] % 7)
-    assert not found[0, 0, 0].any()
-    assert torch.equal(found[0, 0, 1], cache.keys[0, 0, 1] % 7)
-    assert torch.equal(twin.channel("copy").float(), twin.keys % 7)
-
-
-# Numbers of rows
-
-
 def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
     cache = filled(8)
     append_to_row(cache, 0, 0)

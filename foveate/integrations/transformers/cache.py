@@ -53,10 +53,6 @@ class Cache(transformers.Cache):
             recurrent = isinstance(own, LinearAttentionLayer)
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)
         super().__init__(layers=layers)
-        self.maintained_alone = [
-            layer for layer in layers if isinstance(layer, CacheLayer) and layer.maintenance_runs_alone
-        ]
-        """Layers of which some steps cannot be captured."""
         self.steps: ReplayedSteps | None = None
         attachment.remember(self)
 

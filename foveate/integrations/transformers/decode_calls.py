@@ -35,7 +35,7 @@ class DecodeCall:
             reason = reason or _hooked(self.model)
         if graphs.mode is not False:
             graphs.require(reason)
-        if reason or _runs_alone(cache):
+        if reason:
             return self.model(**inputs)
         given = {key: value for key, value in inputs.items() if key not in (releases.CACHE, "attention_mask")}
         tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
@@ -117,8 +117,3 @@ def _hooked(model: nn.Module) -> str:
             if not getattr(hook, "__module__", "").startswith(_OWN_HOOKS):
                 return f"{name or 'the model'} has a forward hook, which a replay does not call"
     return ""
-
-
-def _runs_alone(cache: Cache) -> bool:
-    """Whether this step is followed by maintenance that cannot be captured."""
-    return any(layer.method.replay.maintenance_due(layer.store.decoded + 1) for layer in cache.maintained_alone)

@@ -260,7 +260,6 @@ class MakesPages(Replay):
     """Capture of LuKA's decode steps; maintenance makes pages after some of them, see :attr:`Pages.every`."""
 
     maintains: ClassVar[bool] = True
-    captures_maintenance = True
 
     def __init__(self, pages: Pages):
         super().__init__()
