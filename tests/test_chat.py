@@ -50,17 +50,37 @@ def test_turns_over_one_cache_answer_as_whole_prompts_do(folder, read, monkeypat
     assert [bool(one) for one in held] == [read, True, True]
 
 
-def test_a_template_that_writes_earlier_turns_anew_is_read_again(folder):
+@pytest.mark.parametrize(("method", "again"), [("dense", 0), ("quest:top_k=1.0", 0), ("h2o:top_k=16,window=4", 1)])
+def test_a_template_that_writes_earlier_turns_anew(folder, method, again, monkeypatch):
+    """What has changed is read again, and the document with it only where the method cannot forget tokens."""
     rewriting = (
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last else 'earlier' }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or loop.first else 'earlier' }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    ours = talk(folder, "dense", rewriting)
-    for question in QUESTIONS[:2]:
-        ours.answer(question)
-    prompt = [*ours._turns[:-1]]
-    ids = encode(ours._tokenizer, prompt)
+    ours = talk(folder, method, rewriting)
+    ours.read()
+    ours.answer(QUESTIONS[0])
+    generate, held = ours._network.generate, []
+
+    def noted(ids, **given):
+        held.append(next(one for one in given.values() if isinstance(one, foveate.Cache)).get_seq_length())
+        return generate(ids, **given)
+
+    monkeypatch.setattr(ours._network, "generate", noted)
+    ours.answer(QUESTIONS[1])
+    ids = encode(ours._tokenizer, ours._turns[:-1])
     assert ours._ids[: len(ids)] == ids
+    assert ours.read_again == again
+    assert (held[0] == 0) == bool(again)
+
+
+@pytest.mark.parametrize("question", ["a", "start", "assistant", "<|end|>"])
+def test_any_question_stands_where_it_belongs(folder, question):
+    ours = talk(folder, "dense")
+    ours.read()
+    ours.answer(question)
+    ids = encode(ours._tokenizer, [ours._turns[0]])
+    assert ours._tokenizer.decode(ours._ids[: len(ids)]) == ours._tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("method", ["h2o:top_k=16,window=4", "luka", "quest:top_k=16"])

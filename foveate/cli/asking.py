@@ -43,7 +43,7 @@ Import = Annotated[
     Path | None,
     typer.Option(
         "--import",
-        help="A Python file that is run first: its methods can be named (CONTRIBUTING.md).",
+        help="A Python file that is run first: the methods that it defines can be named.",
         show_default=False,
         callback=_run,
         is_eager=True,
@@ -274,8 +274,10 @@ def calibrate(
             raise UserError("--data and --split are of a --task; without one the novel of the package is read")
         quiet()
         read, usual = without_data(model, length)
-        data = probes.TEXT
-        anchors = usual.pop("anchors") if anchors is None and time_share is None else anchors
+        data, share = probes.TEXT, usual.pop("anchors")
+        anchors = share if anchors is None and time_share is None else anchors
+        if by not in (None, usual["by"]):  # what else is usual has no effect by similarity, or by pairs of layers
+            usual = {"limit": usual["limit"]}
     given = {"limit": limit, "by": by, "batch_size": batch_size, "rounds": rounds}
     given["method"] = None if method is None else parse_method(method)
     usual |= {name: value for name, value in given.items() if value is not None}

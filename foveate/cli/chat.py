@@ -12,13 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from foveate.cli.asking import Device, Dtype, Model
-from foveate.inputs.prompting import Message, encode, encode_turns, render
+from foveate.inputs.prompting import Message, render
 from foveate.results.errors import UserError
 from foveate.results.quiet import quiet
 
 _INTERRUPTED = 130
 _CHUNK = 8192
 """Tokens of a prompt that are read at once."""
+_QUESTION = "(the question that is to come)"
+"""Stands for it where a document is read first."""
 
 
 def chat(
@@ -67,8 +69,12 @@ def chat(
             except KeyboardInterrupt:
                 notes.print("interrupted: the conversation ends here", style="dim")
                 raise typer.Exit(_INTERRUPTED) from None
+            except UserError as error:
+                notes.print(str(error), style="dim", markup=False)
+                continue
             speed = len(tokenizer.encode(said, add_special_tokens=False)) / (time.perf_counter() - start)
             line = f"{talk.tokens:,} tokens so far · {speed:.1f} tokens/s"
+            line += f" · all read {talk.read_again} times anew, as the chat template asks" if talk.read_again else ""
             notes.print(f"{line} · {terminal.reading(foveate.stats(network).summary())}", style="dim", markup=False)
 
 
@@ -98,6 +104,8 @@ class Conversation:
         self._text = ""
         """The turns so far as the model has read and written them."""
         self._ids: list[int] = []
+        self.read_again = 0
+        """How often all turns had to be read anew."""
         self._start()
 
     def _start(self) -> None:
@@ -116,15 +124,19 @@ class Conversation:
 
         from foveate.integrations.transformers.releases import CACHE
 
-        ids, before = encode_turns(self._tokenizer, [self._user("?")], "?")
-        self._check(before)
-        self._cache.phase.prompt_end = before
-        tensor = torch.tensor([ids[:before]], device=self._network.device)
+        context = render(self._tokenizer, [self._user(_QUESTION)]).rpartition(_QUESTION)[0]
+        ids = self._encode(context)
+        self._check(len(ids) + self._most)
+        self._cache.phase.prompt_end = len(ids)
+        tensor = torch.tensor([ids], device=self._network.device)
+        attachment = self._network.foveate
+        tile = attachment.prompt_tile
+        chunk = len(ids) if attachment.whole_prompt else max(_CHUNK // tile, 1) * tile
         with torch.inference_mode():
-            for part in tensor.split(_CHUNK, 1):
+            for part in tensor.split(chunk, 1):
                 self._network(part, use_cache=True, logits_to_keep=1, **{CACHE: self._cache})
-        self._ids = ids[:before]
-        return before
+        self._ids, self._text = ids, context
+        return len(ids)
 
     def answer(self, question: str, streamer: Any = None) -> str:
         """The answer to a question.
@@ -139,13 +151,11 @@ class Conversation:
 
         user = self._user(question)
         text = render(self._tokenizer, [*self._turns, user])
-        if not self._turns and self._ids:  # the document has been read
-            ids = encode_turns(self._tokenizer, [user], question)[0]
-        elif self._turns and text.startswith(self._text):
-            ids = self._ids + self._tokenizer.encode(text[len(self._text) :], add_special_tokens=False)
-        else:  # a template that writes earlier turns anew
-            self._start()
-            ids = encode(self._tokenizer, [*self._turns, user])
+        if text.startswith(self._text):
+            ids = self._ids + self._encode(text[len(self._text) :])
+        else:
+            ids = self._encode(text)
+            self._forget_from(next((n for n, pair in enumerate(zip(ids, self._ids)) if pair[0] != pair[1]), 0))
         self._check(len(ids) + self._most)
         tensor = torch.tensor([ids], device=self._network.device)
         with torch.inference_mode():
@@ -166,6 +176,18 @@ class Conversation:
         self._ids, self._text = ids + new, text + said
         self._turns += [user, {"role": "assistant", "content": said}]
         return said
+
+    def _forget_from(self, place: int) -> None:
+        """Keep the first tokens alone, where a template writes earlier turns anew; none if the method cannot."""
+        held = self._cache.get_seq_length()
+        try:
+            self._cache.crop(min(place - held, 0))
+        except ValueError:
+            self._start()
+            self.read_again += 1
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _user(self, question: str) -> Message:
         """The user's message; the first one begins with the document."""

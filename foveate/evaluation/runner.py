@@ -127,6 +127,8 @@ def prepare(plan: Comparison) -> Prepared:
     for method in plan.methods:
         check_text(plan.command(method), f"the command of method {method.name}, which its row holds,")
     outfile.check(plan.out)
+    if plan.task.reads(plan.data, plan.out):
+        raise UserError(f"{plan.out}: is within --data {plan.data}, whose files are documents; choose another --out")
     if plan.task.along_dense and all(method.name != "dense" for method in plan.methods):
         raise UserError(
             "--fidelity compares with dense attention, which is not among the methods; leave one of them out"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foveate.evaluation.runner import Comparison, parse_method, prepare, run
 from foveate.evaluation.tasks.base import Task
 from foveate.evaluation.tasks.fidelity import Fidelity
@@ -81,6 +83,8 @@ class Plan:
             raise UserError(f"max-loss must be points of a score, 0 to 100, got {self.max_loss}")
         if self.minutes <= 0 or self.trials < 1:
             raise UserError(f"minutes must be above 0 and trials at least 1, got {self.minutes} and {self.trials}")
+        if self.objective == "throughput" and self.batch_size == 1:
+            raise UserError("throughput is of several sequences: give as batch-size how many you serve at once")
         if not {"tune", "test"} <= set(self.task.splits):
             raise UserError(f"task '{self.task.name}' has no splits tune and test; use documents")
 
@@ -137,8 +141,17 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
         trial = study.ask()
         spec = _suggested(plan, trial)
         known = spec in tried
-        found = tried.setdefault(spec, None) or _measure(plan, "tune", spec)
-        tried[spec] = found
+        if not known:
+            try:
+                tried[spec] = _measure(plan, "tune", spec)
+            except (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError) as error:
+                tried[spec] = None
+                say(f"{spec}: {str(error).splitlines()[0]}")
+        found = tried[spec]
+        if found is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            stale += 1
+            continue
         over = found.loss - plan.max_loss
         study.tell(
             trial, found.cost / dense.cost if over <= 0 else 1 + over
@@ -147,7 +160,7 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
         best, stale = (found, 0) if better else (best, stale + 1)
         if not known:
             say(f"{spec}: {_words(plan, found)}{', the best so far' if better else ''}")
-    chosen = _confirmed(plan, [one for one in tried.values() if one.cost < dense.cost], say)
+    chosen = _confirmed(plan, [one for one in tried.values() if one is not None and one.cost < dense.cost], say)
     _write(plan, chosen)
     return chosen
 
@@ -155,7 +168,8 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
 def _suggested(plan: Plan, trial: Any) -> str:
     name = trial.suggest_categorical("method", list(plan.methods))
     share = trial.suggest_float(f"{name}_share", *_SHARES, log=True)
-    return plan.methods[name].format(share=float(f"{share:.2g}"), file=json.dumps(str(plan.calibration)))
+    file = json.dumps(None if plan.calibration is None else str(plan.calibration.resolve()))
+    return plan.methods[name].format(share=float(f"{share:.2g}"), file=file)
 
 
 def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial:

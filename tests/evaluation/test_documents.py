@@ -5,7 +5,9 @@ import json
 import pytest
 
 from foveate.evaluation import tasks
+from foveate.evaluation.tasks import documents
 from foveate.evaluation.tasks.base import Output
+from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.results.errors import DataError, UserError
 
 
@@ -71,7 +73,7 @@ def test_a_question_can_be_a_turn_of_its_own(tmp_path):
 
 
 def test_the_halves_share_no_item(tmp_path):
-    path = write(tmp_path / "asked.jsonl", *([QUESTION] * 40))
+    path = write(tmp_path / "asked.jsonl", *(QUESTION | {"question": f"What is number {n}?"} for n in range(40)))
     every = {item.id for item in task().items(path, Words(), 40, 0)}
     halves = []
     for split in ("tune", "test"):
@@ -101,6 +103,24 @@ def test_malformed_records_are_named(tmp_path, records, message):
     path = write(tmp_path / "asked.jsonl", *records)
     with pytest.raises(DataError, match=message):
         task().items(path, Words(), 1, 0)
+
+
+def test_halves_do_not_depend_on_the_name_of_a_file(tmp_path):
+    (tmp_path / "one").mkdir()
+    for number in range(12):
+        (tmp_path / "one" / f"{number}.txt").write_text(f"text {number}", encoding="utf-8")
+        (tmp_path / f"other {number}.txt").write_text(f"text {number}", encoding="utf-8")
+    items = task().items(tmp_path, Words(), 24, 0)
+    halves = {item.prompt: {documents._half(one) for one in items if one.prompt == item.prompt} for item in items}
+    assert all(len(half) == 1 for half in halves.values())
+
+
+def test_rows_are_not_written_among_the_documents(tmp_path):
+    one = task()
+    assert one.reads(tmp_path, tmp_path / "runs" / "rows.jsonl")
+    assert Fidelity(of=one).reads(tmp_path, tmp_path / "rows.jsonl")
+    assert not one.reads(tmp_path, tmp_path.parent / "rows.jsonl")
+    assert not tasks.parse("niah").reads(tmp_path, tmp_path / "rows.jsonl")
 
 
 def test_a_folder_without_documents_is_refused(tmp_path):

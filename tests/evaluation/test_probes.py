@@ -55,6 +55,19 @@ def test_calibrate_needs_a_model_alone(tmp_path):
     assert "pooling=sqrt" in done.output
 
 
+def test_other_anchors_and_other_ways_to_choose(tmp_path):
+    model = tiny.build(tmp_path / "tiny", positions=700, layers=4)
+    for more, anchors in ((["--anchors", 2], 2), (["--by", "similarity", "--anchors", 1], 1)):
+        out = tmp_path / f"found {anchors}.json"
+        arguments = ["calibrate", "--model", model, "--out", out, "--limit", 1, "--length", 560, *more]
+        done = CliRunner().invoke(app, [str(one) for one in arguments])
+        assert done.exit_code == 0, done.output
+        assert len(load(out).anchors) == anchors
+    short = tiny.build(tmp_path / "short", positions=300)
+    done = CliRunner().invoke(app, ["calibrate", "--model", str(short), "--out", str(tmp_path / "none.json")])
+    assert "prompts without data take 512 tokens" in " ".join(done.output.split())
+
+
 def test_data_goes_with_a_task(tmp_path):
     for more in (["--data", "x"], ["--split", "codes"]):
         done = CliRunner().invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path / "o"), *more])

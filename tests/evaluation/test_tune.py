@@ -83,6 +83,19 @@ def test_dense_attention_where_nothing_keeps_the_answers(plan, monkeypatch):
     assert tune.search(plan(trials=2)).spec == "dense"
 
 
+def test_a_setting_that_fails_ends_no_search(plan, monkeypatch):
+    measured, said = tune._measure, []
+
+    def failing(plan, split, spec):
+        if spec.startswith("snapkv"):
+            raise UserError("out of luck\nmore")
+        return measured(plan, split, spec)
+
+    monkeypatch.setattr(tune, "_measure", failing)
+    assert not tune.search(plan(trials=4), said.append).spec.startswith("snapkv")
+    assert any(line.endswith(": out of luck") for line in said)
+
+
 def test_the_cost_is_what_was_asked_for():
     row = {"resident_bytes": 7, "decode_ms_per_token": 6.0, "batch_size": 2, "kv_bytes_per_step": 11}
     assert tune.cost_of(row, "memory") == 7
@@ -96,6 +109,7 @@ def test_the_cost_is_what_was_asked_for():
         ({"objective": "speed"}, "objective"),
         ({"max_loss": -1.0}, "max-loss"),
         ({"minutes": 0.0}, "minutes"),
+        ({"objective": "throughput"}, "batch-size"),
         ({"task": tasks.parse("perplexity")}, "no splits tune and test"),
     ],
 )

@@ -94,6 +94,10 @@ def test_what_is_refused(tmp_path):
     foveate.attach(other, small("quest"))
     with pytest.raises(ValueError, match="its weights differ"):
         foveate.load_cache(other, path)
+    half = tiny_model().bfloat16()
+    foveate.attach(half, small("quest"))
+    with pytest.raises(ValueError, match=r"is in torch.float32, and the model in torch.bfloat16|its weights differ"):
+        foveate.load_cache(half, path)
     gemma = tiny_model("gemma3")
     foveate.attach(gemma, small("quest"))
     kept, _ = filled(gemma, tokens(1, 60))

@@ -8,7 +8,7 @@ from typing import Any
 
 from foveate.calibration import BY, OVER, WEIGHTS
 from foveate.evaluation.tasks.base import Task
-from foveate.evaluation.tasks.probes import TEXT, Probes
+from foveate.evaluation.tasks.probes import SHORTEST, TEXT, Probes
 from foveate.inputs.model_folder import model_facts
 from foveate.methods.kascade import Kascade
 from foveate.results.errors import UserError, check_seed, unknown
@@ -142,8 +142,11 @@ class Plan:
     def command(self) -> str:
         """The command line, paths shortened to their last names."""
         arguments = [argument for task in self.tasks for argument in task.arguments()]
-        data = [] if self.data == TEXT else [f"--data {self.data.name}"]
-        parts = ["foveate calibrate", f"--model {self.model.name}", *(arguments if data else []), *data]
+        if self.data == TEXT:
+            arguments = [f"--length {self.task.length} --batch-size {self.batch_size}"]  # type: ignore[attr-defined]
+        else:
+            arguments.append(f"--data {self.data.name}")
+        parts = ["foveate calibrate", f"--model {self.model.name}", *arguments]
         parts += [f"--anchors {self.number}"] if self.time_share is None else []
         parts += [f"--{name} {getattr(self, name)}" for name in ("limit", "keys", "tile", "by")]
         if self.method != Kascade():
@@ -173,6 +176,10 @@ def without_data(model: Path, length: int | None = None) -> tuple[list[Task], di
     facts = model_facts(model)
     room = facts.get("max_positions") or _LENGTH + _ROOM
     length = min(_LENGTH, room - _ROOM) if length is None else length
+    if length < SHORTEST:
+        raise UserError(
+            f"{model}: prompts without data take {SHORTEST} tokens or more, and {_ROOM} for answers; {room} positions"
+        )
     how = {"anchors": max(1, round(_ANCHOR_SHARE * facts["layers"])), "limit": 8, "by": "together", "batch_size": 8}
     return [Probes(split=split, length=length) for split in Probes.splits], how | {
         "rounds": 0,

@@ -129,6 +129,10 @@ class Task:
         """The files of the data folder that the items are made of. Raises `DataError` if they are missing."""
         raise NotImplementedError
 
+    def reads(self, data: Path, out: Path) -> bool:
+        """Whether the task would take the rows in ``out`` for data."""
+        return False
+
     def needs_dense(self, data: Path) -> bool:
         """Whether the data holds no answers, so that methods can only be compared with dense attention's answers."""
         return False

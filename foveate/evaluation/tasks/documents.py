@@ -73,11 +73,14 @@ class Documents(Task):
             )
         return files
 
+    def reads(self, data: Path, out: Path) -> bool:
+        return Path(data).is_dir() and _kind(out) in _RECORDS and out.resolve().is_relative_to(Path(data).resolve())
+
     def needs_dense(self, data: Path) -> bool:
         return not any(document.answers for document in self._documents(data))
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
-        found = [item for item in self._all(data, tokenizer) if self.split in ("all", _half(item.id))]
+        found = [item for item in self._all(data, tokenizer) if self.split in ("all", _half(item))]
         if len(found) < limit:
             raise UserError(
                 f"{data}: {len(found)} items in split '{self.split}', and {limit} are wanted; ask for fewer (--limit), "
@@ -129,6 +132,10 @@ class Documents(Task):
 
     def _windows(self, tokenizer: Any, document: Document) -> Iterator[Item]:
         """Consecutive windows of a text; its last one only if it is half a window, or the only one."""
+        if not getattr(tokenizer, "is_fast", True):
+            raise UserError(
+                "texts are cut into windows by a fast tokenizer, and the model's is none (no tokenizer.json)"
+            )
         first = leading_ids(tokenizer)
         coded = tokenizer(document.text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets, size = coded["input_ids"], coded["offset_mapping"], self.length - len(first)
@@ -153,9 +160,9 @@ def _name(data: Path, path: Path) -> str:
     return path.name if path == Path(data) else path.relative_to(data).as_posix()
 
 
-def _half(name: str) -> str:
-    """The half of the documents that an item is in."""
-    return ("tune", "test")[hashlib.sha256(name.encode()).digest()[0] % 2]
+def _half(item: Item) -> str:
+    """The half of the documents that an item is in, whatever its file is called."""
+    return ("tune", "test")[hashlib.sha256(str(item.prompt).encode()).digest()[0] % 2]
 
 
 def _read(path: Path, name: str) -> Sequence[Document]:

@@ -59,6 +59,9 @@ class Fidelity(Task):
     def arguments(self) -> list[str]:
         return [*self.of.arguments(), "--fidelity"]
 
+    def reads(self, data: Path, out: Path) -> bool:
+        return self.of.reads(data, out)
+
     def files(self, data: Path) -> list[Path]:
         return self.of.files(data)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import re
 import uuid
@@ -40,10 +41,13 @@ _PLACES = (
     "stable",
 )
 _FACTS, _HOPS = 6, 3
+_TOKENS_PER_SENTENCE = 20
 _SHORTEST_SENTENCE, _SHOWN = 14, 7
 """Words of a sentence that is asked for, and those of them that the question gives."""
-_LATEST = 12
-"""A sentence that is asked for is among so many first ones, which every prompt holds."""
+_FIRST_WORDS = 100
+"""A sentence that is asked for begins within so many first words, which every prompt holds."""
+SHORTEST = 512
+"""Tokens of the shortest prompt."""
 
 
 class Asked(NamedTuple):
@@ -53,6 +57,8 @@ class Asked(NamedTuple):
     question: str
     prefix: str
     answer: str
+    sentences: int = 1
+    """First ones of the text that a prompt must hold."""
 
 
 @register
@@ -70,7 +76,7 @@ class Probes(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "length", 512)
+        at_least(self, "length", SHORTEST)
         at_least(self, "max_new_tokens", 1)
 
     def files(self, data: Path) -> list[Path]:
@@ -101,8 +107,7 @@ class Probes(Task):
         def encoded(count: int) -> list[int]:
             return encode(tokenizer, [{"role": "user", "content": prompt(count)}], asked.prefix)
 
-        least = _LATEST if self.split == "passage" else 1
-        count, ids = longest(range(least, len(text)), self.length, encoded, step=0.05)
+        count, ids = longest(range(asked.sentences, len(text)), self.length, encoded, step=_TOKENS_PER_SENTENCE)
         if len(ids) < 0.8 * self.length:
             raise UserError(
                 f"the novel has text for {len(ids):,} tokens; ask for a shorter length than {self.length:,}"
@@ -147,10 +152,13 @@ def _chain(rng: random.Random, text: Sequence[str]) -> Asked:
 
 
 def _passage(rng: random.Random, text: Sequence[str]) -> Asked:
-    places = [index for index, one in enumerate(text[:_LATEST]) if len(one.split()) >= _SHORTEST_SENTENCE]
-    words = text[rng.choice(places) if places else 0].split()
+    begins = itertools.accumulate(map(len, map(str.split, text)), initial=0)
+    near = [index for index, begin in zip(range(len(text)), begins) if begin < _FIRST_WORDS]
+    places = [index for index in near if len(text[index].split()) >= _SHORTEST_SENTENCE]
+    chosen = rng.choice(places or [next(n for n, one in enumerate(text) if len(one.split()) >= _SHORTEST_SENTENCE)])
+    words = text[chosen].split()
     shown, rest = " ".join(words[:_SHOWN]), " ".join(words[_SHOWN : 2 * _SHOWN])
-    return Asked([], f'Go on with the sentence of the text that begins with "{shown}".', shown, rest)
+    return Asked([], f'Go on with the sentence of the text that begins with "{shown}".', shown, rest, chosen + 1)
 
 
 _MAKERS = {"codes": _codes, "numbers": _numbers, "chain": _chain, "passage": _passage}

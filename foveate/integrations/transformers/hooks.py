@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from foveate.integrations.transformers import announcements, attention, releases
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import max_positions
 from foveate.runtime import handed_on
 
@@ -177,6 +179,11 @@ class Prefill:
         if generation_config.prefill_chunk_size is not None or rows * length <= LONG_PROMPT:
             return None
         if not isinstance(cache, Cache) or cache.get_seq_length() or self.attachment.whole_prompt:
+            return None
+        if not all(type(layer) in (CacheLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            return None  # recurrent layers of some models begin each pass anew
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and positions.dim() != 2:
             return None
         plain = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", releases.CACHE)
         if generation_config.output_hidden_states or any(

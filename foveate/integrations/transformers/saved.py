@@ -98,9 +98,17 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
             f"cache {str(path)!r} is of method {specs[index]} in layer {index}, and the model has {own[index]}; attach "
             "the same method, or read the prompt again"
         )
+    modules, _ = attention_modules(model, decoder_of(model), attachment.config)
     for index, (layer, known) in enumerate(zip(layers, described["layers"])):
         prefix = f"{index}."
-        found = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        weight = next(modules[index].parameters())  # a model may be spread over several devices
+        found = {
+            name.removeprefix(prefix): x.to(weight.device) for name, x in tensors.items() if name.startswith(prefix)
+        }
+        if weight.is_floating_point() and weight.itemsize > 1 and found["keys"].dtype != weight.dtype:
+            raise ValueError(
+                f"cache {str(path)!r} is in {found['keys'].dtype}, and the model in {weight.dtype}; {_AGAIN}"
+            )
         how = (layer.method.channels, layer.method.evicts, layer.counters, layer.block_size)
         layer.store = unpack(found, known, *how)
         layer.store.forward = cache.phase.forward

@@ -50,6 +50,8 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
     """
 
     _cudagraph_support = AttentionCGSupport.NEVER
+    supports_update_block_table = False
+    """A group of layers with equal shapes may not take over another's metadata, which holds that one's layers."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -40,7 +40,7 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
     given = (additional_config or {}).get("foveate") or os.environ.get("FOVEATE_METHOD")
     if not given:
         raise ValueError(f"foveate is the attention backend, but has no method: {HOW}")
-    if isinstance(given, str) and given.endswith(".json"):
+    if isinstance(given, str) and given.endswith(".json") and ":" not in given:
         read = _read(Path(given))
         of_tune = isinstance(read, Mapping) and read.get("kind") == SETTING
         given = given if of_tune else read
@@ -86,6 +86,7 @@ def check_engine(vllm_config: Any) -> None:
         "MLA models: they have no keys of KV heads": model.use_mla,
         "pipeline parallelism: a layer may read the choice of one in another stage": parallel.pipeline_parallel_size
         > 1,
+        "prefixes whose tokens see each other (images)": getattr(model, "is_mm_prefix_lm", False),
         "decode context parallelism: a rank would choose among its own keys": parallel.decode_context_parallel_size > 1,
     }
     for what, asked in refused.items():
