@@ -11,6 +11,7 @@ import transformers
 import foveate
 from foveate import methods
 from foveate.calibration.similarity import Similarity
+from foveate.integrations.transformers import hooks
 from foveate.integrations.transformers.releases import ReleaseError
 from foveate.methods import SharedPrompt
 from tests.families import FAMILIES, RECURRENT, family
@@ -309,6 +310,16 @@ class TestCappedLogits:
                     whole(tokens(60), use_cache=False)
             found.append(similarity.result().captured)
         assert not torch.allclose(*found, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [*STATES, "Jamba"])
+def test_long_prompts_of_recurrent_models_come_in_one_piece(name, monkeypatch):
+    """Jamba's layers begin each pass of several tokens with an empty state."""
+    with foveate.attached(family(name), "dense"):
+        whole = generate(family(name), tokens(50), 4)
+        monkeypatch.setattr(hooks, "LONG_PROMPT", 40)
+        monkeypatch.setattr(hooks, "CHUNK", 16)
+        assert torch.equal(generate(family(name), tokens(50), 4), whole)
 
 
 @pytest.mark.parametrize("name", STATES)
