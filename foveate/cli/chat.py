@@ -122,6 +122,7 @@ class Conversation:
         """Read the document before a question is known; returns the number of its tokens."""
         import torch
 
+        from foveate.integrations.transformers.hooks import takes_chunks
         from foveate.integrations.transformers.releases import CACHE
 
         context = render(self._tokenizer, [self._user(_QUESTION)]).rpartition(_QUESTION)[0]
@@ -131,7 +132,8 @@ class Conversation:
         tensor = torch.tensor([ids], device=self._network.device)
         attachment = self._network.foveate
         tile = attachment.prompt_tile
-        chunk = len(ids) if attachment.whole_prompt else max(_CHUNK // tile, 1) * tile
+        one_piece = attachment.whole_prompt or not takes_chunks(self._cache)
+        chunk = len(ids) if one_piece else max(_CHUNK // tile, 1) * tile
         with torch.inference_mode():
             for part in tensor.split(chunk, 1):
                 self._network(part, use_cache=True, logits_to_keep=1, **{CACHE: self._cache})

@@ -180,8 +180,8 @@ class Prefill:
             return None
         if not isinstance(cache, Cache) or cache.get_seq_length() or self.attachment.whole_prompt:
             return None
-        if not all(type(layer) in (CacheLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            return None  # recurrent layers of some models begin each pass anew
+        if not takes_chunks(cache):
+            return None
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.dim() != 2:
             return None
@@ -194,6 +194,11 @@ class Prefill:
         if tile > 1 and mask is not None and not bool(mask.all()):  # tiles of padded rows begin elsewhere in each
             return None
         return max(CHUNK // rows // tile, 1) * tile
+
+
+def takes_chunks(cache: Cache) -> bool:
+    """Whether a prompt in several passes is that in one: recurrent layers of some models (Jamba) begin each anew."""
+    return all(type(layer) in (CacheLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 class PrepareCache:
