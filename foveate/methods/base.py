@@ -140,6 +140,11 @@ class Method(Settings):
     """Index of the earlier layer whose selected keys this layer reads; None: it reads no other layer's. Per layer."""
 
     @property
+    def caution(self) -> str:
+        """What a user should know before relying on these settings; `attach` warns of it once. Empty: nothing."""
+        return ""
+
+    @property
     def role(self) -> str:
         """A short name for what this layer does with a decoded token, by which measurements group layers."""
         return self.name

@@ -148,6 +148,15 @@ class Kascade(TopKByMass):
         own.__dict__["artefact"] = self.artefact
         return own
 
+    @property
+    def caution(self) -> str:
+        if not isinstance(self.anchors, int) or self.top_k == 1.0:
+            return ""
+        return (
+            f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up (docs/kascade.md); "
+            "`foveate calibrate --model DIR --out FILE` chooses them, for calibration=FILE"
+        )
+
     def place_of(self, layer: int, among: Sequence[int]) -> Place:
         if isinstance(self.anchors, int):
             number, layers = self.anchors, len(among)

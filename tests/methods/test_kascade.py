@@ -1,7 +1,9 @@
 """Kascade's anchors and heads from the file of a calibration."""
 
 import copy
+import importlib
 import json
+import warnings
 
 import pytest
 import torch
@@ -173,3 +175,15 @@ class TestAttached:
         assert [policy.method for policy in twin.foveate.policies.values()] == [
             policy.method for policy in model.foveate.policies.values()
         ]
+
+
+def test_evenly_spaced_anchors_are_warned_of():
+    """Once; not where nothing is left out, and not where someone has chosen the anchors."""
+    assert "foveate calibrate" in methods.parse("kascade:anchors=2").caution
+    assert not any(methods.parse(f"kascade:{other}").caution for other in ("top_k=1.0", "anchors=[0,2]"))
+    importlib.import_module("foveate.integrations.transformers.attach")._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="kascade without a calibration"):
+        foveate.attach(tiny_model(), "kascade:anchors=2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        foveate.attach(tiny_model(), "kascade:anchors=2")

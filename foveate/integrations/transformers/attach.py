@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,7 +112,14 @@ def attach(
         graphs.require(attachment.replay_obstacle(model))
     detach(model)
     _put_on(attachment, model)
+    if chosen.caution:
+        _warn_once(chosen.caution)
     return attachment
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 def detach(model: nn.Module) -> None:
