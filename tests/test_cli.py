@@ -167,7 +167,7 @@ def test_a_model_runs_as_it_is(model, out):
         (["--method", "h20"], "h2o"),
         (["--method", "luka:pagesize=3"], "page_size"),
         (["--method", "luka:page_size=0"], "page_size"),
-        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: 2wiki, choice, hotpotqa"),
+        (["--task", "nihah"], "unknown task 'nihah'. Did you mean 'niah'? Allowed: 2wiki, choice, documents, hotpotqa"),
         (["--split", "singel"], "unknown split 'singel'. Did you mean 'single'? Allowed: single, multi"),
         (["--length", 100], "length must be at least 256"),
         (["--length", 4000], "needs 4,003 positions, the model has 2,048"),

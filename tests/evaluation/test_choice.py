@@ -187,7 +187,7 @@ def test_the_sample_has_none(tokenizer):
     ("choices", "spec", "acts"),
     [
         (["no", "a"], "h2o", False),
-        (["no", "a"], "quest", False),
+        (["no", "a"], "pages", False),
         (["no", "a"], "dense", True),
         (["no", "a"], "streaming", True),  # whose prompts are sparse
         (["no", "a"], "kascade:anchors=1,top_k=8,tile=8", True),

@@ -387,7 +387,7 @@ def test_predictions_that_are_not_finite_are_an_error(plan, broken_folder, task,
 @pytest.mark.parametrize("task", ["niah:max_new_tokens=4", "perplexity:continuation=12"])
 def test_predictions_of_a_method_that_are_not_finite_name_it_and_the_item(plan, monkeypatch, task, share_prompt):
     """Of one row of a batch, from a step on that no warm-up reaches."""
-    decode = foveate.methods.get("quest").decode
+    decode = foveate.methods.get("pages").decode
 
     def broken(self, cache, *more):
         out = decode(self, cache, *more)
@@ -395,11 +395,11 @@ def test_predictions_of_a_method_that_are_not_finite_name_it_and_the_item(plan, 
             out[1] = float("nan")
         return out
 
-    monkeypatch.setattr(foveate.methods.get("quest"), "decode", broken)
-    methods, _ = runner.parse_methods(["quest"])
+    monkeypatch.setattr(foveate.methods.get("pages"), "decode", broken)
+    methods, _ = runner.parse_methods(["pages"])
     own = dataclasses.replace(plan, methods=methods, task=tasks.parse(task, length=300), share_prompt=share_prompt)
     prepared = runner.prepare(own)
-    with pytest.raises(UserError, match=f"method 'quest', item {prepared.items[1].id}: the predictions of the model"):
+    with pytest.raises(UserError, match=f"method 'pages', item {prepared.items[1].id}: the predictions of the model"):
         runner.run(prepared)
 
 

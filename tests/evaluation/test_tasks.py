@@ -33,7 +33,7 @@ class TestParsing:
             (
                 "nia",
                 {},
-                "unknown task 'nia'. Did you mean 'niah'. Allowed: 2wiki, choice, hotpotqa, lambada, math, mqar",
+                "unknown task 'nia'. Did you mean 'niah'. Allowed: 2wiki, choice, documents, hotpotqa, lambada",
             ),
             ("wikisalad", {"split": "esy"}, "task 'wikisalad': unknown split 'esy'. Did you mean 'easy'"),
             ("niah:lenght=512", {}, "task 'niah': unknown setting 'lenght'. Did you mean 'length'"),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
 from foveate import methods
 from foveate.report.rows import chosen, spelled
-from foveate.report.tables import registry
 from foveate.results.resultfile import method_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,11 +95,11 @@ def test_the_same_of_a_value_that_is_gone(setting, value, allowed):
 def test_tables_have_the_rows_of_the_result_files(mark, spec):
     file, *words = mark.split()
     name = "method" if {"prefill.jsonl", "decode.jsonl"} & {file} else "spec"
-    table = registry.marked([f"benchmarks/results/{file}", *words, f"{name}={spec}"], ROOT)
+    table = tables.marked([f"benchmarks/results/{file}", *words, f"{name}={spec}"], ROOT)
     assert f"`{spec}`" in table
 
 
 def test_kascade_beside_its_paper_has_the_rows_of_fp8_keys():
     words = ["benchmarks/results/decode.jsonl", "decode-kascade", "context=131072", "method=flash-attention-3"]
-    table = registry.marked([*words, "method=kascade:decode_only=true,score_keys=fp8"], ROOT)
+    table = tables.marked([*words, "method=kascade:decode_only=true,score_keys=fp8"], ROOT)
     assert "10 %, chosen by fp8 keys (recall 0.979)" in table
