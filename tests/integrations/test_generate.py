@@ -357,7 +357,7 @@ def test_chunked_prefill_equals_one_piece(family, method, chunk):
         assert torch.equal(run(model, single(), prefill_chunk_size=chunk), greedy(family, method))
 
 
-@every_pair(METHODS, TWO_FAMILIES)
+@pytest.mark.parametrize(("family", "method"), [*(("llama", method) for method in SPARSE), ("gemma3", "quest")])
 def test_long_prompts_are_read_in_chunks(family, method, monkeypatch):
     """By themselves: of whole tiles, but where a prompt has to come in one piece, or holds more than text."""
     monkeypatch.setattr(hooks, "LONG_PROMPT", PROMPT - 1)
