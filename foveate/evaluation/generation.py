@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from foveate.evaluation.decoding import Along, Clock, Greedy, Paused, Sampled, Trace, check_finite, decode, kl
@@ -250,7 +251,9 @@ def _pause(
     attachment = getattr(model, "foveate", None)
     if attachment:  # tiles stay whole, but for those of padded rows, which begin elsewhere in each
         chunk = max(chunk // attachment.prompt_tile, 1) * attachment.prompt_tile
-    if chunk < input_ids.shape[1] and not (attachment and attachment.whole_prompt):
+    layers = () if kwargs.get(releases.CACHE) is None else kwargs[releases.CACHE].layers
+    anew = any(isinstance(layer, LinearAttentionLayer) for layer in layers)  # Jamba's begin each pass with no state
+    if chunk < input_ids.shape[1] and not anew and not (attachment and attachment.whole_prompt):
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)
     cache, pad = releases.returned_cache(out), generation_config.pad_token_id

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from foveate.cli import app
 from foveate.evaluation import tasks
 from foveate.evaluation.tasks import documents
 from foveate.evaluation.tasks.base import Output
@@ -121,6 +123,11 @@ def test_rows_are_not_written_among_the_documents(tmp_path):
     assert Fidelity(of=one).reads(tmp_path, tmp_path / "rows.jsonl")
     assert not one.reads(tmp_path, tmp_path.parent / "rows.jsonl")
     assert not tasks.parse("niah").reads(tmp_path, tmp_path / "rows.jsonl")
+    (tmp_path / "text.txt").write_text("A text of few words.", encoding="utf-8")
+    given = ["compare", "--model", "m", "--task", "documents", "--data", tmp_path, "--out", tmp_path / "rows.jsonl"]
+    done = CliRunner().invoke(app, [str(word) for word in given])
+    assert done.exit_code == 2
+    assert "whose files are documents; choose another --out" in " ".join(done.output.split())
 
 
 def test_a_folder_without_documents_is_refused(tmp_path):

@@ -8,7 +8,8 @@ from foveate.evaluation import decoding, generation
 from foveate.evaluation.own import Own, applied
 from foveate.evaluation.tasks.base import Item, Option
 from foveate.inputs import loading
-from tests.helpers import cached, returned_cache
+from tests.families import family
+from tests.helpers import cached, returned_cache, tokens
 
 
 @pytest.fixture(scope="module")
@@ -280,3 +281,14 @@ def test_only_items_of_one_kind_share_a_batch(tokenizer):
     items = [ask, ask, ask, question(tokenizer, "a", new=3), *texts, scored(ids, 5, 3), weighed]
     assert [len(group) for group in generation.batches(items, 2)] == [2, 1, 1, 2, 1, 1]
     assert [item for group in generation.batches(items, 3) for item in group] == items
+
+
+@pytest.mark.parametrize("method", [None, "dense"])
+def test_prompts_of_recurrent_models_are_not_cut(tokenizer, monkeypatch, method):
+    jamba = family("Jamba")
+    items = [Item("0", "", tuple(tokens(40)[0].tolist()), max_new_tokens=2)]
+    with foveate.attached(jamba, method) if method else contextlib.nullcontext():
+        whole = generation.read_prompt(jamba, tokenizer, items)._paused.logits[:, -1]
+        monkeypatch.setattr(generation, "_FORWARD_TOKENS", 8)
+        monkeypatch.setattr(generation, "_SHORTEST_CHUNK", 1)
+        assert torch.equal(generation.read_prompt(jamba, tokenizer, items)._paused.logits[:, -1], whole)

@@ -52,6 +52,7 @@ def test_calibrate_needs_a_model_alone(tmp_path):
     text = json.dumps(found.found)
     assert "--by together" in text
     assert "--task" not in text
+    assert f"--length {700 - 64} --batch-size 8" in text
     assert "pooling=sqrt" in done.output
 
 

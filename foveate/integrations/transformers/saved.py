@@ -142,7 +142,7 @@ def _layers(cache: Cache, model: torch.nn.Module) -> list[CacheLayer]:
 
 
 def _described(path: Path, text: str | None) -> dict[str, Any]:
-    """What the file says of itself. Raises ValueError for another kind of file, or another schema."""
+    """The file's description of its content. Raises ValueError for another kind of file, or another schema."""
     try:
         described = parse_json(text) if text else None
     except json.JSONDecodeError:
