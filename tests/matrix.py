@@ -64,7 +64,6 @@ VARIANTS = [
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4},
             "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "exact_anchors": False},
-            "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
         }.items()
     ),
     *(
@@ -286,8 +285,11 @@ def test_context_shorter_than_the_budget_is_dense(method):
 @each_variant
 def test_capped_logits_are_those_of_other_keys(method):
     """Where all queries and all keys lie along one axis, keys can be moved to where their logits are capped."""
-    means = method.name.startswith("luka") or getattr(method, "rest", "none") != "none"
-    if means or method.name in ("pages", "locks") or getattr(method, "score_keys", "exact") != "exact":
+    if (
+        method.name.startswith("luka")
+        or method.name in ("pages", "locks")
+        or getattr(method, "score_keys", "exact") != "exact"
+    ):
         return  # the mean of moved keys, or what stands for them in few bits, is another
     if getattr(method, "artefact", None) is not None and method.name == "lte":
         return  # learned scores read the keys themselves, not their logits

@@ -165,3 +165,11 @@ class LargestTensor(TorchDispatchMode):
 
 def _is(x: Any) -> bool:
     return isinstance(x, Tensor)
+
+
+def listed(chosen):
+    """Keys of tiles ``[B, Hkv, T, K]``, -1 for none, as arguments of :func:`foveate.ops.attend_tiles`."""
+    used_first = (chosen < 0).int().sort(dim=-1, stable=True).indices
+    starts = chosen.shape[3] * torch.arange(chosen.shape[2] + 1, device=chosen.device)
+    counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+    return {"indices": chosen.gather(-1, used_first).flatten(2), "starts": starts, "counts": counts}

@@ -118,7 +118,7 @@ def prefill(
 def prefill_model(
     model: Model = "llama-3.1-8b",
     methods: Methods = (
-        *("dense", "streaming", "kascade", "kascade:rest=mean", "kascade:exact_anchors=false"),
+        *("dense", "streaming", "kascade", "kascade:exact_anchors=false"),
         *("tova", "snapkv", "h2o", "luka", "luka:compressor=attention", "mixed"),
     ),
     contexts: Prompts = (8192, 16384, 32768),

@@ -24,7 +24,7 @@ class TopKByMass(SelectOnce):
     keys of its own, as many as it attends to.
     """
 
-    retired: ClassVar[dict] = {"top_p": 1.0}
+    retired: ClassVar[dict] = {"top_p": 1.0, "rest": "none"}
     exact_anchors: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 
@@ -34,11 +34,6 @@ class TopKByMass(SelectOnce):
     pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or its square root (sqrt)")
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
-    rest: str = setting(
-        "none",
-        "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
-        before="none",
-    )
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -47,25 +42,20 @@ class TopKByMass(SelectOnce):
         self._check_choice("pooling", "post_softmax", "sqrt")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
-        self._check_choice("rest", "none", "mean")
-        self._check(
-            "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
-        )
 
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mask, lengths = cache.stored()
-        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+        _, lengths = cache.stored()
+        how = {"pooling": self.pooling, "pool": self.pool, "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
         how |= {"scaling": scaling, "block_table": cache.block_table}
         return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how), lengths)
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        mask, lengths = cache.stored()
-        cache.count_read(cache.held(mask, lengths))
-        mask = None if mask is None else mask[:, :, None]
-        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
+        _, lengths = cache.stored()
+        cache.count_read(cache.held(None, lengths))
+        how = {"pooling": self.pooling, "pool": self.pool, "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
         attended = ops.attend_pooled(q, *cache.memory, scaling=scaling, **how)
         return self._chosen(cache, attended.mass, lengths), attended.out
@@ -127,7 +117,7 @@ class TopKByMass(SelectOnce):
                 return attended
         else:
             chosen, heads = self._handed_on(cache)
-        how |= {"tile": tile, "heads": heads, "rest": self.rest == "mean", "block_table": cache.block_table}
+        how |= {"tile": tile, "heads": heads, "block_table": cache.block_table}
         return ops.attend_tile_keys(q, *cache.memory, chosen, **how)
 
     def select_tiles(

@@ -58,9 +58,9 @@ class OmniKV(SelectOnce):
         return Place(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mask, lengths = cache.stored()
+        _, lengths = cache.stored()
         pooling = "max" if self.score == "softmax" else "max_logit"
-        how = {"pooling": pooling, "pool": "layer", "mask": mask, "lengths": lengths}
+        how = {"pooling": pooling, "pool": "layer", "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
         scores = ops.pooled_mass(q, cache.memory[0], scaling=scaling, **how)
         chosen = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count), dtype=torch.int32)

@@ -45,7 +45,6 @@ from foveate.ops.compress import (
     compress_newest,
     compress_pages,
     importance_weights,
-    root_weights,
     summarise,
 )
 from foveate.ops.recur import Recurred, gated_delta_rule
@@ -180,7 +179,6 @@ __all__ = [
     "refine",
     "replace_weakest",
     "retention_logits",
-    "root_weights",
     "running_best",
     "set_bits",
     "summarise",

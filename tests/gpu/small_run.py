@@ -22,7 +22,7 @@ PROMPT, DECODED = 289, 4
 SPECS = (
     "dense",
     "kascade:anchors=[1],top_k=40,min_k=16",
-    "kascade:anchors=[1],top_k=40,min_k=16,pool=layer,rest=mean",
+    "kascade:anchors=[1],top_k=40,min_k=16,pool=layer",
     "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",

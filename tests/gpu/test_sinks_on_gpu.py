@@ -8,6 +8,7 @@ from foveate.ops.attend import decode, decode_kernel, dense, pooled, tiles, tile
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
+from tests.problems import listed
 
 pytestmark = pytest.mark.gpu
 
@@ -78,8 +79,5 @@ def test_prompts(dtype, heads, dim):
     tile, starts = 32, torch.arange(288, number, 32)
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
-    for rest in (False, True):
-        close(
-            tiles_kernel.attend_tiles(q, k, v, chosen, tile=tile, rest=rest, **how).out,
-            tiles.attend_tiles(*full, chosen, tile=tile, rest=rest, **how).out,
-        )
+    how |= {"tile": tile, **listed(chosen)}
+    close(tiles_kernel.attend_tiles(q, k, v, **how).out, tiles.attend_tiles(*full, **how).out)

@@ -24,6 +24,7 @@ from foveate.runtime import CudaRecorder
 from tests.combinations import every_pair
 from tests.families import family
 from tests.helpers import cached, generate, left_padded, prepare, tokens
+from tests.problems import listed
 from tests.recorded import Replayed
 from tests.trees import Problem
 
@@ -129,10 +130,8 @@ def test_prompts(dtype, heads, dim, softcap):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
-    for rest in (False, True):
-        tiled = {"tile": tile, "rest": rest, **how}
-        found = tiles_kernel.attend_tiles(q, k, v, chosen, **tiled).out
-        close(found, tiles.attend_tiles(*full, chosen, **tiled).out, dtype)
+    how |= {"tile": tile, **listed(chosen)}
+    close(tiles_kernel.attend_tiles(q, k, v, **how).out, tiles.attend_tiles(*full, **how).out, dtype)
 
 
 def test_a_long_prompt_has_no_matrix(much_memory):

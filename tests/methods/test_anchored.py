@@ -59,23 +59,13 @@ def weights(q, k, i):
     return logits(q, k, i).softmax(-1)
 
 
-def read(q, k, v, i, chosen, mean_of=0):
-    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``.
-
-    The others of the first ``mean_of`` count as one position, of their mean key and value, as many times as they are.
-    """
+def read(q, k, v, i, chosen):
+    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``."""
     out = torch.empty(HEADS, DIM, dtype=torch.float64)
     for h in range(HEADS):
-        index, left = sorted(chosen[h // GROUP]), sorted(set(range(mean_of)) - chosen[h // GROUP])
+        index = sorted(chosen[h // GROUP])
         keys, values = (x[h // GROUP, index].double() for x in (k, v))
-        counts = torch.ones(len(index), dtype=torch.float64)
-        if left:
-            keys, values = (
-                torch.cat([x, of[h // GROUP, left].double().mean(0)[None]]) for x, of in ((keys, k), (values, v))
-            )
-            counts = torch.cat([counts, torch.tensor([float(len(left))])])
-        weights = (keys @ q[h, i].double() * SCALING).exp() * counts
-        out[h] = weights / weights.sum() @ values
+        out[h] = (keys @ q[h, i].double() * SCALING).softmax(0) @ values
     return out
 
 
@@ -103,9 +93,9 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax")
         {"anchors": [0, 1], "tile": 100},
         {"anchors": [0, 2], "pooling": "sqrt", "pool": "layer"},
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
-        {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
+        {"anchors": [1, 2], "heads": {"3": [1, 1]}},
         {"anchors": [1], "exact_anchors": True, "tile": 5},
-        {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
+        {"anchors": [0, 2], "exact_anchors": True, "pooling": "sqrt"},
     ],
     ids=str,
 )
@@ -144,8 +134,7 @@ def test_kascade_written_out(settings, top_k):
             dense = settings.get("decode_only") or selection is None or chosen is everything
             if not decoded:
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
-            mean_of = begin if "rest" in settings and not decoded and not dense else 0
-            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen, mean_of))
+            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen))
             counted[layer] += decoded * sum(map(len, chosen)) / KV_HEADS
     for number, layer in enumerate(stack.layers):
         if number not in settings["anchors"]:  # which look at more keys than they read
@@ -316,8 +305,6 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
-        ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
-        ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
         ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, pages, not 'int8'"),
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),

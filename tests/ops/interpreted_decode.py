@@ -306,9 +306,9 @@ def test_splits_cover_all_blocks_and_none_is_empty(rows, blocks):
     assert blocks < 64 or rows * splits >= min(264, rows * 128)
 
 
-def check_mass(q, k, mask=None, **more):
-    found = pooled_kernel.pooled_mass(q, k, scaling=0.3, mask=mask, **more)
-    expected = pooled.pooled_mass(q, k.nan_to_num(0.0), scaling=0.3, mask=mask, **more)
+def check_mass(q, k, **more):
+    found = pooled_kernel.pooled_mass(q, k, scaling=0.3, **more)
+    expected = pooled.pooled_mass(q, k.nan_to_num(0.0), scaling=0.3, **more)
     torch.testing.assert_close(found, expected, **tolerance(q.dtype, more.get("pooling")))
     return found
 
@@ -326,17 +326,14 @@ def test_pooled_mass(dtype, pooling, pool, number, splits):
     check_mass(q * 3, k, pooling=pooling, pool=pool)
 
 
-@every_pair(("ragged", [None, "mask", "lengths"]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
+@every_pair(("ragged", [False, True]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
 def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragged, splits):
     q, k, v = problem(number=300, dtype=dtype)
     more = {"scaling": 0.3, "pooling": pooling, "pool": pool}
-    there = torch.ones(2, 2, 1, 300, dtype=torch.bool)
-    if ragged == "mask":
-        more["mask"] = there = torch.rand(2, 2, 1, 300, generator=torch.manual_seed(1)) < 0.5
-    elif ragged == "lengths":
+    if ragged:
         more["lengths"] = torch.tensor([[300, 17], [0, 131]])
-        there = torch.arange(300) < more["lengths"][:, :, None, None]
-    k[~there[:, :, 0]], v[~there[:, :, 0]] = torch.nan, torch.inf
+        beyond = torch.arange(300) >= more["lengths"][:, :, None]
+        k[beyond], v[beyond] = torch.nan, torch.inf
     found = decode_kernel.attend_pooled(q, k, v, **more)
     expected = attend_pooled(q, k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), **more)
     close(found, expected, dtype)
@@ -344,30 +341,7 @@ def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragge
 
 
 @every_pair(
-    (
-        ("of_rows", "of_heads", "pooling"),
-        [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max"), (2, 1, "max_logit"), (2, 2, "max_logit")],
-    ),
-    POOL,
-    HALF,
-    SPLITS,
-    indirect=["splits"],
-    strength=3,
-)
-def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling, splits):
-    q, k, _ = problem(number=300, dtype=dtype)
-    mask = torch.rand(of_rows, of_heads, 300, generator=torch.manual_seed(1)) < 0.5
-    mask[..., 250:], mask[-1, :, 40:] = False, False
-    k[~mask.expand(2, 2, 300)] = torch.nan
-    found = check_mass(q, k, mask, pool=pool, pooling=pooling)
-    assert torch.equal(
-        found.isneginf(), ~(mask if pool == "kv_head" else mask.all(1, keepdim=True)).expand(*found.shape)
-    )
-
-
-@every_pair(
     ("lengths", [[300, 41], [[129, 300], [64, 5]]]),
-    ("masked", [False, True]),
     ("pooling", ["sqrt", "max", "max_logit"]),
     POOL,
     HALF,
@@ -375,12 +349,11 @@ def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling,
     indirect=["splits"],
     strength=3,
 )
-def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, masked, lengths, splits):
+def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, lengths, splits):
     q, k, _ = problem(number=300, dtype=dtype)
-    mask = torch.rand(2, 1, 300, generator=torch.manual_seed(1)) < 0.5 if masked else None
     lengths = torch.tensor(lengths)
     k[torch.arange(300) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = torch.nan
-    found = check_mass(q, k, mask, lengths=lengths, pool=pool, pooling=pooling)
+    found = check_mass(q, k, lengths=lengths, pool=pool, pooling=pooling)
     assert found[1, :, 64:].isneginf().all()
 
 

@@ -1,8 +1,5 @@
 """attend and its relatives against textbook attention in fp64."""
 
-import itertools
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +8,7 @@ from hypothesis import strategies as st
 from foveate import ops
 from foveate.ops import _math
 from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
+from tests.problems import listed
 
 SEEDS = st.integers(0, 1000)
 LOW_PRECISION = [torch.bfloat16, torch.float16]
@@ -218,52 +216,26 @@ def test_tiles_share_their_keys_and_see_their_own_causally(shape, seed, layout, 
                 for i in range(max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)):
                     mask[b, h, i, picked] = True
                     mask[b, h, i, begin : shape.offset + i + 1] = True
-    out = ops.attend_tiles(q, k, v, indices, tile=tile, scaling=0.3, offset=shape.offset).out
+    out = ops.attend_tiles(q, k, v, **listed(indices), tile=tile, scaling=0.3, offset=shape.offset).out
     assert_close(out, naive(q, k, v, 0.3, mask).out)
     unread = ~mask.any(2)
     k, v = (x.masked_fill(unread[..., None], NAN) for x in (k, v))
     arguments = {"tile": tile, "scaling": 0.3, "offset": shape.offset}
-    assert torch.equal(ops.attend_tiles(q, k, v, indices, **arguments).out, out)
+    assert torch.equal(ops.attend_tiles(q, k, v, **listed(indices), **arguments).out, out)
     heads = torch.randint(shape.kv_heads, (shape.kv_heads,), generator=generator)
     keys, values = (x.nan_to_num(1.0) for x in (k, v))
-    mapped = ops.attend_tiles(q, keys, values, indices, heads=heads, **arguments).out
-    assert torch.equal(mapped, ops.attend_tiles(q, keys, values, indices[:, heads], **arguments).out)
+    mapped = ops.attend_tiles(q, keys, values, **listed(indices), heads=heads, **arguments).out
+    assert torch.equal(mapped, ops.attend_tiles(q, keys, values, **listed(indices[:, heads]), **arguments).out)
 
 
-@given(shapes(), SEEDS, st.integers(1, 8), st.integers(0, 5))
-@settings(max_examples=40)
-def test_keys_that_a_tile_leaves_count_as_their_mean(shape, seed, tile, chosen):
-    q, k, v = problem(shape, seed, extra=3)
-    k[:, :, shape.keys :], v[:, :, shape.keys :] = NAN, NAN
-    generator, group = torch.Generator().manual_seed(seed), shape.group
-    tiles = range(shape.offset // tile, -(-(shape.offset + shape.queries) // tile))
-    indices = torch.full((shape.batch, shape.kv_heads, len(tiles), chosen), -1)
-    for place in itertools.product(range(shape.batch), range(shape.kv_heads), range(len(tiles))):
-        picked = torch.randperm(tile * tiles[place[2]], generator=generator)[: max(0, chosen - place[2] % 2)]
-        indices[place][: len(picked)] = picked
-    out = ops.attend_tiles(q, k, v, indices, tile=tile, scaling=0.3, offset=shape.offset, rest=True).out
-    for b, h, i in itertools.product(range(shape.batch), range(shape.kv_heads * group), range(shape.queries)):
-        position, t = shape.offset + i, (shape.offset + i) // tile - tiles[0]
-        begin, one = tile * tiles[t], indices[b, h // group, t]
-        read = [*one[one >= 0].tolist(), *range(begin, position + 1)]
-        left = sorted(set(range(begin)) - set(read))
-        keys, values = ([x[b, h // group, read].double()] for x in (k, v))
-        for some, x in ((keys, k), (values, v)):
-            some += [x[b, h // group, left].double().mean(0, keepdim=True)] if left else []
-        logits = torch.cat(keys) @ q[b, h, i].double() * 0.3
-        logits[len(read) :] += math.log(max(1, len(left)))
-        assert_close(out[b, h, i], logits.softmax(0) @ torch.cat(values))
-
-
-@pytest.mark.parametrize("rest", [False, True])
-def test_tiles_in_blocks_and_selections_that_do_not_fit(monkeypatch, rest):
+def test_tiles_in_blocks_and_selections_that_do_not_fit(monkeypatch):
     q, k, v = problem(SOME)
     indices = torch.arange(5).expand(2, 2, 2, 5) - 1
-    out = ops.attend_tiles(q, k, v, indices, tile=6, scaling=0.3, offset=14, rest=rest).out
+    out = ops.attend_tiles(q, k, v, **listed(indices), tile=6, scaling=0.3, offset=14).out
     monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
-    assert_close(ops.attend_tiles(q, k, v, indices, tile=6, scaling=0.3, offset=14, rest=rest).out, out)
+    assert_close(ops.attend_tiles(q, k, v, **listed(indices), tile=6, scaling=0.3, offset=14).out, out)
     with pytest.raises(ValueError, match="do not fit 1 tiles of 2 KV heads"):
-        ops.attend_tiles(q, k, v, indices, tile=12, scaling=0.3, offset=14)
+        ops.attend_tiles(q, k, v, **listed(indices), tile=12, scaling=0.3, offset=14)
 
 
 # attend_window

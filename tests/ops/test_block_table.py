@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import BlockTable
-from tests.problems import BLOCK_LAYOUTS, in_blocks
+from tests.problems import BLOCK_LAYOUTS, in_blocks, listed
 
 SCALING = {"scaling": 0.3}
 SIZES = pytest.mark.parametrize("block_size", [1, 3, 16, 64])
@@ -91,10 +91,8 @@ def test_verbs_of_prompts(block_size, layout):
     for verb, given, more in [
         (ops.attend_causal, (), {"softcap": 5.0, "need_lse": True}),
         (ops.attend_window, (), {"lower": lower, "sinks": 3}),
-        (ops.attend_tiles, (indices,), {"tile": 4}),
-        (ops.attend_tiles, (indices,), {"tile": 4, "rest": True}),
+        (ops.attend_tiles, (), {"tile": 4, **listed(indices)}),
         (ops.attend_tile_keys, (chosen,), {"tile": 4}),
-        (ops.attend_tile_keys, (chosen,), {"tile": 4, "rest": True}),
     ]:
         found = verb(q, *memory, *given, **how, **more, **where)
         expected = verb(q, k, v, *given, **how, **more)

@@ -181,12 +181,12 @@ def test_mass_makes_no_square_matrix(function):
 # pooled_mass
 
 
-@given(shapes(max_queries=1), SEEDS, st.sampled_from(LAYOUTS), st.booleans())
+@given(shapes(max_queries=1), SEEDS, st.sampled_from(LAYOUTS))
 @settings(max_examples=40)
-def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape, seed, layout, holes):
+def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape, seed, layout):
     q, k, expected = causal(shape, seed, layout=layout)
     weights = expected.weights[:, :, 0]
-    groups, mask = weights.unflatten(1, (shape.kv_heads, -1)), None
+    groups = weights.unflatten(1, (shape.kv_heads, -1))
     assert_close(ops.pooled_mass(q, k, scaling=0.3), groups.mean(2))
     assert_close(ops.pooled_mass(q, k, scaling=0.3, pooling="sqrt"), groups.sqrt().mean(2))
     assert_close(ops.pooled_mass(q, k, scaling=0.3, pool="layer"), weights.mean(1, keepdim=True))
@@ -196,11 +196,9 @@ def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape
     assert_close(ops.pooled_mass(q, k, scaling=0.3, pooling="max_logit"), logits.amax(2))
     layer = ops.pooled_mass(q, k, scaling=0.3, pool="layer", pooling="max_logit")
     assert_close(layer, logits.amax((1, 2))[:, None])
-    if holes and k.shape[2] > 1:
-        mask = torch.arange(k.shape[2])[None, None] > 0
-        found = ops.pooled_mass(q, k, scaling=0.3, mask=mask)
-        assert found[..., 0].isneginf().all()
-        assert_close(found[..., 1:], ops.pooled_mass(q, k[:, :, 1:], scaling=0.3))
+    found = ops.pooled_mass(q, k, scaling=0.3, lengths=torch.full((len(q),), k.shape[2] - 1))
+    assert found[..., -1].isneginf().all()
+    assert_close(found[..., :-1], ops.pooled_mass(q, k[:, :, :-1], scaling=0.3))
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([23, 9]), torch.tensor([[5, 40], [23, 0]])], ids=str)

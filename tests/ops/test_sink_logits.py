@@ -8,6 +8,7 @@ from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score.reference import query_mass
 from tests.helpers import Shape, assert_close, problem
+from tests.problems import listed
 
 SHAPE = Shape(batch=2, kv_heads=2, group=3, queries=7, offset=20, dim=16, value_dim=12)
 SCALING = 0.3
@@ -117,20 +118,19 @@ def test_pooled_mass(sinks, pooling, pool):
     assert_close(found.lse, lse)
 
 
-@pytest.mark.parametrize("rest", [False, True])
-def test_tiles(sinks, rest):
+def test_tiles(sinks):
     """Over all keys before each tile: causal attention. Over some: what it is without sinks, times their share."""
     shape = SHAPE._replace(queries=12)
     q, k, v = problem(shape)
-    how = {"tile": 8, "scaling": SCALING, "offset": 20, "rest": rest}
+    how = {"tile": 8, "scaling": SCALING, "offset": 20}
     before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
-    found = tiles.attend_tiles(q, k, v, before.expand(2, 2, 2, 24), sink_logits=sinks, **how)
+    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), sink_logits=sinks, **how)
     weights, _ = written_out(q, k, sinks, causal(shape))
     assert_close(found.out, output(weights, v))
-    some = before.masked_fill(torch.arange(24) % 3 == 0, -1).expand(2, 2, 2, 24)
-    with_sinks = tiles.attend_tiles(q, k, v, some, sink_logits=sinks, **how).out
-    low = tiles.attend_tiles(q, k, v, some, sink_logits=torch.full_like(sinks, -1e4), **how).out
-    assert_close(low, tiles.attend_tiles(q, k, v, some, **how).out)
+    some = listed(before.masked_fill(torch.arange(24) % 3 == 0, -1).expand(2, 2, 2, 24))
+    with_sinks = tiles.attend_tiles(q, k, v, **some, sink_logits=sinks, **how).out
+    low = tiles.attend_tiles(q, k, v, **some, sink_logits=torch.full_like(sinks, -1e4), **how).out
+    assert_close(low, tiles.attend_tiles(q, k, v, **some, **how).out)
     share = (with_sinks / low).mean(-1)  # one factor for all dims of a query
     torch.testing.assert_close(with_sinks, low * share[..., None], rtol=1e-3, atol=1e-4)
     assert bool(((share > 0) & (share < 1)).all())

@@ -1,7 +1,5 @@
 """Capped logits, ``softcap * tanh(logit / softcap)``: every reference against a softmax written out."""
 
-import math
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
 from tests.helpers import LargestTensor, Shape, assert_close, problem
+from tests.problems import listed
 
 SHAPE = Shape(batch=2, kv_heads=2, group=3, queries=7, offset=20, dim=16, value_dim=12)
 SCALING = 1.5
@@ -143,30 +142,24 @@ def test_pooled_mass(pooling, pool, with_sinks, sinks):
 
 
 @each_cap
-@pytest.mark.parametrize("rest", [False, True])
-def test_tiles(softcap, rest):
-    """Over all keys before each tile, causal attention; over some, with a mean key that is capped as a key is."""
+def test_tiles(softcap):
+    """Over all keys before each tile, causal attention; over some, attention among these and the tile's own."""
     shape = SHAPE._replace(queries=12)
     q, k, v = problem(shape)
-    how = {"tile": 8, "scaling": SCALING, "offset": 20, "rest": rest, "softcap": softcap}
+    how = {"tile": 8, "scaling": SCALING, "offset": 20, "softcap": softcap}
     before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
-    found = tiles.attend_tiles(q, k, v, before.expand(2, 2, 2, 24), **how)
+    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), **how)
     assert_close(found.out, output(written_out(q, k, softcap, causal(shape))[0], v))
     some = before.masked_fill(torch.arange(24) % 3 == 0, -1)
-    found = tiles.attend_tiles(q, k, v, some.expand(2, 2, 2, 24), **how).out
+    found = tiles.attend_tiles(q, k, v, **listed(some.expand(2, 2, 2, 24)), **how).out
     for t, (start, queries) in enumerate(((16, slice(0, 4)), (24, slice(4, 12)))):
         chosen = some[t][some[t] >= 0]
-        left = torch.tensor(sorted(set(range(start)) - set(chosen.tolist())))
         own = torch.arange(start, min(start + 8, shape.keys))
         of = [x[:, :, torch.cat([chosen, own])] for x in (k, v)]
         logits = capped_logits(q[:, :, queries], of[0], softcap)
         seen = torch.cat([chosen, own]) <= torch.arange(20, shape.keys)[queries, None]
-        logits, values = logits.masked_fill(~seen, float("-inf")), of[1]
-        if rest:
-            mean = capped_logits(q[:, :, queries], k[:, :, left].double().mean(2, keepdim=True), softcap)
-            logits = torch.cat([logits, mean + math.log(len(left))], -1)
-            values = torch.cat([values.double(), v[:, :, left].double().mean(2, keepdim=True)], 2)
-        assert_close(found[:, :, queries], output(logits.softmax(-1), values))
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        assert_close(found[:, :, queries], output(weights, of[1]))
 
 
 @each_cap

@@ -19,13 +19,6 @@ def triton_is_there():
     pytest.importorskip("triton")
 
 
-def places_used(indices):
-    """See :func:`foveate.ops.attend.tiles_kernel.places_used`."""
-    place = torch.arange(1, indices.shape[-1] + 1)
-    used = torch.where(indices >= 0, place, 0).amax(-1) if len(place) else torch.zeros(indices.shape[:3])
-    return torch.stack([used, torch.where((indices >= 0).sum(-1) < used, -used, used)]).int()
-
-
 def attend(seed, changed=()):
     """The largest error of a problem that ``seed`` draws."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -52,22 +45,19 @@ def attend(seed, changed=()):
     for b, h, t in itertools.product(range(batch), range(kv_heads), range(count)):
         before = offset - lead + t * tile
         some = torch.randperm(before, generator=generator)[: max(0, most - draw.choice([0, 0, 5, 70]))].sort().values
-        if draw.random() < 0.3:  # unused places among those in use
-            some[40::3] = -1
         indices[b, h, t, : len(some)] = some.int()
-    starts, given = None, indices
-    if draw.random() < 0.5:
-        numbers = torch.randint(0, most + 1, (count,), generator=generator)
-        starts = torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
-        given = torch.cat([indices[:, :, t, : numbers[t]] for t in range(count)], 2)
-        indices = tiles.side_by_side(given, starts)
+    numbers = torch.randint(0, most + 1, (count,), generator=generator) if draw.random() < 0.5 else [most] * count
+    starts = torch.nn.functional.pad(torch.as_tensor(numbers).cumsum(0), (1, 0))
+    lists = [indices[:, :, t, : numbers[t]] for t in range(count)]
+    given = (torch.cat(lists, 2), starts, torch.stack([(x >= 0).sum(-1, dtype=torch.int32) for x in lists], 2))
     how = {"tile": tile, "scaling": dim**-0.5, "offset": offset}
     how["heads"] = torch.randint(0, kv_heads, (kv_heads,), generator=generator) if draw.random() < 0.5 else None
     how["sink_logits"] = torch.randn(kv_heads * group, generator=generator) if draw.random() < 0.5 else None
     kernel = gluon_on_cpu.load_kernel(ATTENTION, changed)
     out = torch.full_like(q, float("nan"))
-    found = kernel.attend_tiles(q, k, v, given, starts, places_used(indices), out, **how).out
-    exact = tiles.attend_tiles(q.double(), k.double(), v.double(), given, starts=starts, **how).out
+    found = kernel.attend_tiles(q, k, v, *given, out, **how).out
+    how |= dict(zip(("indices", "starts", "counts"), given, strict=True))
+    exact = tiles.attend_tiles(q.double(), k.double(), v.double(), **how).out
     return float((found.double() - exact).abs().max())
 
 
@@ -84,7 +74,7 @@ def test_attention(seed):
     [
         ("mbarrier.wait(q_empty, (lap & 1) ^ 1)", "mbarrier.wait(q_empty, 1)"),
         ("place[None, :] <= limits[:, None]", "place[None, :] < limits[:, None]"),
-        ("gl.where(holes, 0, used // KEYS)", "used // KEYS"),
+        ("whole = used // KEYS", "whole = gl.cdiv(used, KEYS)"),
         ("blocks - 2 - step", "blocks - 1 - step"),
     ],
 )

@@ -62,7 +62,6 @@ def attend_pooled(
     v: Tensor,
     *,
     scaling: float,
-    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
@@ -77,8 +76,8 @@ def attend_pooled(
     """
     check(pooling, pool)
     number = k.shape[2] if block_table is None else block_table.length
-    mask, more = _bytes(mask, q, k, number), {"how": (pooling, pool), "block_table": block_table}
-    return _decode(q, k, v, None, mask, lengths, number, scaling, True, sink_logits, softcap, **more)
+    more = {"how": (pooling, pool), "block_table": block_table}
+    return _decode(q, k, v, None, None, lengths, number, scaling, True, sink_logits, softcap, **more)
 
 
 def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | None:

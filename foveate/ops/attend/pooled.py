@@ -14,7 +14,6 @@ def attend_pooled(
     v: Tensor,
     *,
     scaling: float,
-    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
@@ -30,8 +29,7 @@ def attend_pooled(
         q: ``[B, Hq, 1, D]``.
         k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``; read through their strides.
         scaling: factor of the logits.
-        mask: bool, broadcastable to ``[B, Hkv, 1, N]``: True where a key is. The others may hold anything finite.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
+        lengths: see :func:`pooled_mass`.
         sink_logits, softcap, block_table: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
@@ -43,7 +41,6 @@ def attend_pooled(
     """
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
-    by_head = None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0]
     how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
-    scores = pooled_mass(q, k, mask=by_head, pooling=pooling, pool=pool, **how)
-    return attend(q, k, v, mask=mask, need_lse=True, **how)._replace(mass=scores)
+    scores = pooled_mass(q, k, pooling=pooling, pool=pool, **how)
+    return attend(q, k, v, need_lse=True, **how)._replace(mass=scores)

@@ -12,7 +12,6 @@ from foveate.ops.checks import (
     check_blocks,
     check_keys,
     check_lengths,
-    check_mask,
     check_number,
     check_places,
     check_sinks,
@@ -25,7 +24,6 @@ def pooled_mass(
     k: Tensor,
     *,
     scaling: float,
-    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
     softcap: float | None = None,
@@ -42,8 +40,8 @@ def pooled_mass(
         q: ``[B, Hq, 1, D]``.
         k: ``[B, Hkv, N, D]``; read through its strides.
         scaling: factor of the logits.
-        mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. The others may hold
+            anything finite.
         sink_logits: ``[Hq]``: a logit of each query head that takes its share of attention and has no key; None: none.
         softcap: each scaled logit x counts as ``softcap * tanh(x / softcap)``; None: as it is.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
@@ -61,13 +59,25 @@ def pooled_mass(
     check(pooling, pool)
     if block_table is not None:
         (k,) = block_table.gather(q, k)
-    if lengths is not None:
-        there = first_keys(lengths, k.shape[2])
-        mask = there if mask is None else mask & there
+    there = None if lengths is None else first_keys(lengths, k.shape[2])
+    return _pooled(q, k, there, scaling, sink_logits, softcap, pooling, pool)
+
+
+def _pooled(
+    q: Tensor,
+    k: Tensor,
+    there: Tensor | None,
+    scaling: float,
+    sink_logits: Tensor | None,
+    softcap: float | None,
+    pooling: str,
+    pool: str,
+) -> Tensor:
+    """:func:`pooled_mass` of the keys that are ``there``, a mask that broadcasts to ``[B, Hkv, N]``, or of all."""
     logits = key_logits(fold_group(q, k.shape[1]), k, scaling, softcap)
-    if mask is not None:
-        logits.masked_fill_(~mask[:, :, None], float("-inf"))
-    return pool_logits(logits, mask, pooling, pool, sink_logits)
+    if there is not None:
+        logits.masked_fill_(~there[:, :, None], float("-inf"))
+    return pool_logits(logits, there, pooling, pool, sink_logits)
 
 
 def pooled_mass_of_pages(
@@ -109,8 +119,7 @@ def pooled_mass_of_pages(
     slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)
     ends = k.shape[2] if lengths is None else lengths.clamp_max(k.shape[2]).view(len(q), -1, 1)
     slots = slots.masked_fill(slots >= ends, -1)
-    how = {"sink_logits": sink_logits, "softcap": softcap, "pooling": pooling, "pool": pool}
-    return pooled_mass(q, gather_slots(k, slots), scaling=scaling, mask=slots >= 0, **how)
+    return _pooled(q, gather_slots(k, slots), slots >= 0, scaling, sink_logits, softcap, pooling, pool)
 
 
 def pool_logits(
@@ -146,7 +155,6 @@ def check_mass(
     q: Tensor,
     k: Tensor,
     *,
-    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     sink_logits: Tensor | None = None,
     block_table: BlockTable | None = None,
@@ -154,13 +162,11 @@ def check_mass(
 ) -> None:
     """Raise for arguments of :func:`pooled_mass` that cannot be."""
     number = check_keys(q, k, None, block_table)
-    check_mask(mask, (len(q), k.shape[1], number))
     check_lengths(lengths, len(q), k.shape[1])
     check_sinks(sink_logits, q.shape[1])
 
     def read() -> Tensor:
-        there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
-        return there if mask is None else there & mask
+        return torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
 
     check_blocks(block_table, k, read)
 

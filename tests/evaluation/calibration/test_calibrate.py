@@ -513,7 +513,7 @@ class TestBadPlans:
                     {"by": "divergence", "method": Kascade(**idle)},
                     f"{next(iter(idle))} has no effect: what is measured is decoding after dense prompts",
                 )
-                for idle in ({"tile": 9}, {"rest": "mean"})
+                for idle in ({"tile": 9}, {"exact_anchors": False})
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
