@@ -18,6 +18,7 @@ import torch
 from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
+from foveate.ops import Logits
 from foveate.runtime import Phase, handed_on
 from foveate.state import Counters
 
@@ -184,7 +185,7 @@ class Driver:
     def feed(self, tokens, mask=None):
         handed_on.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
-        return self.layer.attend(tokens.q, key, value, mask, SCALING, softcap=self.softcap)
+        return self.layer.attend(tokens.q, key, value, mask, Logits(SCALING, softcap=self.softcap))
 
     def feed_steps(self, tokens):
         return torch.cat([self.feed(tokens[i : i + 1]) for i in range(len(tokens))], 2)

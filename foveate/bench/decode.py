@@ -354,7 +354,7 @@ def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float)
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]
         offset = cache.used - last.shape[2]
-        how = {"scaling": scaling, "offset": offset, "need_lse": policy.observation.needs_lse}
+        how = {"logits": branch.logits(scaling), "offset": offset, "need_lse": policy.observation.needs_lse}
         policy.observe(branch, last, ops.attend_causal(last, branch.keys, branch.values, **how), scaling)
     branch.rows["observed"] = list(branch.lengths)
     finish_prompt(policy, branch, scaling)

@@ -300,7 +300,7 @@ class LearnedEviction(SlidingWindowAttention):
             near = near[None, None].expand(*kept.shape, -1, -1)
             mask = torch.cat([positions[:, :, None] < queries - self.window, near], 3)
             keys, values = torch.cat([far_k, k[:, :, low:high]], 2), torch.cat([far_v, v[:, :, low:high]], 2)
-            outs.append(ops.attend(q[:, :, first:high], keys, values, scaling=self.scaling, mask=mask).out)
+            outs.append(ops.attend(q[:, :, first:high], keys, values, logits=ops.Logits(self.scaling), mask=mask).out)
         last = counts + torch.arange(-ring, 0, device=k.device)
         source = last.clamp_min(0)[:, None].expand(-1, self.num_kv_heads, -1)
         into = (last % ring)[:, None].expand(-1, self.num_kv_heads, -1)

@@ -282,7 +282,7 @@ class SlidingWindowAttention(nn.Module):
         out = None
         if q is not None:
             used = memory.lengths_on(device).clamp_max(ring)[:, None] + held["kept"]
-            out = ops.attend(q, held["keys"], held["values"], scaling=self.scaling, lengths=used).out
+            out = ops.attend(q, held["keys"], held["values"], logits=ops.Logits(self.scaling), lengths=used).out
         if self.buffer:  # the token that the next one writes over is offered to the buffer
             ops.replace_weakest(
                 **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},

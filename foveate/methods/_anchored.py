@@ -129,8 +129,8 @@ class SelectOnce(Method):
             (indices, read), heads = self._handed_on(cache)
             cache.count("indices_reused", 1)
             cache.count_read(read if heads is None else read.index_select(1, heads))
-        how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out
+        how = {"logits": cache.logits(scaling), "heads": heads, "block_table": cache.block_table}
+        return ops.attend_indices(q, *cache.memory, indices, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,18 +47,19 @@ class TopKByMass(SelectOnce):
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         _, lengths = cache.stored()
-        how = {"pooling": self.pooling, "pool": self.pool, "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        how |= {"scaling": scaling, "block_table": cache.block_table}
-        return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how), lengths)
+        mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
+        return self._chosen(cache, mass, lengths)
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         _, lengths = cache.stored()
         cache.count_read(cache.held(None, lengths))
-        how = {"pooling": self.pooling, "pool": self.pool, "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
-        attended = ops.attend_pooled(q, *cache.memory, scaling=scaling, **how)
+        attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, attended.mass, lengths), attended.out
+
+    def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
+        """Which keys are pooled, and how."""
+        how = {"lengths": lengths, "block_table": cache.block_table}
+        return {"logits": cache.logits(scaling), "pooling": self.pooling, "pool": self.pool, **how}
 
     def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
@@ -105,7 +106,7 @@ class TopKByMass(SelectOnce):
             return super().prompt(cache, q, scaling)
         place, offset, heads = self.place, cache.used - q.shape[2], None
         tile = self.prompt_tile(cache.geometry.group)
-        how = {"scaling": scaling, "offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
+        how = {"logits": cache.logits(scaling), "offset": offset}
         if place.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
             lse, exact = attended.lse, place.dense or self.exact_anchors
@@ -125,9 +126,8 @@ class TopKByMass(SelectOnce):
     ) -> ops.TileKeys:
         """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
         power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
-        softcap = None if cache.softcap is None else power * cache.softcap
-        how = {"tile": tile, "offset": offset, "scaling": power * scaling, "softcap": softcap}
-        blocks = ops.tile_mass(q, cache.keys, power * lse, **how)
+        logits = ops.Logits(power * scaling, softcap=None if cache.softcap is None else power * cache.softcap)
+        blocks = ops.tile_mass(q, cache.keys, power * lse, logits=logits, tile=tile, offset=offset)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))

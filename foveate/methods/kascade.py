@@ -255,8 +255,7 @@ class Kascade(TopKByMass):
         cache.count_read(cache.each_row(self.page_keys)[:, None])
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        how = {"sink_logits": cache.sink_logits, **self._where(cache, scaling)}
-        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **self._where(cache, scaling)).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
@@ -273,14 +272,14 @@ class Kascade(TopKByMass):
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
-        how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits}
-        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how, **self._where(cache, scaling))
+        how = {"pooling": self.pooling, "pool": self.pool, **self._where(cache, scaling)}
+        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how)
         places = self._chosen(cache, mass)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _where(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
         how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
-        return {"scaling": scaling, "softcap": cache.softcap, **how}
+        return {"logits": cache.logits(scaling), **how}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.

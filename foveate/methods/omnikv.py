@@ -60,8 +60,7 @@ class OmniKV(SelectOnce):
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         _, lengths = cache.stored()
         pooling = "max" if self.score == "softmax" else "max_logit"
-        how = {"pooling": pooling, "pool": "layer", "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
-        scores = ops.pooled_mass(q, cache.memory[0], scaling=scaling, **how)
+        how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
+        scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
         chosen = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count), dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

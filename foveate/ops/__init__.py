@@ -47,6 +47,7 @@ from foveate.ops.compress import (
     importance_weights,
     summarise,
 )
+from foveate.ops.logits import Logits
 from foveate.ops.recur import Recurred, gated_delta_rule
 from foveate.ops.retain import Leaving, give_up, keep_best, put_token, replace_weakest, running_best, weakest
 from foveate.ops.score import (
@@ -112,6 +113,7 @@ __all__ = [
     "KeyLists",
     "Leaving",
     "Level",
+    "Logits",
     "Nodes",
     "PageRecord",
     "Part",

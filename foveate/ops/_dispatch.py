@@ -51,7 +51,8 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:
         if check is not None:
             check(*args, **kwargs)
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = (*args, *kwargs.values(), *kwargs.get("logits", ()))
+        tensors = [x for x in given if isinstance(x, Tensor)]
         if use_kernel(*tensors):
             try:
                 with torch.cuda.device_of(tensors[0]):

@@ -20,6 +20,7 @@ from foveate.bench import cold_cache_timing as cold
 from foveate.cli import app
 from foveate.methods import parse
 from foveate.methods.luka.pages import Pages
+from foveate.ops import Logits
 from foveate.report.tables import decode as report
 from foveate.results import measurements, timing
 from foveate.results.errors import UserError
@@ -133,7 +134,7 @@ def times(monkeypatch):
 )
 def test_dense_of_our_own_competes_for_the_baseline(monkeypatch, milliseconds, baseline):
     def attend(q, k, v, scaling):
-        return ops.attend(q, k, v, scaling=scaling).out
+        return ops.attend(q, k, v, logits=Logits(scaling)).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
     monkeypatch.setattr(decode, "_peer", lambda *args, **more: decode._Found(milliseconds["library"], 1.0, False, None))
@@ -279,7 +280,7 @@ def test_libraries_and_methods_decode_the_same_tokens(monkeypatch, times):
 
     def attend(q, k, v, scaling):
         lengths.append(k.shape[2])
-        return ops.attend(q, k, v, scaling=scaling).out
+        return ops.attend(q, k, v, logits=Logits(scaling)).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
     found = _quick("dense", level="layer")
@@ -462,7 +463,7 @@ def test_libraries_give_dense_attention(monkeypatch):
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-    expected = ops.attend(q, k, v, scaling=0.3).out
+    expected = ops.attend(q, k, v, logits=Logits(0.3)).out
     libraries = dense_peers.available("cpu", "float32"), dense_peers.available("cuda", "float32")
     for attend in (dense_peers._flash_attention_3(), libraries[0]["sdpa"], libraries[1]["sdpa-math"]):
         torch.testing.assert_close(attend(q, k, v, 0.3), expected)

@@ -14,7 +14,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.layers import LearnedEviction, NativeSparseAttention, csa
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.state import SlotCache
 from foveate.state.hybrid import BlockMemory, RetainedMemory
 
@@ -113,7 +113,7 @@ def attend_chosen(dtype: torch.dtype) -> None:
     rows = torch.randn(2, 6, 1, 16, device="cuda").to(dtype)
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
-    ops.attend_indices(rows, keys, keys, chosen, scaling=0.25, heads=torch.tensor([1, 0], device="cuda"))
+    ops.attend_indices(rows, keys, keys, chosen, logits=Logits(0.25), heads=torch.tensor([1, 0], device="cuda"))
 
 
 def read_tiles() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import _dispatch, _math
+from foveate.ops import Logits, _dispatch, _math
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.select import bits, bits_kernel
 from foveate.state import SlotCache
@@ -68,7 +68,7 @@ def test_attention_over_bits(room, monkeypatch):
     ops.set_bits(words, indices, begins)
     chosen = ops.TileKeys(words, begins, starts, tuple(starts.tolist()))
     monkeypatch.setattr(_math, "GPU_SCORES_BYTES", room)
-    how = {"tile": tile, "scaling": 0.125, "offset": offset}
+    how = {"tile": tile, "logits": Logits(0.125), "offset": offset}
     with poisoned_memory("cuda"):
         found = ops.attend_tile_keys(q, k, v, chosen, **how).out
         assert torch.equal(found, ops.attend_tile_keys(q, k, v, chosen, **how).out), "repeats are equal bit for bit"

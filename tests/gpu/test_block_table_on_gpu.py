@@ -6,7 +6,7 @@ from matrix import LENGTHS, PROMPT, Driver, Tokens, assert_same_state, padded
 
 import foveate
 from foveate import methods, ops
-from foveate.ops import BlockTable, _dispatch
+from foveate.ops import BlockTable, Logits, _dispatch
 from foveate.runtime import CudaRecorder, replay
 from tests.combinations import every_pair
 from tests.helpers import generate, left_padded, tiny_model
@@ -34,7 +34,7 @@ SPECS = [
     "pages:top_k=64",
     "locks:top_k=64",
 ]
-SCALING = {"scaling": 0.1}
+SCALING = {"logits": Logits(0.1)}
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
@@ -89,7 +89,7 @@ def selection(batch, kv_heads, length, offset, tile, number):
 
 
 def check(q, k, v, chosen, tile, offset):
-    arguments = {"tile": tile, "scaling": q.shape[-1] ** -0.5, "offset": offset, **listed(chosen)}
+    arguments = {"tile": tile, "logits": Logits(q.shape[-1] ** -0.5), "offset": offset, **listed(chosen)}
     with poisoned_memory("cuda"):
         out = ops.attend_tiles(q, k, v, **arguments).out
         assert torch.equal(out, ops.attend_tiles(q, k, v, **arguments).out), "repeats are equal bit for bit"
@@ -149,7 +149,7 @@ def test_tiles_of_as_many_places_as_they_need(dtype, dim, hopper):
     starts = torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
     within = torch.arange(400, device="cuda") < numbers[:, None]
     ragged, apart = chosen[:, :, within], listed(chosen.masked_fill(~within, -1))
-    how = {"tile": 32, "scaling": dim**-0.5, "offset": 300}
+    how = {"tile": 32, "logits": Logits(dim**-0.5), "offset": 300}
     own = {"indices": ragged, "starts": starts, "counts": apart["counts"]}
     with poisoned_memory("cuda"):
         out = ops.attend_tiles(q, k, v, **own, **how).out
@@ -190,7 +190,7 @@ def test_heads_of_attention(dtype, heads, kv_heads):
 def test_heads_that_read_the_choice_of_others(dtype, hopper):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
-    arguments = {"tile": 64, "scaling": 0.125, "offset": 77}
+    arguments = {"tile": 64, "logits": Logits(0.125), "offset": 77}
     mapped = ops.attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
     assert torch.equal(mapped, ops.attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
 
@@ -215,18 +215,18 @@ def test_keys_beyond_the_reach_of_32_bits():
 
 def check_mass(q, k, tile, offset, scaling=0.125):
     """All blocks of `tile_mass`, side by side with those of the reference in double precision."""
-    lse = ops.attend_causal(q, k, k, scaling=scaling, offset=offset, need_lse=True).lse
+    lse = ops.attend_causal(q, k, k, logits=Logits(scaling), offset=offset, need_lse=True).lse
     with poisoned_memory("cuda"):
-        found = list(ops.tile_mass(q, k, lse, tile=tile, scaling=scaling, offset=offset))
+        found = list(ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset))
     assert all(
         torch.equal(mass, again)
         for (_, mass), (_, again) in zip(
-            found, ops.tile_mass(q, k, lse, tile=tile, scaling=scaling, offset=offset), strict=True
+            found, ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset), strict=True
         )
     )
     with _dispatch.reference_only():
         expected = score_reference.tile_mass(
-            q.double(), k.double(), lse.double(), tile=tile, scaling=scaling, offset=offset
+            q.double(), k.double(), lse.double(), tile=tile, logits=Logits(scaling), offset=offset
         )
         for (first, mass), (also, exact) in zip(found, expected, strict=True):
             assert first == also
@@ -273,9 +273,9 @@ def test_masses_of_tiles_in_any_order(span, hopper, monkeypatch):
         lse[:, :, 0, rows // 2 :] = float("inf")
         begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
         with poisoned_memory("cuda"):
-            found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
-            assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09))
-        exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=0.09)
+            found = mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09))
+            assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09)))
+        exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, logits=Logits(0.09))
         torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
     assert hopper is None or len(hopper) == 6
 
@@ -302,9 +302,11 @@ def test_mass_of_tiles_of_few_queries(dtype, dim, rows, tiles, keys):
     lse[:, :, 0, rows // 2 :] = float("inf")
     begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
     with poisoned_memory("cuda"):
-        found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=dim**-0.5)
-        assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=dim**-0.5))
-    exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=dim**-0.5)
+        found = mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(dim**-0.5))
+        assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(dim**-0.5)))
+    exact = score_reference.tile_block_mass(
+        queries.double(), k.double(), lse.double(), begins, logits=Logits(dim**-0.5)
+    )
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from foveate.ops import Logits
 from foveate.runtime import Layer, Phase, handed_on
 from foveate.state import Counters
 
@@ -27,7 +28,7 @@ class Driver:
         handed_on.begin("driver", self.layer.phase)
         new = [x[:, :, first:last] for x in (self.q, self.k, self.v)]
         handed_on.post(self.layer, new[1])
-        return self.layer.attend(*new, None, SCALING, softcap=self.softcap)
+        return self.layer.attend(*new, None, Logits(SCALING, softcap=self.softcap))
 
     def capped(self, logits):
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()

@@ -32,7 +32,7 @@ class Stack:
         for layer, (q, k, v) in zip(self.layers, tokens):
             handed_on.begin("driver", layer.phase)
             handed_on.post(layer, k)
-            outs.append(layer.attend(q, k, v, mask, SCALING, softcap=self.softcap))
+            outs.append(layer.attend(q, k, v, mask, ops.Logits(SCALING, softcap=self.softcap)))
         return torch.stack(outs)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
+from foveate.ops import Logits
 from foveate.runtime import Layer, Phase, handed_on
 from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
@@ -30,7 +31,7 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(top_k, monkeyp
         handed_on.begin("driver", layer.phase)
         new = [x[:, :, first:last] for x in (q, k, v)]
         handed_on.post(layer, new[1])
-        return layer.attend(*new, None, SCALING)
+        return layer.attend(*new, None, Logits(SCALING))
 
     feed(0, prompt)
     for i in range(prompt, total):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops import BlockTable
+from foveate.ops import BlockTable, Logits
 from foveate.ops.attend import decode_kernel, tiles_kernel, window_kernel
 from foveate.ops.compress import PageRecord, boxes_kernel, low_rank, low_rank_kernel
 from foveate.ops.gpu.tiles import Tile
@@ -20,7 +20,7 @@ SIZES = ("block_size", [1, 3, 16, 40, 256])
 """Smaller and larger than what a program reads at once, and of no power of two."""
 LAYOUTS = ("layout", BLOCK_LAYOUTS)
 SPLITS = ("splits", [1, 100])
-SCALING = {"scaling": 0.3}
+SCALING = {"logits": Logits(0.3)}
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_windows_of_prompts(dtype, block_size, layout, window, sinks, softcap, s
     unseen = slice(sinks, max(21 - window, sinks))
     k[:, :, unseen], v[:, :, unseen] = torch.nan, torch.nan
     *memory, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "lower": lower, "sinks": sinks, "offset": 20, "softcap": softcap}
+    how = {"logits": Logits(0.3, softcap=softcap), "lower": lower, "sinks": sinks, "offset": 20}
     found = window_kernel.attend_window(q, *memory, block_table=table, **how)
     same(found, window_kernel.attend_window(q, k, v, **how))
 

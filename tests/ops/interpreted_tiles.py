@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from foveate import ops
-from foveate.ops import _math
+from foveate.ops import Logits, _math
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.attend import tiles, tiles_kernel
@@ -48,7 +48,7 @@ def selection(shape, tile, number, seed=0):
 
 
 def check(q, k, v, indices, tile, offset):
-    arguments = {"tile": tile, "scaling": 0.3, "offset": offset, **listed(indices)}
+    arguments = {"tile": tile, "logits": Logits(0.3), "offset": offset, **listed(indices)}
     out = tiles_kernel.attend_tiles(q, k, v, **arguments).out
     assert out.dtype == q.dtype
     assert_close(out, tiles.attend_tiles(q, k, v, **arguments).out, q.dtype)
@@ -66,13 +66,13 @@ def test_tiles_read_what_is_chosen_and_themselves(tile, offset, number, small_bl
 def test_learned_sinks(dtype, level, small_blocks):
     shape = SOME._replace(batch=2, kv_heads=2, group=3, queries=30)
     q, k, v = problem(shape, dtype=dtype)
-    logits = (torch.randn(6, generator=torch.manual_seed(0)) + level).to(dtype)
-    how = {"tile": 8, "scaling": 0.3, "offset": 14, **listed(selection(shape, 8, 9))}
-    out = tiles_kernel.attend_tiles(q, k, v, sink_logits=logits, **how).out
-    assert_close(out, tiles.attend_tiles(q, k, v, sink_logits=logits, **how).out, dtype)
-    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, **how).out) == (level < 0)
+    sinks = (torch.randn(6, generator=torch.manual_seed(0)) + level).to(dtype)
+    how = {"tile": 8, "offset": 14, **listed(selection(shape, 8, 9))}
+    out = tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out
+    assert_close(out, tiles.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out, dtype)
+    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3), **how).out) == (level < 0)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        tiles_kernel.attend_tiles(q, k, v, sink_logits=logits[:5], **how)
+        ops.attend_tiles(q, k, v, logits=Logits(0.3, sinks[:5]), **how)
 
 
 @every_pair(
@@ -84,11 +84,12 @@ def test_capped_logits(dtype, softcap, beside, small_blocks):
     """Some far beyond the cap. Learned sinks are not capped."""
     shape = SOME._replace(batch=2, kv_heads=2, group=3, queries=30)
     q, k, v = problem(shape, dtype=dtype)
-    how = {"tile": 8, "scaling": 3.0, "offset": 14, **listed(selection(shape, 8, 9))}
-    how["sink_logits"] = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
-    out = tiles_kernel.attend_tiles(q, k, v, softcap=softcap, **how).out
-    assert_close(out, tiles.attend_tiles(q, k, v, softcap=softcap, **how).out, dtype)
-    assert not torch.allclose(out, tiles_kernel.attend_tiles(q, k, v, **how).out, rtol=0.01, atol=0.01)
+    how = {"tile": 8, "offset": 14, **listed(selection(shape, 8, 9))}
+    sinks = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
+    logits, without = Logits(3.0, sinks, softcap), Logits(3.0, sinks)
+    out = tiles_kernel.attend_tiles(q, k, v, logits=logits, **how).out
+    assert_close(out, tiles.attend_tiles(q, k, v, logits=logits, **how).out, dtype)
+    assert not torch.allclose(out, tiles_kernel.attend_tiles(q, k, v, logits=without, **how).out, rtol=0.01, atol=0.01)
 
 
 @every_pair(
@@ -102,7 +103,8 @@ def test_masses_of_capped_logits(dtype, softcap, rows, number, small_blocks):
     logits = softcap * (3.0 * torch.einsum("bhtwd,bhnd->bhtwn", queries.float(), k.float()) / softcap).tanh()
     lse = logits.logsumexp(-1)
     found, expected = (
-        one.tile_block_mass(queries, k, lse, begins, scaling=3.0, softcap=softcap) for one in (mass_kernel, reference)
+        one.tile_block_mass(queries, k, lse, begins, logits=Logits(3.0, softcap=softcap))
+        for one in (mass_kernel, reference)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     total = found[:, :, 2].sum(-1)  # of a tile behind all keys
@@ -156,7 +158,7 @@ def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
     assert torch.equal(tiles.side_by_side(ragged, starts, counts)[..., :21], apart)
     q, k, v = problem(shape, extra=3)
     heads = torch.tensor([1, 1]) if mapped else None
-    how = {"tile": 8, "scaling": 0.3, "offset": 14, "heads": heads}
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 14, "heads": heads}
     own = {"starts": starts, "counts": counts}
     out = tiles_kernel.attend_tiles(q, k, v, ragged, **own, **how).out
     assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, **listed(apart), **how).out)
@@ -166,7 +168,7 @@ def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
     for wrong, said in ((own | {"starts": starts[1:]}, r"with starts \(9,\)"), (own, r"indices \(2, 2, 9, 21\)")):
         indices = chosen if wrong is own else ragged
         with pytest.raises(ValueError, match=said + ".* do not fit 9 tiles"):
-            tiles_kernel.attend_tiles(q, k, v, indices, **wrong, tile=8, scaling=0.3, offset=14)
+            tiles_kernel.attend_tiles(q, k, v, indices, **wrong, tile=8, logits=Logits(0.3), offset=14)
 
 
 @pytest.mark.parametrize("attend", [tiles.attend_tiles, tiles_kernel.attend_tiles], ids=["reference", "kernel"])
@@ -174,7 +176,7 @@ def test_counts_and_an_output_that_are_given(attend, small_blocks):
     """The output is one part of a larger one, whose other parts stay; places beyond the counts may hold anything."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=60)
     chosen = selection(shape, 8, 21)
-    how = {"tile": 8, "scaling": 0.3, "offset": 14}
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 14}
     q, k, v = problem(shape)
     given = listed(chosen)
     expected = attend(q, k, v, **given, **how).out
@@ -209,7 +211,7 @@ def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, small_blocks, monkey
     ops.set_bits(words, indices, begins)
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
     monkeypatch.setattr(chosen_keys, "_attend_tiles", tiles_kernel.attend_tiles)
-    how = {"tile": 8, "scaling": 0.3, "offset": 45}
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 45}
     found = ops.attend_tile_keys(q, k, v, ops.TileKeys(words, begins, starts, tuple(starts.tolist())), **how).out
     assert torch.equal(found, tiles_kernel.attend_tiles(q, k, v, **listed(indices), **how).out)
 
@@ -221,7 +223,7 @@ def test_heads_that_read_the_choice_of_others(heads):
     chosen[:, 0, :, 4:], chosen[:, 2, 1:] = -1, -1  # some heads have fewer, or none
     q, k, v = problem(shape)
     check(q, k, v, chosen[:, heads], 8, 14)
-    arguments = {"tile": 8, "scaling": 0.3, "offset": 14}
+    arguments = {"tile": 8, "logits": Logits(0.3), "offset": 14}
     mapped = tiles_kernel.attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
     assert torch.equal(mapped, tiles_kernel.attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
 
@@ -234,13 +236,15 @@ def test_keys_that_are_not_chosen_leave_no_trace():
     read = set(chosen.flatten().tolist()) | set(range(32, 52))
     unread = [slot for slot in range(k.shape[2]) if slot not in read]
     k[:, :, unread], v[:, :, unread] = float("nan"), float("inf")
-    assert torch.equal(tiles_kernel.attend_tiles(q, k, v, **listed(chosen), tile=16, scaling=0.3, offset=32).out, clean)
+    assert torch.equal(
+        tiles_kernel.attend_tiles(q, k, v, **listed(chosen), tile=16, logits=Logits(0.3), offset=32).out, clean
+    )
 
 
 def test_what_attention_refuses():
     q, k, v = problem(SOME)
     chosen = selection(SOME, 8, 4)
-    arguments = {"tile": 8, "scaling": 0.3, "offset": 14, **listed(chosen)}
+    arguments = {"tile": 8, "logits": Logits(0.3), "offset": 14, **listed(chosen)}
     with pytest.raises(UnsupportedError, match="float64"):
         tiles_kernel.attend_tiles(q.double(), k.double(), v.double(), **arguments)
     wide = problem(SOME._replace(dim=272))
@@ -269,9 +273,9 @@ def mass_problem(tiles=5, rows=12, keys=70, dim=16, batch=2, heads=2, dtype=torc
 
 
 def check_mass(queries, k, lse, begins):
-    mass = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    mass = mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.3))
     assert mass.dtype == torch.float32
-    expected = reference.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    expected = reference.tile_block_mass(queries, k, lse, begins, logits=Logits(0.3))
     torch.testing.assert_close(mass, expected, rtol=1e-5 if k.dtype == torch.float32 else 2e-3, atol=1e-6)
     return mass
 
@@ -306,25 +310,25 @@ def test_keys_behind_a_tile_leave_no_trace():
     begins = torch.full((5,), 33)
     clean = check_mass(queries, k, lse, begins)
     k[:, :, 33:] = float("nan")
-    assert torch.equal(mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3), clean)
+    assert torch.equal(mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.3)), clean)
 
 
 def test_what_mass_refuses():
     queries, k, lse, begins = mass_problem()
     with pytest.raises(UnsupportedError, match="float64"):
-        mass_kernel.tile_block_mass(queries.double(), k.double(), lse, begins, scaling=0.3)
+        mass_kernel.tile_block_mass(queries.double(), k.double(), lse, begins, logits=Logits(0.3))
     with pytest.raises(UnsupportedError, match="above 256"):
-        mass_kernel.tile_block_mass(*mass_problem(dim=264), scaling=0.3)
+        mass_kernel.tile_block_mass(*mass_problem(dim=264), logits=Logits(0.3))
     with pytest.raises(ValueError, match="shapes do not fit"):
-        mass_kernel.tile_block_mass(queries, k, lse[..., 1:], begins, scaling=0.3)
+        mass_kernel.tile_block_mass(queries, k, lse[..., 1:], begins, logits=Logits(0.3))
 
 
 def test_the_verb_gives_the_same_with_the_kernel(monkeypatch):
     """`tile_mass` as a method calls it, in parts of tiles."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
     q, k, v = problem(shape)
-    lse = ops.attend_causal(q, k, v, scaling=0.3, offset=13, need_lse=True).lse
-    how = {"tile": 8, "scaling": 0.3, "offset": 13}
+    lse = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=13, need_lse=True).lse
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 13}
     expected = list(ops.tile_mass(q, k, lse, **how))
     monkeypatch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
     found = list(ops.tile_mass(q, k, lse, **how))

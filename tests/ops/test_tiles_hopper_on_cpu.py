@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foveate.ops import Logits
 from foveate.ops.attend import tiles
 from foveate.ops.score import reference
 from tests import gluon_on_cpu
@@ -50,9 +51,10 @@ def attend(seed, changed=()):
     starts = torch.nn.functional.pad(torch.as_tensor(numbers).cumsum(0), (1, 0))
     lists = [indices[:, :, t, : numbers[t]] for t in range(count)]
     given = (torch.cat(lists, 2), starts, torch.stack([(x >= 0).sum(-1, dtype=torch.int32) for x in lists], 2))
-    how = {"tile": tile, "scaling": dim**-0.5, "offset": offset}
+    how = {"tile": tile, "offset": offset}
     how["heads"] = torch.randint(0, kv_heads, (kv_heads,), generator=generator) if draw.random() < 0.5 else None
-    how["sink_logits"] = torch.randn(kv_heads * group, generator=generator) if draw.random() < 0.5 else None
+    sinks = torch.randn(kv_heads * group, generator=generator) if draw.random() < 0.5 else None
+    how["logits"] = Logits(dim**-0.5, sinks)
     kernel = gluon_on_cpu.load_kernel(ATTENTION, changed)
     out = torch.full_like(q, float("nan"))
     found = kernel.attend_tiles(q, k, v, *given, out, **how).out
@@ -108,6 +110,6 @@ def test_mass(seed):
     begins = torch.randint(0, number + 100, (count,), generator=generator)
     kernel = gluon_on_cpu.load_kernel(MASS)
     kernel._SPAN = draw.choice([1, 2, 128])
-    found = kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
-    exact = reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=0.09)
+    found = kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09))
+    exact = reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, logits=Logits(0.09))
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)

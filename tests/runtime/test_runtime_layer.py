@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foveate import methods
+from foveate.ops import Logits
 from foveate.runtime import Layer, Phase, handed_on
 from foveate.state import Counters
 
@@ -24,7 +25,7 @@ def drawn(batch=2):
 def feed(layer, tokens, first, last, mask=None):
     new = [x[:, :, first:last] for x in tokens]
     layer.announce(last - first)
-    return layer.attend(*new, mask, 8**-0.5)
+    return layer.attend(*new, mask, Logits(8**-0.5))
 
 
 def layer_of(spec, **how):
@@ -91,7 +92,7 @@ def test_steps_are_replayed_where_transformers_is_not_installed():
 
         def attend(q, k, v):
             layer.announce(k.shape[2])
-            return layer.attend(q, k, v, None, 8**-0.5)
+            return layer.attend(q, k, v, None, Logits(8**-0.5))
 
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randn(2, heads, 30, 8, generator=generator) for heads in (4, 2, 2)]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foveate.calibration import Measured, Similarity
+from foveate.ops import Logits
 from foveate.runtime import Policy
 
 
@@ -63,8 +64,8 @@ class Study:
             raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
 
-    def _look(self, layer: int, q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> None:
-        self._similarity.look(layer, q, k, scaling, softcap)
+    def _look(self, layer: int, q: Tensor, k: Tensor, logits: Logits) -> None:
+        self._similarity.look(layer, q, k, logits)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).

@@ -161,7 +161,7 @@ class LuKA(Method):
         if self.tracks_recent:
             note_queries(cache, q, self.window)
         if self.weighs_mass:
-            how = {"scaling": scaling, "offset": offset, "softcap": cache.softcap}
+            how = {"logits": cache.logits(scaling), "offset": offset}
             ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
@@ -224,15 +224,12 @@ class LuKA(Method):
             cache.values,
             tree_of(self.pages, self.top_k, self.expand, cache),
             self.refinement,
-            scaling=scaling,
-            softcap=cache.softcap,
-            need_lse=cache.sink_logits is not None,
+            logits=cache.logits(scaling),
             sums=ops.Sums(1 / self.window, total, recent) if self.weighs_mass or self.tracks_recent else None,
         )
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
-        # learned sinks scale the output; they do not enter the masses by which pages are chosen
-        return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
+        return covered.out
 
     @functools.cached_property
     def refinement(self) -> ops.Refinement:

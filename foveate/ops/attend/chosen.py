@@ -12,10 +12,11 @@ from foveate.ops import _math
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import tiles
 from foveate.ops.attend.attended import Attended
+from foveate.ops.checks import check_logits_of
 from foveate.ops.select import bits
 from foveate.ops.select.bits import TileKeys
 
-_attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
+_attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", check_logits_of)
 _keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
 
 
@@ -26,7 +27,6 @@ def attend_tile_keys(
     chosen: TileKeys,
     *,
     tile: int,
-    scaling: float,
     offset: int = 0,
     **how: Any,
 ) -> Attended:
@@ -35,7 +35,7 @@ def attend_tile_keys(
     A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU.
 
     Args:
-        q, k, v, tile, scaling, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts`` and
+        q, k, v, tile, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts`` and
             ``out``.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
 
@@ -54,14 +54,7 @@ def attend_tile_keys(
         found = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
         indices, counts = (x.expand(-1, heads, -1) for x in found)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
-        some = {
-            "tile": tile,
-            "scaling": scaling,
-            "offset": since,
-            "starts": starts - starts[0],
-            "counts": counts,
-            **how,
-        }
+        some = {"tile": tile, "offset": since, "starts": starts - starts[0], "counts": counts, **how}
         part = slice(since - offset, until - offset)
         _attend_tiles(q[:, :, part], k, v, indices, out=out[:, :, part], **some)
         del found, indices  # before those of the next tiles are there

@@ -5,6 +5,7 @@ from torch import Tensor
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.block_table import BlockTable
+from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import pooled_mass
 
 
@@ -13,10 +14,8 @@ def attend_pooled(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -28,9 +27,8 @@ def attend_pooled(
     Args:
         q: ``[B, Hq, 1, D]``.
         k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``; read through their strides.
-        scaling: factor of the logits.
         lengths: see :func:`pooled_mass`.
-        sink_logits, softcap, block_table: see :func:`attend`.
+        logits, block_table: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -41,6 +39,5 @@ def attend_pooled(
     """
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
-    how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
-    scores = pooled_mass(q, k, pooling=pooling, pool=pool, **how)
-    return attend(q, k, v, need_lse=True, **how)._replace(mass=scores)
+    scores = pooled_mass(q, k, logits=logits, lengths=lengths, pooling=pooling, pool=pool)
+    return attend(q, k, v, logits=logits, lengths=lengths, need_lse=True)._replace(mass=scores)

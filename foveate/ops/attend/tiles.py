@@ -8,6 +8,7 @@ from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields
 from foveate.ops.block_table import BlockTable
+from foveate.ops.logits import Logits
 
 
 def attend_tiles(
@@ -17,13 +18,11 @@ def attend_tiles(
     indices: Tensor,
     *,
     tile: int,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
     starts: Tensor,
     counts: Tensor,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     out: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
@@ -39,7 +38,7 @@ def attend_tiles(
         starts: int64 ``[T + 1]``, ascending from 0 to P: tile t has the places ``starts[t] .. starts[t + 1] - 1``.
         counts: int32 ``[B, Hkv, T]``: how many of a tile's places are in use, the first ones.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
-        sink_logits, softcap, block_table: see :func:`attend`.
+        logits, block_table: see :func:`attend`.
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
 
     Raises:
@@ -68,17 +67,16 @@ def attend_tiles(
         values = values.masked_fill(unused, 0)
         keys = torch.cat([keys, own_k[:, :, first : first + step]], 3)
         values = torch.cat([values, own_v[:, :, first : first + step]], 3)
-        logits = capped(matmul_fp32(rows[:, :, first : first + step], keys.transpose(-1, -2)) * scaling, softcap)
+        scores = matmul_fp32(rows[:, :, first : first + step], keys.transpose(-1, -2)) * logits.scaling
+        scores = capped(scores, logits.softcap)
         hidden = torch.cat(
             [unused.transpose(-1, -2).expand(-1, -1, -1, width, -1), future.expand(*chosen.shape[:3], -1, -1)], -1
         )
-        logits = logits.masked_fill(hidden, float("-inf"))
-        of_sinks = logits.new_empty(*logits.shape[:-1], 0)
-        if sink_logits is not None:
-            of_sinks = rows_of_heads(sink_logits, q.shape[1], num_kv_heads, tile)[:, :, None].expand(
-                *logits.shape[:-1], 1
-            )
-        weights = torch.cat([logits, of_sinks], -1).softmax(-1)[..., : logits.shape[-1]]
+        scores = scores.masked_fill(hidden, float("-inf"))
+        of_sinks = scores.new_empty(*scores.shape[:-1], 0)
+        if logits.sinks is not None:
+            of_sinks = rows_of_heads(logits.sinks, num_kv_heads, tile)[:, :, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, of_sinks], -1).softmax(-1)[..., : scores.shape[-1]]
         outs.append(matmul_fp32(weights.to(values.dtype), values).to(q.dtype))
     found = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     found = found[:, :, lead : lead + q.shape[2]]

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.tiles_hopper_gather_kernel import gather, place_of_item, places_in_use
 from foveate.ops.gpu.tiles import multiprocessors
+from foveate.ops.logits import Logits
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-3.4e38)
@@ -67,10 +68,9 @@ def attend_tiles(
     out: Tensor,
     *,
     tile: int,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`; only where :func:`fits`.
 
@@ -91,14 +91,14 @@ def attend_tiles(
         starts,
         counts,
         heads,
-        sink_logits,
+        logits.sinks,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *indices.stride(),
         *out.stride()[:3],
-        0 if sink_logits is None else sink_logits.stride(0),
+        0 if logits.sinks is None else logits.sinks.stride(0),
         items,
         num_kv_heads,
         group,
@@ -107,9 +107,9 @@ def attend_tiles(
         parts,
         length,
         offset,
-        scaling * _LOG2E.value,
+        logits.scaling * _LOG2E.value,
         MAPPED=heads is not None,
-        SINKS=sink_logits is not None,
+        SINKS=logits.sinks is not None,
         ROWS=ROWS,
         DIM=dim,
         BLOCK_D=block_d,

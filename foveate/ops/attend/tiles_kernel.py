@@ -11,10 +11,10 @@ from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.tiles import check_out, check_selection
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
+from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -50,13 +50,11 @@ def attend_tiles(
     indices: Tensor,
     *,
     tile: int,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
     starts: Tensor,
     counts: Tensor,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     out: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
@@ -83,16 +81,15 @@ def attend_tiles(
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
     if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    check_sinks(sink_logits, num_heads)
 
     starts, counts = starts.contiguous(), counts.contiguous()
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else check_out(out, q, v)
-    own = _HOPPER and softcap is None and block_table is None and q.is_cuda
+    own = _HOPPER and logits.softcap is None and block_table is None and q.is_cuda
     if own and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
-        if hopper.fits(q, k, v, tile=tile, scaling=scaling):
-            how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
-            return hopper.attend_tiles(q, k, v, indices, starts, counts, out, **how)
+        if hopper.fits(q, k, v, tile=tile, scaling=logits.scaling):
+            own = {"tile": tile, "logits": logits, "offset": offset, "heads": heads}
+            return hopper.attend_tiles(q, k, v, indices, starts, counts, out, **own)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
@@ -103,7 +100,7 @@ def attend_tiles(
         starts,
         counts,
         heads,
-        sink_logits,
+        logits.sinks,
         *arguments(block_table),
         out,
         q.stride(),
@@ -111,7 +108,7 @@ def attend_tiles(
         v.stride(),
         indices.stride(),
         out.stride()[:3],
-        0 if sink_logits is None else sink_logits.stride(0),
+        0 if logits.sinks is None else logits.sinks.stride(0),
         num_kv_heads,
         group,
         tile,
@@ -119,9 +116,9 @@ def attend_tiles(
         parts,
         length,
         offset,
-        scaling * _LOG2E.value,
+        logits.scaling * _LOG2E.value,
         BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         **block.sizes(dim, value_dim) | block.options,
     )
     return Attended(out)

@@ -8,11 +8,11 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.attended import Attended
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import Tile, tile_of_width
+from foveate.ops.logits import Logits
 
 _TILES = {
     64: Tile(128, 64, num_warps=8, num_stages=3, maxnreg=128),
@@ -36,12 +36,10 @@ def attend_window(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lower: Tensor,
     sinks: int = 0,
     offset: int = 0,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.window.attend_window`.
@@ -51,25 +49,23 @@ def attend_window(
     The output lies in memory as ``[B, Lq, Hq, Dv]``.
     """
     more = {"need_lse": False, "block_table": block_table}
-    return _windowed(q, k, v, scaling, lower, sinks, offset, sink_logits, softcap, **more)
+    return _windowed(q, k, v, logits, lower, sinks, offset, **more)
 
 
-def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:
     """See :func:`foveate.ops.attend.window.attend_capped`: a window that begins at the first key."""
     lower = torch.zeros(q.shape[2], dtype=torch.int64, device=q.device)
-    return _windowed(q, k, v, scaling, lower, 0, offset, None, softcap, need_lse=True)
+    return _windowed(q, k, v, logits, lower, 0, offset, need_lse=True)
 
 
 def _windowed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scaling: float,
+    logits: Logits,
     lower: Tensor,
     sinks: int,
     offset: int,
-    sink_logits: Tensor | None,
-    softcap: float | None,
     need_lse: bool,
     block_table: BlockTable | None = None,
 ) -> Attended:
@@ -88,7 +84,6 @@ def _windowed(
     if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim) or lower.shape != (length,):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "lower"), (q, k, v, lower)))
         raise ValueError(f"shapes do not fit: {shapes}")
-    check_sinks(sink_logits, num_heads)
 
     tile = tile_for(q.dtype, max(dim, value_dim))
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
@@ -98,7 +93,7 @@ def _windowed(
         k,
         v,
         lower,
-        sink_logits,
+        logits.sinks,
         *arguments(block_table),
         out,
         lse,
@@ -107,15 +102,15 @@ def _windowed(
         *v.stride(),
         *out.stride()[:3],
         lower.stride(0),
-        0 if sink_logits is None else sink_logits.stride(0),
+        0 if logits.sinks is None else logits.sinks.stride(0),
         num_heads,
         num_heads // num_kv_heads,
         length,
         offset,
         sinks,
-        scaling * LOG2E.value,
+        logits.scaling * LOG2E.value,
         BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),

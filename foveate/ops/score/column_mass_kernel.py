@@ -8,6 +8,7 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
+from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)
@@ -35,9 +36,8 @@ def column_mass(
     k: Tensor,
     lse: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.score.reference.column_mass`.
@@ -74,8 +74,8 @@ def column_mass(
         num_heads // num_kv_heads,
         length,
         offset,
-        scaling * _LOG2E.value,
-        SOFTCAP=constant(softcap),
+        logits.scaling * _LOG2E.value,
+        SOFTCAP=constant(logits.softcap),
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,

@@ -15,6 +15,7 @@ from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import Kept, per_head, pooled
 from foveate.ops.score.low_rank import check_pages
 from foveate.ops.score.pooled import check
@@ -71,11 +72,10 @@ def page_lse(
     rows: Tensor,
     records: Tensor,
     form: PageRecord,
-    scaling: float,
     *,
+    logits: Logits,
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
-    softcap: float | None = None,
     pages: Tensor | None = None,
     branch: int = 1,
 ) -> Tensor:
@@ -84,7 +84,7 @@ def page_lse(
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
     are multiplied as such, in the queries' dtype, and summed in fp32. Repeats are equal bit for bit.
     """
-    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, pages, branch)
+    kept = _kept(rows, records, form, logits, weights, lengths, pages, branch)
     return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch)]
 
 
@@ -93,10 +93,9 @@ def pooled_mass_of_records(
     records: Tensor,
     form: PageRecord,
     *,
-    scaling: float,
+    logits: Logits,
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -104,7 +103,7 @@ def pooled_mass_of_records(
     check(pooling, pool, "of_largest")
     num_kv_heads, number = records.shape[1:3]
     rows = fold_group(q, num_kv_heads)
-    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, None, 1, pooling)
+    kept = _kept(rows, records, form, logits, weights, lengths, None, 1, pooling)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     return pooled(kept, num_kv_heads, number, None, lengths, pooling, pool)
 
@@ -117,10 +116,9 @@ def _kept(
     rows: Tensor,
     records: Tensor,
     form: PageRecord,
-    scaling: float,
+    logits: Logits,
     weights: Tensor | None,
     lengths: Tensor | None,
-    softcap: float | None,
     pages: Tensor | None,
     branch: int,
     pooling: str | None = None,
@@ -165,13 +163,13 @@ def _kept(
             number,
             padded,
             each,
-            scaling,
+            logits.scaling,
             WEIGHTED=weights is not None,
             BOUNDED=lengths is not None,
             BRANCH=0 if pages is None else branch,
             TOTALS=pooling is not None,
             LARGEST=pooling == "of_largest",
-            SOFTCAP=constant(softcap),
+            SOFTCAP=constant(logits.softcap),
             **constants(form),
             PACKED=packed,
             BLOCK_M=tile.block_m,

@@ -12,6 +12,7 @@ from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
@@ -36,10 +37,8 @@ def pooled_mass(
     q: Tensor,
     k: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -54,7 +53,7 @@ def pooled_mass(
     read and may hold anything.
     """
     number = k.shape[2] if block_table is None else block_table.length
-    return _pooled_mass(q, k, None, lengths, number, 0, scaling, sink_logits, softcap, pooling, pool, block_table)
+    return _pooled_mass(q, k, None, lengths, number, 0, logits, pooling, pool, block_table)
 
 
 def pooled_mass_of_pages(
@@ -63,10 +62,8 @@ def pooled_mass_of_pages(
     pages: Tensor,
     page_size: int,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -76,8 +73,7 @@ def pooled_mass_of_pages(
     Keys of no page, and those that are not there, are not read and may hold anything.
     """
     pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
-    how = (scaling, sink_logits, softcap, pooling, pool, block_table)
-    return _pooled_mass(q, k, pages, lengths, number, page_size, *how)
+    return _pooled_mass(q, k, pages, lengths, number, page_size, logits, pooling, pool, block_table)
 
 
 def _pooled_mass(
@@ -87,9 +83,7 @@ def _pooled_mass(
     lengths: Tensor | None,
     number: int,
     page_size: int,
-    scaling: float,
-    sink_logits: Tensor | None,
-    softcap: float | None,
+    logits: Logits,
     pooling: str,
     pool: str,
     block_table: BlockTable | None,
@@ -137,15 +131,15 @@ def _pooled_mass(
         kept.logits.shape[2],
         blocks,
         splits,
-        scaling * LOG2E.value,
+        logits.scaling * LOG2E.value,
         steps(pooling),
         CODED=kept.coded,
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size(block_table, k),
         **tile.sizes(dim) | tile.options,
     )
-    return pooled(kept.beside(sink_logits), num_kv_heads, number, pages, lengths, pooling, pool, page_size, keys)
+    return pooled(kept.beside(logits.sinks), num_kv_heads, number, pages, lengths, pooling, pool, page_size, keys)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts"])
