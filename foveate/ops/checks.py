@@ -82,7 +82,7 @@ def check_sinks(sinks: Tensor | None, heads: int) -> None:
 
 
 def check_own_keys(number: int, queries: int, offset: int) -> None:
-    """Raise unless every query has its own key behind ``offset`` others."""
+    """Raise unless every query has its own key after ``offset`` others."""
     check_number("offset", offset, 0)
     if number < offset + queries:
         raise ValueError(f"k has {number} keys; offset {offset} and {queries} queries need {offset + queries}")

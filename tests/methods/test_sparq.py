@@ -55,7 +55,7 @@ class Layer(Driver):
     sinks = None
 
     def feed(self, tokens, mask=None):
-        matrix.handed_on.begin("driver", self.layer.phase)
+        matrix.handover.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
         how = {"softcap": self.softcap, "sink_logits": self.sinks}
         return self.layer.attend(tokens.q, key, value, mask, SCALING, **how)

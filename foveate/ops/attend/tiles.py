@@ -38,7 +38,7 @@ def attend_tiles(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
         indices: int ``[B, Hkv, T, K]``: for each tile given, keys before its first position; -1 marks an unused place.
-            With ``starts``: ``[B, Hkv, P]``, those of one tile behind those of another.
+            With ``starts``: ``[B, Hkv, P]``, the tiles one after another.
         starts: int64 ``[T + 1]``, ascending from 0 to P: tile t has the places ``starts[t] .. starts[t + 1] - 1``.
             None: every tile has as many places.
         counts: int32 ``[B, Hkv, T]``: how many of a tile's places are in use, the first ones; None: they are counted.

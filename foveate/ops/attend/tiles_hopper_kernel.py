@@ -127,7 +127,7 @@ def attend_tiles(
 
 @gluon.jit
 def _hide(products, block, limits, index_base, index_stride_k, used, KEYS: gl.constexpr):
-    """-inf where a row does not see a key: one of no place in use, or behind the row's ``limits``."""
+    """-inf where a row does not see a key: one of no place in use, or after the row's ``limits``."""
     LOGITS: gl.constexpr = products.type.layout
     place = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
     key = gl.load(index_base + place.to(gl.int64) * index_stride_k, mask=place < used, other=0)

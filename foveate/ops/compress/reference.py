@@ -14,7 +14,7 @@ _LEAST = 1e-12
 
 
 class Nodes(NamedTuple):
-    """Nodes of a cover: raw tokens, or summaries of what lies beneath them. What was not asked for is None."""
+    """Nodes of a cover: raw tokens, or summaries of the tokens under them. What was not asked for is None."""
 
     k: Tensor
     """``[B, Hkv, N, D]``, rotated keys as the cache holds them."""
@@ -102,7 +102,7 @@ def importance_weights(mass: Tensor, temperature: float) -> Tensor:
 def root_weights(recent: Tensor) -> Tensor:
     """Weights in proportion to the square root of the attention that each child got lately.
 
-    The root lies between the mean, which drowns a key that answers queries, and the mass itself, which forgets the
+    The root is between the mean, which drowns a key that answers queries, and the mass itself, which forgets the
     others. Of children that got nothing, each has the same weight.
 
     Args:
