@@ -48,7 +48,7 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
 paper='kascade:calibration="paper.json"'
 heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
 ours="$heads,pool=layer"
-own=exact_anchors=false # in prompts anchors read their own choice
+own=dense_anchor_prefill=false # in prompts anchors read their own choice
 five='kascade:calibration="together-5.json",pool=layer,pooling=sqrt'
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 # At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.

@@ -86,7 +86,7 @@ class Estimate(NamedTuple):
     """``[1, Hkv, N, Dv]``: their values."""
 
 
-class Pages:
+class LayerPages:
     """The pages of one layer at one size, and all that the scores know of them.
 
     Args:
@@ -153,7 +153,7 @@ class Pages:
 class Query:
     """One query over pages and raw tokens: what it would see, and what it misses."""
 
-    def __init__(self, pages: Pages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
+    def __init__(self, pages: LayerPages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
         self.pages, self.rows, self.scaling = pages, rows, scaling
         self.raw = ops.Part(ops.key_logits(rows, raw_k, ops.Logits(scaling)), raw_v)
         self.logits = ops.key_logits(rows, pages.k, ops.Logits(scaling)).unflatten(-1, (-1, pages.size))
@@ -219,7 +219,7 @@ def measure(
 
     Args:
         prompt: tokens of the prompt.
-        queries: their positions, behind the prompt.
+        queries: their positions, after the prompt.
         sizes, budgets: tokens of a page; keys that are read, as a share of those that the query sees.
     """
     v, offset = seen.v.float(), max(0, prompt - WINDOW)
@@ -230,7 +230,7 @@ def measure(
     recent = recent.unflatten(1, (seen.k.shape[1], -1)).mean(2) / (prompt - offset)
     for size in sizes:
         stop = SINKS + (prompt - TAIL - SINKS) // size * size
-        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], channels, size)
+        pages = LayerPages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], channels, size)
         for position in queries:
             rows = ops.fold_group(seen.q[:, :, position : position + 1], seen.k.shape[1])
             raw = (torch.cat([x[:, :, :SINKS], x[:, :, stop : position + 1]], 2) for x in (seen.k, v))

@@ -97,7 +97,7 @@ def in_blocks(k: Tensor, v: Tensor, block_size: int, layout: str = "slots_first"
 
 
 def problem(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "own", extra: int = 0):
-    """Random ``q, k, v``; k and v lie in ``layout`` and have ``extra`` keys of NaN after those that queries may see."""
+    """Random ``q, k, v``; k and v have the ``layout``, and ``extra`` keys of NaN after those that queries may see."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:

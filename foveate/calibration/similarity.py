@@ -33,7 +33,7 @@ class Measured(NamedTuple):
 
 
 def least_tokens(k: int, tile: int, group: int) -> int:
-    """Tokens of the shortest prompt that shows anything: one with a tile behind more than k keys."""
+    """Tokens of the shortest prompt that shows anything: one with a tile after more than k keys."""
     span = max(1, tile // group)
     return (k // span + 1) * span + 1
 
@@ -70,7 +70,7 @@ class Similarity:
         lse = ops.attend_causal(q, k, k, logits=logits, need_lse=True).lse
         if not bool(torch.isfinite(lse).all()):
             raise ValueError(f"layer {layer}: the attention logits of a prompt are not finite (NaN or infinite)")
-        first_scored = self.k // span + 1  # tiles behind more than k keys
+        first_scored = self.k // span + 1  # tiles after more than k keys
         chosen, captured = [], []
         for first, mass in ops.tile_mass(q, k, lse, tile=span, logits=logits):
             mass = mass[0, :, max(first_scored - first, 0) :]

@@ -162,7 +162,7 @@ class LearnedEviction(SlidingWindowAttention):
     """Attention over a window, sinks, and the tokens that each KV head has chosen to retain (equation 5).
 
     In training nothing caps the retained tokens; a penalty keeps them few (:mod:`foveate.training`). Everywhere else
-    each KV head retains at most ``buffer`` tokens behind the window: the best so far. What a token sees therefore
+    each KV head retains at most ``buffer`` tokens older than the window: the best so far. What a token sees therefore
     depends on no later token than the scores' reach, and a prompt in pieces is read as one piece.
 
     Args:

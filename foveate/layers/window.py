@@ -269,7 +269,7 @@ class SlidingWindowAttention(nn.Module):
         memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
 
     def _step(self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory) -> Tensor | None:
-        """Take in one token of every row and attend: all that it sees lies in the first slots.
+        """Take in one token of every row and attend: all that it sees is in the first slots.
 
         But for the scores that now and then are due before it, a step neither waits for the device nor reads from the
         host what changes from step to step.

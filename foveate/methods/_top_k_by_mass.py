@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._anchored import SelectOnce
+from foveate.methods._anchored import SharedSelection
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 from foveate.state.row_numbers import on_device
 
 
 @dataclass(frozen=True)
-class TopKByMass(SelectOnce):
+class TopKByMass(SharedSelection):
     """Keys by their attention mass, which is computed exactly, pooled over the queries that share them.
 
     The mean of attention goes to the queries that attend to few keys; that of its square root lets each of them have
@@ -25,7 +25,7 @@ class TopKByMass(SelectOnce):
     """
 
     retired: ClassVar[dict] = {"top_p": 1.0, "rest": "none"}
-    exact_anchors: ClassVar[bool] = False
+    dense_anchor_prefill: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
@@ -90,13 +90,13 @@ class TopKByMass(SelectOnce):
     @property
     def sparse_prompt(self) -> bool:
         """Also in a dense layer that chooses for others."""
-        return not self.decode_only and self.place.anchor is not None and not self._chooses_for_nobody
+        return not self.decode_only and self.layer_role.anchor is not None and not self._chooses_for_nobody
 
     @property
     def _chooses_for_nobody(self) -> bool:
         """Whether this layer reads all keys of a prompt itself, and no other layer reads what it chooses."""
-        place = self.place
-        return (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
+        role = self.layer_role
+        return (role.dense or self.dense_anchor_prefill) and role.chooses and not role.has_readers
 
     def prompt_tile(self, group: int) -> int:
         return max(1, self.tile // group) if self.sparse_prompt else 1
@@ -104,12 +104,12 @@ class TopKByMass(SelectOnce):
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         if not self.sparse_prompt:
             return super().prompt(cache, q, scaling)
-        place, offset, heads = self.place, cache.used - q.shape[2], None
+        role, offset, heads = self.layer_role, cache.used - q.shape[2], None
         tile = self.prompt_tile(cache.geometry.group)
         how = {"logits": cache.logits(scaling), "offset": offset}
-        if place.chooses:
+        if role.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
-            lse, exact = attended.lse, place.dense or self.exact_anchors
+            lse, exact = attended.lse, role.dense or self.dense_anchor_prefill
             attended = attended if exact else None  # the dense output is freed before scores are there
             with torch.no_grad():
                 chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)

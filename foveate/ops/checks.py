@@ -108,7 +108,7 @@ def check_logits_of_keys(*_: Any, logits: Logits, **__: Any) -> None:
 
 
 def check_own_keys(number: int, queries: int, offset: int) -> None:
-    """Raise unless every query has its own key behind ``offset`` others."""
+    """Raise unless every query has its own key after ``offset`` others."""
     check_number("offset", offset, 0)
     if number < offset + queries:
         raise ValueError(f"k has {number} keys; offset {offset} and {queries} queries need {offset + queries}")

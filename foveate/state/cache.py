@@ -281,7 +281,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         step = self.step
         if step is not None:
             newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
-            self._put(step.slots, self.device_state.places, k, v, newest, take=True)
+            self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
@@ -299,21 +299,21 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     # Captured steps
 
-    def move_to_device(self, rows: DeviceRows, places: Tensor | None) -> None:
+    def move_to_device(self, rows: DeviceRows, freed_slots: Tensor | None) -> None:
         """Let steps advance the row numbers on the device, until :meth:`sync_to_host`.
 
         Args:
             rows: the row numbers, already written; layers whose rows have the same numbers share it.
-            places: buffer int64 ``[B, Hkv]`` for evicted slots that the next token reuses; None: no eviction.
+            freed_slots: buffer int64 ``[B, Hkv]`` for evicted slots that the next token reuses; None: no eviction.
         """
-        if places is not None:
-            places.copy_(self.freed.slots) if self.freed is not None else places.fill_(-1)
-        self.device_state, self.freed = DeviceState(rows, places), None
+        if freed_slots is not None:
+            freed_slots.copy_(self.freed.slots) if self.freed is not None else freed_slots.fill_(-1)
+        self.device_state, self.freed = DeviceState(rows, freed_slots), None
 
     def sync_to_host(self) -> None:
-        if self.device_state is not None and self.device_state.places is not None:
+        if self.device_state is not None and self.device_state.freed_slots is not None:
             freed = self.device_state.rows.read()[1]
-            self.freed = Freed(self.device_state.places.clone(), list(freed)) if any(freed) else None
+            self.freed = Freed(self.device_state.freed_slots.clone(), list(freed)) if any(freed) else None
             self.ordered = False
         super().sync_to_host()
 

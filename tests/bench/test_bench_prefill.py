@@ -63,7 +63,7 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
 @pytest.mark.parametrize(("exact", "expected"), [(True, [2, 1, 1]), (False, [1, 2, 1])])
 def test_anchors_that_choose_for_nobody_are_dense(exact, expected):
     """Nobody reads the choice of layers 0 and 3."""
-    method = parse(f"kascade:anchors=[0,1,3],exact_anchors={exact}")
+    method = parse(f"kascade:anchors=[0,1,3],dense_anchor_prefill={exact}")
     counts = {kind.name: kind.number for kind in layer_kinds.kinds(method, 4, layer_kinds.in_prompt)}
     assert [counts.get(name, 0) for name in ("dense", "choosing", "reading")] == expected
 
@@ -238,11 +238,11 @@ def test_chunks_are_what_is_read_at_once(tiny, monkeypatch):
 
 def test_a_method_that_reads_a_prompt_in_one_piece_is_left_out_of_chunks(tiny):
     said = []
-    measured = prefill_model.run(tiny(methods=("lined_as_published",), chunks=(0, 16)), say=said.append)
+    measured = prefill_model.run(tiny(methods=("h2o_as_published",), chunks=(0, 16)), say=said.append)
     found = [(row["case"]["method"], row["case"]["chunk"]) for row in measured]
-    assert (("lined_as_published", 0) in found, ("lined_as_published", 16) in found) == (True, False)
+    assert (("h2o_as_published", 0) in found, ("h2o_as_published", 16) in found) == (True, False)
     assert [line for line in said if "one piece" in line] == [
-        "lined_as_published: left out in chunks of 16, it reads a prompt in one piece"
+        "h2o_as_published: left out in chunks of 16, it reads a prompt in one piece"
     ]
 
 

@@ -120,7 +120,7 @@ def read_tiles() -> None:
     """As real heads are: on Hopper its own kernels."""
     for dim in (64, 128, 256):
         q, k, v = (torch.randn(1, n, 700, dim, device="cuda", dtype=torch.float16) for n in (8, 2, 2))
-        for offset, more in ((0, ""), (200, ""), (200, ",exact_anchors=false")):
+        for offset, more in ((0, ""), (200, ""), (200, ",dense_anchor_prefill=false")):
             forward, own = {}, (q[:, :, offset:], k, v)
             for layer in (1, 2):
                 method = methods.parse(f"kascade:anchors=[0,1],min_k=150{more}").for_layer(layer, 3)

@@ -62,7 +62,7 @@ class Operations(TorchDispatchMode):
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0, device="cuda"):
-    """``q, k, v``, the keys and values with ``extra`` NaN behind them."""
+    """``q, k, v``, the keys and values with ``extra`` NaN after them."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size):

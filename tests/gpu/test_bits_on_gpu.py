@@ -24,7 +24,7 @@ def kernels_only(monkeypatch):
 
 
 def drawn(before, share, batch=2, heads=3):
-    """A share of the keys before each tile, int32 ``[B, H, T, K]``, -1 behind them, and how many."""
+    """A share of the keys before each tile, int32 ``[B, H, T, K]``, -1 after them, and how many."""
     places = [int(share * number) for number in before]
     found = torch.full((batch, heads, len(before), max(places)), -1, dtype=torch.int32, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -80,7 +80,7 @@ def test_attention_over_bits(room, monkeypatch):
 
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(
-    "spec", [f"kascade:anchors=[0,1],{setting}" for setting in ("exact_anchors=false", "top_k=0.2")]
+    "spec", [f"kascade:anchors=[0,1],{setting}" for setting in ("dense_anchor_prefill=false", "top_k=0.2")]
 )
 @pytest.mark.parametrize(("length", "chunk"), [(131_072, 131_072), (262_144, 262_144), (524_288, 32_768)])
 def test_memory_of_a_long_prompt(spec, length, chunk):

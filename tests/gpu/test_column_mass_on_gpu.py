@@ -20,7 +20,7 @@ def kernels_only(monkeypatch):
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, extra=0, device="cuda"):
-    """``q, k, lse``: keys with ``extra`` NaN behind, and the queries' true log-sum-exp."""
+    """``q, k, lse``: keys with ``extra`` NaN after them, and the queries' true log-sum-exp."""
     generator = torch.Generator(device).manual_seed(0)
     q = torch.randn(batch, heads, length, dim, generator=generator, device=device).to(dtype)
     k = torch.randn(batch, kv_heads, offset + length + extra, dim, generator=generator, device=device).to(dtype)

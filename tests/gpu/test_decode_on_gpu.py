@@ -82,7 +82,7 @@ def holes(batch, number, heads=1):
 
 
 def selection(batch, heads, number, places, seed=0):
-    """Keys in any order ``[B, heads, K]``, unused places among and behind them; the last row has none."""
+    """Keys in any order ``[B, heads, K]``, unused places among and after them; the last row has none."""
     drawn = uniform(batch, heads, max(number, places), seed=seed).argsort(-1)[..., :places]
     unused = (drawn >= number) | (uniform(*drawn.shape, seed=seed + 1) < 0.1)
     unused[..., places - places // 5 :] = True

@@ -37,7 +37,7 @@ def present(name):
 
 
 def draw(heads, queries, offset, dim, dtype, batch=2):
-    """Keys and values lie in a buffer with room for more, which is NaN."""
+    """Keys and values are in a buffer with room for more, which is NaN."""
     generator = torch.Generator("cuda").manual_seed(queries)
     sizes = ((heads[0], queries), (heads[1], offset + queries), (heads[1], offset + queries))
     q, k, v = (torch.randn(batch, h, n, dim, generator=generator, device="cuda").to(dtype) for h, n in sizes)

@@ -61,7 +61,7 @@ def hopper(request, monkeypatch):
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0):
-    """``q, k, v``, the keys and values with ``extra`` NaN behind them."""
+    """``q, k, v``, the keys and values with ``extra`` NaN after them."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*size):
@@ -74,7 +74,7 @@ def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, 
 
 
 def selection(batch, kv_heads, length, offset, tile, number):
-    """Some keys before each tile, ascending, -1 behind them."""
+    """Some keys before each tile, ascending, -1 after them."""
     generator = torch.Generator("cuda").manual_seed(1)
     lead = offset % tile
     count = -(-(lead + length) // tile)
@@ -142,7 +142,7 @@ def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):
 
 @every_pair(DTYPES, ("dim", [64, 128]))
 def test_tiles_of_as_many_places_as_they_need(dtype, dim, hopper):
-    """Selections behind one another are read as those of equal length are."""
+    """Selections one after another are read as those of equal length are."""
     q, k, v = problem(2, 32, 8, 900, 300, dim, dtype)
     chosen = selection(2, 8, 900, 300, 32, 400)
     numbers = torch.arange(chosen.shape[2], device="cuda") * 37 % 401
@@ -261,7 +261,7 @@ def test_hoppers_own_mass(dtype, dim, heads, kv_heads, tile, length, offset, roo
 
 @pytest.mark.parametrize("span", [1, 3, 128])
 def test_masses_of_tiles_in_any_order(span, hopper, monkeypatch):
-    """Keys behind a tile may be anything finite and leave no trace; tiles beyond all keys have masses of all."""
+    """Keys after a tile may be anything finite and leave no trace; tiles beyond all keys have masses of all."""
     monkeypatch.setattr(mass_hopper_kernel, "_SPAN", span)
     generator = torch.Generator("cuda").manual_seed(0)
     for tiles, rows, keys in ((1, 128, 64), (5, 126, 1000), (9, 65, 4001)):
@@ -323,7 +323,7 @@ def test_a_prompt_of_kascade_takes_the_kernels(layer, launches):
     for device in ("cpu", "cuda"):
         forward = {}
         for number in (2, 3)[: layer - 1]:
-            method = methods.parse("kascade:anchors=[0,2],exact_anchors=false,min_k=16").for_layer(number, 4)
+            method = methods.parse("kascade:anchors=[0,2],dense_anchor_prefill=false,min_k=16").for_layer(number, 4)
             cache = SlotCache.of(k.to(device), v.to(device), 14, forward)
             found = method.prompt(cache, q.to(device), 0.125).out.cpu()
         expected = found if device == "cpu" else expected

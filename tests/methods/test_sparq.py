@@ -56,7 +56,7 @@ class Layer(Driver):
     sinks = None
 
     def feed(self, tokens, mask=None):
-        matrix.handed_on.begin("driver", self.layer.phase)
+        matrix.handover.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
         return self.layer.attend(tokens.q, key, value, mask, Logits(SCALING, self.sinks, self.softcap))
 

@@ -32,7 +32,7 @@ def problem(batch=2, heads=6, kv_heads=2, number=150, dim=16, value_dim=None, dt
 
 
 def selection(batch, heads, number, places, seed=0):
-    """Keys in any order ``[B, heads, K]``, unused places among and behind them; the second row has none."""
+    """Keys in any order ``[B, heads, K]``, unused places among and after them; the second row has none."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch, heads, max(number, places), generator=generator).argsort(-1)[..., :places]
     unused = (drawn >= number) | (torch.rand(drawn.shape, generator=generator) < 0.2)
@@ -510,7 +510,7 @@ def test_topk_of_rows_of_any_length_and_strides(number, sizes):
 
 @HOW
 def test_topk_of_rows_of_different_lengths(sizes):
-    """What lies beyond a row's length, however high, is no score of the row; a row may be empty."""
+    """What is beyond a row's length, however high, is no score of the row; a row may be empty."""
     scores = torch.randn(5, 2, N, generator=torch.manual_seed(9))
     lengths, counts = torch.tensor([N, N // 7, 3, 0, 2500]), torch.tensor([300, 40, 3, 0, 300])
     for row, length in zip(scores, lengths):
@@ -527,7 +527,7 @@ def test_topk_of_rows_of_different_lengths(sizes):
 
 @HOW
 def test_rows_of_which_fewer_than_none_are_chosen(sizes):
-    """Nothing is written before a row, neither into the row before it nor into what lies before the first."""
+    """Nothing is written before a row, neither into the row before it nor into what is before the first."""
     scores = torch.randn(4, 2, N, generator=torch.manual_seed(6))
     counts = torch.tensor([-1, 300, -(2**40), -299])
     chosen = rows_kernel.topk_rows(scores, counts, 300)

@@ -130,7 +130,7 @@ def test_masses(form, dtype, group, lengths, splits):
 @pytest.mark.parametrize("of_layer", [False, True])
 @pytest.mark.parametrize(("branch", "group"), [(1, 3), (5, 2)])
 def test_masses_of_given_pages(branch, group, of_layer):
-    """Records of no given page are not read; the last of the first row's pages is none, the second's lie behind."""
+    """Records of no given page are not read; the last of the first row's pages is none, the second's are beyond."""
     form = PageRecord(16, 8, 1)
     records = summaries.compress_pages(draw(2, 2, 40 * 8, 16), form)
     pages = torch.tensor([[[0, 2, 3, 7, -1], [1, 2, 4, 6, 7]], [[5, 0, 1, -1, -1], [3, 4, 6, 7, 1]]], dtype=torch.int32)

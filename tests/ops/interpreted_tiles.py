@@ -30,7 +30,7 @@ def small_blocks(monkeypatch):
 
 
 def selection(shape, tile, number, seed=0):
-    """Random keys before each tile, ascending, -1 behind them."""
+    """Random keys before each tile, ascending, -1 after them."""
     generator = torch.Generator().manual_seed(seed)
     lead = shape.offset % tile
     count = -(-(lead + shape.queries) // tile)
@@ -107,7 +107,7 @@ def test_masses_of_capped_logits(dtype, softcap, rows, number, small_blocks):
         for one in (mass_kernel, reference)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    total = found[:, :, 2].sum(-1)  # of a tile behind all keys
+    total = found[:, :, 2].sum(-1)  # of a tile after all keys
     torch.testing.assert_close(total, torch.full_like(total, float(rows)), rtol=1e-4, atol=1e-4)
 
 

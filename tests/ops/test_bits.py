@@ -38,7 +38,7 @@ def packed(indices, counts):
 
 
 def lists(indices, counts):
-    """The keys of each tile, ascending, -1 behind them, one tile behind the other."""
+    """The keys of each tile, ascending, -1 after them, one tile after the other."""
     none = torch.iinfo(torch.int32).max
     ordered = indices.masked_fill(indices < 0, none).sort(-1).values
     ordered = ordered.masked_fill(ordered == none, -1)

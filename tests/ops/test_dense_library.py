@@ -128,20 +128,20 @@ def another_without_the_lse():
 
 
 FAULTS = {
-    "another output": (of_other_keys, "its output of 77 queries behind 0 keys differs from fp32"),
-    "one vector": (one_row_wrong, "its output of 77 queries behind 0 keys differs from fp32 by 0.05"),
+    "another output": (of_other_keys, "its output of 77 queries after 0 keys differs from fp32"),
+    "one vector": (one_row_wrong, "its output of 77 queries after 0 keys differs from fp32 by 0.05"),
     "NaN": (lambda one, q, offset: one._replace(out=one.out * math.nan), "differs from fp32 by nan"),
     "wrong at an offset": (
         lambda one, q, offset: of_other_keys(one, q, offset) if offset else one,
-        "its output of 130 queries behind 213 keys differs from fp32",
+        "its output of 130 queries after 213 keys differs from fp32",
     ),
     "wrong for one query": (
         lambda one, q, offset: one._replace(out=-one.out) if q.shape[2] == 1 else one,
-        "its output of 1 queries behind 301 keys differs from fp32",
+        "its output of 1 queries after 301 keys differs from fp32",
     ),
     "log2": (lambda one, q, offset: one._replace(lse=one.lse / math.log(2)), "its log-sum-exp of 77 .* differs"),
     "a constant": (lambda one, q, offset: one._replace(lse=one.lse + 0.002), "its log-sum-exp of 77 .* by 0.002"),
-    "no lse": (lambda one, q, offset: one._replace(lse=None), "its log-sum-exp of 77 queries behind 0 keys is None"),
+    "no lse": (lambda one, q, offset: one._replace(lse=None), "its log-sum-exp of 77 queries after 0 keys is None"),
     "lse in half": (lambda one, q, offset: one._replace(lse=one.lse.half()), "its log-sum-exp .* is torch.float16"),
     "lse of another shape": (lambda one, q, offset: one._replace(lse=one.lse[..., None]), "its log-sum-exp .* is"),
     "another dtype": (lambda one, q, offset: one._replace(out=one.out.float()), "its output .* is torch.float32"),

@@ -124,7 +124,7 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
     assert f"wgmma.mma_async.sync.aligned.m64n{keys}k16" in compiled.ptx
     assert f"wgmma.mma_async.sync.aligned.m64n{block_d}k16" in compiled.ptx
     assert_products_overlap(compiled)
-    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 4, "values are multiplied behind exponentials"
+    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 4, "values are multiplied after exponentials"
     assert "cp.async.cg.shared.global" in compiled.ptx
     assert "cp.async.ca.shared.global" not in compiled.ptx, "16 bytes at a time"
     assert "cp.async.mbarrier.arrive.noinc" in compiled.ptx
@@ -188,7 +188,7 @@ def test_hoppers_own_mass_compiles(dtype, dim):
     assert compiled.spilled <= 48  # before the loop
     assert compiled.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 2 * 2 * dim // 16
     assert_products_overlap(compiled)
-    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "exponentials are taken behind products"
+    assert compiled.ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "exponentials are taken after products"
     assert "cp.async.cg.shared.global" in compiled.ptx
     assert "ex2.approx.ftz.f32" in compiled.ptx
     assert "setmaxnreg" in compiled.ptx

@@ -11,7 +11,7 @@ import torch
 
 from foveate import methods
 from foveate.ops import Logits
-from foveate.runtime import Layer, Phase, handed_on
+from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters
 
 PROMPT, TOTAL = 21, 30
@@ -62,22 +62,22 @@ def test_removed_tokens_leave_no_trace(spec):
 
 def test_keys_that_are_never_attended_to_are_an_error():
     layer, (_, k, _) = layer_of("dense"), drawn()
-    handed_on.begin("engine", layer.phase)
-    handed_on.post(layer, k)
+    handover.begin("engine", layer.phase)
+    handover.post(layer, k)
     with pytest.raises(RuntimeError, match="attention never took them"):
-        handed_on.post(layer, k)
-    assert handed_on.take(k, "engine") is layer
-    handed_on.end("engine")
+        handover.post(layer, k)
+    assert handover.take(k, "engine") is layer
+    handover.end("engine")
 
 
 def test_a_layer_is_posted_in_a_pass_on_its_own_cache_alone():
     layer, (_, k, _) = layer_of("dense"), drawn()
     with pytest.raises(ValueError, match="outside of a forward pass"):
-        handed_on.post(layer, k)
-    handed_on.begin("engine", Phase())
+        handover.post(layer, k)
+    handover.begin("engine", Phase())
     with pytest.raises(ValueError, match="outside of a forward pass"):
-        handed_on.post(layer, k)
-    handed_on.end("engine")
+        handover.post(layer, k)
+    handover.end("engine")
 
 
 def test_steps_are_replayed_where_transformers_is_not_installed():

@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from foveate import ops
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
-from foveate.runtime import Policy, handed_on, without_cache
+from foveate.runtime import Policy, handover, without_cache
 from foveate.runtime.layer import Layer
 
 IMPLEMENTATION = "foveate"
@@ -38,7 +38,7 @@ def attention(
     attention; the layer itself runs with autocast off.
     """
     policy, device = getattr(module, "foveate", None), query.device.type
-    layer = None if policy is None else handed_on.take(key, policy.owner)
+    layer = None if policy is None else handover.take(key, policy.owner)
     dtype, cast = query.dtype, torch.is_autocast_enabled(device)
     if layer is not None and layer.store is not None:
         dtype = layer.store.dtype
@@ -103,16 +103,16 @@ def _attention(
                     "prefill and takes a 2-D mask of real tokens (images whose tokens see later ones, and packing, "
                     "are not supported)"
                 )
-            handed_on.reach(module.layer_idx, policy.owner, policy.method.spec)
+            handover.reach(module.layer_idx, policy.owner, policy.method.spec)
             if own:
                 out = _with_mask(query, key, value, attention_mask, logits)
                 return out.transpose(1, 2).contiguous(), None
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=logits.scaling)
-        one = handed_on.current(policy.owner)
+        one = handover.current(policy.owner)
         forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
             out = without_cache(policy.method, query, key, value, attention_mask, logits, forward)
-    handed_on.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
+    handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -142,7 +142,7 @@ def _with_mask(
 
     Args:
         mask: bool ``[B, 1, n, Lk]``; None: causal.
-        window: no query sees a key that lies so far before its own; None: there is no such bound.
+        window: no query sees a key so far before its own; None: there is no such bound.
 
     Raises:
         ValueError: for a mask that is not bool.
@@ -176,12 +176,12 @@ def _named(layer: int, method: Method, *given: Tensor) -> Iterator[None]:
     except ValueError as error:
         if all(bool(x.isfinite().all()) for x in given):
             raise
-        one = handed_on.current()
+        one = handover.current()
         check_finite({} if one is None else one.reached, given[0].dtype)
         raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
 
 
-def check_finite(reached: Mapping[int, handed_on.Reached], dtype: torch.dtype) -> None:
+def check_finite(reached: Mapping[int, handover.Reached], dtype: torch.dtype) -> None:
     """Raise ValueError for the first layer whose attention to a prompt is not finite; waits for the device."""
     looked = {layer: one for layer, one in sorted(reached.items()) if one.finite is not None}
     if looked:

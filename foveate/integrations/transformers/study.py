@@ -70,7 +70,7 @@ class Study:
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
 
-        The latter is what the first module behind attention reads that is neither attention's input nor made of its
+        The latter is what the first module after attention reads that is neither attention's input nor made of its
         output alone, as by a norm on it. Where none does, as in blocks whose MLP runs beside attention, it is the sum.
         """
         self._hooks.append(block.register_forward_pre_hook(_Hook(self._enter, layer, block), with_kwargs=True))

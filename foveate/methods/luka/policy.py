@@ -18,7 +18,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.luka.cover import tree_of
-from foveate.methods.luka.pages import MakesPages, Pages
+from foveate.methods.luka.pages import MakesPages, PageLevels
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 _LITTLE = 0.12
@@ -29,7 +29,7 @@ _LITTLE = 0.12
 class LuKA(Method):
     """Each query reads summaries of old pages, the raw tokens of the refined pages, raw sinks and a raw tail.
 
-    The prefill is dense. When the prompt ends, and then every :attr:`Pages.every` tokens, pages are made of
+    The prefill is dense. When the prompt ends, and then every :attr:`PageLevels.every` tokens, pages are made of
     the oldest tokens without a summary that are not in the tail; nothing is evicted. With several page sizes, summaries
     are themselves summarised, and a decode step goes from the coarsest level down the nodes that it refines.
 
@@ -109,9 +109,9 @@ class LuKA(Method):
         return self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
 
     @functools.cached_property
-    def pages(self) -> Pages:
+    def pages(self) -> PageLevels:
         """Makes pages and the levels above them."""
-        return Pages(
+        return PageLevels(
             self.spec,
             self.sizes,
             self.sinks,

@@ -252,6 +252,6 @@ def check_pages(
 
 
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:
-    """Attention over gathered keys; what lies in unused places, NaN included, has no influence."""
+    """Attention over gathered keys; the content of unused places, NaN included, has no influence."""
     k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
     return attend(q, k, v, mask=used[:, :, None], **how)

@@ -93,7 +93,7 @@ def attend_indices(
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read where they lie."""
+    """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read in place."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
     if need_mass:
@@ -118,9 +118,9 @@ def attend_pages(
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read where they lie.
+    """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
-    Heads that choose for themselves have programs of their own, those of a group one behind the other: what several of
+    Heads that choose for themselves have programs of their own, those of a group one after the other: what several of
     them read at a time comes from the cache of the GPU.
     """
     if q.shape[2] != 1:

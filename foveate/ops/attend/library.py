@@ -33,7 +33,7 @@ log-sum-exp; and of one of capped logits, for whose tanh GPUs have an approximat
 _PROBLEMS = ((77, 0), (130, 213), (1, 301))
 """Queries of a proof, and the keys before them."""
 _CAP, _LOUDNESS, _UNUSED = 3.0, 2.0, 5
-"""Of a proof: the cap of logits, what queries are multiplied by, and keys of NaN behind those in use."""
+"""Of a proof: the cap of logits, what queries are multiplied by, and keys of NaN after those in use."""
 
 
 class Library:
@@ -287,7 +287,7 @@ def _compared(library: Library, kind: _Kind) -> str:
         right = dense.attend_causal(*(x.float() for x in (q, k, v)), logits=logits, offset=offset, need_lse=True)
         found = library.attend(q, k, v, logits, offset, True)
         alone = library.attend(q, k, v, logits, offset, False).out
-        what = f"of {queries} queries behind {offset} keys"
+        what = f"of {queries} queries after {offset} keys"
         if found.out.shape != q.shape or found.out.dtype != q.dtype:
             return f"its output {what} is {found.out.dtype} {tuple(found.out.shape)}"
         if found.lse is None or found.lse.shape != q.shape[:3] or found.lse.dtype != torch.float32:
@@ -305,7 +305,7 @@ def _compared(library: Library, kind: _Kind) -> str:
 
 
 def _problem(kind: _Kind, queries: int, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Two sequences of two KV heads; keys and values lie as in a cache with room for more, which is NaN."""
+    """Two sequences of two KV heads; keys and values are laid out as in a cache with room for more, which is NaN."""
     generator = torch.Generator(kind.device).manual_seed(queries)
 
     def normal(heads: int, length: int) -> Tensor:

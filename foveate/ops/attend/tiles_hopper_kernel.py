@@ -124,7 +124,7 @@ def attend_tiles(
 
 @gluon.jit
 def _hide(products, block, limits, KEYS: gl.constexpr):
-    """-inf where a row does not see a key: one behind the row's ``limits``."""
+    """-inf where a row does not see a key: one after the row's ``limits``."""
     LOGITS: gl.constexpr = products.type.layout
     place = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
     return gl.where(place[None, :] <= limits[:, None], products, float("-inf"))

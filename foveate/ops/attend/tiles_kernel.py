@@ -1,4 +1,4 @@
-"""Keys chosen for tiles of queries, read from where they lie: Triton kernel of :func:`attend_tiles`."""
+"""Keys chosen for tiles of queries, read in place: Triton kernel of :func:`attend_tiles`."""
 
 import importlib
 
@@ -62,7 +62,7 @@ def attend_tiles(
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
     the tile and then over its own, with an online softmax: repeats are equal bit for bit. fp32 is multiplied in full
-    precision. New output lies in memory as ``[B, Lq, Hq, Dv]``.
+    precision. New output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads, slots, value_dim = v.shape[1:]

@@ -65,7 +65,7 @@ def attend_until(
     retained keys that one of a span's queries sees, which the first launch lists. A key belongs to the run or to the
     list, by its place. Where a list has no room for all, its queries look at every key before their window instead.
 
-    Repeats are equal bit for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    Repeats are equal bit for bit. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     reference.check(q, k, v, until, window, retained)
     batch, num_heads, length, dim = q.shape

@@ -31,7 +31,7 @@ def attend_window(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
         lower: int64 ``[Lq]`` on the device of q, non-decreasing: query i sees the keys ``lower[i] .. offset + i``, and
-            those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
+            those of the first ``sinks`` that are not after its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
         logits, block_table: see :func:`attend`.

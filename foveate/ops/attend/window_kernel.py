@@ -46,7 +46,7 @@ def attend_window(
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
-    The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     more = {"need_lse": False, "block_table": block_table}
     return _windowed(q, k, v, logits, lower, sinks, offset, **more)
@@ -169,7 +169,7 @@ def _attend_window(
     ``scale`` includes log2(e).
 
     The keys of the block are the sinks and all from the first query's ``lower`` to the last query's own. They are
-    counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out behind them.
+    counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out after them.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.

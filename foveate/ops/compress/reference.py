@@ -12,7 +12,7 @@ from foveate.ops._math import block_length
 
 
 class Nodes(NamedTuple):
-    """Nodes of a cover: raw tokens, or summaries of what lies beneath them. What was not asked for is None."""
+    """Nodes of a cover: raw tokens, or summaries of the tokens under them. What was not asked for is None."""
 
     k: Tensor
     """``[B, Hkv, N, D]``, rotated keys as the cache holds them."""

@@ -14,18 +14,19 @@ from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
-class LinedAsPublished(Method):
+class H2OAsPublished(Method):
     """H2O with the published prefill, to show what its fault costs; not for use.
 
     During the prompt no heavy hitters exist yet, so every query is shown the last ``window`` tokens only. A query
-    before them has all its keys masked, and its softmax becomes uniform over those tokens, which lie in its future. The
+    before them has all its keys masked, and its softmax becomes uniform over those tokens, all in its future. The
     mass accumulated in this way picks the heavy hitters of the decode steps. The prompt must come in one piece.
 
     The published code keeps one grid of heavy hitters for all heads of a layer: ``pool=layer``. The default, by which
     the recorded results were measured, keeps one for each KV head, as H2O does.
     """
 
-    name: ClassVar[str] = "lined_as_published"
+    name: ClassVar[str] = "h2o_as_published"
+    former_name: ClassVar[str] = "lined_as_published"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay()
