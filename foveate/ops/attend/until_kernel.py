@@ -93,10 +93,10 @@ def attend_until(
         until,
         *lists,
         out,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride()[:3],
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride()[:3],
         num_kv_heads,
         group,
         length,
@@ -221,21 +221,10 @@ def _attend_until(
     count_ptr,
     least_ptr,
     out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
     num_kv_heads,
     group,
     length,
@@ -259,6 +248,10 @@ def _attend_until(
 
     Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
     """
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    out_stride_b, out_stride_h, out_stride_l = out_strides
     each = BLOCK_M // group
     row, first = tl.program_id(0), tl.program_id(1) * each
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)

@@ -97,10 +97,10 @@ def _windowed(
         *arguments(block_table),
         out,
         lse,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride()[:3],
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride()[:3],
         lower.stride(0),
         0 if logits.sinks is None else logits.sinks.stride(0),
         num_heads,
@@ -133,21 +133,10 @@ def _attend_window(
     table_stride,
     out_ptr,
     lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
     lower_stride,
     sink_stride,
     num_heads,
@@ -174,6 +163,10 @@ def _attend_window(
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    out_stride_b, out_stride_h, out_stride_l = out_strides
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK_M
     batch, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     last = tl.minimum(first + BLOCK_M, length) - 1

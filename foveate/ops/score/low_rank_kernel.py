@@ -153,8 +153,8 @@ def _kept(
             pages,
             kept.logits,
             of_parts,
-            *rows.stride(),
-            *records.stride()[:3],
+            rows.stride(),
+            records.stride()[:3],
             *((0, 0) if lengths is None else lengths.stride()),
             *((0, 0, 0) if pages is None else pages.stride()),
             num_kv_heads,
@@ -165,7 +165,6 @@ def _kept(
             each,
             logits.scaling,
             WEIGHTED=weights is not None,
-            BOUNDED=lengths is not None,
             BRANCH=0 if pages is None else branch,
             TOTALS=pooling is not None,
             LARGEST=pooling == "of_largest",
@@ -256,13 +255,8 @@ def _page_lse(
     page_ptr,
     lse_ptr,
     total_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_g,
-    q_stride_d,
-    record_stride_b,
-    record_stride_h,
-    record_stride_p,
+    q_strides,
+    record_strides,
     length_stride_b,
     length_stride_h,
     page_stride_b,
@@ -276,7 +270,6 @@ def _page_lse(
     each,
     scale,
     WEIGHTED: tl.constexpr,
-    BOUNDED: tl.constexpr,
     BRANCH: tl.constexpr,
     TOTALS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -297,14 +290,16 @@ def _page_lse(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
-    pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length`` (``BOUNDED``): how
-    many of the first pages are there.
-    ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1 for none.
+    pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
+    how many of the first pages are there. ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1
+    for none.
 
     Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
     ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes
     with the other half.
     """
+    q_stride_b, q_stride_h, q_stride_g, q_stride_d = q_strides
+    record_stride_b, record_stride_h, record_stride_p = record_strides
     HALF: tl.constexpr = (DIM + 1) // 2
     ROW: tl.constexpr = (SIZE * BITS + 7) // 8
     ODD: tl.constexpr = BITS == 4 and SIZE % 2 == 1
@@ -328,7 +323,7 @@ def _page_lse(
     high = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, halves, HALF, DIM, exist, WEIGHTED, LANES)
     record_ptr += batch * record_stride_b + head * record_stride_h
     there = number
-    if BOUNDED:
+    if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
         there = tl.minimum(number, length.to(tl.int32))
     if BRANCH:
