@@ -196,6 +196,12 @@ def test_caps_that_are_none(softcap):
     for call in (ops.attend, ops.attend_causal):
         with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap!r}"):
             call(q, k, v, logits=Logits(SCALING, softcap=softcap))
+    lse, rows = torch.zeros(q.shape[:3]), ops.fold_group(q, k.shape[1])
+    for call in (ops.column_mass, lambda *given, logits: next(ops.tile_mass(*given, tile=8, offset=20, logits=logits))):
+        with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
+            call(q, k, lse, logits=Logits(SCALING, softcap=softcap))
+    with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
+        ops.key_logits(rows, k, Logits(SCALING, softcap=softcap))
 
 
 def test_what_cannot_cap_has_no_such_argument():

@@ -39,7 +39,7 @@ def attend(
     Args:
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D]``, ``[B, Hkv, Lk, Dv]``; read through their strides.
-        logits: how logits are made.
+        logits: how logits are made, see :class:`~foveate.ops.Logits`.
         mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
             hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there, the others may hold anything

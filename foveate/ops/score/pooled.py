@@ -38,7 +38,7 @@ def pooled_mass(
     Args:
         q: ``[B, Hq, 1, D]``.
         k: ``[B, Hkv, N, D]``; read through its strides.
-        logits: how logits are made.
+        logits: how logits are made, see :class:`~foveate.ops.Logits`.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. The others may hold
             anything finite.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of

@@ -160,7 +160,7 @@ def query_mass(
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         k: ``[B, Hkv, Lk, D]`` with ``Lk >= offset + Lq``.
         mask: bool ``[B, Hkv, offset + Lq]``, True for keys that are seen, each query's own among them; None: all.
-        logits: how logits are made.
+        logits: how logits are made, see :class:`~foveate.ops.Logits`.
 
     Returns:
         ``[B, Hq, offset + Lq]`` fp32, summed over the queries.

@@ -96,6 +96,22 @@ def test_capped_logits(score, softcap):
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap)
 
 
+@pytest.mark.parametrize("need_lse", [False, True])
+@pytest.mark.parametrize("run", [launch.attend_summaries, reference.attend_summaries], ids=["kernels", "reference"])
+def test_learned_sinks(run, need_lse):
+    """They take their share of the output of the cover."""
+    problem, how, sinks = Problem(seed=3), ops.Refinement(), torch.linspace(-2.0, 3.0, 4)
+    q, k, v = problem.arguments
+    given = (q, k.nan_to_num(0.0), v.nan_to_num(0.0), problem.looked_at(how, True), how)
+    alone = run(*given, logits=Logits(0.3), need_lse=True)
+    expected = ops.with_sinks(ops.Attended(alone.out, alone.lse), sinks)
+    found = run(*given, logits=Logits(0.3, sinks), need_lse=need_lse)
+    torch.testing.assert_close(found.out, expected.out)
+    assert (found.lse is None) != need_lse
+    if need_lse:
+        torch.testing.assert_close(found.lse, expected.lse)
+
+
 @pytest.mark.parametrize("prior", [0.5, 0.3, 0.0])
 def test_recent_attention(prior):
     how = ops.Refinement(prior=prior)
