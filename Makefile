@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 # The Triton of that torch, which its CPU wheel does not bring.
 TRITON ?= triton==3.7.1; sys_platform == 'linux' and platform_machine == 'x86_64'
 TRANSFORMERS ?= transformers>=5.17,<6
-# What pytest is told besides, such as which tests.
+# Further arguments of pytest, such as which tests.
 TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin

@@ -73,10 +73,10 @@ def main() -> None:
         # dependencies are there, so that pip checks them and fetches none
         call(*pip, "--python", python, "install", "--no-index", wheel, cwd=empty)
 
-        told = call(environment / "bin" / "foveate", "doctor", cwd=empty)
+        said = call(environment / "bin" / "foveate", "doctor", cwd=empty)
         version = wheel.name.split("-")[1]
-        if not re.search(rf"\bfoveate {re.escape(version)}\s", told):
-            sys.exit(f"foveate doctor does not name version {version}:\n{told}")
+        if not re.search(rf"\bfoveate {re.escape(version)}\s", said):
+            sys.exit(f"foveate doctor does not name version {version}:\n{said}")
         inside = work / "wheel_inside.py"
         inside.write_bytes((CHECKOUT / ".ci" / "wheel_inside.py").read_bytes())
         print(call(python, "-I", inside, CHECKOUT, cwd=empty), end="")

@@ -69,7 +69,7 @@ def curve(run: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def retention(model: HybridForCausalLM, store: TokenStore, length: int, sequences: int) -> list[list[float]]:
-    """Share of the tokens behind the window that a KV head retains: a list for each LTE layer."""
+    """Share of the tokens older than the window that a KV head retains: a list for each LTE layer."""
     place = next(model.parameters()).device
     found = []
     for batch in held_out_batches(store, length, 4, sequences * length):

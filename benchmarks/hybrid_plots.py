@@ -47,7 +47,7 @@ def losses(rows: Sequence[Row], out: Path) -> None:
 
 
 def retention(rows: Sequence[Row], out: Path) -> None:
-    """Share of the tokens behind the window that each KV head of each LTE layer retains, a panel for each model.
+    """Share of the tokens older than the window that each KV head of each LTE layer retains, a panel for each model.
 
     Raises `UserError` if no model has LTE layers.
     """
@@ -73,7 +73,7 @@ def retention(rows: Sequence[Row], out: Path) -> None:
         drawn.colorbar(image, ax=axes, label="share retained", format=lambda value, _: f"{value:.0%}")
         kept = drawn_rows[0]["retention"]
         words = f"{kept['sequences']} held-out sequences of {kept['length']:,} tokens"
-        figure.title(drawn, "Tokens behind the window that a KV head retains", f"{words}; {_facts(rows)}")
+        figure.title(drawn, "Tokens older than the window that a KV head retains", f"{words}; {_facts(rows)}")
 
 
 def _facts(rows: Sequence[Row]) -> str:

@@ -48,24 +48,23 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
 paper='kascade:calibration="paper.json"'
 heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
 ours="$heads,pool=layer"
-own=exact_anchors=false # in prompts anchors read their own choice
-sparse="$ours,rest=mean,$own"
+own=dense_anchor_prefill=false # in prompts anchors read their own choice
 five='kascade:calibration="together-5.json",pool=layer,pooling=sqrt'
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 # At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.
 tenth=(
-  "$five,decode_only=true" "$ten,decode_only=true" "$ten,$own" "$ten" "$ten,rest=mean"
+  "$five,decode_only=true" "$ten,decode_only=true" "$ten,$own" "$ten"
   "$ours,decode_only=true" "$paper,decode_only=true"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
 variants=(
-  "$sparse" "$ours,$own" "$paper,$own" "$sparse,tile=32" "$heads,decode_only=true"
+  "$ours,$own" "$paper,$own" "$ours,$own,tile=32" "$heads,decode_only=true"
   "$heads,$own" kascade:pool=layer,decode_only=true
 )
 # Other shares for the frontier; a tenth is above.
 shares=() oracle=() choices=() pooled=()
 for share in 0.025 0.05 0.2; do
-  shares+=("$ours,decode_only=true,top_k=$share" "$sparse,top_k=$share" "$ours,top_k=$share,$own")
+  shares+=("$ours,decode_only=true,top_k=$share" "$ours,top_k=$share,$own")
   shares+=("$paper,decode_only=true,top_k=$share" "$ten,decode_only=true,top_k=$share")
   shares+=("oracle_topk:decode_only=true,top_k=$share")
   shares+=("quest:top_k=$share" "omnikv:top_k=$share" "lessismore:top_k=$share" "streaming:window=$share")
@@ -103,7 +102,7 @@ compare figure-6 musique dev 200 8192 "${choices[@]}"
 # Long answers, at a tenth and at a fifth.
 long=(
   "$ten,decode_only=true" "$five,decode_only=true" "$ours,decode_only=true" "$paper,decode_only=true"
-  "$heads,decode_only=true" "$sparse" quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.3
+  "$heads,decode_only=true" quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.3
 )
 longer=(
   "$ten,decode_only=true,top_k=0.2" "$ours,decode_only=true,top_k=0.2"

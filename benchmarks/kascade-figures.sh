@@ -7,7 +7,7 @@ figures=docs/figures results=benchmarks/results
 rows=$results/kascade-accuracy.jsonl
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
-own=exact_anchors=false # in prompts anchors read their own choice
+own=dense_anchor_prefill=false # in prompts anchors read their own choice
 swept=(streaming:window=0.3)
 for method in "$ours,decode_only=true,top_k" "$ours,rest=mean,$own,top_k" "$ours,$own,top_k" "$ten,decode_only=true,top_k" \
   "$ten,rest=mean,top_k" "$paper,decode_only=true,top_k" \

@@ -15,7 +15,7 @@ methods() { printf -- '--method\n%s\n' "$@"; }
 # Table 1 of the paper: its three modes by its text, by its code (exact mass, entropy bias) and corrected; ours with its
 # three pages, as recommended, and with pages ranked by their spread.
 table1=(
-  dense h2o lined_as_published
+  dense h2o h2o_as_published
   luka_paper luka_paper:mass=exact,bias=entropy luka_paper:mass=exact,bias=log,pool=kv_head
   luka:page_size=16,top_k=3 luka luka:score=spread
   mixed:clustered=luka_paper mixed

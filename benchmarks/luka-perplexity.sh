@@ -42,7 +42,7 @@ for bias in none entropy; do biases+=("$luka,tail=16,bias=$bias,top_k=0.125"); d
 compare biases 512 "${biases[@]}"
 
 # Figure 5: the modes.
-compare modes 1024 h2o lined_as_published luka_paper luka:score=spread "$luka" \
+compare modes 1024 h2o h2o_as_published luka_paper luka:score=spread "$luka" \
   mixed:clustered=luka_paper 'mixed:clustered="luka:score=spread"'
 
 # dense attention on the same 512 tokens is in every cell: its row is kept once

@@ -86,7 +86,7 @@ class Estimate(NamedTuple):
     """``[1, Hkv, N, Dv]``: their values."""
 
 
-class Pages:
+class LayerPages:
     """The pages of one layer at one size, and all that the scores know of them.
 
     Args:
@@ -133,14 +133,14 @@ class Pages:
     def estimates(self, rows: Tensor, scaling: float, true: Tensor) -> dict[str, Estimate]:
         """Every score for one query, ``rows [1, Hkv, G, D]``; ``true``: log partition sums of the pages."""
         log_size, v = math.log(self.size), self.whole.v
-        plain = ops.key_logits(rows, self.whole.k, scaling) + log_size
+        plain = ops.key_logits(rows, self.whole.k, ops.Logits(scaling)) + log_size
         deviation = ops.logit_deviation(rows, self.whole.spread, scaling)
         spread = plain + ops.free_energy(deviation, log_size)
         upper = ops.largest_logit(rows, self.low, self.high, scaling) + log_size
         found = {}
         for name, records in self.records.items():
             channels = self.channels if RECORDS[name].weighted else None
-            rank = ops.page_lse(rows, records, self.forms[name], scaling, weights=channels)
+            rank = ops.page_lse(rows, records, self.forms[name], logits=ops.Logits(scaling), weights=channels)
             found[name] = Estimate(rank, rank if RECORDS[name].weighs else plain, v)
         return found | {
             "summary": Estimate(plain, plain, v),
@@ -153,10 +153,10 @@ class Pages:
 class Query:
     """One query over pages and raw tokens: what it would see, and what it misses."""
 
-    def __init__(self, pages: Pages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
+    def __init__(self, pages: LayerPages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
         self.pages, self.rows, self.scaling = pages, rows, scaling
-        self.raw = ops.Part(ops.key_logits(rows, raw_k, scaling), raw_v)
-        self.logits = ops.key_logits(rows, pages.k, scaling).unflatten(-1, (-1, pages.size))
+        self.raw = ops.Part(ops.key_logits(rows, raw_k, ops.Logits(scaling)), raw_v)
+        self.logits = ops.key_logits(rows, pages.k, ops.Logits(scaling)).unflatten(-1, (-1, pages.size))
         self.others, self.true = self.raw.logits.logsumexp(-1, keepdim=True), self.logits.logsumexp(-1)
         self.mass = self.share(self.true)
         self.exact = ops.attend_cover([self.raw, ops.Part(self.logits.flatten(-2), pages.v)])[0]
@@ -219,16 +219,18 @@ def measure(
 
     Args:
         prompt: tokens of the prompt.
-        queries: their positions, behind the prompt.
+        queries: their positions, after the prompt.
         sizes, budgets: tokens of a page; keys that are read, as a share of those that the query sees.
     """
     v, offset = seen.v.float(), max(0, prompt - WINDOW)
     channels = ops.channel_weights(seen.q[:, :, offset:prompt], seen.k.shape[1])
-    recent = ops.query_mass(seen.q[:, :, offset:prompt], seen.k[:, :, :prompt], scaling=seen.scaling, offset=offset)
+    recent = ops.query_mass(
+        seen.q[:, :, offset:prompt], seen.k[:, :, :prompt], logits=ops.Logits(seen.scaling), offset=offset
+    )
     recent = recent.unflatten(1, (seen.k.shape[1], -1)).mean(2) / (prompt - offset)
     for size in sizes:
         stop = SINKS + (prompt - TAIL - SINKS) // size * size
-        pages = Pages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], channels, size)
+        pages = LayerPages(seen.k[:, :, SINKS:stop], v[:, :, SINKS:stop], recent[:, :, SINKS:stop], channels, size)
         for position in queries:
             rows = ops.fold_group(seen.q[:, :, position : position + 1], seen.k.shape[1])
             raw = (torch.cat([x[:, :, :SINKS], x[:, :, stop : position + 1]], 2) for x in (seen.k, v))

@@ -28,7 +28,7 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
     Args:
         capability: 80 or 90.
         kernel: what ``triton.jit`` returned.
-        arguments: by parameter: a type such as ``"*bf16"`` or ``"i32"``, with ``":16"`` behind it when a launch would
+        arguments: by parameter: a type such as ``"*bf16"`` or ``"i32"``, with ``":16"`` after it when a launch would
             find the value divisible by 16, or the value of a constant; a tuple of these for a tuple.
         options: num_warps and the like; None is left out.
     """
@@ -65,7 +65,7 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
 
 
 def assert_products_overlap(compiled: Compiled) -> None:
-    """Hopper's assembler has not put waits behind matrix products whose registers it could not follow."""
+    """Hopper's assembler has not put waits after matrix products whose registers it could not follow."""
     import triton
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -18,7 +18,8 @@ import torch
 from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
-from foveate.runtime import Phase, handed_on
+from foveate.ops import Logits
+from foveate.runtime import Phase, handover
 from foveate.state import Counters
 
 NAMES = methods.names()
@@ -55,16 +56,15 @@ VARIANTS = [
     *(
         (f"kascade/{name}", methods.make("kascade", **({"top_k": 9, "tile": 12} | settings)).for_layer(1, 3))
         for name, settings in {
-            "tiles": {"anchors": [1], "exact_anchors": False},
+            "tiles": {"anchors": [1], "dense_anchor_prefill": False},
             "decode_only": {"anchors": [1], "decode_only": True},
-            "layer": {"anchors": [1], "pool": "layer", "tile": 5, "exact_anchors": False},
-            "sqrt": {"anchors": [1], "pooling": "sqrt", "exact_anchors": False},
-            "exact_anchors": {"anchors": [1]},
+            "layer": {"anchors": [1], "pool": "layer", "tile": 5, "dense_anchor_prefill": False},
+            "sqrt": {"anchors": [1], "pooling": "sqrt", "dense_anchor_prefill": False},
+            "dense_anchor_prefill": {"anchors": [1]},
             "pages": {"anchors": [1], "score_keys": "pages", "pooling": "sqrt"},
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4},
-            "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "exact_anchors": False},
-            "rest": {"anchors": [1], "rest": "mean", "exact_anchors": False},
+            "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "dense_anchor_prefill": False},
         }.items()
     ),
     *(
@@ -87,7 +87,7 @@ VARIANTS = [
     ("locks/rank", methods.make("locks", page_size=3, rank=1, top_k=16)),
     ("locks/directions", methods.make("locks", page_size=4, rank=4, top_k=20)),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
-    ("lined_as_published/layer", methods.make("lined_as_published", top_k=0.15, window=8, pool="layer")),
+    ("h2o_as_published/layer", methods.make("h2o_as_published", top_k=0.15, window=8, pool="layer")),
     ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
     ("streaming/nothing_kept", methods.make("streaming", sinks=0, window=1)),
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),
@@ -183,9 +183,9 @@ class Driver:
         self.layer = CacheLayer(method, Counters(), phase, block_size=block_size)
 
     def feed(self, tokens, mask=None):
-        handed_on.begin("driver", self.layer.phase)
+        handover.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
-        return self.layer.attend(tokens.q, key, value, mask, SCALING, softcap=self.softcap)
+        return self.layer.attend(tokens.q, key, value, mask, Logits(SCALING, softcap=self.softcap))
 
     def feed_steps(self, tokens):
         return torch.cat([self.feed(tokens[i : i + 1]) for i in range(len(tokens))], 2)
@@ -285,9 +285,12 @@ def test_context_shorter_than_the_budget_is_dense(method):
 
 @each_variant
 def test_capped_logits_are_those_of_other_keys(method):
-    """Where all queries and all keys lie along one axis, keys can be moved to where their logits are capped."""
-    means = method.name.startswith("luka") or getattr(method, "rest", "none") != "none"
-    if means or method.name in ("pages", "locks") or getattr(method, "score_keys", "exact") != "exact":
+    """Where all queries and all keys are along one axis, keys can be moved to where their logits are capped."""
+    if (
+        method.name.startswith("luka")
+        or method.name in ("pages", "locks")
+        or getattr(method, "score_keys", "exact") != "exact"
+    ):
         return  # the mean of moved keys, or what stands for them in few bits, is another
     if getattr(method, "artefact", None) is not None and method.name == "lte":
         return  # learned scores read the keys themselves, not their logits
@@ -504,16 +507,16 @@ PROMISED = {
     "adakv": lambda method, prompt, length: range(prompt - method.window, length),
     "snapkv": lambda method, prompt, length: range(prompt - method.window, length),
     "streaming": seen_by_streaming,
-    "lined_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
+    "h2o_as_published": lambda method, prompt, length: range(length + 1 - method.window, length),
 }
 """Which tokens before a position its token reads whatever they are, by settings such as those that say "always"."""
 
 
 def test_every_setting_that_promises_tokens_is_held_to_it():
-    told = [
+    promising = [
         name for name in NAMES for field in dataclasses.fields(methods.get(name)) if "always" in str(field.metadata)
     ]
-    assert set(told) <= PROMISED.keys()
+    assert set(promising) <= PROMISED.keys()
 
 
 @pytest.mark.parametrize(
@@ -649,7 +652,7 @@ COMPANY = [
 @each_variant
 @pytest.mark.parametrize("chunk", [PROMPT, 20])
 def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
-    """Whoever else reads along, and whoever went on before: also past the room that is left behind the prompt.
+    """Whoever else reads along, and whoever went on before: also past the room that is left after the prompt.
 
     All read along, and two of them go on before in each case: the other two after a prompt in other chunks, and after
     a prompt in the same chunks where another variant is tested.
@@ -699,9 +702,11 @@ def test_chunked_prefill_equals_one_piece(method, cuts):
 
 @each_variant
 def test_tiles_of_prompts_are_declared_truthfully(method):
-    """Where a tile of several tokens is declared, a prompt cut within one gives something else behind the cut."""
+    """Where a tile of several tokens is declared, a prompt cut within one gives something else after the cut."""
     tile = method.prompt_tile(HEADS // KV_HEADS)
-    if tile in (1, None) or getattr(method, "exact_anchors", False):  # such an anchor chooses by tiles for others alone
+    if tile in (1, None) or getattr(
+        method, "dense_anchor_prefill", False
+    ):  # such an anchor chooses by tiles for others alone
         return
     tokens, cut = Tokens.random(1, PROMPT), PROMPT // 2 // tile * tile + tile // 2
     expected, chunked = Driver(method).feed(tokens), Driver(method)
@@ -714,11 +719,11 @@ def test_tiles_of_prompts_are_declared_truthfully(method):
 
 @each_variant
 def test_needs_prompt_end_is_declared_truthfully(method):
-    """Where it is not declared, a prompt told as two (the second decoded) gives the same; where it is, it differs."""
+    """Where it is not declared, a prompt given as two (the second decoded) gives the same; where it is, it differs."""
     tokens = Tokens.random(1, PROMPT + DECODED)
-    told, untold = Driver(method), Driver(method, prompt_end=20)
-    a = torch.cat([told.feed(tokens[:PROMPT]), told.feed_steps(tokens[PROMPT:])], 2)
-    b = torch.cat([untold.feed(part) for part in (tokens[:20], tokens[20:PROMPT], tokens[PROMPT:])], 2)
+    declared, undeclared = Driver(method), Driver(method, prompt_end=20)
+    a = torch.cat([declared.feed(tokens[:PROMPT]), declared.feed_steps(tokens[PROMPT:])], 2)
+    b = torch.cat([undeclared.feed(part) for part in (tokens[:20], tokens[20:PROMPT], tokens[PROMPT:])], 2)
     if method.needs_prompt_end:
         assert (a - b).abs().max() > 1e-4
     else:

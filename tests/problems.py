@@ -97,7 +97,7 @@ def in_blocks(k: Tensor, v: Tensor, block_size: int, layout: str = "slots_first"
 
 
 def problem(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "own", extra: int = 0):
-    """Random ``q, k, v``; k and v lie in ``layout`` and have ``extra`` keys of NaN after those that queries may see."""
+    """Random ``q, k, v``; k and v have the ``layout``, and ``extra`` keys of NaN after those that queries may see."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -165,3 +165,11 @@ class LargestTensor(TorchDispatchMode):
 
 def _is(x: Any) -> bool:
     return isinstance(x, Tensor)
+
+
+def listed(chosen):
+    """Keys of tiles ``[B, Hkv, T, K]``, -1 for none, as arguments of :func:`foveate.ops.attend_tiles`."""
+    used_first = (chosen < 0).int().sort(dim=-1, stable=True).indices
+    starts = chosen.shape[3] * torch.arange(chosen.shape[2] + 1, device=chosen.device)
+    counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+    return {"indices": chosen.gather(-1, used_first).flatten(2), "starts": starts, "counts": counts}

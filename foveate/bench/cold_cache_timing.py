@@ -1,7 +1,7 @@
 """How long a step takes that finds nothing of what it reads in a GPU's cache, and how fast memory is read at most.
 
-In a model the weights and the other layers' keys lie between two looks at the same key. Here a buffer larger than any
-cache is read before each step, and what that takes is not counted. On a CPU nothing is: steps there are references.
+In a model the weights and the other layers' keys are read between two reads of the same key. Here a buffer larger than
+any cache is read before each step, and its time is not counted. On a CPU nothing is: steps there are references.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def decode_model(
 @app.command()
 def prefill(
     methods: Methods = (
-        *("dense", "kascade", "kascade:exact_anchors=false", "streaming", "snapkv", "tova", "h2o", "luka"),
+        *("dense", "kascade", "kascade:dense_anchor_prefill=false", "streaming", "snapkv", "tova", "h2o", "luka"),
     ),
     contexts: Prompts = (8192, 32768, 131072),
     heads: Heads = 32,
@@ -118,7 +118,7 @@ def prefill(
 def prefill_model(
     model: Model = "llama-3.1-8b",
     methods: Methods = (
-        *("dense", "streaming", "kascade", "kascade:rest=mean", "kascade:exact_anchors=false"),
+        *("dense", "streaming", "kascade", "kascade:dense_anchor_prefill=false"),
         *("tova", "snapkv", "h2o", "luka", "luka:compressor=attention", "mixed"),
     ),
     contexts: Prompts = (8192, 16384, 32768),

@@ -25,7 +25,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.bench import breakdown, decode_layer, dense_peers
 from foveate.bench import cold_cache_timing as cold
-from foveate.bench.decode_layer import Layer
+from foveate.bench.decode_layer import TimedLayer
 from foveate.bench.layer_kinds import Kind, kinds, share_of
 from foveate.bench.plan import Keep, Row, Say, check, command, parsed
 from foveate.methods import Method, replay_obstacle
@@ -135,7 +135,7 @@ def _of_size(
 
 def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -> _Found:
     branch = cache.branch({}, False, Counters(), {})
-    layer = Layer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
+    layer = TimedLayer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
     if plan.level == "kernel":
         tokens, timed = float(branch.used), cold.repeated(layer.look, plan.device)
     elif plan.device == "cuda":
@@ -178,7 +178,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
 
 def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     """The share of the keys that exact scores choose which a layer that scores summaries chooses, too."""
-    exact = policy.exact.for_layer(policy.place.layer, plan.layers)
+    exact = policy.exact.for_layer(policy.layer_role.layer, plan.layers)
     places = torch.zeros(2, plan.kv_heads * cache.batch_size, cache.used + 1, dtype=torch.bool, device=cache.device)
     for one, method in zip(places, (exact, policy)):
         one.scatter_(1, method.select(cache, q, plan.scaling).flatten(0, 1).long().remainder(cache.used + 1), True)
@@ -186,13 +186,15 @@ def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     return float((wanted & found).sum() / wanted.sum())
 
 
-def _layers(plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor) -> tuple[Layer, Layer | None]:
-    """The layer that is timed, and the one whose choice it reads: of the same pass, and behind new tokens with keys of
+def _layers(
+    plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor
+) -> tuple[TimedLayer, TimedLayer | None]:
+    """The layer that is timed, and the one whose choice it reads: of the same pass, and after new tokens with keys of
     its own."""
 
-    def prepared(policy: Method, cache: SlotCache) -> Layer:
+    def prepared(policy: Method, cache: SlotCache) -> TimedLayer:
         branch = _prepared(policy, cache, queries, plan.scaling)
-        return Layer(branch, lambda branch: policy.decode(branch, queries[:, :, -1:], plan.scaling))
+        return TimedLayer(branch, lambda branch: policy.decode(branch, queries[:, :, -1:], plan.scaling))
 
     layer = prepared(kind.policy, caches[0])
     if kind.chooser is None:
@@ -203,7 +205,7 @@ def _layers(plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor
 
 
 def _tokens(
-    plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor, layer: Layer, chooser: Layer | None
+    plan: Plan, kind: Kind, caches: Sequence[SlotCache], queries: Tensor, layer: TimedLayer, chooser: TimedLayer | None
 ) -> tuple[cold.Timed, float]:
     """A token of a layer, as in steps that are replayed if all that is done can be recorded, and the bytes it reads."""
     policy, period = kind.policy, _period(kind.policy)
@@ -224,7 +226,7 @@ def _period(policy: Method) -> int:
     return 0 if replay is None else next((step for step in range(1, _LONGEST) if replay.maintenance_due(step)), 0)
 
 
-def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
+def _upkeep(plan: Plan, policy: Method, layer: TimedLayer) -> float:
     """Milliseconds a step, on average, of what every so many steps one does beside attending: LuKA's making pages.
 
     Of a GPU what its kernels take, by a profile; elsewhere what the step takes longer.
@@ -246,14 +248,16 @@ def _upkeep(plan: Plan, policy: Method, layer: Layer) -> float:
     return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
 
 
-def _summarised_pages(policy: Method, layer: Layer) -> int:
+def _summarised_pages(policy: Method, layer: TimedLayer) -> int:
     """Keys of the pages that the method summarises within steps; 0: it keeps no such summaries."""
     kept = policy.channels(layer.cache.geometry).values()
     size = max((one.per for one in kept if isinstance(one, Channel) and one.recomputed), default=0)
     return 0 if size < 2 or _period(policy) else size
 
 
-def _summaries(plan: Plan, layer: Layer, size: int, open_ms: float, open_parts: Mapping[str, float] | None) -> float:
+def _summaries(
+    plan: Plan, layer: TimedLayer, size: int, open_ms: float, open_parts: Mapping[str, float] | None
+) -> float:
     """Milliseconds a step, on average, of summarising a page within the step whose token fills it.
 
     Of a GPU what the kernels that compress take longer, by a profile; elsewhere what the step takes longer.
@@ -281,7 +285,7 @@ def _between_steps(policy: Method, cache: SlotCache) -> float:
         cache.sync_to_host()
 
 
-def _bytes_read(layer: Layer) -> float:
+def _bytes_read(layer: TimedLayer) -> float:
     counters = layer.cache.counters
     return float(counters.keys_read) / counters.decode_steps * counters.bytes_per_key
 
@@ -296,10 +300,10 @@ def _rows(
     for name, one in found.items():
         floor, speedup = one.bytes / rate / 1e6, dense[fastest] / one.ms
         layers, below = _beside_floors(name, one, rate)
-        told = f"{one.ms:.4f} ms (floor {floor:.4f}), {speedup:.2f}× {fastest}"
+        words = f"{one.ms:.4f} ms (floor {floor:.4f}), {speedup:.2f}× {fastest}"
         warning = f"; BELOW THE FLOOR, so not read from memory: {', '.join(below)}" if below else ""
-        told += "" if one.recall is None else f", recall {one.recall:.3f}"
-        say(f"{name} at {context:,} × {batch}: {told}{warning}")
+        words += "" if one.recall is None else f", recall {one.recall:.3f}"
+        say(f"{name} at {context:,} × {batch}: {words}{warning}")
         share = None if one.layers is None else share_of(name)
         case = {"method": name, "context": context, "batch": batch, "share": share, "level": plan.level}
         rows.append(
@@ -354,7 +358,7 @@ def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float)
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]
         offset = cache.used - last.shape[2]
-        how = {"scaling": scaling, "offset": offset, "need_lse": policy.observation.needs_lse}
+        how = {"logits": branch.logits(scaling), "offset": offset, "need_lse": policy.observation.needs_lse}
         policy.observe(branch, last, ops.attend_causal(last, branch.keys, branch.values, **how), scaling)
     branch.rows["observed"] = list(branch.lengths)
     finish_prompt(policy, branch, scaling)

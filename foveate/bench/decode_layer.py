@@ -30,7 +30,7 @@ def newest(cache: SlotCache) -> tuple[Tensor, Tensor]:
     return cache.keys[:, :, -1:].clone(), cache.values[:, :, -1:].clone()
 
 
-class Layer(NamedTuple):
+class TimedLayer(NamedTuple):
     """A cache, and what looks at it in a step."""
 
     cache: SlotCache
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
         return token
 
 
-def one_by_one(layer: Layer, chooser: Layer | None, period: int) -> tuple[float, float]:
+def one_by_one(layer: TimedLayer, chooser: TimedLayer | None, period: int) -> tuple[float, float]:
     """Milliseconds of steps that are not replayed, with the time that the host takes.
 
     Args:
@@ -98,7 +98,7 @@ class Replayed:
         period: tokens between two maintenances, such as making pages; 0: there is none.
     """
 
-    def __init__(self, layer: Layer, other: Layer, policy: Method, period: int):
+    def __init__(self, layer: TimedLayer, other: TimedLayer, policy: Method, period: int):
         self.layer, self.other, self.replay, self.period = layer, other, policy.replay, period
         cache, self._token = layer.cache, newest(layer.cache)
         self._forget()
@@ -108,7 +108,7 @@ class Replayed:
         self._on_device = [self.rows.numbers, self.rows.freed]
         for one in (cache, other.cache):
             if one.evicts:
-                self._on_device += [one.device_state.places, one.tensors["positions"]]
+                self._on_device += [one.device_state.freed_slots, one.tensors["positions"]]
         self._decoded = cache.decoded
         self._first = [numbers.clone() for numbers in self._on_device]
 

@@ -34,7 +34,7 @@ _CHUNK = 8192
 _WARM_UP = 40
 """Steps that are not timed: the first ones compile kernels and record graphs, also of what LuKA does every 16th."""
 _WATCHED = 16
-"""Steps behind the timed ones whose kernels are watched."""
+"""Steps after the timed ones whose kernels are watched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """What is generated behind the first token."""
+        """What is generated after the first token."""
         return _WARM_UP + self.steps + self.watched
 
 
@@ -124,7 +124,7 @@ def load(plan: Plan) -> PreTrainedModel:
 class _Clock(StoppingCriteria):
     """Notes when each token is there: `generate` waits for every one before it asks for the next.
 
-    And what kernels take in the last ``watched`` steps, behind the first ``tokens``: ``kernels``, milliseconds a step.
+    And what kernels take in the last ``watched`` steps, after the first ``tokens``: ``kernels``, milliseconds a step.
     """
 
     def __init__(self, tokens: int, watched: int) -> None:

@@ -40,7 +40,7 @@ def kinds(method: Method, layers: int, name: Callable[[Method], str] = attrgette
         alike.setdefault((policy.spec, name(policy)), []).append(layer)
     found = []
     for same in alike.values():
-        policy = policies[same[-1]]  # of layers that read, one behind all that choose
+        policy = policies[same[-1]]  # of layers that read, one after all that choose
         chooser = None if policy.reads_choice_of is None else policies[policy.reads_choice_of]
         found.append(Kind(name(policy), len(same), policy, chooser))
     return found

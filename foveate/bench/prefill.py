@@ -146,7 +146,7 @@ def _branch(
     forward: dict[Any, Any],
     of: Callable[[SlotCache], Any] = lambda branch: None,
 ) -> SlotCache:
-    """A layer's cache behind the prompt's keys and values, of which ``of`` makes use."""
+    """A layer's cache over the prompt's keys and values, of which ``of`` makes use."""
     cache = prompt.cache
     branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters().declare(policy.counters), {})
     branch.forward = forward

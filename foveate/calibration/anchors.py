@@ -73,7 +73,7 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
     came, found = [], []
     for _ in range(most):
         reached = best[:-1, None] + segment
-        reached[torch.ones_like(reached, dtype=torch.bool).tril()] = float("-inf")  # j is behind i
+        reached[torch.ones_like(reached, dtype=torch.bool).tril()] = float("-inf")  # j comes after i
         best, last = reached.max(0)
         came.append(last)
         anchors, end = [], layers
@@ -157,12 +157,12 @@ def objective(similarity: Tensor, anchors: Sequence[int]) -> float:
     return float(sum(similarity[first, first:end].double().sum() for first, end in zip(anchors, ends)))
 
 
-class Choice(NamedTuple):
+class AnchorChoice(NamedTuple):
     """The anchors chosen among L layers, and what they were chosen by."""
 
     anchors: list[int]
     heads: dict[int, list[int]]
-    """For each layer behind an anchor that is none itself: the anchor's head for each of its own."""
+    """For each layer after an anchor that is not one itself: the anchor's head for each of its own."""
     similarity: Tensor
     """fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts."""
     mean_similarity: Tensor
@@ -175,11 +175,11 @@ class Choice(NamedTuple):
     maps: Tensor
     """int64 ``[L, L, H]``: for each head of layer b its counterpart in layer a."""
 
-    def of(self, number: int) -> Choice:
+    def of(self, number: int) -> AnchorChoice:
         """The same with another number of anchors."""
         return self.at(self.by_number[number - 1][0])
 
-    def at(self, anchors: list[int]) -> Choice:
+    def at(self, anchors: list[int]) -> AnchorChoice:
         """The same with other anchors."""
         return self._replace(anchors=anchors, heads=_heads(anchors, self.maps))
 
@@ -214,7 +214,7 @@ def choose(
     over: str = "least",
     weights: str = "importance",
     divergence: Tensor | None = None,
-) -> Choice:
+) -> AnchorChoice:
     """The best ``number`` anchors for some prompts (Kascade, section 3).
 
     Args:
@@ -242,4 +242,4 @@ def choose(
         worth = -divergence
     by_number = best_anchors(worth, len(importance))
     anchors = by_number[number - 1][0]
-    return Choice(anchors, _heads(anchors, maps), least, mean, worth, by_number, maps)
+    return AnchorChoice(anchors, _heads(anchors, maps), least, mean, worth, by_number, maps)

@@ -126,7 +126,7 @@ def load(path: Path | str) -> Calibration:
         whole = all(type(one) is int and 0 <= one < layers for one in (*found.anchors, *readers))
         rising = len(found.anchors) > 0 and list(found.anchors) == sorted(set(found.anchors))
         seen = found.found.get("layers") or range(layers)
-        behind = sorted(readers) == [one for one in seen if one > found.anchors[0] and one not in found.anchors]
+        later = sorted(readers) == [one for one in seen if one > found.anchors[0] and one not in found.anchors]
         maps = all(
             len(heads) == kv_heads and all(type(head) is int and 0 <= head < kv_heads for head in heads)
             for heads in found.heads.values()
@@ -139,7 +139,7 @@ def load(path: Path | str) -> Calibration:
         ]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: a damaged calibration ({type(error).__name__}: {error}); {_AGAIN}") from None
-    if not (whole and rising and behind and maps and weights):
+    if not (whole and rising and later and maps and weights):
         raise ValueError(f"{path}: a damaged calibration (its anchors, heads or weights are no model's); {_AGAIN}")
     if beyond:
         raise ValueError(f"{path}: a damaged calibration ({'; '.join(beyond)}); {_AGAIN}")

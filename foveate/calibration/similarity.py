@@ -33,7 +33,7 @@ class Measured(NamedTuple):
 
 
 def least_tokens(k: int, tile: int, group: int) -> int:
-    """Tokens of the shortest prompt that shows anything: one with a tile behind more than k keys."""
+    """Tokens of the shortest prompt that shows anything: one with a tile after more than k keys."""
     span = max(1, tile // group)
     return (k // span + 1) * span + 1
 
@@ -55,10 +55,8 @@ class Similarity:
     _coverage: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
-    def look(self, layer: int, q: Tensor, k: Tensor, scaling: float, softcap: float | None = None) -> None:
+    def look(self, layer: int, q: Tensor, k: Tensor, logits: ops.Logits) -> None:
         """One layer's rotated queries ``[1, Hq, n, D]`` and keys ``[1, H, n, D]`` of the whole prompt.
-
-        ``softcap``: the cap of its logits, see :func:`foveate.ops.attend`.
 
         Raises:
             ValueError: for a prompt shorter than :func:`least_tokens`, or attention that is not finite.
@@ -69,12 +67,12 @@ class Similarity:
             raise ValueError(
                 f"a prompt of {length:,} tokens is too short to calibrate on, which takes at least {least:,}"
             )
-        lse = ops.attend_causal(q, k, k, scaling=scaling, softcap=softcap, need_lse=True).lse
+        lse = ops.attend_causal(q, k, k, logits=logits, need_lse=True).lse
         if not bool(torch.isfinite(lse).all()):
             raise ValueError(f"layer {layer}: the attention logits of a prompt are not finite (NaN or infinite)")
-        first_scored = self.k // span + 1  # tiles behind more than k keys
+        first_scored = self.k // span + 1  # tiles after more than k keys
         chosen, captured = [], []
-        for first, mass in ops.tile_mass(q, k, lse, tile=span, scaling=scaling, softcap=softcap):
+        for first, mass in ops.tile_mass(q, k, lse, tile=span, logits=logits):
             mass = mass[0, :, max(first_scored - first, 0) :]
             if not mass.shape[1]:
                 continue
@@ -86,7 +84,7 @@ class Similarity:
         self.layers.append(layer)
         self._chosen.append(torch.cat(chosen, 1))
         self._captured.append(torch.cat(captured, -1))
-        self._coverage.append(_coverage(q, k, scaling, softcap))
+        self._coverage.append(_coverage(q, k, logits))
 
     def result(self) -> Measured:
         """What the prompt has shown, on the CPU."""
@@ -108,7 +106,7 @@ def _captured(mass: Tensor, chosen: Tensor) -> Tensor:
     return found
 
 
-def _coverage(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def _coverage(q: Tensor, k: Tensor, logits: ops.Logits) -> Tensor:
     """The attention on a query's heaviest keys, mean over some queries: ``[Hq]``."""
     length = q.shape[2]
     if length <= COVERAGE_KEYS:
@@ -118,7 +116,7 @@ def _coverage(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Te
     keys, covered = torch.arange(length, device=q.device), 0.0
     for at in queries.split(max(1, _BLOCK // (q.shape[1] * length))):
         rows = ops.fold_group(q[:, :, at], k.shape[1])
-        logits = ops.key_logits(rows, k, scaling, softcap)[0].unflatten(1, (-1, len(at)))
-        weights = logits.masked_fill_(keys > at[:, None], float("-inf")).softmax(-1)
+        scores = ops.key_logits(rows, k, logits)[0].unflatten(1, (-1, len(at)))
+        weights = scores.masked_fill_(keys > at[:, None], float("-inf")).softmax(-1)
         covered = covered + weights.topk(COVERAGE_KEYS, -1).values.sum((-1, -2))
     return covered.flatten() / number

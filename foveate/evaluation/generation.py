@@ -49,7 +49,7 @@ class Batch:
 
 def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Batch:
     """Puts items to a model: answers them, or scores their targets or options if they have them."""
-    return read_prompt(model, tokenizer, items).go_on(model)
+    return read_prompt(model, tokenizer, items).decode(model)
 
 
 @torch.inference_mode()
@@ -88,7 +88,7 @@ class Prompt:
     prefill_ms: float
 
     @torch.inference_mode()
-    def go_on(self, model: PreTrainedModel, shared: bool = False, along: Trace | None = None) -> Batch:
+    def decode(self, model: PreTrainedModel, shared: bool = False, along: Trace | None = None) -> Batch:
         """What follows the prompts: the model's own answers, or what it makes of those in `along`.
 
         `shared`: `methods.SharedPrompt` has read the prompts, and one of its methods is attached now. That is possible

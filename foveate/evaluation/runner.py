@@ -21,7 +21,7 @@ import torch
 import foveate
 from foveate.evaluation import costs, decoding, generation
 from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
-from foveate.evaluation.own import Own, applied, summary
+from foveate.evaluation.native_model import NativeModel, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.inputs import loading, model_folder, reading
 from foveate.results import circumstances, outfile, resultfile
@@ -41,7 +41,7 @@ Progress = Callable[[str, int], None]
 class Comparison:
     """What is to be compared. `dtype` and `device` may be "auto".
 
-    `methods` are foveate methods, "dense" among them, or :class:`Own` alone or among them.
+    `methods` are foveate methods, "dense" among them, or :class:`NativeModel` alone or among them.
 
     `share_prompt`: methods that are dense in prefill share one reading of each prompt; without it each reads the prompt
     itself, which times its prefill. Nothing else differs.
@@ -107,9 +107,9 @@ def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
     The spec "own" is the model as it is, which alone is compared with nothing. Raises `UserError` for an unknown method
     or setting.
     """
-    methods = [Own() if spec.strip() == Own.spec else parse_method(spec) for spec in specs]
-    if methods and all(isinstance(method, Own) for method in methods):
-        return (Own(),), False
+    methods = [NativeModel() if spec.strip() == NativeModel.spec else parse_method(spec) for spec in specs]
+    if methods and all(isinstance(method, NativeModel) for method in methods):
+        return (NativeModel(),), False
     added = all(method.name != "dense" for method in methods)
     if added:
         methods.insert(0, parse_method("dense"))
@@ -263,7 +263,7 @@ class _Examiner:
                 with foveate.attached(self._model, self._dense):
                     trace = prompt.trace(self._model, shared=True)
             for method in together:
-                yield self._go_on(method, items, prompt, peak, trace)
+                yield self._decode_from(method, items, prompt, peak, trace)
             del prompt
         elif self._plan.task.along_dense:
             with foveate.attached(self._model, self._dense):
@@ -277,7 +277,7 @@ class _Examiner:
         with applied(self._model, method):
             self._memory.start()
             prompt = generation.read_prompt(self._model, self._tokenizer, items)
-            batch = prompt.go_on(self._model, along=trace)
+            batch = prompt.decode(self._model, along=trace)
             return self._record(method, items, batch, self._memory.peak(), self._memory_kind)
 
     def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[generation.Prompt, int]:
@@ -287,13 +287,13 @@ class _Examiner:
             self._memory.start()
             return generation.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
 
-    def _go_on(
+    def _decode_from(
         self, method: Any, items: Sequence[Item], prompt: generation.Prompt, peak: int, trace: decoding.Trace | None
     ) -> Record:
         torch.manual_seed(self._plan.seed)
         with foveate.attached(self._model, method, dense_below=0):
             self._memory.start()
-            batch = prompt.go_on(self._model, shared=True, along=trace)
+            batch = prompt.decode(self._model, shared=True, along=trace)
             peak = max(peak, self._memory.peak())
             return self._record(method, items, batch, peak, f"{self._memory_kind}{generation.SHARED}")
 
@@ -322,7 +322,7 @@ class _Examiner:
 
     def _reads_prompts_itself(self, method: Any) -> bool:
         """Whether a method cannot go on from a prompt that dense attention has read."""
-        if isinstance(method, Own):
+        if isinstance(method, NativeModel):
             return True
         with foveate.attached(self._model, method, dense_below=0) as attachment:
             return attachment.sparse_prompt

@@ -24,7 +24,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Record:
-    """A question, its answer with the aliases behind it, and the passages to read, none of them twice."""
+    """A question, its answer with the aliases after it, and the passages to read, none of them twice."""
 
     id: str
     question: str

@@ -145,7 +145,7 @@ def strip_gutenberg(text: str) -> str:
 
 
 def digest(paths: list[Path]) -> str:
-    """sha256 (first 16 hex digits) over the names and contents of files, independent of where the folder lies."""
+    """sha256 (first 16 hex digits) over the names and contents of files, independent of the folder's path."""
     total = hashlib.sha256()
     for path in paths:
         try:

@@ -162,7 +162,7 @@ class LearnedEviction(SlidingWindowAttention):
     """Attention over a window, sinks, and the tokens that each KV head has chosen to retain (equation 5).
 
     In training nothing caps the retained tokens; a penalty keeps them few (:mod:`foveate.training`). Everywhere else
-    each KV head retains at most ``buffer`` tokens behind the window: the best so far. What a token sees therefore
+    each KV head retains at most ``buffer`` tokens older than the window: the best so far. What a token sees therefore
     depends on no later token than the scores' reach, and a prompt in pieces is read as one piece.
 
     Args:
@@ -301,7 +301,7 @@ class LearnedEviction(SlidingWindowAttention):
             near = near[None, None].expand(*kept.shape, -1, -1)
             mask = torch.cat([positions[:, :, None] < queries - self.window, near], 3)
             keys, values = torch.cat([far_k, k[:, :, low:high]], 2), torch.cat([far_v, v[:, :, low:high]], 2)
-            outs.append(ops.attend(q[:, :, first:high], keys, values, scaling=self.scaling, mask=mask).out)
+            outs.append(ops.attend(q[:, :, first:high], keys, values, logits=ops.Logits(self.scaling), mask=mask).out)
         last = counts + torch.arange(-ring, 0, device=k.device)
         source = last.clamp_min(0)[:, None].expand(-1, self.num_kv_heads, -1)
         into = (last % ring)[:, None].expand(-1, self.num_kv_heads, -1)

@@ -269,7 +269,7 @@ class SlidingWindowAttention(nn.Module):
         memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
 
     def _step(self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory) -> Tensor | None:
-        """Take in one token of every row and attend: all that it sees lies in the first slots.
+        """Take in one token of every row and attend: all that it sees is in the first slots.
 
         But for the scores that now and then are due before it, a step neither waits for the device nor reads from the
         host what changes from step to step.
@@ -282,7 +282,7 @@ class SlidingWindowAttention(nn.Module):
         out = None
         if q is not None:
             used = memory.lengths_on(device).clamp_max(ring)[:, None] + held["kept"]
-            out = ops.attend(q, held["keys"], held["values"], scaling=self.scaling, lengths=used).out
+            out = ops.attend(q, held["keys"], held["values"], logits=ops.Logits(self.scaling), lengths=used).out
         if self.buffer:  # the token that the next one writes over is offered to the buffer
             ops.replace_weakest(
                 **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},

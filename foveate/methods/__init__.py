@@ -7,12 +7,12 @@ from foveate.methods.base import REGISTRY, Method, Observation, Replay, replay_o
 from foveate.methods.budgets import budget
 from foveate.methods.dense import Dense
 from foveate.methods.h2o import H2O
-from foveate.methods.lined import LinedAsPublished
+from foveate.methods.h2o_as_published import H2OAsPublished
 from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
 from foveate.methods.shared_prompt import SharedPrompt
 from foveate.methods.snapkv import SnapKV
-from foveate.methods.spec import complete, get, make, names, parse, recorded, spelled
+from foveate.methods.spec import complete, get, make, names, parse, present, recorded, spelled
 from foveate.methods.streaming import Streaming
 from foveate.methods.tova import TOVA
 from foveate.methods.uniform import Uniform
@@ -22,7 +22,7 @@ __all__ = [
     "REGISTRY",
     "TOVA",
     "Dense",
-    "LinedAsPublished",
+    "H2OAsPublished",
     "LuKA",
     "LuKAPaper",
     "Method",
@@ -41,6 +41,7 @@ __all__ = [
     "names",
     "parse",
     "per_layer",
+    "present",
     "recorded",
     "replay_obstacle",
     "spelled",

@@ -18,7 +18,7 @@ from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Geometry, SlotCache
 
 
-class Place(NamedTuple):
+class LayerRole(NamedTuple):
     """What one layer does."""
 
     layer: int
@@ -43,21 +43,21 @@ class Place(NamedTuple):
         return self.anchor is not None and not self.chooses
 
 
-class Selection(NamedTuple):
-    """The keys that one layer has chosen for a decoded token, for those behind it."""
+class SharedKeys(NamedTuple):
+    """The keys that one layer has chosen for a decoded token, for later layers to read."""
 
     indices: Tensor
     """int ``[B, Hkv, K]``, -1 for none."""
     read: Tensor
     """How many keys these are, ``[B, Hkv]``; counted once for all layers that read them."""
 
-    def to(self, device: torch.device) -> Selection:
+    def to(self, device: torch.device) -> SharedKeys:
         """The same on another device."""
-        return Selection(*(x.to(device) for x in self))
+        return SharedKeys(*(x.to(device) for x in self))
 
 
 @dataclass(frozen=True)
-class SelectOnce(Method):
+class SharedSelection(Method):
     """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
 
     stateful: ClassVar[bool] = False
@@ -65,10 +65,10 @@ class SelectOnce(Method):
     counters: ClassVar[tuple[str, ...]] = ("indices_reused",)
     """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
     replay: ClassVar[Replay] = Replay()
-    place: ClassVar[Place] = Place(-1, -1)
+    layer_role: ClassVar[LayerRole] = LayerRole(-1, -1)
     """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
 
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         """What a layer does, one of those that the method is applied to."""
         raise NotImplementedError
 
@@ -83,54 +83,54 @@ class SelectOnce(Method):
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
         """A decoded token reads its own choice of keys, the tokens of a prompt all keys, or those of their tile."""
-        return self.place.anchor is not None and not self.place.dense
+        return self.layer_role.anchor is not None and not self.layer_role.dense
 
-    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SelectOnce:
+    def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SharedSelection:
         own, among = dataclasses.replace(self), range(num_layers) if among is None else among
-        places = {other: self.place_of(other, among) for other in among}
-        read = {place.anchor for place in places.values() if place.reads_another}
+        roles = {other: self.role_of(other, among) for other in among}
+        read = {role.anchor for role in roles.values() if role.reads_another}
         before = max((other for other in read if other < layer), default=None)
-        own.__dict__["place"] = self.place_of(layer, among)._replace(has_readers=layer in read, before=before)
+        own.__dict__["layer_role"] = self.role_of(layer, among)._replace(has_readers=layer in read, before=before)
         return own
 
     @property
     def role(self) -> str:
-        place = self.place
-        if place.reads_another:
+        role = self.layer_role
+        if role.reads_another:
             return "reading"
-        if place.anchor is None or (place.dense and not place.has_readers):
+        if role.anchor is None or (role.dense and not role.has_readers):
             return "dense"
-        return "dense, choosing" if place.dense else "choosing"
+        return "dense, choosing" if role.dense else "choosing"
 
     @property
     def reads_choice_of(self) -> int | None:  # type: ignore[override]
-        return self.place.anchor if self.place.reads_another else None
+        return self.layer_role.anchor if self.layer_role.reads_another else None
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""
-        return tokens * (geometry.key_share if self.place.chooses and not self.place.dense else 0.0)
+        return tokens * (geometry.key_share if self.layer_role.chooses and not self.layer_role.dense else 0.0)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        place = self.place
-        if place.anchor is None or (place.dense and not place.has_readers):
+        role = self.layer_role
+        if role.anchor is None or (role.dense and not role.has_readers):
             return attend_all(cache, q, scaling).out
-        if place.chooses and place.dense:
+        if role.chooses and role.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, Selection(indices, self._read(cache, indices)))
+            self._hand_on(cache, SharedKeys(indices, self._read(cache, indices)))
             return out
         heads = None
-        if place.chooses:
+        if role.chooses:
             indices = self.select(cache, q, scaling)
             read = self._read(cache, indices)
-            self._hand_on(cache, Selection(indices, read))
+            self._hand_on(cache, SharedKeys(indices, read))
             cache.count_read(read)
             count_scored(self, cache)
         else:
             (indices, read), heads = self._handed_on(cache)
             cache.count("indices_reused", 1)
             cache.count_read(read if heads is None else read.index_select(1, heads))
-        how = {"scaling": scaling, "heads": heads, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out
+        how = {"logits": cache.logits(scaling), "heads": heads, "block_table": cache.block_table}
+        return ops.attend_indices(q, *cache.memory, indices, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out
@@ -154,21 +154,21 @@ class SelectOnce(Method):
         """How many keys are read, ``[B, Hkv]``."""
         return (indices >= 0).sum(-1)
 
-    def _hand_on(self, cache: SlotCache, selection: Selection | ops.TileKeys) -> None:
+    def _hand_on(self, cache: SlotCache, selection: SharedKeys | ops.TileKeys) -> None:
         """For the layers that read it, if any."""
-        if self.place.has_readers:
-            own, before = ((self.name, layer) for layer in (self.place.layer, self.place.before))
+        if self.layer_role.has_readers:
+            own, before = ((self.name, layer) for layer in (self.layer_role.layer, self.layer_role.before))
             cache.hand_on(own, selection, instead_of=before)
 
     def _handed_on(self, cache: SlotCache) -> tuple[Any, Tensor | None]:
         """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
-        selection, heads = cache.handed_on((self.name, self.place.anchor)).to(cache.device), self.place.heads
+        selection, heads = cache.handed_on((self.name, self.layer_role.anchor)).to(cache.device), self.layer_role.heads
         if heads is None:
             return selection, None
         number = cache.geometry.num_kv_heads
         if len(heads) != number or not all(head in range(number) for head in heads):
             raise ValueError(
-                f"{self.name}: heads of layer {self.place.layer} must be {number} numbers below {number}, "
+                f"{self.name}: heads of layer {self.layer_role.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"
             )
         return selection, cache.on_device(list(heads))
@@ -193,6 +193,6 @@ def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
 
 
 def nearest(choosers: Sequence[int], layer: int) -> int | None:
-    """The last of some layers, ascending, that is not behind a layer; None if all are."""
+    """The last of some layers, ascending, that is not after a layer; None if all are."""
     index = bisect.bisect_right(choosers, layer) - 1
     return choosers[index] if index >= 0 else None

@@ -16,9 +16,8 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     mask, lengths = cache.stored()
     cache.count_read(cache.held(mask, lengths))
     mask = None if mask is None else mask[:, :, None]
-    how = {"mask": mask, "lengths": lengths, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-    how |= {"scaling": scaling, "need_mass": need_mass, "block_table": cache.block_table}
-    return ops.attend(q, *cache.memory, **how)
+    how = {"mask": mask, "lengths": lengths, "need_mass": need_mass, "block_table": cache.block_table}
+    return ops.attend(q, *cache.memory, logits=cache.logits(scaling), **how)
 
 
 def count_scored(method: Method, cache: SlotCache) -> None:
@@ -58,9 +57,8 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
     if not observing:
         return None, 0
     queries = cache.channel("queries")[:, :, window - observing :]
-    how = {"offset": cache.used - observing, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-    how["mask"] = cache.positions >= 0 if cache.uneven else None
-    return ops.query_mass(queries, cache.keys, scaling=scaling, **how), observing
+    how = {"offset": cache.used - observing, "mask": cache.positions >= 0 if cache.uneven else None}
+    return ops.query_mass(queries, cache.keys, logits=cache.logits(scaling), **how), observing
 
 
 def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:

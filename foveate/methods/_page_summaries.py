@@ -205,8 +205,8 @@ class LowRankPages(PageSummaries):
         """
         records = cache.channel("records")[:, :, : cache.most(self.pages)]
         lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full)
-        how = {"weights": self._weights(cache), "lengths": lengths, "softcap": cache.softcap}
-        how |= {"scaling": scaling, "pooling": pooling, "pool": pool}
+        how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
+        how |= {"pooling": pooling, "pool": pool}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
 
     def _weights(self, cache: SlotCache) -> Tensor | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-Own = TypeVar("Own", bound="Settings")
+Same = TypeVar("Same", bound="Settings")
 
 
 def setting(default: Any, help: str, later: bool = False, before: Any = None) -> Any:
@@ -29,8 +29,12 @@ class Settings:
 
     name: ClassVar[str] = ""
     """Registered name."""
+    former_name: ClassVar[str] = ""
+    """A name by which specs and rows may still call the method."""
     retired: ClassVar[Mapping[str, Any]] = {}
     """Removed settings that older rows record, each with the value under which it had no effect."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Former names of settings, which specs and rows may still use, each with its present name."""
 
     def __deepcopy__(self, memo):
         return self
@@ -60,7 +64,7 @@ class Settings:
         ]
         return cls.name + (":" + ",".join(changed) if changed else "")
 
-    def changed(self: Own, **settings: Any) -> Own:
+    def changed(self: Same, **settings: Any) -> Same:
         """The method with some settings replaced."""
         return dataclasses.replace(self, **settings)
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._anchored import SelectOnce
+from foveate.methods._anchored import SharedSelection
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 from foveate.state.row_numbers import on_device
 
 
 @dataclass(frozen=True)
-class TopKByMass(SelectOnce):
+class TopKByMass(SharedSelection):
     """Keys by their attention mass, which is computed exactly, pooled over the queries that share them.
 
     The mean of attention goes to the queries that attend to few keys; that of its square root lets each of them have
     keys of its own, as many as it attends to.
     """
 
-    retired: ClassVar[dict] = {"top_p": 1.0}
-    exact_anchors: ClassVar[bool] = False
+    retired: ClassVar[dict] = {"top_p": 1.0, "rest": "none"}
+    dense_anchor_prefill: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
@@ -34,11 +34,6 @@ class TopKByMass(SelectOnce):
     pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or its square root (sqrt)")
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
-    rest: str = setting(
-        "none",
-        "what stands for a prompt's keys that are not chosen: none, or their mean, counted as often as they are",
-        before="none",
-    )
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -47,28 +42,24 @@ class TopKByMass(SelectOnce):
         self._check_choice("pooling", "post_softmax", "sqrt")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
-        self._check_choice("rest", "none", "mean")
-        self._check(
-            "rest", self.rest == "none" or not self.decode_only, "none with decode_only: prompts are read densely"
-        )
 
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mask, lengths = cache.stored()
-        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        how |= {"scaling": scaling, "block_table": cache.block_table}
-        return self._chosen(cache, ops.pooled_mass(q, cache.memory[0], **how), lengths)
+        _, lengths = cache.stored()
+        mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
+        return self._chosen(cache, mass, lengths)
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        mask, lengths = cache.stored()
-        cache.count_read(cache.held(mask, lengths))
-        mask = None if mask is None else mask[:, :, None]
-        how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
-        attended = ops.attend_pooled(q, *cache.memory, scaling=scaling, **how)
+        _, lengths = cache.stored()
+        cache.count_read(cache.held(None, lengths))
+        attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, attended.mass, lengths), attended.out
+
+    def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
+        """Which keys are pooled, and how."""
+        how = {"lengths": lengths, "block_table": cache.block_table}
+        return {"logits": cache.logits(scaling), "pooling": self.pooling, "pool": self.pool, **how}
 
     def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
@@ -99,13 +90,13 @@ class TopKByMass(SelectOnce):
     @property
     def sparse_prompt(self) -> bool:
         """Also in a dense layer that chooses for others."""
-        return not self.decode_only and self.place.anchor is not None and not self._chooses_for_nobody
+        return not self.decode_only and self.layer_role.anchor is not None and not self._chooses_for_nobody
 
     @property
     def _chooses_for_nobody(self) -> bool:
         """Whether this layer reads all keys of a prompt itself, and no other layer reads what it chooses."""
-        place = self.place
-        return (place.dense or self.exact_anchors) and place.chooses and not place.has_readers
+        role = self.layer_role
+        return (role.dense or self.dense_anchor_prefill) and role.chooses and not role.has_readers
 
     def prompt_tile(self, group: int) -> int:
         return max(1, self.tile // group) if self.sparse_prompt else 1
@@ -113,12 +104,12 @@ class TopKByMass(SelectOnce):
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         if not self.sparse_prompt:
             return super().prompt(cache, q, scaling)
-        place, offset, heads = self.place, cache.used - q.shape[2], None
+        role, offset, heads = self.layer_role, cache.used - q.shape[2], None
         tile = self.prompt_tile(cache.geometry.group)
-        how = {"scaling": scaling, "offset": offset, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        if place.chooses:
+        how = {"logits": cache.logits(scaling), "offset": offset}
+        if role.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
-            lse, exact = attended.lse, place.dense or self.exact_anchors
+            lse, exact = attended.lse, role.dense or self.dense_anchor_prefill
             attended = attended if exact else None  # the dense output is freed before scores are there
             with torch.no_grad():
                 chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)
@@ -127,7 +118,7 @@ class TopKByMass(SelectOnce):
                 return attended
         else:
             chosen, heads = self._handed_on(cache)
-        how |= {"tile": tile, "heads": heads, "rest": self.rest == "mean", "block_table": cache.block_table}
+        how |= {"tile": tile, "heads": heads, "block_table": cache.block_table}
         return ops.attend_tile_keys(q, *cache.memory, chosen, **how)
 
     def select_tiles(
@@ -135,9 +126,8 @@ class TopKByMass(SelectOnce):
     ) -> ops.TileKeys:
         """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
         power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
-        softcap = None if cache.softcap is None else power * cache.softcap
-        how = {"tile": tile, "offset": offset, "scaling": power * scaling, "softcap": softcap}
-        blocks = ops.tile_mass(q, cache.keys, power * lse, **how)
+        logits = ops.Logits(power * scaling, softcap=None if cache.softcap is None else power * cache.softcap)
+        blocks = ops.tile_mass(q, cache.keys, power * lse, logits=logits, tile=tile, offset=offset)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))

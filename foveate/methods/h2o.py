@@ -45,15 +45,8 @@ class H2O(Method):
         return Observation(ops.column_mass, needs_lse=True)
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        ops.column_mass(
-            q,
-            cache.keys,
-            attended.lse,
-            scaling=scaling,
-            offset=cache.used - q.shape[2],
-            softcap=cache.softcap,
-            out=cache.channel("mass"),
-        )
+        how = {"logits": cache.logits(scaling), "offset": cache.used - q.shape[2]}
+        ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         return keep_heavy(cache, cache.channel("mass"), self.allowed(cache.lengths[0]), self.window)

@@ -1,4 +1,4 @@
-"""Kascade: exact top-k keys in a few anchor layers, read again in the layers behind them; and its oracle."""
+"""Kascade: exact top-k keys in a few anchor layers, read again in later layers; and its oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import load
-from foveate.methods._anchored import Place, Selection, layer_numbers, nearest
+from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
 from foveate.methods._common import count_scored
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._top_k_by_mass import TopKByMass
@@ -30,7 +30,7 @@ _ANCHORS = 5
 
 @dataclass(frozen=True)
 class Kascade(TopKByMass):
-    """Anchor layers compute the attention mass of all keys and choose; the layers behind an anchor read its choice.
+    """Anchor layers compute the attention mass of all keys and choose; the layers after an anchor read its choice.
 
     Layer 0 is dense; where it is an anchor, it chooses for the layers up to the next one. Layers before the first
     anchor are dense, too. In a prompt, tiles of queries choose together among the keys before them, and see those of
@@ -48,6 +48,7 @@ class Kascade(TopKByMass):
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
     retired: ClassVar[dict] = TopKByMass.retired | {"remap": True, "rank": 2}
+    renamed: ClassVar[dict] = {"exact_anchors": "dense_anchor_prefill"}
     rank: ClassVar[int] = 2
     """Directions of a page's summary."""
 
@@ -55,7 +56,7 @@ class Kascade(TopKByMass):
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
     calibration: str = setting("", "file of `foveate calibrate` with both")
 
-    exact_anchors: bool = setting(
+    dense_anchor_prefill: bool = setting(
         True,
         "in prompts anchors read all keys: a dense pass gives their output with the log-sum-exp that they choose by",
         later=True,
@@ -77,9 +78,9 @@ class Kascade(TopKByMass):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check("exact_anchors", isinstance(self.exact_anchors, bool), "true or false")
+        self._check("dense_anchor_prefill", isinstance(self.dense_anchor_prefill, bool), "true or false")
         if self.decode_only:  # all layers read all keys of a prompt
-            object.__setattr__(self, "exact_anchors", True)
+            object.__setattr__(self, "dense_anchor_prefill", True)
         self._check_choice("score_keys", "exact", "pages")
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
@@ -128,9 +129,11 @@ class Kascade(TopKByMass):
         return self._spell(values | {"anchors": _ANCHORS, "heads": None})
 
     def settings(self) -> dict[str, Any]:
-        """As of any method; with `decode_only` without `exact_anchors`, which changes nothing there, and with the size
+        """As of any method; without `dense_anchor_prefill` under `decode_only`, which makes it idle, and with the size
         of pages where there are any."""
-        found = {key: x for key, x in super().settings().items() if not (self.decode_only and key == "exact_anchors")}
+        found = {
+            key: x for key, x in super().settings().items() if not (self.decode_only and key == "dense_anchor_prefill")
+        }
         return found | ({"page_size": self.page_size} if self.score_keys == "pages" else {})
 
     def changed(self, **settings: Any) -> Method:
@@ -157,7 +160,7 @@ class Kascade(TopKByMass):
             "`foveate calibrate --model DIR --out FILE` chooses them, for calibration=FILE"
         )
 
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         if isinstance(self.anchors, int):
             number, layers = self.anchors, len(among)
             if number > layers:
@@ -179,7 +182,7 @@ class Kascade(TopKByMass):
         anchor = nearest(anchors, layer)
         of_heads = anchor != layer and self.pool != "layer"  # the heads of a layer that choose together choose alike
         heads = (self.heads or {}).get(str(layer)) if of_heads else None
-        return Place(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
+        return LayerRole(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
     # Approximate scores
 
@@ -191,17 +194,19 @@ class Kascade(TopKByMass):
     @property
     def scores_summaries(self) -> bool:
         """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores or reads."""
-        return self.reads_pages or (self.score_keys == "pages" and self.place.chooses and not self.place.dense)
+        return self.reads_pages or (
+            self.score_keys == "pages" and self.layer_role.chooses and not self.layer_role.dense
+        )
 
     @property
     def reads_pages(self) -> bool:
         """Whether a decoded token reads all keys of the best pages: in layer 0, whether it is an anchor or not."""
-        return self.first_layer == "pages" and self.place.layer == 0
+        return self.first_layer == "pages" and self.layer_role.layer == 0
 
     @property
     def scores_approximately(self) -> bool:
         """Whether this layer may choose other keys than exact scores would."""
-        return self.scores_summaries and self.place.chooses
+        return self.scores_summaries and self.layer_role.chooses
 
     @property
     def exact(self) -> Method:
@@ -211,7 +216,9 @@ class Kascade(TopKByMass):
     @property
     def scores_keys_of_pages(self) -> bool:
         """Whether this layer scores the keys of the best pages: to read some of them, or in layer 0 for its readers."""
-        return self.scores_summaries and self.place.chooses and (self.place.has_readers or not self.reads_pages)
+        return (
+            self.scores_summaries and self.layer_role.chooses and (self.layer_role.has_readers or not self.reads_pages)
+        )
 
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
@@ -251,12 +258,11 @@ class Kascade(TopKByMass):
         pages = self._best_pages(cache, q, scaling)
         if self.scores_keys_of_pages:
             indices = self._select_in(cache, q, pages, scaling)
-            self._hand_on(cache, Selection(indices, self._read(cache, indices)))
+            self._hand_on(cache, SharedKeys(indices, self._read(cache, indices)))
         cache.count_read(cache.each_row(self.page_keys)[:, None])
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        how = {"sink_logits": cache.sink_logits, **self._where(cache, scaling)}
-        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **self._where(cache, scaling)).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
@@ -273,14 +279,14 @@ class Kascade(TopKByMass):
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
-        how = {"pooling": self.pooling, "pool": self.pool, "sink_logits": cache.sink_logits}
-        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how, **self._where(cache, scaling))
+        how = {"pooling": self.pooling, "pool": self.pool, **self._where(cache, scaling)}
+        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how)
         places = self._chosen(cache, mass)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _where(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
         how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
-        return {"scaling": scaling, "softcap": cache.softcap, **how}
+        return {"logits": cache.logits(scaling), **how}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
@@ -335,5 +341,5 @@ class OracleTopK(TopKByMass):
         super().__post_init__()
         self._check_count("dense_layers")
 
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
-        return Place(layer, layer if layer >= self.dense_layers else None)
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
+        return LayerRole(layer, layer if layer >= self.dense_layers else None)

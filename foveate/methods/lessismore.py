@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._anchored import Place, SelectOnce, layer_numbers, nearest
+from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
 from foveate.methods.base import setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
 
 @dataclass(frozen=True)
-class LessIsMore(SelectOnce):
-    """Selection layers are dense; the layers behind them read, with all heads, the union of what their heads look at.
+class LessIsMore(SharedSelection):
+    """Selection layers are dense; later layers read, with all heads, the union of what their heads look at.
 
     The union takes every query head's best key, then every head's second best, and so on, until the budget is full but
     for the sinks and the recent tokens. Where their share has room for the sinks alone, or for fewer, the recent tokens
@@ -46,10 +46,10 @@ class LessIsMore(SelectOnce):
         self._check("recent", isinstance(self.recent, float) and 0 <= self.recent < 1, "a float in [0, 1)")
         self._check_layers("selections")
 
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         selections = layer_numbers(self, "selections", among)
         chooser = nearest(selections, layer)
-        return Place(layer, chooser, dense=layer == chooser)
+        return LayerRole(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         scores = _scores(cache, q, scaling)  # [B, Hq, N]
@@ -62,7 +62,7 @@ class LessIsMore(SelectOnce):
         end = length - last
         between = (slots >= begin) & (slots < end)
         scores = scores.masked_fill(~between[:, None], float("-inf"))
-        best = ops.topk_rows(scores, most[:, 0], cache.most(self.best_keys))  # no rank behind these is looked at
+        best = ops.topk_rows(scores, most[:, 0], cache.most(self.best_keys))  # no rank after these is looked at
         values = scores.gather(2, best.clamp_min(0)).masked_fill(best < 0, float("-inf"))
         places = best.gather(2, values.sort(dim=-1, descending=True, stable=True).indices)
         turn = torch.arange(heads, device=device)[:, None] + heads * torch.arange(places.shape[2], device=device)
@@ -98,7 +98,7 @@ def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
 
     They are not capped where a model caps its logits: each head's order of keys, all that they are for, is the same.
     """
-    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, scaling)
+    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, ops.Logits(scaling))
     holes = cache.holes()
     if holes is not None:
         logits.masked_fill_(~holes[:, :, None], float("-inf"))

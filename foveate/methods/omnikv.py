@@ -1,4 +1,4 @@
-"""OmniKV: the context that a few filter layers attend to, for all heads of the layers behind them."""
+"""OmniKV: the context that a few filter layers attend to, for all heads of later layers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._anchored import Place, SelectOnce, layer_numbers, nearest
+from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 
 
 @dataclass(frozen=True)
-class OmniKV(SelectOnce):
+class OmniKV(SharedSelection):
     """Filter layers are dense and choose, at every step, the keys of the highest attention of any head.
 
-    The layers behind a filter read these keys with all their heads; those before the first filter, and ``wait`` layers
-    behind each, in which the chosen keys would be fetched, are dense. The prefill is dense.
+    The layers after a filter read these keys with all their heads; those before the first filter, and ``wait`` layers
+    after each, in which the chosen keys would be fetched, are dense. The prefill is dense.
 
     ``score=softmax`` is the selector `softmax_before_last` of the published code, its default. ``score=logit`` is the
     selector `last` of the published configuration, by which heads of large logits choose more of the keys.
@@ -36,7 +36,7 @@ class OmniKV(SelectOnce):
     filters: Any = setting(
         (2 / 32, 8 / 32, 18 / 32), "filter layers, or their depths as shares (Llama 8B: 2, 8, 18 of 32)"
     )
-    wait: int = setting(1, "dense layers behind a filter")
+    wait: int = setting(1, "dense layers after a filter")
     score: str = setting(
         "softmax",
         "what ranks keys, the largest of any head: attention (softmax), or logit, as in the published configuration",
@@ -50,18 +50,17 @@ class OmniKV(SelectOnce):
         self._check_layers("filters")
         self._check_choice("score", "softmax", "logit")
 
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         filters = layer_numbers(self, "filters", among)
         chooser = nearest(filters, layer)
         if chooser is None or 0 < layer - chooser <= self.wait:
-            return Place(layer, None)
-        return Place(layer, chooser, dense=layer == chooser)
+            return LayerRole(layer, None)
+        return LayerRole(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mask, lengths = cache.stored()
+        _, lengths = cache.stored()
         pooling = "max" if self.score == "softmax" else "max_logit"
-        how = {"pooling": pooling, "pool": "layer", "mask": mask, "lengths": lengths}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
-        scores = ops.pooled_mass(q, cache.memory[0], scaling=scaling, **how)
+        how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
+        scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
         chosen = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count), dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -79,9 +79,8 @@ class PageMethod(Method):
         self.summaries.write_newest(cache)
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
-        how = {"lengths": cache.row_tensor("lengths"), "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        how |= {"scaling": scaling, "block_table": cache.block_table}
-        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
+        how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self.summaries.write_newest(cache)

@@ -52,8 +52,8 @@ class SparQ(Method):
         indices = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count))
         cache.count_read(cache.each_row(self.count)[:, None])
         count_scored(self, cache)
-        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        out = ops.attend_indices(q, *cache.memory, indices, block_table=cache.block_table, **how).out
+        how = {"logits": cache.logits(scaling), "block_table": cache.block_table}
+        out = ops.attend_indices(q, *cache.memory, indices, **how).out
         if not self.mean_value:
             return out
         read = torch.zeros_like(scores).scatter_add_(2, indices.clamp_min(0), (indices >= 0).float())
@@ -68,7 +68,7 @@ class SparQ(Method):
         part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
         kept, whole = (x.abs().sum(3, keepdim=True).clamp_min(1e-20) for x in (part, rows))
         part = part * (whole / kept).sqrt()  # the paper's temperature
-        logits = ops.key_logits(part, keys, scaling, cache.softcap)
+        logits = ops.key_logits(part, keys, cache.logits(scaling))
         logits = logits.masked_fill((cache.positions < 0)[:, :, None], -torch.inf).flatten(1, 2)[:, :, None]
         mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
         return mass.view(*rows.shape[:3], -1)

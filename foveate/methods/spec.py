@@ -29,9 +29,10 @@ def get(name: str) -> type[Method]:
     Raises:
         ValueError: when the name is unknown; names the nearest.
     """
-    if name not in REGISTRY:
+    found = next((cls for cls in REGISTRY.values() if name in (cls.name, cls.former_name)), None)
+    if not name or found is None:
         raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
-    return REGISTRY[name]
+    return found
 
 
 SETTING, SETTING_SCHEMA = "foveate_setting", 1
@@ -48,13 +49,12 @@ def make(method: str | Method, **settings: Any) -> Method:
     """
     settings = {key: value.item() if isinstance(value, np.generic) else value for key, value in settings.items()}
     if isinstance(method, Method):
-        _check_known(type(method), settings)
+        settings = _known(type(method), settings)
         return method.changed(**settings) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
     cls, given = _read(method)
-    _check_known(cls, settings)
-    return cls(**(given | settings))
+    return cls(**(given | _known(cls, settings)))
 
 
 def recorded(method: str, **settings: Any) -> Method:
@@ -75,7 +75,7 @@ def complete(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     cls = get(method)
     since = {field.name: field.metadata.get("before") for field in dataclasses.fields(cls)}
     present = {
-        name: _completed(value)
+        cls.renamed.get(name, name): _completed(value)
         for name, value in settings.items()
         if name not in cls.retired or value != cls.retired[name]
     }
@@ -88,7 +88,7 @@ def _completed(value: Any) -> Any:
         return value
     if isinstance(value.get("method"), str):
         inner = {name: setting for name, setting in value.items() if name != "method"}
-        return {"method": value["method"], **complete(value["method"], inner)}
+        return {"method": get(value["method"]).name, **complete(value["method"], inner)}
     return {name: _completed(inner) for name, inner in value.items()}
 
 
@@ -107,15 +107,25 @@ def spelled(spec: str) -> str:
     return cls._spell(given)
 
 
+def present(spec: str) -> str:
+    """A spec as it was written, but for former names of its method and settings; a name of another kind stays."""
+    name, colon, given = spec.partition(":")
+    try:
+        cls = get(name)
+    except ValueError:
+        return spec
+    for former, now in cls.renamed.items():
+        given = re.sub(rf"(^|,){former}=", rf"\1{now}=", given)
+    return cls.name + colon + given
+
+
 def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
     """The class that a spec names, or the file that `foveate tune` has written, and the settings that it gives."""
     if spec.strip().endswith(".json") and ":" not in spec:
         spec = _of_file(Path(spec.strip()))
     name, _, rest = spec.partition(":")
     cls = get(name.strip())
-    given = _split(rest, spec)
-    _check_known(cls, given)
-    return cls, given
+    return cls, _known(cls, _split(rest, spec))
 
 
 def _of_file(path: Path) -> str:
@@ -164,14 +174,17 @@ def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_known(cls: type[Method], settings: dict[str, Any]) -> None:
+def _known(cls: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by their present names, see :attr:`Method.renamed`. Raises ValueError for an unknown one."""
     known = [field.name for field in dataclasses.fields(cls)]
-    for key in settings:
+    present = _each_once(cls.name, [(cls.renamed.get(key, key), value) for key, value in settings.items()])
+    for key in present:
         if key not in known:
             raise ValueError(
                 f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
+    return present
 
 
 def _nearest(word: str, words: list[str]) -> str:

@@ -47,8 +47,7 @@ class Streaming(Method):
         length, n = cache.lengths[0], q.shape[2]
         lower = _lower_slots(self.window, self.min_window, length - n, length, cache.used, q.device)
         how = {"lower": lower, "sinks": self.sinks, "offset": cache.used - n}
-        how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        return ops.attend_window(q, cache.keys, cache.values, scaling=scaling, **how)
+        return ops.attend_window(q, cache.keys, cache.values, logits=cache.logits(scaling), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         lower = self.lower(cache.lengths[0])

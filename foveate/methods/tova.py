@@ -45,8 +45,7 @@ class TOVA(Method):
         return Observation((TOVA, self.pool))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        how = {"offset": cache.used - 1, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        mass = ops.query_mass(q[:, :, -1:], cache.keys, scaling=scaling, **how)
+        mass = ops.query_mass(q[:, :, -1:], cache.keys, logits=cache.logits(scaling), offset=cache.used - 1)
         cache.channel("mass").copy_(self._pooled(mass.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)))
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:

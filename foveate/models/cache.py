@@ -1,4 +1,4 @@
-"""The cache of a hybrid: one memory for each layer, behind the interface that `generate` calls."""
+"""The cache of a hybrid: one memory for each layer, under the interface that `generate` calls."""
 
 from __future__ import annotations
 

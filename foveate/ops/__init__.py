@@ -45,9 +45,9 @@ from foveate.ops.compress import (
     compress_newest,
     compress_pages,
     importance_weights,
-    root_weights,
     summarise,
 )
+from foveate.ops.logits import Logits
 from foveate.ops.recur import Recurred, gated_delta_rule
 from foveate.ops.retain import Leaving, give_up, keep_best, put_token, replace_weakest, running_best, weakest
 from foveate.ops.score import (
@@ -113,6 +113,7 @@ __all__ = [
     "KeyLists",
     "Leaving",
     "Level",
+    "Logits",
     "Nodes",
     "PageRecord",
     "Part",
@@ -180,7 +181,6 @@ __all__ = [
     "refine",
     "replace_weakest",
     "retention_logits",
-    "root_weights",
     "running_best",
     "set_bits",
     "summarise",

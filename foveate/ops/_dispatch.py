@@ -4,7 +4,7 @@ A verb's ``__init__.py`` puts the two under one name::
 
     column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
 
-A call goes to the function of the same name in the kernel's module when kernels are switched on, every tensor lies on
+A call goes to the function of the same name in the kernel's module when kernels are switched on, every tensor is on
 one GPU that can run them, and autograd has nothing to record; otherwise to the reference, which is the specification.
 What a kernel does not do (a head dim, a dtype) it says by raising :class:`UnsupportedError` before it computes
 anything: then the reference runs, and a warning says why, once for each reason.
@@ -51,7 +51,8 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:
         if check is not None:
             check(*args, **kwargs)
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = (*args, *kwargs.values(), *kwargs.get("logits", ()))
+        tensors = [x for x in given if isinstance(x, Tensor)]
         if use_kernel(*tensors):
             try:
                 with torch.cuda.device_of(tensors[0]):
@@ -64,7 +65,7 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
 
 
 def use_kernel(*tensors: Tensor) -> bool:
-    """Whether a kernel may run on these tensors; says so once when it may not although they are on a GPU."""
+    """Whether a kernel may run on these tensors; warns once when it may not although they are on a GPU."""
     device = tensors[0].device
     if not kernels_wanted() or device.type != "cuda" or any(x.device != device for x in tensors):
         return False

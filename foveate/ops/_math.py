@@ -1,7 +1,5 @@
 """Arithmetic that the references share: grouped heads without copies, fp32 products, bounded scratch."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -53,22 +51,10 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """``softcap * tanh(logits / softcap)``, in place where autograd does not look; None: the logits as they are.
-
-    Raises:
-        ValueError: for a cap that is not a finite number above 0.
-    """
-    check_softcap(softcap)
+    """``softcap * tanh(logits / softcap)``, in place where autograd does not look; None: the logits as they are."""
     if softcap is None:
         return logits
     return (logits / softcap).tanh() * softcap if logits.requires_grad else logits.div_(softcap).tanh_().mul_(softcap)
-
-
-def check_softcap(softcap: float | None) -> None:
-    """Raise unless there is no cap, or it is a finite number above 0."""
-    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a finite number above 0, or None, not {softcap!r}")
 
 
 def readable(x: Tensor) -> bool:

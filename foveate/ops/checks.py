@@ -4,13 +4,16 @@ Shapes, dtypes and numbers of the host are checked on every device. What a tenso
 GPU does not wait to find out, and what it reads for an index that names nothing is not defined.
 """
 
+import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foveate.ops._math import readable
 from foveate.ops.block_table import BlockTable
+from foveate.ops.logits import Logits
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -75,14 +78,37 @@ def check_share(name: str, share: float) -> None:
         raise ValueError(f"{name} must be a number from 0 to 1, not {share!r}")
 
 
+def check_logits(logits: Logits, heads: int | None = None) -> None:
+    """Raise unless sinks are one logit for each of so many heads, and the cap is a finite number above 0, or None.
+
+    ``heads``: None where sinks have no part.
+    """
+    softcap = logits.softcap
+    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+    if softcap is not None and not (number and math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a finite number above 0, or None, not {softcap!r}")
+    if heads is not None:
+        check_sinks(logits.sinks, heads)
+
+
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
     """Raise unless there are none, or one logit for each head."""
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sink_logits must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
+        raise ValueError(f"sinks must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
+
+
+def check_logits_of(q: Tensor, *_: Any, logits: Logits, **__: Any) -> None:
+    """:func:`check_logits` of a verb's arguments."""
+    check_logits(logits, q.shape[1])
+
+
+def check_logits_of_keys(*_: Any, logits: Logits, **__: Any) -> None:
+    """:func:`check_logits` of the arguments of a verb in which sinks have no part."""
+    check_logits(logits)
 
 
 def check_own_keys(number: int, queries: int, offset: int) -> None:
-    """Raise unless every query has its own key behind ``offset`` others."""
+    """Raise unless every query has its own key after ``offset`` others."""
     check_number("offset", offset, 0)
     if number < offset + queries:
         raise ValueError(f"k has {number} keys; offset {offset} and {queries} queries need {offset + queries}")

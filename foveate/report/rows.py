@@ -88,10 +88,12 @@ def spelled(row: Row) -> Row:
     """
     method = method_of(row)
     if method is None:
-        return row
-    known = {name: value for name, value in row["settings"].items() if name not in method.retired}
+        return {**row, "method": methods.present(row["method"]), "spec": methods.present(row["spec"])}
+    known = {
+        method.renamed.get(name, name): value for name, value in row["settings"].items() if name not in method.retired
+    }
     short = {name: getattr(method, name) for name, value in known.items() if isinstance(value, dict)}
-    return {**row, "spec": method.spec, "settings": known | short}
+    return {**row, "method": method.name, "spec": method.spec, "settings": known | short}
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
@@ -120,7 +122,12 @@ def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     Raises:
         UserError: for a condition of another form, a name that no case has, or when no row is left.
     """
-    return _meeting(rows, conditions, lambda row: (row["case"],), "condition")
+
+    def present(row: Row) -> Row:
+        case = row["case"]
+        return {**row, "case": {**case, "method": methods.present(case["method"])}} if "method" in case else row
+
+    return _meeting([present(row) for row in rows], conditions, lambda row: (row["case"],), "condition")
 
 
 def _meeting(
@@ -140,7 +147,8 @@ def _meeting(
         names = {name for row in rows for some in fields(row) for name in some}
         if name not in names:
             raise unknown("name", name, sorted(names), where)
-        wanted.setdefault(name, []).append((_spelling(text) if name == "spec" else text).replace(" ", ""))
+        spell = {"spec": _spelling, "method": methods.present}.get(name, str)
+        wanted.setdefault(name, []).append(spell(text).replace(" ", ""))
     for name, values in reversed(wanted.items()):  # sorting is stable: the first name decides first
         of_row = any(name in some for row in rows for some in fields(row)[:2])
         beside = name in ("method", "spec") or not of_row  # dense is compared with, whatever the method
@@ -158,4 +166,4 @@ def _spelling(spec: str) -> str:
     for spell in (lambda: methods.parse(spec).spec, lambda: methods.spelled(spec)):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             return spell()
-    return spec
+    return methods.present(spec)

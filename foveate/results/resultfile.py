@@ -47,7 +47,7 @@ def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
         check_row(row, ROW_FIELDS, f"{out}:{number}")
         _note(out, number, lines_of, f"the method {row['spec']}", row["method"], row["settings"])
         method = method_of(row)
-        rows.append(row if method is None else {**row, "spec": method.spec})
+        rows.append(row if method is None else {**row, "method": method.name, "spec": method.spec})
     return rows
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Method
-from foveate.ops import PromptHeads
+from foveate.ops import Logits, PromptHeads
 from foveate.ops._dispatch import runs_kernel
 from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
@@ -64,9 +64,7 @@ class Layer:
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        scaling: float,
-        sink_logits: Tensor | None = None,
-        softcap: float | None = None,
+        logits: Logits,
     ) -> Tensor:
         """Store the announced tokens and return their attention over all tokens so far, ``[B, Hq, n, Dv]``.
 
@@ -76,15 +74,13 @@ class Layer:
         Args:
             q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
             mask: ``[B, columns]``, nonzero for real tokens, see :meth:`Phase.rows`; None: all are real.
-            scaling: factor of the logits.
-            sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
-            softcap: the cap of the layer's logits; None: the layer has none.
+            logits: how the layer's logits are made.
 
         Raises:
             ValueError: for a batch size other than the cache's, for a mask of the wrong shape, or for padding after the
                 prompt.
         """
-        self.pending, self.scaling = False, scaling
+        self.pending, self.scaling = False, logits.scaling
         n = k.shape[2]
         first = self.seen - n
         try:
@@ -93,12 +89,12 @@ class Layer:
             self.seen = first
             raise
         if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-            return self._attend(q, k, v, prompt, columns, first, scaling, sink_logits, softcap)
+            return self._attend(q, k, v, prompt, columns, first, logits)
         with torch.no_grad():
             given = (x.detach() for x in (q, k, v))
-            out = self._attend(*given, prompt, columns, first, scaling, sink_logits, softcap)
+            out = self._attend(*given, prompt, columns, first, logits)
         if first == 0 and prompt == n:
-            return without_cache(self.method, q, k, v, mask, scaling, self.phase.forward, sink_logits, softcap)
+            return without_cache(self.method, q, k, v, mask, logits, self.phase.forward)
         return _WithoutGradient.apply(out, q)
 
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
@@ -126,23 +122,21 @@ class Layer:
         prompt: int,
         columns: list[Tensor] | None,
         first: int,
-        scaling: float,
-        sink_logits: Tensor | None,
-        softcap: float | None,
+        logits: Logits,
     ) -> Tensor:
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
             self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
             self.store.record_past, self.store.forward = self.record_past, self.phase.forward
-        self.store.sink_logits = None if sink_logits is None else sink_logits.detach()
-        self.store.softcap = softcap
+        self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()
+        self.store.softcap = logits.softcap
         outs, self.finite = [], None
         if prompt:
-            outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, scaling))
+            outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, logits.scaling))
             self.finite = outs[0][:, :, -1].isfinite().all()
         if prompt < k.shape[2]:
-            outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, scaling))
+            outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, logits.scaling))
         return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
 
     # Prompt

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from foveate.methods import Method
+from foveate.ops import Logits
 from foveate.state import Counters
 
 
@@ -27,9 +28,9 @@ class Policy:
     :attr:`Method.sparse_from_tokens`, on a GPU with the kernels."""
     block_size: int = 0
     """Slots of a block of a cache's keys and values; 0: they are contiguous."""
-    look: Callable[[int, Tensor, Tensor, float, float | None], None] | None = None
+    look: Callable[[int, Tensor, Tensor, Logits], None] | None = None
     """A hook for analysis, called before attention with the layer's index, its rotated queries ``[B, Hq, n, D]`` and
-    keys ``[B, Hkv, n, D]``, the scaling and the cap of logits."""
+    keys ``[B, Hkv, n, D]``, and how its logits are made."""
 
     def __post_init__(self):
         self.counters.declare(self.method.counters)

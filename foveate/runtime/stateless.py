@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Method
-from foveate.ops import attend_causal
+from foveate.ops import Logits, attend_causal
 from foveate.state import SlotCache
 
 
@@ -19,26 +19,23 @@ def without_cache(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    scaling: float,
+    logits: Logits,
     forward: dict[Hashable, Any],
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
 ) -> Tensor:
     """Attention of a prompt by its method, without a cache: ``[B, Hq, n, Dv]``, differentiable; 0 at padding.
 
     Args:
         q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
         mask: ``[B, n]``, nonzero for real tokens; None: all are real. Reading it is a host sync.
+        logits: how the layer's logits are made.
         forward: shared by the layers of this forward pass, see :meth:`SlotCache.hand_on`.
-        sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
-        softcap: the cap of the layer's logits; None: the layer has none.
     """
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if method.sparse_prompt:
-            cache = SlotCache.of(k, v, q.shape[1], forward, row, sink_logits, softcap)
-            return method.prompt(cache, q, scaling).out
-        return attend_causal(q, k, v, scaling=scaling, sink_logits=sink_logits, softcap=softcap).out
+            cache = SlotCache.of(k, v, q.shape[1], forward, row, logits)
+            return method.prompt(cache, q, logits.scaling).out
+        return attend_causal(q, k, v, logits=logits).out
 
     if mask is None or bool(mask.all()):
         return attend_row(q, k, v)

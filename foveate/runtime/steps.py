@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Method, replay_obstacle
+from foveate.ops import Logits
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.device_rows import DeviceRows
 
@@ -127,18 +128,14 @@ class EngineSteps:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scaling: float,
-        sink_logits: Tensor | None = None,
-        softcap: float | None = None,
+        logits: Logits,
     ) -> Tensor:
         """Attention of one token a row by the layer's method, ``[B, Hq, 1, Dv]``; rows of padding give zeros.
 
         Args:
             q: ``[B, Hq, 1, D]``.
             k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
-            scaling: factor of the logits.
-            sink_logits: ``[Hq]``, the layer's learned sinks; None: the layer has none.
-            softcap: the cap of the layer's logits; None: the layer has none.
+            logits: how the layer's logits are made.
         """
         rows, block_table, _ = self._step
         method, store = self.methods[layer], self._stores.get(layer)
@@ -147,10 +144,11 @@ class EngineSteps:
             store = self._stores[layer] = SlotCache.over_blocks(geometry, k, v, self._counters[layer])
             store.forward = self._forward
         store.tensors |= {"keys": k, "values": v}
-        store.sink_logits, store.softcap = sink_logits, softcap
+        store.sink_logits, store.softcap = logits.sinks, logits.softcap
         store.enter(rows, block_table)
         dense = self.dense and method.sparse_from_tokens is not None
-        out = method.decode_dense(store, q, scaling) if dense else method.decode(store, q, scaling)
+        decode = method.decode_dense if dense else method.decode
+        out = decode(store, q, logits.scaling)
         self._finish(layer)
         return out
 

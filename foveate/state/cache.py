@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops import first_keys, put_token
+from foveate.ops import Logits, first_keys, put_token
 from foveate.state.counters import Counters, Tally, over_rows
 from foveate.state.description import Channel, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
@@ -94,8 +94,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         num_heads: int,
         forward: dict[Hashable, Any] | None = None,
         row: int | None = None,
-        sink_logits: Tensor | None = None,
-        softcap: float | None = None,
+        logits: Logits | None = None,
     ) -> SlotCache:
         """A cache over given keys and values, not copied, for a forward pass without a cache (training).
 
@@ -104,13 +103,13 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             num_heads: query heads.
             forward: shared by the layers of the pass, see :meth:`hand_on`.
             row: index of the row when a padded batch is computed row by row; None: the whole batch.
-            sink_logits: learned sinks of the query heads, ``[Hq]``; None: there are none.
-            softcap: cap of the attention logits, see :func:`foveate.ops.attend`; None: there is none.
+            logits: how the layer's logits are made, as far as that is not their scaling; None: without sinks and cap.
         """
         geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
         cache = cls(geometry, k.shape[0], k.dtype, k.device)
         cache.forward, cache._row = {} if forward is None else forward, row
-        cache.sink_logits, cache.softcap = sink_logits, softcap
+        if logits is not None:
+            cache.sink_logits, cache.softcap = logits.sinks, logits.softcap
         cache.tensors |= {"keys": k, "values": v}
         cache.capacity = k.shape[2]
         cache._advance(k.shape[2], k.shape[2])
@@ -166,6 +165,10 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
         mask, lengths = self.stored()
         return mask if lengths is None else first_keys(lengths, self.used)
+
+    def logits(self, scaling: float) -> Logits:
+        """How the layer's logits are made."""
+        return Logits(scaling, self.sink_logits, self.softcap)
 
     def stored(self) -> tuple[Tensor | None, Tensor | None]:
         """Which slots hold tokens, as arguments of the verbs in :mod:`foveate.ops`.
@@ -278,7 +281,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         step = self.step
         if step is not None:
             newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
-            self._put(step.slots, self.device_state.places, k, v, newest, take=True)
+            self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
@@ -296,21 +299,21 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     # Captured steps
 
-    def move_to_device(self, rows: DeviceRows, places: Tensor | None) -> None:
+    def move_to_device(self, rows: DeviceRows, freed_slots: Tensor | None) -> None:
         """Let steps advance the row numbers on the device, until :meth:`sync_to_host`.
 
         Args:
             rows: the row numbers, already written; layers whose rows have the same numbers share it.
-            places: buffer int64 ``[B, Hkv]`` for evicted slots that the next token reuses; None: no eviction.
+            freed_slots: buffer int64 ``[B, Hkv]`` for evicted slots that the next token reuses; None: no eviction.
         """
-        if places is not None:
-            places.copy_(self.freed.slots) if self.freed is not None else places.fill_(-1)
-        self.device_state, self.freed = DeviceState(rows, places), None
+        if freed_slots is not None:
+            freed_slots.copy_(self.freed.slots) if self.freed is not None else freed_slots.fill_(-1)
+        self.device_state, self.freed = DeviceState(rows, freed_slots), None
 
     def sync_to_host(self) -> None:
-        if self.device_state is not None and self.device_state.places is not None:
+        if self.device_state is not None and self.device_state.freed_slots is not None:
             freed = self.device_state.rows.read()[1]
-            self.freed = Freed(self.device_state.places.clone(), list(freed)) if any(freed) else None
+            self.freed = Freed(self.device_state.freed_slots.clone(), list(freed)) if any(freed) else None
             self.ordered = False
         super().sync_to_host()
 

@@ -45,7 +45,7 @@ class Eviction:
         """
         step, by = self.step, {"scores": scores, "before": before, "at": at}
         if step is not None:
-            give_up(self.positions, rows=rows, out=self.device_state.places, **by)
+            give_up(self.positions, rows=rows, out=self.device_state.freed_slots, **by)
             step.evict(rows)
             self.count("tokens_evicted", step.once("evicted", rows.sum))
             return

@@ -25,7 +25,7 @@ class DeviceState(NamedTuple):
     """Where a cache's row numbers are while decode steps advance them on the device."""
 
     rows: DeviceRows
-    places: Tensor | None
+    freed_slots: Tensor | None
     """int64 ``[B, Hkv]``: the slot that each KV head evicted last and the next token reuses, -1 for none. None: the
     method never evicts."""
 

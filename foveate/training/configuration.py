@@ -17,7 +17,7 @@ from typing import Any
 from foveate.inputs import reading
 from foveate.json_text import parse_json
 from foveate.results.errors import DataError, UserError, unknown
-from foveate.training.mixture import Phase, Shape
+from foveate.training.mixture import Shape, TrainingPhase
 from foveate.training.prepare import Preparation
 from foveate.training.sources import Source
 from foveate.training.sparsity import SPARED, SparsitySettings
@@ -110,7 +110,7 @@ class BatchSettings:
             )
         turn = steps if self.longer is None else round(self.longer_from * steps)
         spans = [(0, turn, self.length), (turn, steps, self.longer)]
-        phases = tuple(Phase(a, b, length, self.tokens // length) for a, b, length in spans if a < b)
+        phases = tuple(TrainingPhase(a, b, length, self.tokens // length) for a, b, length in spans if a < b)
         return Shape(phases, world, rank, self.tokens // (self.device_tokens * world))
 
 
@@ -222,7 +222,7 @@ class TrainingConfig:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the curve depends on, name by name. Paths are not among them: where data lies does not matter.
+        """What the curve depends on, name by name. Paths are not among them: the place of data does not matter.
 
         Neither are `batch.device_tokens` and the number of processes, which change rounding. The draws of dropout
         depend on both: each micro-batch of each rank has its own.

@@ -50,7 +50,7 @@ class Reader(Method):
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         k, v = cache.keys, cache.values
-        worth = largest_share(q, k, attended.lse, scaling, self.window, cache.softcap)
+        worth = largest_share(q, k, attended.lse, cache.logits(scaling), self.window)
         worth = worth + log_length(v, self.grams[self.layer]).flatten(1, 2)
         self.found[self.layer] = Seen(k, v, worth.unflatten(1, (k.shape[1], -1)).amax(2))
 
@@ -125,9 +125,7 @@ class FrozenModel:
         return torch.stack([row[0].cpu() for row in rows]), torch.tensor([float(row[1]) for row in rows])
 
 
-def largest_share(
-    q: Tensor, k: Tensor, lse: Tensor, scaling: float, window: int, softcap: float | None = None
-) -> Tensor:
+def largest_share(q: Tensor, k: Tensor, lse: Tensor, logits: ops.Logits, window: int) -> Tensor:
     """Logarithm of the largest probability that a query gives to each key before its window: fp32 ``[B, Hq, L]``.
 
     Queries are taken in blocks, so that no ``L x L`` tensor exists. -inf for keys without a later query.
@@ -135,23 +133,22 @@ def largest_share(
     Args:
         q: ``[B, Hq, L, D]``.
         k: ``[B, Hkv, L, D]``.
-        lse: fp32 ``[B, Hq, L]``: log-sum-exp of each query's scaled logits.
+        lse: fp32 ``[B, Hq, L]``: log-sum-exp of each query's logits, made as ``logits`` says.
         window: query i counts for key j where ``i - j >= window``.
-        softcap: the cap of the logits, as :func:`foveate.ops.attend` has it.
     """
-    length, group = q.shape[2], q.shape[1] // k.shape[1]
+    length, group, softcap = q.shape[2], q.shape[1] // k.shape[1], logits.softcap
     keys = k.float().transpose(-1, -2)
     best = torch.full(q.shape[:3], float("-inf"), device=q.device)
     for first in range(window, length, _QUERIES):
         last = min(first + _QUERIES, length)
         seen, sure = last - window, first - window + 1  # keys that some query, and that every query counts for
-        rows = q[:, :, first:last].float().mul(scaling).unflatten(1, (-1, group)).flatten(2, 3)
-        logits = (rows @ keys[..., :seen]).unflatten(2, (group, -1)).flatten(1, 2)
-        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-        logits -= lse[:, :, first:last, None]
+        rows = q[:, :, first:last].float().mul(logits.scaling).unflatten(1, (-1, group)).flatten(2, 3)
+        shares = (rows @ keys[..., :seen]).unflatten(2, (group, -1)).flatten(1, 2)
+        shares = shares if softcap is None else softcap * (shares / softcap).tanh()
+        shares -= lse[:, :, first:last, None]
         late = torch.arange(sure, seen, device=q.device) > torch.arange(first, last, device=q.device)[:, None] - window
-        logits[..., sure:].masked_fill_(late, float("-inf"))
-        best[:, :, :seen] = best[:, :, :seen].maximum(logits.amax(2))
+        shares[..., sure:].masked_fill_(late, float("-inf"))
+        best[:, :, :seen] = best[:, :, :seen].maximum(shares.amax(2))
     return best
 
 

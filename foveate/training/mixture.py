@@ -27,7 +27,7 @@ IGNORED = -100
 _TASKS = (_ORDER, _DEAL, _ROW, _FRESH) = range(4)  # tell random streams of one seed apart
 
 
-class Phase(NamedTuple):
+class TrainingPhase(NamedTuple):
     """Steps `begin` to `end` with rows of `length` tokens, `rows` of them in a step, of all ranks together."""
 
     begin: int
@@ -40,12 +40,12 @@ class Phase(NamedTuple):
 class Shape:
     """Which rows a rank reads: `accumulate` micro-batches a step, each of `rows // (world · accumulate)` rows."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[TrainingPhase, ...]
     world: int = 1
     rank: int = 0
     accumulate: int = 1
 
-    def phase(self, step: int) -> tuple[int, Phase]:
+    def phase(self, step: int) -> tuple[int, TrainingPhase]:
         """The phase of a step, and its number."""
         for number, phase in enumerate(self.phases):
             if phase.begin <= step < phase.end:

@@ -19,7 +19,8 @@ from foveate.bench import breakdown, decode, decode_layer, decode_model, dense_p
 from foveate.bench import cold_cache_timing as cold
 from foveate.cli import app
 from foveate.methods import parse
-from foveate.methods.luka.pages import Pages
+from foveate.methods.luka.pages import PageLevels
+from foveate.ops import Logits
 from foveate.report.tables import decode as report
 from foveate.results import measurements, timing
 from foveate.results.errors import UserError
@@ -133,7 +134,7 @@ def times(monkeypatch):
 )
 def test_dense_of_our_own_competes_for_the_baseline(monkeypatch, milliseconds, baseline):
     def attend(q, k, v, scaling):
-        return ops.attend(q, k, v, scaling=scaling).out
+        return ops.attend(q, k, v, logits=Logits(scaling)).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
     monkeypatch.setattr(decode, "_peer", lambda *args, **more: decode._Found(milliseconds["library"], 1.0, False, None))
@@ -164,7 +165,7 @@ def test_without_any_library_the_baseline_is_our_own(monkeypatch, times):
 
 @pytest.mark.parametrize("level", decode.LEVELS)
 def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(monkeypatch, times, level):
-    events, measured, look = [], timing.milliseconds, decode_layer.Layer.look
+    events, measured, look = [], timing.milliseconds, decode_layer.TimedLayer.look
 
     def timed(work, device):
         events.append("begin")
@@ -174,7 +175,7 @@ def test_the_cache_is_flushed_before_each_timed_step_and_nothing_comes_between(m
 
     monkeypatch.setattr(cold, "flush", lambda device: events.append("flush"))
     monkeypatch.setattr(timing, "milliseconds", timed)
-    monkeypatch.setattr(decode_layer.Layer, "look", lambda layer: (events.append("look"), look(layer)))
+    monkeypatch.setattr(decode_layer.TimedLayer, "look", lambda layer: (events.append("look"), look(layer)))
     _quick(METHODS[1], level=level)
     begins = [place for place, event in enumerate(events) if event == "begin"]
     kinds = 5  # of Kascade three, dense, and the library
@@ -279,7 +280,7 @@ def test_libraries_and_methods_decode_the_same_tokens(monkeypatch, times):
 
     def attend(q, k, v, scaling):
         lengths.append(k.shape[2])
-        return ops.attend(q, k, v, scaling=scaling).out
+        return ops.attend(q, k, v, logits=Logits(scaling)).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
     found = _quick("dense", level="layer")
@@ -462,7 +463,7 @@ def test_libraries_give_dense_attention(monkeypatch):
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-    expected = ops.attend(q, k, v, scaling=0.3).out
+    expected = ops.attend(q, k, v, logits=Logits(0.3)).out
     libraries = dense_peers.available("cpu", "float32"), dense_peers.available("cuda", "float32")
     for attend in (dense_peers._flash_attention_3(), libraries[0]["sdpa"], libraries[1]["sdpa-math"]):
         torch.testing.assert_close(attend(q, k, v, 0.3), expected)
@@ -478,13 +479,13 @@ def test_layers_decode_token_after_token():
     kinds = found[METHODS[1]]["layers"]
     assert kinds["reading"]["bytes"] < kinds["choosing"]["bytes"] < kinds["dense, choosing"]["bytes"]
     assert not found["dense"]["cuda_graph"]
-    told = report.table(list(found.values()))
-    assert told.startswith("8 query and 2 KV heads of 16, float32, layer (")
-    assert "; 7 reading " in told
+    text = report.table(list(found.values()))
+    assert text.startswith("8 query and 2 KV heads of 16, float32, layer (")
+    assert "; 7 reading " in text
 
 
 def test_what_the_steps_of_a_model_go_to(monkeypatch):
-    """Of those behind the timed ones, which the watching does not slow down."""
+    """Of those after the timed ones, which the watching does not slow down."""
     events, look = [], decode_model._Clock.__call__
 
     def start():
@@ -506,8 +507,8 @@ def test_what_the_steps_of_a_model_go_to(monkeypatch):
         idle = max(0.0, row["ms"] - 8.00025)
         assert row["parts_ms"] == {"score": 0, "select": 0, "attend": 8, "other": 2.5e-4, "idle": pytest.approx(idle)}
         assert row["command"].count("--steps 3 --rounds 2") == 1
-    told = report.table([row | {"parts_ms": dict.fromkeys(row["parts_ms"], 0.5)} for row in found])
-    assert "| `dense` | 60 | 1 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 |" in told
+    text = report.table([row | {"parts_ms": dict.fromkeys(row["parts_ms"], 0.5)} for row in found])
+    assert "| `dense` | 60 | 1 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 |" in text
 
 
 def test_methods_take_turns(monkeypatch):
@@ -657,13 +658,13 @@ def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spec", ["luka", "luka:page_size=16,top_k=2,prior=0.0,score=summary"])
 def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeypatch):
     """A GPU's time of making pages is that of what is recorded, twice: once to make it ready."""
-    ran, real = [], Pages.extend_in_step
+    ran, real = [], PageLevels.extend_in_step
 
     def noted(pages, cache):
         ran.append(cache.step is not None)
         real(pages, cache)
 
-    monkeypatch.setattr(Pages, "extend_in_step", noted)
+    monkeypatch.setattr(PageLevels, "extend_in_step", noted)
     monkeypatch.setattr(breakdown, "total", lambda work: work() or 0.75)
     plan = decode.Plan((spec,), (400,), **SMALL)
     generator = torch.Generator().manual_seed(0)

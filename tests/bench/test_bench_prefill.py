@@ -15,6 +15,7 @@ from foveate import ops
 from foveate.bench import breakdown, dense_peers, layer_kinds, models, prefill, prefill_model
 from foveate.cli import app
 from foveate.methods import parse
+from foveate.ops import Logits
 from foveate.report.tables import general as markdown
 from foveate.report.tables import prefill as report
 from foveate.results import measurements
@@ -62,7 +63,7 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
 @pytest.mark.parametrize(("exact", "expected"), [(True, [2, 1, 1]), (False, [1, 2, 1])])
 def test_anchors_that_choose_for_nobody_are_dense(exact, expected):
     """Nobody reads the choice of layers 0 and 3."""
-    method = parse(f"kascade:anchors=[0,1,3],exact_anchors={exact}")
+    method = parse(f"kascade:anchors=[0,1,3],dense_anchor_prefill={exact}")
     counts = {kind.name: kind.number for kind in layer_kinds.kinds(method, 4, layer_kinds.in_prompt)}
     assert [counts.get(name, 0) for name in ("dense", "choosing", "reading")] == expected
 
@@ -110,7 +111,7 @@ def test_a_reading_layer_reads_what_another_chose(monkeypatch):
         branch = prefill._branch(policy, prompt, forward)
         chosen.append(policy.prompt(branch, prompt.q, plan.scaling).out)
     assert torch.equal(outs[0], chosen[1])
-    dense = ops.attend_causal(prompt.q, prompt.cache.keys, prompt.cache.values, scaling=plan.scaling).out
+    dense = ops.attend_causal(prompt.q, prompt.cache.keys, prompt.cache.values, logits=Logits(plan.scaling)).out
     assert not torch.allclose(outs[0], dense, atol=1e-2)
 
 
@@ -121,20 +122,20 @@ def test_libraries_attend_causally(monkeypatch):
         assert causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if window_size == (-1, -1):
-            return ops.attend_causal(q, k, v, scaling=softmax_scale).out.transpose(1, 2)
+            return ops.attend_causal(q, k, v, logits=Logits(softmax_scale)).out.transpose(1, 2)
         assert window_size[1] == 0
         lower = torch.arange(q.shape[2]) - window_size[0]
-        return ops.attend_window(q, k, v, scaling=softmax_scale, lower=lower).out.transpose(1, 2)
+        return ops.attend_window(q, k, v, logits=Logits(softmax_scale), lower=lower).out.transpose(1, 2)
 
     q, k, v = torch.randn(1, 8, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
-    expected = ops.attend_causal(q, k, v, scaling=0.3).out
+    expected = ops.attend_causal(q, k, v, logits=Logits(0.3)).out
     for returned in (flash_attn_func, lambda *x, **how: (flash_attn_func(*x, **how), None)):
         module.flash_attn_func = returned
         monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
         known = dense_peers.causal("cuda", "float16")
         assert set(known) == {"sdpa-cudnn", "sdpa-flash", "flash-attention-3"}
         torch.testing.assert_close(known["flash-attention-3"](q, k, v, 0.3), expected)
-        windowed = ops.attend_window(q, k, v, scaling=0.3, lower=torch.arange(40) - 7 + 1).out
+        windowed = ops.attend_window(q, k, v, logits=Logits(0.3), lower=torch.arange(40) - 7 + 1).out
         torch.testing.assert_close(known[dense_peers.FLASH_ATTENTION_3](q, k, v, 0.3, window=7), windowed)
     torch.testing.assert_close(dense_peers.causal("cpu", "float32")["sdpa"](q, k, v, 0.3), expected)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -237,11 +238,11 @@ def test_chunks_are_what_is_read_at_once(tiny, monkeypatch):
 
 def test_a_method_that_reads_a_prompt_in_one_piece_is_left_out_of_chunks(tiny):
     said = []
-    measured = prefill_model.run(tiny(methods=("lined_as_published",), chunks=(0, 16)), say=said.append)
+    measured = prefill_model.run(tiny(methods=("h2o_as_published",), chunks=(0, 16)), say=said.append)
     found = [(row["case"]["method"], row["case"]["chunk"]) for row in measured]
-    assert (("lined_as_published", 0) in found, ("lined_as_published", 16) in found) == (True, False)
+    assert (("h2o_as_published", 0) in found, ("h2o_as_published", 16) in found) == (True, False)
     assert [line for line in said if "one piece" in line] == [
-        "lined_as_published: left out in chunks of 16, it reads a prompt in one piece"
+        "h2o_as_published: left out in chunks of 16, it reads a prompt in one piece"
     ]
 
 

@@ -136,7 +136,7 @@ def test_a_library_stores_its_token_in_one_place():
     plan = decode.Plan(("dense",), (200,), **SMALL)
     cache = decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0)).branch({}, False, Counters(), {})
     lengths = []
-    step = decode_layer.Layer(cache, lambda cache: lengths.append(cache.keys.shape[2])).newest_again()
+    step = decode_layer.TimedLayer(cache, lambda cache: lengths.append(cache.keys.shape[2])).newest_again()
     k, v = decode_layer.newest(cache)
     cache.keys[:, :, -1:].zero_()
     cache.values[:, :, -1:].zero_()

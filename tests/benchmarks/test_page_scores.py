@@ -18,7 +18,7 @@ from benchmarks.page_estimates import (
     SINKS,
     TAIL,
     WINDOW,
-    Pages,
+    LayerPages,
     measure,
 )
 from benchmarks.table_kinds import page_scores as tables
@@ -133,7 +133,7 @@ def test_the_true_masses_are_within_the_bounds(monkeypatch):
 def test_a_query_along_the_rest_of_a_key_reaches_the_bound(size):
     keys = torch.randn(1, 2, 3 * size, 8, generator=torch.Generator().manual_seed(0))
     channels = torch.tensor([0.5, 1.0, 2.0, 1.0]).repeat(1, 2, 2)
-    pages = Pages(keys, keys, torch.ones(1, 2, 3 * size), channels, size)
+    pages = LayerPages(keys, keys, torch.ones(1, 2, 3 * size), channels, size)
     weighed = (keys * channels[:, :, None]).unflatten(2, (3, size))
     rest = weighed - factors(pages.records[CERTIFYING], pages.forms[CERTIFYING]).keys()
     longest = rest.square().sum(-1).argmax(-1)

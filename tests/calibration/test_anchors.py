@@ -26,7 +26,7 @@ def drawn(seed, tiles=T, layers=L, heads=H):
 
 
 def worth(similarity, anchors):
-    """Each layer reads the last anchor that is not behind it."""
+    """Each layer reads the last anchor that is not after it."""
     return sum(
         float(similarity[max(anchor for anchor in anchors if anchor <= layer), layer])
         for layer in range(len(similarity))

@@ -7,7 +7,7 @@ import torch
 
 from foveate import ops
 from foveate.calibration import Similarity, least_tokens, similarity
-from foveate.ops import _math
+from foveate.ops import Logits, _math
 from tests.helpers import LargestTensor, causal_mask, naive
 
 HEADS, KV_HEADS, DIM, SCALING, LAYERS = 6, 2, 8, 0.6, 3
@@ -25,7 +25,7 @@ def drawn(length, layers=LAYERS, seed=0):
 def shown(prompt, k, tile):
     study = Similarity(k, tile)
     for layer, (q, keys) in enumerate(prompt):
-        study.look(layer, q, keys, SCALING)
+        study.look(layer, q, keys, Logits(SCALING))
     return study.result()
 
 

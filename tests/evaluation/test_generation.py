@@ -5,7 +5,7 @@ import torch
 
 import foveate
 from foveate.evaluation import decoding, generation
-from foveate.evaluation.own import Own, applied
+from foveate.evaluation.native_model import NativeModel, applied
 from foveate.evaluation.tasks.base import Item, Option
 from foveate.inputs import loading
 from tests.families import family
@@ -83,7 +83,7 @@ def test_answers_are_those_of_generate(model, tokenizer, monkeypatch, method, en
 
 @pytest.mark.parametrize(
     "method",
-    [None, "dense", "h2o:top_k=3,window=2", "luka:page_size=2,tail=3", "streaming:window=5", "lined_as_published"],
+    [None, "dense", "h2o:top_k=3,window=2", "luka:page_size=2,tail=3", "streaming:window=5", "h2o_as_published"],
 )
 def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
     items = [question(tokenizer, text) for text in TEXTS]
@@ -102,7 +102,7 @@ def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
         monkeypatch.setattr(generation, "_SHORTEST_CHUNK", 1)
         widths.clear()
         chunked = generation.run_batch(model, tokenizer, items)
-    prompt = [width] if method == "lined_as_published" else [2] * (width // 2) + [1] * (width % 2)
+    prompt = [width] if method == "h2o_as_published" else [2] * (width // 2) + [1] * (width % 2)
     assert widths[: len(prompt)] == prompt
     assert set(widths[len(prompt) :]) == {1}
     assert chunked.outputs == whole.outputs
@@ -149,7 +149,7 @@ def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
         prompt = generation.read_prompt(model, tokenizer, items)
     for method in METHODS[::-1]:
         with foveate.attached(model, method):
-            batch = prompt.go_on(model, shared=True)
+            batch = prompt.decode(model, shared=True)
             stats = foveate.stats(model).to_dict()
         with foveate.attached(model, method):
             alone = generation.run_batch(model, tokenizer, items)
@@ -173,10 +173,10 @@ def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, m
         prompt = generation.read_prompt(model, tokenizer, items)
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)
-        answers = prompt.go_on(model, shared=True)
+        answers = prompt.decode(model, shared=True)
     with foveate.attached(model, method):
-        batch = prompt.go_on(model, shared=True, along=trace)
-        alone = generation.read_prompt(model, tokenizer, items).go_on(model, along=trace)
+        batch = prompt.decode(model, shared=True, along=trace)
+        alone = generation.read_prompt(model, tokenizer, items).decode(model, along=trace)
     assert [output.text for output in batch.outputs] == [output.text for output in answers.outputs]
     assert batch.outputs == alone.outputs
     assert (batch.timing, alone.timing) == (
@@ -234,7 +234,7 @@ def test_texts_of_any_lengths_share_a_batch(model, tokenizer, method):
     options = tuple(Option(tuple(ids[:size]), tuple(ids[size : size + count])) for size, count in ((9, 2), (31, 5)))
     items = [scored(ids, 30, 70), scored(ids[5:], 11, 1), scored(ids[7:], 44, 9)]
     weighed = [Item("a", "", options[0].prompt_ids, options=options), Item("b", "", (5,), options=options[:1])]
-    with applied(model, Own() if method == "own" else foveate.methods.parse(method)):
+    with applied(model, NativeModel() if method == "own" else foveate.methods.parse(method)):
         together, alone = generation.run_batch(model, tokenizer, items), []
         for item in items:
             alone += generation.run_batch(model, tokenizer, [item]).outputs

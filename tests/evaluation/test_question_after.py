@@ -123,7 +123,7 @@ def test_what_is_kept_of_a_context_does_not_depend_on_the_question(model, tokeni
             kept.append(store.positions[0, :, : store.used].sort(-1).values.clone())
             assert store.lengths == [70]
             assert store.used <= 16
-            batch = prompt.go_on(model)
+            batch = prompt.decode(model)
             assert batch.cache.layers[1].store.lengths[0] == 79 + batch.outputs[0].tokens - 1
     assert torch.equal(*kept)
 
@@ -148,7 +148,7 @@ def test_contexts_that_methods_share_change_no_answer(model, tokenizer, method):
         prompt = generation.read_prompt(model, tokenizer, ASKED)
     for one in (others[1], others[2], others[1], others[2]):
         with foveate.attached(model, one):
-            shared = prompt.go_on(model, shared=True).outputs
+            shared = prompt.decode(model, shared=True).outputs
             if one == others[2]:
                 assert shared == alone
 
@@ -172,7 +172,7 @@ def test_rows_name_it(tiny_folder, sample, tmp_path):
 
 
 def test_a_method_that_takes_one_prompt_is_refused(tiny_folder, sample, tmp_path):
-    methods, _ = runner.parse_methods(["lined_as_published"])
+    methods, _ = runner.parse_methods(["h2o_as_published"])
     task = tasks.parse("niah:max_new_tokens=3", length=400, question="after")
     plan = runner.Comparison(tiny_folder, task, sample, methods, 1, tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match=r"cannot be applied to .*in one piece"):

@@ -101,7 +101,7 @@ def test_long_passages_are_cut_around_the_answer(tmp_path, tokenizer, place, max
     assert pump
     sizes = [len(tokenizer.encode(part)) for part in (before, behind)]
     half = (max_length - 48) / 2
-    if place == 200:  # half of the window before the answer, the rest behind
+    if place == 200:  # half of the window before the answer, the rest after
         assert sizes == pytest.approx([half, half], abs=8)
         assert len(item.prompt_ids) >= max_length - 48 - 2
     if place == 0:

@@ -202,15 +202,15 @@ def test_an_ended_run_goes_on_where_it_was(plan, batches, monkeypatch, tmp_path)
     assert len(resultfile.partial_path(plan.out).read_text().splitlines()) == 1 + batches
 
     answered = []
-    go_on = generation.Prompt.go_on
-    monkeypatch.setattr(generation.Prompt, "go_on", lambda *args, **more: answered.append(1) or go_on(*args, **more))
+    decode = generation.Prompt.decode
+    monkeypatch.setattr(generation.Prompt, "decode", lambda *args, **more: answered.append(1) or decode(*args, **more))
     prepared = runner.prepare(plan)
     assert prepared.kept == {1: 2, 4: 8, 8: 14}[batches]  # the last batch of a method has one item
-    told = []
-    rows = runner.run(prepared, lambda method, items: told.append(items))
+    reported = []
+    rows = runner.run(prepared, lambda method, items: reported.append(items))
     waiting = 9 - batches
     assert waiting < len(answered) <= waiting + 3  # each method still needed is tried once before
-    assert sum(told) == 3 * 5
+    assert sum(reported) == 3 * 5
     assert without_costs(rows) == without_costs(whole)
     assert list(tmp_path.glob("rows.jsonl*")) == [plan.out]
 

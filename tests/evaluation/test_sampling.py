@@ -54,7 +54,7 @@ def test_only_the_likeliest_tokens_are_drawn_from(top_p, kept):
 
 
 def test_probabilities_that_are_no_numbers_give_a_token_all_the_same():
-    """So that what ends the answer is the check behind it."""
+    """So that what ends the answer is the check after it."""
     assert len(drawn([0.0, float("nan"), 1.0], 1.0, 1.0)) == 3
 
 
@@ -97,7 +97,7 @@ def test_methods_share_prompts_and_draws(model, tokenizer):
     outputs = []
     for method in methods:
         with foveate.attached(model, method):
-            outputs.append(prompt.go_on(model, shared=True).outputs)
+            outputs.append(prompt.decode(model, shared=True).outputs)
             assert generation.run_batch(model, tokenizer, items).outputs == outputs[-1]
     assert outputs[0] == outputs[2]
     assert outputs[0] != outputs[1]
@@ -109,7 +109,7 @@ def test_the_drawn_answers_of_dense_can_be_gone_along(model, tokenizer):
         prompt = generation.read_prompt(model, tokenizer, items)
         trace = prompt.trace(model)
         own = generation.run_batch(model, tokenizer, items).outputs
-        along = generation.read_prompt(model, tokenizer, items).go_on(model, along=trace).outputs
+        along = generation.read_prompt(model, tokenizer, items).decode(model, along=trace).outputs
     assert [(output.text, output.tokens) for output in along] == [(output.text, output.tokens) for output in own]
     assert all(output.agreed == output.tokens for output in along)
     assert all(output.divergence < 1e-6 for output in along)

@@ -14,7 +14,7 @@ from matrix import Driver, Tokens
 
 from foveate import methods, ops
 from foveate.layers import LearnedEviction, NativeSparseAttention, csa
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.state import SlotCache
 from foveate.state.hybrid import BlockMemory, RetainedMemory
 
@@ -22,7 +22,7 @@ PROMPT, DECODED = 289, 4
 SPECS = (
     "dense",
     "kascade:anchors=[1],top_k=40,min_k=16",
-    "kascade:anchors=[1],top_k=40,min_k=16,pool=layer,rest=mean",
+    "kascade:anchors=[1],top_k=40,min_k=16,pool=layer",
     "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
     "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
@@ -113,14 +113,14 @@ def attend_chosen(dtype: torch.dtype) -> None:
     rows = torch.randn(2, 6, 1, 16, device="cuda").to(dtype)
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
-    ops.attend_indices(rows, keys, keys, chosen, scaling=0.25, heads=torch.tensor([1, 0], device="cuda"))
+    ops.attend_indices(rows, keys, keys, chosen, logits=Logits(0.25), heads=torch.tensor([1, 0], device="cuda"))
 
 
 def read_tiles() -> None:
     """As real heads are: on Hopper its own kernels."""
     for dim in (64, 128, 256):
         q, k, v = (torch.randn(1, n, 700, dim, device="cuda", dtype=torch.float16) for n in (8, 2, 2))
-        for offset, more in ((0, ""), (200, ""), (200, ",exact_anchors=false")):
+        for offset, more in ((0, ""), (200, ""), (200, ",dense_anchor_prefill=false")):
             forward, own = {}, (q[:, :, offset:], k, v)
             for layer in (1, 2):
                 method = methods.parse(f"kascade:anchors=[0,1],min_k=150{more}").for_layer(layer, 3)

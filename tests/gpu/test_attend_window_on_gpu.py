@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods, ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import window
 from foveate.state import SlotCache
 from tests.combinations import every_pair
@@ -62,7 +62,7 @@ class Operations(TorchDispatchMode):
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0, device="cuda"):
-    """``q, k, v``, the keys and values with ``extra`` NaN behind them."""
+    """``q, k, v``, the keys and values with ``extra`` NaN after them."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size):
@@ -79,7 +79,7 @@ def lower_of(kind, length, offset, device="cuda"):
 
 
 def check(q, k, v, lower, sinks, offset):
-    arguments = {"scaling": q.shape[-1] ** -0.5, "lower": lower, "sinks": sinks, "offset": offset}
+    arguments = {"logits": Logits(q.shape[-1] ** -0.5), "lower": lower, "sinks": sinks, "offset": offset}
     with poisoned_memory(str(q.device)):
         out = ops.attend_window(q, k, v, **arguments).out
         assert torch.equal(out, ops.attend_window(q, k, v, **arguments).out), "repeats are equal bit for bit"
@@ -154,7 +154,7 @@ def test_keys_that_no_query_sees_leave_no_trace(dtype, poison):
     for x in (k, v):
         x[:, :, 4 : lower[0]] = poison
         x[:, :, 800:] = poison
-    out = ops.attend_window(q, k, v, scaling=0.125, lower=lower, sinks=4, offset=500).out
+    out = ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower, sinks=4, offset=500).out
     assert torch.equal(out, clean)
 
 
@@ -164,14 +164,14 @@ def test_queries_that_see_nothing_get_zero(dtype):
     lower = lower_of("window", 300, 0)
     lower[130:] = 5000
     with poisoned_memory("cuda"):
-        out = ops.attend_window(q, k, v, scaling=0.125, lower=lower).out
+        out = ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower).out
     assert (out[:, :, 130:] == 0).all()
     check(q[:, :, :130], k, v, lower[:130], 0, 0)
 
 
 def test_a_call_is_one_launch_and_waits_for_nothing(launches):
     q, k, v = problem(1, 14, 2, 600, 40, 64, torch.bfloat16)
-    arguments = {"scaling": 0.125, "lower": lower_of("window", 600, 40), "sinks": 4, "offset": 40}
+    arguments = {"logits": Logits(0.125), "lower": lower_of("window", 600, 40), "sinks": 4, "offset": 40}
     ops.attend_window(q, k, v, **arguments)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -188,7 +188,7 @@ def test_a_prompt_of_the_method_takes_the_kernel(spec, launches):
     q, k, v = problem(1, 14, 2, 613, 0, 64, torch.bfloat16)
     method = methods.parse(spec)
     expected = method.prompt(SlotCache.of(*(x.float().cpu() for x in (k, v)), 14), q.float().cpu(), 0.125).out
-    ops.attend_window(q, k, v, scaling=0.125, lower=lower_of("window", 613, 0), sinks=4)  # compiled
+    ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower_of("window", 613, 0), sinks=4)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = method.prompt(SlotCache.of(k, v, 14), q, 0.125).out
@@ -206,7 +206,7 @@ def test_windows_on_the_gpu_begin_where_they_begin_on_the_cpu(window):
 
 def test_what_takes_the_reference(launches):
     q, k, v = problem(1, 4, 2, 70, 9, 64, torch.float32)
-    arguments = {"scaling": 0.125, "lower": lower_of("window", 70, 9), "sinks": 4, "offset": 9}
+    arguments = {"logits": Logits(0.125), "lower": lower_of("window", 70, 9), "sinks": 4, "offset": 9}
     expected = window.attend_window(q, k, v, **arguments).out
     with _dispatch.reference_only():
         assert torch.equal(ops.attend_window(q, k, v, **arguments).out, expected)

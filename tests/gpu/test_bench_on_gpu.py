@@ -62,7 +62,7 @@ def test_training_steps():
 
 
 def test_prompts_of_all_methods():
-    methods = ("kascade", "kascade:exact_anchors=false", "streaming", "snapkv", "tova", "h2o", "luka")
+    methods = ("kascade", "kascade:dense_anchor_prefill=false", "streaming", "snapkv", "tova", "h2o", "luka")
     plan = prefill.Plan(methods, (4096,), repeats=1, **SHAPE)
     rows = {row["case"]["method"]: row for row in prefill.run(plan, say=lambda text: None)}
     assert {"sdpa-cudnn", "sdpa-flash"} <= set(rows)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import _dispatch, _math
+from foveate.ops import Logits, _dispatch, _math
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.select import bits, bits_kernel
 from foveate.state import SlotCache
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
+from tests.problems import listed
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,7 @@ def kernels_only(monkeypatch):
 
 
 def drawn(before, share, batch=2, heads=3):
-    """A share of the keys before each tile, int32 ``[B, H, T, K]``, -1 behind them, and how many."""
+    """A share of the keys before each tile, int32 ``[B, H, T, K]``, -1 after them, and how many."""
     places = [int(share * number) for number in before]
     found = torch.full((batch, heads, len(before), max(places)), -1, dtype=torch.int32, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -56,8 +57,7 @@ def test_keys_become_bits_and_bits_keys(before, share, heads):
 
 
 @pytest.mark.parametrize("room", [1 << 16, 256 << 20])
-@pytest.mark.parametrize("rest", [False, True])
-def test_attention_over_bits(room, rest, monkeypatch):
+def test_attention_over_bits(room, monkeypatch):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, h, 2100, 64, generator=generator, device="cuda").half() for h in (8, 2, 2))
     q, tile, offset = q[:, :, 45:], 32, 45
@@ -68,18 +68,19 @@ def test_attention_over_bits(room, rest, monkeypatch):
     ops.set_bits(words, indices, begins)
     chosen = ops.TileKeys(words, begins, starts, tuple(starts.tolist()))
     monkeypatch.setattr(_math, "GPU_SCORES_BYTES", room)
-    how = {"tile": tile, "scaling": 0.125, "offset": offset, "rest": rest}
+    how = {"tile": tile, "logits": Logits(0.125), "offset": offset}
     with poisoned_memory("cuda"):
         found = ops.attend_tile_keys(q, k, v, chosen, **how).out
         assert torch.equal(found, ops.attend_tile_keys(q, k, v, chosen, **how).out), "repeats are equal bit for bit"
-    assert torch.equal(found, ops.attend_tiles(q, k, v, indices, **how).out)
-    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), indices, **how).out
+    how |= listed(indices)
+    assert torch.equal(found, ops.attend_tiles(q, k, v, **how).out)
+    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **how).out
     torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(
-    "spec", [f"kascade:anchors=[0,1],{setting}" for setting in ("exact_anchors=false", "top_k=0.2", "rest=mean")]
+    "spec", [f"kascade:anchors=[0,1],{setting}" for setting in ("dense_anchor_prefill=false", "top_k=0.2")]
 )
 @pytest.mark.parametrize(("length", "chunk"), [(131_072, 131_072), (262_144, 262_144), (524_288, 32_768)])
 def test_memory_of_a_long_prompt(spec, length, chunk):

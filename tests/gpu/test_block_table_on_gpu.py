@@ -6,12 +6,12 @@ from matrix import LENGTHS, PROMPT, Driver, Tokens, assert_same_state, padded
 
 import foveate
 from foveate import methods, ops
-from foveate.ops import BlockTable, _dispatch
+from foveate.ops import BlockTable, Logits, _dispatch
 from foveate.runtime import CudaRecorder, replay
 from tests.combinations import every_pair
 from tests.helpers import generate, left_padded, tiny_model
 from tests.kernels import poisoned_memory
-from tests.problems import BLOCK_LAYOUTS, in_blocks
+from tests.problems import BLOCK_LAYOUTS, in_blocks, listed
 from tests.recorded import Replayed
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ SPECS = [
     "pages:top_k=64",
     "locks:top_k=64",
 ]
-SCALING = {"scaling": 0.1}
+SCALING = {"logits": Logits(0.1)}
 
 
 @pytest.fixture(autouse=True)
@@ -127,10 +127,10 @@ def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, que
     number = -(-end // tile) - offset // tile
     draw = torch.rand(1, kv_heads, number, 256, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
     begins = (torch.arange(number, device="cuda") + offset // tile)[:, None] * tile
-    indices = (draw * begins).int().where(draw * begins >= 1, -1)
+    chosen = listed((draw * begins).int().where(draw * begins >= 1, -1))
     with poisoned_memory("cuda"):
-        found = ops.attend_tiles(q, *memory, indices, tile=tile, **where, **how).out
-    expected = ops.attend_tiles(q, k, v, indices, tile=tile, **how).out
+        found = ops.attend_tiles(q, *memory, **chosen, tile=tile, **where, **how).out
+    expected = ops.attend_tiles(q, k, v, **chosen, tile=tile, **how).out
     tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     if torch.cuda.get_device_capability() != (9, 0):
@@ -225,7 +225,7 @@ def tiles_of_prompt(q, k, v, table, lengths):
     offset = table.length - q.shape[2]
     number = -(-table.length // tile) - offset // tile
     indices = ascending(7, offset // tile * tile)[:, :, None].expand(-1, -1, number, -1).contiguous()
-    return ops.attend_tiles(q, k, v, indices, tile=tile, offset=offset, block_table=table, **SCALING)
+    return ops.attend_tiles(q, k, v, **listed(indices), tile=tile, offset=offset, block_table=table, **SCALING)
 
 
 FAR = [

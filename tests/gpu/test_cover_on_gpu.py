@@ -5,7 +5,7 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import methods, ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -43,7 +43,7 @@ def in_fp32(tree):
 
 def run(some, how):
     """The kernels' result, and the places of refined nodes of each level."""
-    steps = launch.SummariesLaunch(*some.arguments, some.looked_at(how, False), how, SCALING, None, None)
+    steps = launch.SummariesLaunch(*some.arguments, some.looked_at(how, False), how, Logits(SCALING), None)
     return steps.run(True), [visit.selection.chosen for visit in steps.space.visits]
 
 
@@ -52,7 +52,7 @@ def check(some, how):
     q, k, v = some.arguments
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
     tree = in_fp32(some.looked_at(how, True))
-    expected, _, visited = reference.with_masses(q.float(), k_, v_, tree, how, SCALING)
+    expected, _, visited = reference.with_masses(q.float(), k_, v_, tree, how, Logits(SCALING))
     with poisoned_memory("cuda"):
         found, chosen = run(some, how)
     again, also = run(some, how)
@@ -114,7 +114,9 @@ def test_pages_that_are_not_refined_are_not_read():
             pages = chosen[b, head]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 16, pages[pages >= 0])
             some.k[b, head, ~read], some.v[b, head, ~read] = torch.nan, torch.inf
-    again = ops.attend_summaries(*some.arguments, some.looked_at(how, False), how, scaling=SCALING, need_lse=True)
+    again = ops.attend_summaries(
+        *some.arguments, some.looked_at(how, False), how, logits=Logits(SCALING), need_lse=True
+    )
     assert torch.equal(again.out, found.out)
     assert torch.equal(again.lse, found.lse)
 
@@ -131,7 +133,7 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 
     def step(some):
         tree = some.looked_at(how, False)
-        found = ops.attend_summaries(some.q, some.k, some.v, tree, how, scaling=SCALING, need_lse=True)
+        found = ops.attend_summaries(some.q, some.k, some.v, tree, how, logits=Logits(SCALING), need_lse=True)
         return found.out, found.lse, found.read, found.refined
 
     def contents(some):
@@ -168,7 +170,7 @@ def test_running_averages(pages, sizes, allowed):
     for attend in (ops.attend_summaries, reference.attend_summaries):
         own = tree._replace(levels=tuple(x._replace(recent=x.recent.clone()) for x in tree.levels))
         kept = ops.Sums(0.2, recent=averages.clone()[..., : k.shape[2]])
-        attend(q, k.nan_to_num(0.0), v.nan_to_num(0.0), own, how, scaling=SCALING, sums=kept)
+        attend(q, k.nan_to_num(0.0), v.nan_to_num(0.0), own, how, logits=Logits(SCALING), sums=kept)
         made.append([kept.recent, *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-6)
@@ -178,7 +180,9 @@ def test_many_steps_are_equal_bit_for_bit():
     """However programs are scheduled: the last one of a row to be ready merges."""
     some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
     tree = some.looked_at(how, False)
-    outs = [ops.attend_summaries(*some.arguments, tree, how, scaling=SCALING, need_lse=True)[:2] for _ in range(300)]
+    outs = [
+        ops.attend_summaries(*some.arguments, tree, how, logits=Logits(SCALING), need_lse=True)[:2] for _ in range(300)
+    ]
     assert all(torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1]) for out, lse in outs)
 
 

@@ -5,7 +5,7 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import methods, ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.compress import boxes, boxes_kernel, low_rank_kernel
 from foveate.ops.retain import reference as retain
@@ -82,7 +82,7 @@ def holes(batch, number, heads=1):
 
 
 def selection(batch, heads, number, places, seed=0):
-    """Keys in any order ``[B, heads, K]``, unused places among and behind them; the last row has none."""
+    """Keys in any order ``[B, heads, K]``, unused places among and after them; the last row has none."""
     drawn = uniform(batch, heads, max(number, places), seed=seed).argsort(-1)[..., :places]
     unused = (drawn >= number) | (uniform(*drawn.shape, seed=seed + 1) < 0.1)
     unused[..., places - places // 5 :] = True
@@ -110,8 +110,8 @@ def test_attention_of_all_keys_of_any_group(dtype, heads, kv_heads, batch, numbe
     mask = holes(batch, number)
     for more in ({}, {"mask": mask}, {"mask": holes(batch, number, kv_heads)}):
         with poisoned_memory("cuda"):
-            found = ops.attend(q, k, v, scaling=0.1, need_lse=True, **more)
-        check_attended(found, exact(q, k, v, scaling=0.1, **more), dtype)
+            found = ops.attend(q, k, v, logits=Logits(0.1), need_lse=True, **more)
+        check_attended(found, exact(q, k, v, logits=Logits(0.1), **more), dtype)
 
 
 @every_pair(DTYPES, GROUPS, SIZES, ("of_heads", [False, True]))
@@ -122,21 +122,21 @@ def test_the_first_keys_alone_among_nan(dtype, heads, kv_heads, batch, number, o
     there = (torch.arange(number, device="cuda") < lengths.view(batch, -1, 1)).expand(-1, kv_heads, -1)
     k[~there], v[~there] = torch.nan, torch.inf
     with poisoned_memory("cuda"):
-        found = ops.attend(q, k, v, scaling=0.1, lengths=lengths, need_lse=True)
-        mass = ops.pooled_mass(q, k, scaling=0.1, lengths=lengths)
+        found = ops.attend(q, k, v, logits=Logits(0.1), lengths=lengths, need_lse=True)
+        mass = ops.pooled_mass(q, k, logits=Logits(0.1), lengths=lengths)
         chosen = ops.attend_indices(
             q,
             k,
             v,
             torch.arange(number, device="cuda").expand(there.shape),
-            scaling=0.1,
+            logits=Logits(0.1),
             lengths=lengths,
             need_lse=True,
         )
-    expected = exact(q, k, v, scaling=0.1, mask=there[:, :, None])
+    expected = exact(q, k, v, logits=Logits(0.1), mask=there[:, :, None])
     check_attended(found, expected, dtype)
     check_attended(chosen, expected, dtype)
-    expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), scaling=0.1, mask=there).float()
+    expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), logits=Logits(0.1), lengths=lengths).float()
     torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-7)
 
 
@@ -144,10 +144,10 @@ def test_the_first_keys_alone_among_nan(dtype, heads, kv_heads, batch, number, o
 def test_attention_of_any_head_dim(dtype, dim, value_dim, batch, number):
     q, k, v = problem(batch, 8, 2, number, dim, value_dim, dtype)
     with poisoned_memory("cuda"):
-        found = ops.attend(q, k, v, scaling=0.1, need_lse=True)
-        chosen = ops.attend_indices(q, k, v, selection(batch, 2, number, 333), scaling=0.1, need_lse=True)
-    check_attended(found, exact(q, k, v, scaling=0.1), dtype)
-    check_attended(chosen, exact(q, k, v, indices=selection(batch, 2, number, 333), scaling=0.1), dtype)
+        found = ops.attend(q, k, v, logits=Logits(0.1), need_lse=True)
+        chosen = ops.attend_indices(q, k, v, selection(batch, 2, number, 333), logits=Logits(0.1), need_lse=True)
+    check_attended(found, exact(q, k, v, logits=Logits(0.1)), dtype)
+    check_attended(chosen, exact(q, k, v, indices=selection(batch, 2, number, 333), logits=Logits(0.1)), dtype)
 
 
 @every_pair(DTYPES, GROUPS, ("places", [1, 65, 1500]))
@@ -158,12 +158,12 @@ def test_attention_of_chosen_keys_among_nan(dtype, heads, kv_heads, places):
     unread = unread.scatter(2, indices.where(indices >= 0, 2000).long(), False)[..., :2000]
     k[unread], v[unread] = torch.nan, torch.inf
     with poisoned_memory("cuda"):
-        found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
-    check_attended(found, exact(q, k, v, indices=indices, scaling=0.1), dtype)
+        found = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
+    check_attended(found, exact(q, k, v, indices=indices, logits=Logits(0.1)), dtype)
     assert not found.out[-1].any()
-    assert torch.equal(ops.attend_indices(q, k, v, indices.long(), scaling=0.1).out, found.out)
+    assert torch.equal(ops.attend_indices(q, k, v, indices.long(), logits=Logits(0.1)).out, found.out)
     heads = torch.arange(kv_heads, device="cuda").flip(0)
-    assert torch.equal(ops.attend_indices(q, k, v, indices.flip(1), scaling=0.1, heads=heads).out, found.out)
+    assert torch.equal(ops.attend_indices(q, k, v, indices.flip(1), logits=Logits(0.1), heads=heads).out, found.out)
 
 
 def unread(number, pages, page_size, kv_heads, lengths):
@@ -178,7 +178,7 @@ def check_pages(q, k, v, pages, page_size, lengths):
     """Against the reference in fp64, among NaN; returns what was found."""
     beyond = unread(k.shape[2], pages, page_size, k.shape[1], lengths)
     k[beyond], v[beyond] = torch.nan, torch.inf
-    how = {"scaling": 0.1, "lengths": lengths, "need_lse": True}
+    how = {"logits": Logits(0.1), "lengths": lengths, "need_lse": True}
     with poisoned_memory("cuda"):
         found = ops.attend_pages(q, k, v, pages, page_size, **how)
     wide = (q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double())
@@ -218,7 +218,7 @@ def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number):
                 beyond = torch.arange(number, device="cuda") >= lengths.view(batch, -1, 1)
                 beyond = beyond.expand(-1, kv_heads, -1)
                 low[beyond], high[beyond] = torch.nan, torch.inf
-            how = {"scaling": 0.1, "lengths": lengths}
+            how = {"logits": Logits(0.1), "lengths": lengths}
             with poisoned_memory("cuda"):
                 found = ops.largest_logit(rows, low, high, **how)
             expected = nodes.largest_logit(rows.double(), low.double(), high.double(), **how).float()
@@ -231,14 +231,16 @@ def test_strides_among_nan(layout):
     mask, indices = holes(3, 777), selection(3, 2, 777, 100)
     k[~mask.expand(3, 2, 1, 777)[:, :, 0]] = torch.nan
     check_attended(
-        ops.attend(q, k, v, scaling=0.1, mask=mask, need_lse=True), exact(q, k, v, scaling=0.1, mask=mask), q.dtype
+        ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True),
+        exact(q, k, v, logits=Logits(0.1), mask=mask),
+        q.dtype,
     )
     k.nan_to_num_(0.0)
-    found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
-    check_attended(found, exact(q, k, v, indices=indices, scaling=0.1), q.dtype)
-    mass = ops.pooled_mass(q, k, scaling=0.1)
+    found = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
+    check_attended(found, exact(q, k, v, indices=indices, logits=Logits(0.1)), q.dtype)
+    mass = ops.pooled_mass(q, k, logits=Logits(0.1))
     torch.testing.assert_close(
-        mass, pooled.pooled_mass(q.double(), k.double(), scaling=0.1).float(), rtol=1e-3, atol=1e-9
+        mass, pooled.pooled_mass(q.double(), k.double(), logits=Logits(0.1)).float(), rtol=1e-3, atol=1e-9
     )
 
 
@@ -250,10 +252,11 @@ def test_strides_among_nan(layout):
 )
 def test_pooled_mass(dtype, heads, kv_heads, batch, number, pooling, pool):
     q, k, _ = problem(batch, heads, kv_heads, number, 128, 16, dtype)
-    for mask in (None, holes(batch, number)[:, 0]):
-        if mask is not None:
-            k[~mask.expand(-1, kv_heads, -1)] = torch.nan
-        how = {"scaling": 0.25, "mask": mask, "pooling": pooling, "pool": pool}
+    for lengths in (None, torch.linspace(number, 0, batch, device="cuda").long()):
+        if lengths is not None:
+            beyond = torch.arange(number, device="cuda") >= lengths[:, None, None]
+            k[beyond.expand(-1, kv_heads, -1)] = torch.nan
+        how = {"logits": Logits(0.25), "lengths": lengths, "pooling": pooling, "pool": pool}
         with poisoned_memory("cuda"):
             found = ops.pooled_mass(q, k, **how)
         expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), **how).float()
@@ -284,13 +287,14 @@ def check_mass_of_pages(q, k, pages, page_size, lengths, **how):
 def test_pooled_mass_of_pages_among_nan(dtype, heads, kv_heads, page_size, places, pooling, pool):
     q, k, _ = problem(3, heads, kv_heads, 2001, 128, 16, dtype)
     pages = selection(3, 1 if pool == "layer" else kv_heads, -(-2001 // page_size), places)
-    how = {"scaling": 0.25, "pooling": pooling, "pool": pool}
-    found = check_mass_of_pages(q, k, pages, page_size, torch.tensor([2001, 1234, 700], device="cuda"), **how)
+    how = {"pooling": pooling, "pool": pool}
+    lengths = torch.tensor([2001, 1234, 700], device="cuda")
+    found = check_mass_of_pages(q, k, pages, page_size, lengths, logits=Logits(0.25), **how)
     assert found[-1].isneginf().all()
     lengths = torch.full((3, kv_heads), 600, dtype=torch.int32, device="cuda")
     lengths[0, 0] = 5
-    more = {"softcap": 20.0, "sink_logits": draw(heads, seed=9)}
-    check_mass_of_pages(q, k, pages, page_size, lengths, **how, **more)
+    logits = Logits(0.25, draw(heads, seed=9), 20.0)
+    check_mass_of_pages(q, k, pages, page_size, lengths, logits=logits, **how)
 
 
 @every_pair(DTYPES, DIMS)
@@ -298,7 +302,7 @@ def test_pooled_mass_of_pages_of_any_head_dim(dtype, dim, value_dim):
     for batch, number in ((1, 40_001), (64, 700)):
         q, k, _ = problem(batch, 8, 2, number, dim, value_dim, dtype)
         pages = selection(batch, 2, -(-number // 16), -(-number // 48))
-        check_mass_of_pages(q, k, pages, 16, torch.full((batch,), number - 3, device="cuda"), scaling=dim**-0.5)
+        check_mass_of_pages(q, k, pages, 16, torch.full((batch,), number - 3, device="cuda"), logits=Logits(dim**-0.5))
 
 
 @pytest.mark.parametrize("number", [1, 130, 5000, 70_000])
@@ -334,13 +338,13 @@ def test_pages_that_are_always_read_and_the_mass_that_pages_hold(number, heads):
 @every_pair(DIMS)
 def test_pooled_mass_of_any_head_dim(dim, value_dim):
     q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
-    expected = pooled.pooled_mass(q.double(), k.double(), scaling=dim**-0.5).float()
-    torch.testing.assert_close(ops.pooled_mass(q, k, scaling=dim**-0.5), expected, rtol=1e-3, atol=1e-9)
+    expected = pooled.pooled_mass(q.double(), k.double(), logits=Logits(dim**-0.5)).float()
+    torch.testing.assert_close(ops.pooled_mass(q, k, logits=Logits(dim**-0.5)), expected, rtol=1e-3, atol=1e-9)
 
 
 def test_masses_add_up():
     q, k, _ = problem(4, 32, 8, 100_003, 128, 16, torch.float16)
-    mass = ops.pooled_mass(q, k, scaling=128**-0.5)
+    mass = ops.pooled_mass(q, k, logits=Logits(128**-0.5))
     torch.testing.assert_close(mass.sum(-1), torch.ones(4, 8, device="cuda"), rtol=3e-4, atol=0)
 
 
@@ -397,18 +401,18 @@ def test_topk_of_rows_of_nan_and_of_negative_counts(number):
 
 def steps(q, k, v, mask, indices, counts, most):
     """One of each: what a step of decoding calls."""
-    dense = ops.attend(q, k, v, scaling=0.1, mask=mask, need_lse=True)
-    mass = ops.pooled_mass(q, k, scaling=0.1, mask=mask[:, 0])
+    dense = ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True)
+    mass = ops.pooled_mass(q, k, logits=Logits(0.1), lengths=counts)
     chosen = ops.topk_rows(mass, counts, most, dtype=torch.int32)
-    sparse = ops.attend_indices(q, k, v, chosen, scaling=0.1, need_lse=True)
-    given = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
+    sparse = ops.attend_indices(q, k, v, chosen, logits=Logits(0.1), need_lse=True)
+    given = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
     boxes, rows = k.shape[2] // 16, ops.fold_group(q, k.shape[1])
     low, high = (of(k, v)[:, :, :boxes] for of in (torch.minimum, torch.maximum))
     bounds = ops.largest_logit(rows, low, high, 0.1, lengths=counts // 2)
     pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, dtype=torch.int32)
-    paged = ops.attend_pages(q, k, v, pages, 16, scaling=0.1, lengths=8 * counts - 5, need_lse=True)
+    paged = ops.attend_pages(q, k, v, pages, 16, logits=Logits(0.1), lengths=8 * counts - 5, need_lse=True)
     best = pages[:, :: pages.shape[1] // k.shape[1]]
-    of_best = ops.pooled_mass_of_pages(q, k, best, 16, scaling=0.1, lengths=8 * counts - 5)
+    of_best = ops.pooled_mass_of_pages(q, k, best, 16, logits=Logits(0.1), lengths=8 * counts - 5)
     best = ops.keys_at_places(ops.topk_rows(of_best, counts // 2, most // 2, dtype=torch.int32), best, 16)
     return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2], of_best, best
 
@@ -452,23 +456,21 @@ def test_keys_beyond_the_reach_of_32_bits():
     v = k.clone()
     v[2, :, -3000:] = values[0]
     q = q.expand(3, -1, -1, -1)
-    expected = exact(q[2:], near, values, scaling=0.1)
-    found = ops.attend(q, k, v, scaling=0.1, mask=mask, need_lse=True)
+    expected = exact(q[2:], near, values, logits=Logits(0.1))
+    found = ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True)
     check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
     indices = torch.arange(3_497_000, 3_500_000, dtype=torch.int32, device="cuda").expand(3, 2, -1)
-    found = ops.attend_indices(q, k, v, indices, scaling=0.1, need_lse=True)
+    found = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
     check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
     pages = torch.arange(3_497_000 // 8, 3_500_000 // 8, dtype=torch.int32, device="cuda")
     for chosen in (pages.expand(3, 2, -1), pages.expand(3, 8, -1)):
-        found = ops.attend_pages(q, k, v, chosen, 8, scaling=0.1, need_lse=True)
+        found = ops.attend_pages(q, k, v, chosen, 8, logits=Logits(0.1), need_lse=True)
         check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
     bounds = ops.largest_logit(ops.fold_group(q, 2), k, k, 0.1)[2:, :, :, -3000:]
-    logits = nodes.key_logits(ops.fold_group(q[2:], 2).double(), near.double(), 0.1).float()
+    logits = nodes.key_logits(ops.fold_group(q[2:], 2).double(), near.double(), Logits(0.1)).float()
     torch.testing.assert_close(bounds, logits, rtol=1e-4, atol=1e-4)
-    expected = pooled.pooled_mass(q[2:].double(), near.double(), scaling=0.1).float()
-    mass = ops.pooled_mass(q, k, scaling=0.1, mask=mask[:, 0])[2:, :, -3000:]
-    torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-9)
-    mass = ops.pooled_mass_of_pages(q, k, pages.expand(3, 2, -1), 8, scaling=0.1)[2:]
+    expected = pooled.pooled_mass(q[2:].double(), near.double(), logits=Logits(0.1)).float()
+    mass = ops.pooled_mass_of_pages(q, k, pages.expand(3, 2, -1), 8, logits=Logits(0.1))[2:]
     torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-9)
 
 

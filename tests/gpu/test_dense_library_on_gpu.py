@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import dense, library
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -37,7 +37,7 @@ def present(name):
 
 
 def draw(heads, queries, offset, dim, dtype, batch=2):
-    """Keys and values lie in a buffer with room for more, which is NaN."""
+    """Keys and values are in a buffer with room for more, which is NaN."""
     generator = torch.Generator("cuda").manual_seed(queries)
     sizes = ((heads[0], queries), (heads[1], offset + queries), (heads[1], offset + queries))
     q, k, v = (torch.randn(batch, h, n, dim, generator=generator, device="cuda").to(dtype) for h, n in sizes)
@@ -59,10 +59,10 @@ def test_output_and_log_sum_exp(name, dtype, heads, dim, queries, offset):
         assert dim > 128 or 1 in (queries, offset), reason
         return
     assert library.obstacle(one, q, k, v, offset) == ""
-    given = (q, k, v, dim**-0.5, offset, None)
+    given = (q, k, v, Logits(dim**-0.5), offset)
     found = one.attend(*given, True)
     full = [x.float() for x in (q, k, v)]
-    close(found, dense.attend_causal(*full, scaling=dim**-0.5, offset=offset, need_lse=True), dtype)
+    close(found, dense.attend_causal(*full, logits=Logits(dim**-0.5), offset=offset, need_lse=True), dtype)
     again = one.attend(*given, True)
     assert torch.equal(again.out, found.out)
     assert torch.equal(again.lse, found.lse)
@@ -79,9 +79,9 @@ def test_capped_logits(dtype, heads, dim):
     q, k, v = draw(heads, 300, 211, dim, dtype)
     if one.limit(q, k, v, 211, 5.0):
         pytest.skip("FlashAttention-3 is built without caps of logits")
-    found = one.attend(q, k, v, dim**-0.5, 211, 5.0, True)
-    full, how = [x.float() for x in (q, k, v)], {"offset": 211, "softcap": 5.0, "need_lse": True}
-    expected = dense.attend_causal(*full, scaling=dim**-0.5, **how)
+    full, logits = [x.float() for x in (q, k, v)], Logits(dim**-0.5, softcap=5.0)
+    found = one.attend(q, k, v, logits, 211, True)
+    expected = dense.attend_causal(*full, logits=logits, offset=211, need_lse=True)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(found.out.float(), expected.out, rtol=2e-2, atol=2e-2)
 
@@ -92,9 +92,9 @@ def test_layouts_of_models(name, dtype):
     """Queries as a projection leaves them, tokens first; keys of one KV head for all queries."""
     one = present(name)
     q, k, v = draw((8, 1), 1030, 0, 128, dtype)
-    wanted = one.attend(q, k, v, 0.1, 0, None, True)
+    wanted = one.attend(q, k, v, Logits(0.1), 0, True)
     tokens_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    found = one.attend(*tokens_first, 0.1, 0, None, True)
+    found = one.attend(*tokens_first, Logits(0.1), 0, True)
     torch.testing.assert_close(found.out, wanted.out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found.lse, wanted.lse, rtol=1e-4, atol=1e-3)
 
@@ -103,9 +103,9 @@ def calls_of(one, monkeypatch):
     """The queries and the offset of every call from now on."""
     calls, attend = [], type(one).attend
 
-    def counted(self, q, k, v, scaling, offset, softcap, need_lse):
+    def counted(self, q, k, v, logits, offset, need_lse):
         calls.append((q.shape[2], offset))
-        return attend(self, q, k, v, scaling, offset, softcap, need_lse)
+        return attend(self, q, k, v, logits, offset, need_lse)
 
     monkeypatch.setattr(type(one), "attend", counted)
     return calls
@@ -118,10 +118,10 @@ def test_chunks_equal_the_whole(name, dtype, monkeypatch):
     monkeypatch.setattr(library, "LIBRARIES", (one,))
     monkeypatch.setattr(type(one), "least_work", 0)
     q, k, v = draw((32, 8), 3001, 0, 128, dtype, batch=1)
-    whole = ops.attend_causal(q, k, v, scaling=0.09, need_lse=True)
+    whole = ops.attend_causal(q, k, v, logits=Logits(0.09), need_lse=True)
     calls, outs, lses = calls_of(one, monkeypatch), [], []
     for first, end in ((0, 1000), (1000, 1777), (1777, 3001)):
-        some = ops.attend_causal(q[:, :, first:end], k, v, scaling=0.09, offset=first, need_lse=True)
+        some = ops.attend_causal(q[:, :, first:end], k, v, logits=Logits(0.09), offset=first, need_lse=True)
         outs.append(some.out)
         lses.append(some.lse)
     assert calls == [(1000, 0), (777, 1000), (1224, 1777)]
@@ -136,10 +136,10 @@ def test_the_fastest_one_is_used(monkeypatch):
     calls = {one.name: calls_of(one, monkeypatch) for one in here}
     for length in (8192, 500):
         q, k, v = draw((32, 8), length, 0, 128, torch.bfloat16, batch=1)
-        ops.attend_causal(q, k, v, scaling=0.09)
+        ops.attend_causal(q, k, v, logits=Logits(0.09))
         for of in calls.values():
             of.clear()
-        ops.attend_causal(q, k, v, scaling=0.09)
+        ops.attend_causal(q, k, v, logits=Logits(0.09))
         first = next(one for one in here if length**2 >= one.least_work)
         assert {name: of for name, of in calls.items() if of} == {first.name: [(length, 0)]}
     assert ops.prompt_path(heads).split(" (")[0] == here[0].name
@@ -153,6 +153,6 @@ def test_a_long_prompt_takes_its_output_and_no_more(name, much_memory):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = one.attend(q, k, v, 0.09, 0, None, True)
+    found = one.attend(q, k, v, Logits(0.09), 0, True)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < found.out.nbytes + found.lse.nbytes + (64 << 20)

@@ -164,7 +164,7 @@ def test_models_that_cannot_be_captured_say_so():
     ids=[name for name, m in CAPTURED if m.sparse_from_tokens is not None],
 )
 def test_short_contexts_are_read_whole(method):
-    """Replayed, and then sparse ones behind them."""
+    """Replayed, and then sparse ones after them."""
     plain, replayed, some = drivers(method, LENGTHS)
     whole, _, _ = drivers(methods.make("dense"), LENGTHS)
     for one in (plain, replayed.driver):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.score import low_rank
 from tests.combinations import every_pair
@@ -95,15 +95,16 @@ def test_masses(dtype, sizes, heads, kv_heads, batch, pages, softcap, bounded):
     lengths = torch.linspace(pages, 0, batch * kv_heads, device="cuda").int().view(batch, kv_heads) if bounded else None
     if bounded:
         records[torch.arange(pages, device="cuda") >= lengths[..., None]] = 255  # scales are NaN
-    rows, how = ops.fold_group(q, kv_heads), {"weights": weights, "lengths": lengths, "softcap": softcap}
+    rows, how = ops.fold_group(q, kv_heads), {"weights": weights, "lengths": lengths}
+    how["logits"] = Logits(dim**-0.5, softcap=softcap)
     with poisoned_memory("cuda"):
-        found, again = (ops.page_lse(rows, records, form, dim**-0.5, **how) for _ in range(2))
-    expected = low_rank.page_lse(rows, records, form, dim**-0.5, **how)
+        found, again = (ops.page_lse(rows, records, form, **how) for _ in range(2))
+    expected = low_rank.page_lse(rows, records, form, **how)
     assert torch.equal(found, again)
     assert torch.equal(found.isneginf(), expected.isneginf())
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for pooling, pool in (("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head"), ("of_largest", "layer")):
-        how |= {"pooling": pooling, "pool": pool, "scaling": dim**-0.5}
+        how |= {"pooling": pooling, "pool": pool}
         with poisoned_memory("cuda"):
             found, again = (ops.pooled_mass_of_records(q, records, form, **how) for _ in range(2))
         expected = low_rank.pooled_mass_of_records(q, records, form, **how)
@@ -126,6 +127,7 @@ def test_masses_of_given_pages(dtype, heads, kv_heads, branch, of_layer):
     sets = 1 if of_layer else kv_heads
     pages = torch.rand(3, sets, 800 // branch, device="cuda").argsort(-1)[..., :90].sort(-1).values
     lengths = torch.tensor([90 * branch, 17, 0], device="cuda")
-    found = ops.page_lse(rows, records, form, 0.3, pages=pages.int(), branch=branch, lengths=lengths)
+    found = ops.page_lse(rows, records, form, logits=Logits(0.3), pages=pages.int(), branch=branch, lengths=lengths)
     slots = ops.page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
-    assert torch.equal(found, ops.page_lse(rows, ops.gather_slots(records, slots), form, 0.3, lengths=lengths))
+    records = ops.gather_slots(records, slots)
+    assert torch.equal(found, ops.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths))

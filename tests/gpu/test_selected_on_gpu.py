@@ -48,7 +48,7 @@ def problem(batch, heads, kv_heads, length, number, dim, value_dim, dtype, seed=
 
 
 def selection(batch, heads, length, number, places, seed=0):
-    """Keys in any order ``[B, heads, Lq, K]``, unused places among and behind them; the second query has none."""
+    """Keys in any order ``[B, heads, Lq, K]``, unused places among and after them; the second query has none."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, heads, length, max(number, places))
     drawn = torch.rand(shape, generator=generator, device="cuda").argsort(-1)[..., :places]

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import Logits
 from foveate.ops.attend import decode, decode_kernel, dense, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
+from tests.problems import listed
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +39,7 @@ def close(found, expected):
 def test_decoding(dtype, heads, dim, number, batch):
     q, k, v, sinks = draw(batch, heads, number, dim, dtype)
     full = [x.float() for x in (q, k, v)]
-    how = {"scaling": dim**-0.5, "sink_logits": sinks}
+    how = {"logits": Logits(dim**-0.5, sinks)}
     lengths = torch.randint(1, number + 1, (batch, heads[1]), device="cuda")
     more = {"lengths": lengths, "need_lse": True, "need_mass": True}
     found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (decode, full)))
@@ -68,7 +70,7 @@ def test_prompts(dtype, heads, dim):
     number = 1500
     q, k, v, sinks = draw(2, heads, number, dim, dtype, queries=number - 300)
     full = [x.float() for x in (q, k, v)]
-    how = {"scaling": dim**-0.5, "offset": 300, "sink_logits": sinks}
+    how = {"logits": Logits(dim**-0.5, sinks), "offset": 300}
     lower = torch.arange(300, number, device="cuda") - 257
     close(
         window_kernel.attend_window(q, k, v, lower=lower, sinks=4, **how).out,
@@ -78,8 +80,5 @@ def test_prompts(dtype, heads, dim):
     tile, starts = 32, torch.arange(288, number, 32)
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
-    for rest in (False, True):
-        close(
-            tiles_kernel.attend_tiles(q, k, v, chosen, tile=tile, rest=rest, **how).out,
-            tiles.attend_tiles(*full, chosen, tile=tile, rest=rest, **how).out,
-        )
+    how |= {"tile": tile, **listed(chosen)}
+    close(tiles_kernel.attend_tiles(q, k, v, **how).out, tiles.attend_tiles(*full, **how).out)

@@ -11,7 +11,7 @@ from test_cover_on_gpu import in_fp32
 import foveate
 from foveate import methods, ops
 from foveate.methods import SharedPrompt
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import decode, decode_kernel, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import column_mass_kernel as mass_kernel
 from foveate.ops.score import pooled as score
@@ -24,6 +24,7 @@ from foveate.runtime import CudaRecorder
 from tests.combinations import every_pair
 from tests.families import family
 from tests.helpers import cached, generate, left_padded, prepare, tokens
+from tests.problems import listed
 from tests.recorded import Replayed
 from tests.trees import Problem
 
@@ -70,7 +71,7 @@ def test_decoding(dtype, heads, dim, softcap, number, beside):
     """One query a row, over all keys, over chosen ones and over pages. Learned sinks are not capped."""
     q, k, v, sinks = draw(2, heads, number, dim, dtype)
     full = [x.float() for x in (q, k, v)]
-    how = {"scaling": dim**-0.5, "softcap": softcap, "sink_logits": sinks if beside else None}
+    how = {"logits": Logits(dim**-0.5, sinks if beside else None, softcap)}
     lengths = torch.randint(
         1, number + 1, (2, heads[1]), generator=torch.Generator("cuda").manual_seed(1), device="cuda"
     )
@@ -102,18 +103,19 @@ def test_prompts(dtype, heads, dim, softcap):
     number = 1500
     q, k, v, sinks = draw(2, heads, number, dim, dtype, queries=number - 300)
     full = [x.float() for x in (q, k, v)]
-    how = {"scaling": dim**-0.5, "offset": 300, "softcap": softcap}
+    how = {"logits": Logits(dim**-0.5, softcap=softcap), "offset": 300}
     lower = torch.arange(300, number, device="cuda") - 257
-    for logits in (None, sinks):
-        bounds = {"lower": lower, "sinks": 4, "sink_logits": logits, **how}
+    for learned in (None, sinks):
+        own = how | {"logits": Logits(dim**-0.5, learned, softcap)}
+        bounds = {"lower": lower, "sinks": 4, **own}
         found, expected = (
             window_kernel.attend_window(q, k, v, **bounds).out,
             window.attend_window(*full, **bounds).out,
         )
         close(found, expected, dtype)
-        found = ops.attend_causal(q, k, v, sink_logits=logits, **how)
+        found = ops.attend_causal(q, k, v, **own)
         with _dispatch.reference_only():
-            expected = ops.attend_causal(*full, sink_logits=logits, **how)
+            expected = ops.attend_causal(*full, **own)
         close(found.out, expected.out, dtype)
         close(found.lse, expected.lse, dtype)
     lse = window.attend_capped(*full, **how).lse
@@ -124,15 +126,13 @@ def test_prompts(dtype, heads, dim, softcap):
     rows = rows.transpose(2, 3).flatten(3, 4)
     row_lse = lse[:, :, : 32 * 37].unflatten(2, (37, 32)).unflatten(1, (heads[1], -1)).transpose(2, 3).flatten(3, 4)
     given = (rows, k, row_lse.contiguous(), starts[:37].cuda())
-    some = {"scaling": dim**-0.5, "softcap": softcap}
+    some = {"logits": Logits(dim**-0.5, softcap=softcap)}
     found, expected = (one.tile_block_mass(*given, **some) for one in (tile_mass_kernel, masses))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
-    for rest in (False, True):
-        tiled = {"tile": tile, "rest": rest, **how}
-        found = tiles_kernel.attend_tiles(q, k, v, chosen, **tiled).out
-        close(found, tiles.attend_tiles(*full, chosen, **tiled).out, dtype)
+    how |= {"tile": tile, **listed(chosen)}
+    close(tiles_kernel.attend_tiles(q, k, v, **how).out, tiles.attend_tiles(*full, **how).out, dtype)
 
 
 def test_a_long_prompt_has_no_matrix(much_memory):
@@ -141,7 +141,7 @@ def test_a_long_prompt_has_no_matrix(much_memory):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ops.attend_causal(q, k, v, scaling=0.1, softcap=50.0, need_lse=True)
+    ops.attend_causal(q, k, v, logits=Logits(0.1, softcap=50.0), need_lse=True)
     assert torch.cuda.max_memory_allocated() - before < 256 << 20
 
 
@@ -161,9 +161,9 @@ def test_summaries(dtype, heads, kv_heads, dim, softcap, score, few):
     some = Problem(pages, sizes, allowed, heads, kv_heads, dim, **more)
     q, k, v = some.arguments
     k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
-    tree, scaling = in_fp32(some.looked_at(how, True)), dim**-0.5
-    expected, _, visited = summaries_reference.with_masses(q.float(), k_, v_, tree, how, scaling, softcap)
-    steps = launch.SummariesLaunch(q, k, v, some.looked_at(how, False), how, scaling, softcap, None)
+    tree, logits = in_fp32(some.looked_at(how, True)), Logits(dim**-0.5, softcap=softcap)
+    expected, _, visited = summaries_reference.with_masses(q.float(), k_, v_, tree, how, logits)
+    steps = launch.SummariesLaunch(q, k, v, some.looked_at(how, False), how, logits, None)
     found = steps.run(True)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
     for visit, its in zip(steps.space.visits, visited, strict=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
@@ -14,6 +14,7 @@ from foveate.state import SlotCache
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
+from tests.problems import listed
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +61,7 @@ def hopper(request, monkeypatch):
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, extra=0):
-    """``q, k, v``, the keys and values with ``extra`` NaN behind them."""
+    """``q, k, v``, the keys and values with ``extra`` NaN after them."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*size):
@@ -72,8 +73,8 @@ def problem(batch, heads, kv_heads, length, offset, dim, dtype, value_dim=None, 
     return q, k, v
 
 
-def selection(batch, kv_heads, length, offset, tile, number, holes=True):
-    """Some keys before each tile, ascending, -1 behind them and, with ``holes``, at some places among them."""
+def selection(batch, kv_heads, length, offset, tile, number):
+    """Some keys before each tile, ascending, -1 after them."""
     generator = torch.Generator("cuda").manual_seed(1)
     lead = offset % tile
     count = -(-(lead + length) // tile)
@@ -82,25 +83,19 @@ def selection(batch, kv_heads, length, offset, tile, number, holes=True):
     chosen = (drawn * before[:, None]).long().sort(-1).values
     chosen[..., 1:][chosen[..., 1:] == chosen[..., :-1]] = -1  # a key is chosen once
     chosen[before[None, None, :, None].expand_as(chosen) == 0] = -1
-    if holes:
-        chosen[..., number // 2] = -1
-        chosen[..., 40::3] = -1
-    else:
-        last = torch.iinfo(torch.int64).max
-        chosen = chosen.masked_fill(chosen < 0, last).sort(-1).values
-        chosen = chosen.masked_fill(chosen == last, -1)
-    return chosen.to(torch.int32)
+    last = torch.iinfo(torch.int64).max
+    chosen = chosen.masked_fill(chosen < 0, last).sort(-1).values
+    return chosen.masked_fill(chosen == last, -1).to(torch.int32)
 
 
 def check(q, k, v, chosen, tile, offset):
-    for rest in (True, False):
-        arguments = {"tile": tile, "scaling": q.shape[-1] ** -0.5, "offset": offset, "rest": rest}
-        with poisoned_memory("cuda"):
-            out = ops.attend_tiles(q, k, v, chosen, **arguments).out
-            assert torch.equal(out, ops.attend_tiles(q, k, v, chosen, **arguments).out), "repeats are equal bit for bit"
-        assert out.dtype == q.dtype
-        exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), chosen, **arguments).out
-        torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
+    arguments = {"tile": tile, "logits": Logits(q.shape[-1] ** -0.5), "offset": offset, **listed(chosen)}
+    with poisoned_memory("cuda"):
+        out = ops.attend_tiles(q, k, v, **arguments).out
+        assert torch.equal(out, ops.attend_tiles(q, k, v, **arguments).out), "repeats are equal bit for bit"
+    assert out.dtype == q.dtype
+    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **arguments).out
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
     return out
 
 
@@ -115,7 +110,7 @@ def check(q, k, v, chosen, tile, offset):
 def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
     chosen = selection(2, 2, length, offset, tile, number)
     check(*problem(2, 14, 2, length, offset, 64, dtype, extra=50), chosen, tile, offset)
-    assert launches == ["attend_tiles"] * 4
+    assert launches == ["attend_tiles"] * 2
 
 
 @every_pair(
@@ -123,13 +118,12 @@ def test_attention_of_tiles(dtype, tile, length, offset, number, launches):
     ("dim", [64, 80, 96, 128, 256]),
     (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (16, 2, 100), (12, 2, 11), (8, 8, 65)]),
     (("length", "offset", "number"), [(1, 0, 3), (1, 7000, 900), (63, 65, 7), (333, 0, 64), (1500, 5, 130)]),
-    ("holes", [True, False]),
 )
-def test_hoppers_own_attention(dtype, dim, heads, kv_heads, tile, length, offset, number, holes, hopper):
-    chosen = selection(2, kv_heads, length, offset, tile, number, holes)
+def test_hoppers_own_attention(dtype, dim, heads, kv_heads, tile, length, offset, number, hopper):
+    chosen = selection(2, kv_heads, length, offset, tile, number)
     q, k, v = problem(2, heads, kv_heads, length, offset, dim, dtype, extra=50)
     check(q, k, v + 2, chosen, tile, offset)  # a weight too many is seen
-    assert hopper is None or len(hopper) == 2, "all but the mean of the rest"
+    assert hopper is None or len(hopper) == 2
 
 
 @every_pair(
@@ -140,28 +134,28 @@ def test_hoppers_own_attention(dtype, dim, heads, kv_heads, tile, length, offset
 def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):
     """Programs take several tiles in turn, whose blocks go round the ring; some tiles have no keys but their own."""
     q, k, v = problem(1, 32, 8, 4000, 300, dim, dtype)
-    chosen = selection(1, 8, 4000, 300, 32, number, holes=False) if number else k.new_empty(1, 8, 126, 0).int()
+    chosen = selection(1, 8, 4000, 300, 32, number) if number else k.new_empty(1, 8, 126, 0).int()
     chosen[:, :, ::7], chosen[:, ::3, ::5, number // 3 :] = -1, -1
     check(q, k, v, chosen, 32, 300)
     assert hopper is None or len(hopper) == 2
 
 
-@every_pair(DTYPES, ("dim", [64, 128]), ("dense", [True, False]))
-def test_tiles_of_as_many_places_as_they_need(dtype, dim, dense, hopper):
-    """Selections behind one another are read as those of equal length are."""
+@every_pair(DTYPES, ("dim", [64, 128]))
+def test_tiles_of_as_many_places_as_they_need(dtype, dim, hopper):
+    """Selections one after another are read as those of equal length are."""
     q, k, v = problem(2, 32, 8, 900, 300, dim, dtype)
-    chosen = selection(2, 8, 900, 300, 32, 400, holes=not dense)
+    chosen = selection(2, 8, 900, 300, 32, 400)
     numbers = torch.arange(chosen.shape[2], device="cuda") * 37 % 401
     starts = torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
     within = torch.arange(400, device="cuda") < numbers[:, None]
-    ragged, apart = chosen[:, :, within], chosen.masked_fill(~within, -1)
-    for rest in (False, True):
-        how = {"tile": 32, "scaling": dim**-0.5, "offset": 300, "rest": rest}
-        with poisoned_memory("cuda"):
-            out = ops.attend_tiles(q, k, v, ragged, starts=starts, **how).out
-        assert torch.equal(out, ops.attend_tiles(q, k, v, apart, **how).out)
-        exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), ragged, starts=starts, **how).out
-        torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    ragged, apart = chosen[:, :, within], listed(chosen.masked_fill(~within, -1))
+    how = {"tile": 32, "logits": Logits(dim**-0.5), "offset": 300}
+    own = {"indices": ragged, "starts": starts, "counts": apart["counts"]}
+    with poisoned_memory("cuda"):
+        out = ops.attend_tiles(q, k, v, **own, **how).out
+    assert torch.equal(out, ops.attend_tiles(q, k, v, **apart, **how).out)
+    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **own, **how).out
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert hopper is None or len(hopper) == (0 if dtype == torch.float32 else 2)
 
 
@@ -172,7 +166,7 @@ def test_large_and_small_logits(dim, hopper):
     for low, high in ((-8, 8), (-8, -7), (8, -8)):
         rising = torch.linspace(low, high, k.shape[2], device="cuda")[:, None]
         directed = q.abs(), (k.abs() * rising).half()
-        check(*directed, v, selection(1, 8, 500, 3000, 32, 900, holes=False), 32, 3000)
+        check(*directed, v, selection(1, 8, 500, 3000, 32, 900), 32, 3000)
 
 
 @every_pair(
@@ -196,10 +190,9 @@ def test_heads_of_attention(dtype, heads, kv_heads):
 def test_heads_that_read_the_choice_of_others(dtype, hopper):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
-    for rest in (False, True):
-        arguments = {"tile": 64, "scaling": 0.125, "offset": 77, "rest": rest}
-        mapped = ops.attend_tiles(q, k, v, chosen, heads=heads, **arguments).out
-        assert torch.equal(mapped, ops.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
+    arguments = {"tile": 64, "logits": Logits(0.125), "offset": 77}
+    mapped = ops.attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
+    assert torch.equal(mapped, ops.attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
 
 
 @every_pair(DTYPES)
@@ -222,18 +215,18 @@ def test_keys_beyond_the_reach_of_32_bits():
 
 def check_mass(q, k, tile, offset, scaling=0.125):
     """All blocks of `tile_mass`, side by side with those of the reference in double precision."""
-    lse = ops.attend_causal(q, k, k, scaling=scaling, offset=offset, need_lse=True).lse
+    lse = ops.attend_causal(q, k, k, logits=Logits(scaling), offset=offset, need_lse=True).lse
     with poisoned_memory("cuda"):
-        found = list(ops.tile_mass(q, k, lse, tile=tile, scaling=scaling, offset=offset))
+        found = list(ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset))
     assert all(
         torch.equal(mass, again)
         for (_, mass), (_, again) in zip(
-            found, ops.tile_mass(q, k, lse, tile=tile, scaling=scaling, offset=offset), strict=True
+            found, ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset), strict=True
         )
     )
     with _dispatch.reference_only():
         expected = score_reference.tile_mass(
-            q.double(), k.double(), lse.double(), tile=tile, scaling=scaling, offset=offset
+            q.double(), k.double(), lse.double(), tile=tile, logits=Logits(scaling), offset=offset
         )
         for (first, mass), (also, exact) in zip(found, expected, strict=True):
             assert first == also
@@ -268,7 +261,7 @@ def test_hoppers_own_mass(dtype, dim, heads, kv_heads, tile, length, offset, roo
 
 @pytest.mark.parametrize("span", [1, 3, 128])
 def test_masses_of_tiles_in_any_order(span, hopper, monkeypatch):
-    """Keys behind a tile may be anything finite and leave no trace; tiles beyond all keys have masses of all."""
+    """Keys after a tile may be anything finite and leave no trace; tiles beyond all keys have masses of all."""
     monkeypatch.setattr(mass_hopper_kernel, "_SPAN", span)
     generator = torch.Generator("cuda").manual_seed(0)
     for tiles, rows, keys in ((1, 128, 64), (5, 126, 1000), (9, 65, 4001)):
@@ -280,9 +273,9 @@ def test_masses_of_tiles_in_any_order(span, hopper, monkeypatch):
         lse[:, :, 0, rows // 2 :] = float("inf")
         begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
         with poisoned_memory("cuda"):
-            found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
-            assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09))
-        exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=0.09)
+            found = mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09))
+            assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09)))
+        exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, logits=Logits(0.09))
         torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
     assert hopper is None or len(hopper) == 6
 
@@ -309,9 +302,11 @@ def test_mass_of_tiles_of_few_queries(dtype, dim, rows, tiles, keys):
     lse[:, :, 0, rows // 2 :] = float("inf")
     begins = torch.randint(0, keys + 100, (tiles,), generator=generator, device="cuda")
     with poisoned_memory("cuda"):
-        found = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=dim**-0.5)
-        assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=dim**-0.5))
-    exact = score_reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=dim**-0.5)
+        found = mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(dim**-0.5))
+        assert torch.equal(found, mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(dim**-0.5)))
+    exact = score_reference.tile_block_mass(
+        queries.double(), k.double(), lse.double(), begins, logits=Logits(dim**-0.5)
+    )
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)
 
 
@@ -321,15 +316,14 @@ def test_heads_of_mass(dtype, heads, kv_heads):
     check_mass(q, in_buffer(k, "tokens_first"), max(1, 128 // (heads // kv_heads)), 131)
 
 
-@pytest.mark.parametrize("spec", [f"kascade:anchors=[0,2],exact_anchors=false,{x}" for x in ("min_k=16", "rest=mean")])
 @pytest.mark.parametrize("layer", [2, 3])
-def test_a_prompt_of_kascade_takes_the_kernels(spec, layer, launches):
+def test_a_prompt_of_kascade_takes_the_kernels(layer, launches):
     q, k, v = problem(1, 14, 2, 1613, 0, 64, torch.float32)
     expected, found = None, None
     for device in ("cpu", "cuda"):
         forward = {}
         for number in (2, 3)[: layer - 1]:
-            method = methods.parse(spec).for_layer(number, 4)
+            method = methods.parse("kascade:anchors=[0,2],dense_anchor_prefill=false,min_k=16").for_layer(number, 4)
             cache = SlotCache.of(k.to(device), v.to(device), 14, forward)
             found = method.prompt(cache, q.to(device), 0.125).out.cpu()
         expected = found if device == "cpu" else expected

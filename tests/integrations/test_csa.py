@@ -209,7 +209,7 @@ def test_what_is_refused(model):
         for padding in (20, 39):
             mask = torch.ones(2, 40, dtype=torch.int64)
             mask[1, padding] = 0
-            with pytest.raises(ValueError, match="padding behind real tokens"):
+            with pytest.raises(ValueError, match="padding after real tokens"):
                 model(ids(), attention_mask=mask)
         with pytest.raises(ValueError, match="output_attentions=True is not possible"):
             model(ids(), output_attentions=True)

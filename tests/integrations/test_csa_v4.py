@@ -286,7 +286,7 @@ def test_what_is_refused(model):
         for padding in (20, 39):
             broken = mask.clone()
             broken[1, padding] = 0
-            with pytest.raises(ValueError, match="attention_mask has padding behind real tokens"):
+            with pytest.raises(ValueError, match="attention_mask has padding after real tokens"):
                 model(ids(), attention_mask=broken)
         with pytest.raises(ValueError, match=r"attention_mask must be \[B, T\] with sparse attention, not \[2, 1, 4"):
             model(ids(), attention_mask=torch.ones(2, 1, 40, 40))

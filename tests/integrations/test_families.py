@@ -60,8 +60,8 @@ def row(name):
 
 
 def test_the_documented_table():
-    told = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert [line for line in told.splitlines() if "ForCausalLM` |" in line] == [row(name) for name in FAMILIES]
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [line for line in page.splitlines() if "ForCausalLM` |" in line] == [row(name) for name in FAMILIES]
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import foveate
 from foveate import Cache, methods
 from foveate.integrations.transformers import attention, hooks
-from foveate.runtime import handed_on
+from foveate.runtime import handover
 from tests.combinations import every_pair
 from tests.helpers import (
     COMMON,
@@ -114,7 +114,7 @@ def begin(model, inputs, **options):
     return out.sequences, mask, returned_cache(out)
 
 
-def go_on(model, sequences, mask, cache, said, said_mask=None, new: int = 8, **options):
+def decode_from(model, sequences, mask, cache, said, said_mask=None, new: int = 8, **options):
     """Next turn: the ids said are appended to the conversation."""
     said_mask = torch.ones_like(said) if said_mask is None else said_mask
     ids, mask = torch.cat([sequences, said], 1), torch.cat([mask, said_mask], 1)
@@ -236,7 +236,7 @@ def test_dense_over_three_turns_on_one_cache(family, padded):
         sequences, mask, cache = begin(model, inputs)
         for turn, lengths in enumerate(([9, 4, 1], [2, 1, 11])):
             said = left_padded(lengths if padded else lengths[:1], seed=50 + turn)
-            reply = go_on(model, sequences, mask, cache, *said.values(), new=6)
+            reply = decode_from(model, sequences, mask, cache, *said.values(), new=6)
             sequences = torch.cat([sequences, said["input_ids"], reply], 1)
             mask = torch.cat([mask, said["attention_mask"], torch.ones_like(reply)], 1)
         return sequences
@@ -254,7 +254,7 @@ def test_dense_beams_on_a_cache_made_for_them(family):
     def talk():
         sequences, mask, cache = begin(model, single())
         cache.batch_repeat_interleave(3)
-        return go_on(model, sequences, mask, cache, said, num_beams=3)
+        return decode_from(model, sequences, mask, cache, said, num_beams=3)
 
     expected = talk()
     with foveate.attached(model, "dense"):
@@ -459,7 +459,7 @@ def test_autocast_from_the_first_turn_to_training(method):
         with AUTOCAST():
             sequences, mask, cache = begin(model, batch)
             gradients(model, left_padded([40, 22]), train=True)
-        go_on(model, sequences, mask, cache, tokens(5, batch=3), new=2)
+        decode_from(model, sequences, mask, cache, tokens(5, batch=3), new=2)
     assert {layer.store.dtype for layer in cache.layers} == {torch.bfloat16}
 
 
@@ -530,10 +530,10 @@ def test_two_turns_of_a_padded_batch_equal_each_row_alone(family, method):
     """Not for Gemma 3: its own sliding-window layers count padding between turns, in the stock model too."""
     model, batch, said = tiny_model(family), left_padded([PROMPT, 8, 40]), left_padded([3, 12, 7], seed=50)
     with foveate.attached(model, spec(method)):
-        together = go_on(model, *begin(model, batch), *said.values())
+        together = decode_from(model, *begin(model, batch), *said.values())
         for row, ids, more in zip(together, cut_rows(batch), cut_rows(said)):
             alone = begin(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-            assert torch.equal(row[None], go_on(model, *alone, more))
+            assert torch.equal(row[None], decode_from(model, *alone, more))
 
 
 @every_method
@@ -570,7 +570,7 @@ def test_turns_of_a_window_equal_one_long_prompt(method, new):
 def test_new_ids_alone_equal_the_whole_conversation(method):
     model, said = tiny_model(), tokens(9, seed=50)
     with foveate.attached(model, spec(method)):
-        whole = go_on(model, *begin(model, single()), said)
+        whole = decode_from(model, *begin(model, single()), said)
         sequences, mask, cache = begin(model, single())
         fresh = torch.cat([sequences[:, -1:], said], 1)
         mask = torch.cat([mask, torch.ones_like(said)], 1)
@@ -582,11 +582,11 @@ def test_a_copied_cache_serves_two_continuations(method):
     model = tiny_model()
     ones, others = tokens(9, seed=50), tokens(4, seed=51)
     with foveate.attached(model, spec(method)):
-        expected = [go_on(model, *begin(model, single()), said) for said in (ones, others)]
+        expected = [decode_from(model, *begin(model, single()), said) for said in (ones, others)]
         sequences, mask, cache = begin(model, single())
         twin = copy.deepcopy(cache)
-        assert torch.equal(go_on(model, sequences, mask, cache, ones), expected[0])
-        assert torch.equal(go_on(model, sequences, mask, twin, others), expected[1])
+        assert torch.equal(decode_from(model, sequences, mask, cache, ones), expected[0])
+        assert torch.equal(decode_from(model, sequences, mask, twin, others), expected[1])
 
 
 @every_method
@@ -625,10 +625,10 @@ def test_decoding_that_is_taken_back_leaves_no_trace(method):
 def test_a_turn_in_inference_mode_may_be_followed_by_one_outside(method):
     model, said = tiny_model(), tokens(9, seed=50)
     with foveate.attached(model, spec(method)):
-        expected = go_on(model, *begin(model, single()), said)
+        expected = decode_from(model, *begin(model, single()), said)
         with torch.inference_mode():
             state = begin(model, single())
-        assert torch.equal(go_on(model, *state, said), expected)
+        assert torch.equal(decode_from(model, *state, said), expected)
 
 
 # The compiler
@@ -734,7 +734,7 @@ def test_a_training_forward_builds_no_cache():
 # Attaching and detaching
 
 
-def told(config):
+def recorded(config):
     """A configuration as plain values, the attention implementation included."""
     return copy.deepcopy(config.to_dict()), config._attn_implementation
 
@@ -744,13 +744,13 @@ def told(config):
 def test_detach_restores_every_attribute(family, method):
     model = tiny_model(family)
     hook = model.model.register_forward_pre_hook(lambda module, args: None)
-    before, config, expected = fingerprint(model), told(model.config), run(model, single())
+    before, config, expected = fingerprint(model), recorded(model.config), run(model, single())
     foveate.attach(model, spec(method))
     assert fingerprint(model) != before
     run(model, single())
     foveate.detach(model)
     assert fingerprint(model) == before
-    assert told(model.config) == config
+    assert recorded(model.config) == config
     assert list(model.model._forward_pre_hooks) == [hook.id]
     assert torch.equal(run(model, single()), expected)
 
@@ -853,9 +853,9 @@ def test_two_models_of_one_configuration_do_not_influence_each_other():
     kind = type(tiny_model())
     first, second = prepare(kind(config), 1), prepare(kind(config), 2)
     assert first.config is second.config is config
-    before, expected, plain = told(config), run(second, single()), fingerprint(second)
+    before, expected, plain = recorded(config), run(second, single()), fingerprint(second)
     with foveate.attached(first, spec("h2o")):
-        assert told(config) == before
+        assert recorded(config) == before
         assert fingerprint(second) == plain
         assert second.config._attn_implementation == "sdpa"
         assert torch.equal(run(second, single()), expected)
@@ -864,7 +864,7 @@ def test_two_models_of_one_configuration_do_not_influence_each_other():
             streamed = run(second, single())
             run(first, single())
             assert torch.equal(run(second, single()), streamed)
-    assert told(config) == before
+    assert recorded(config) == before
     assert torch.equal(run(second, single()), expected)
 
 
@@ -926,7 +926,7 @@ def test_three_threads_with_three_models(monkeypatch):
     for model, (_, method) in zip(models, work):
         foveate.attach(model, spec(method))
     expected = [greedy(family, method) for family, method in work]
-    found, barrier, post = {}, threading.Barrier(3), handed_on.post
+    found, barrier, post = {}, threading.Barrier(3), handover.post
 
     def post_and_yield(*args) -> None:
         post(*args)
@@ -936,7 +936,7 @@ def test_three_threads_with_three_models(monkeypatch):
         barrier.wait()
         found[index] = [generate(models[index], **single()) for _ in range(2)]
 
-    monkeypatch.setattr(handed_on, "post", post_and_yield)
+    monkeypatch.setattr(handover, "post", post_and_yield)
     threads = [threading.Thread(target=talk, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()

@@ -141,8 +141,8 @@ def test_methods_of_prompts_read_one_pass(folder):
         log_probs = lm.model(ids[:, :-1], use_cache=False).logits[0, len(context) - 1 :].log_softmax(-1)
         expected = float(log_probs.gather(-1, torch.tensor(continuation)[:, None]).sum())
         assert likelihood == pytest.approx(expected, abs=1e-3)
-    told = lm.get_model_info()["foveate"]
-    assert (told["decode_steps"], told["keys_read_share"]) == (0, None)
+    info = lm.get_model_info()["foveate"]
+    assert (info["decode_steps"], info["keys_read_share"]) == (0, None)
 
 
 def test_a_text_is_asked_once_for_continuations_that_differ_in_their_last_token(folder, monkeypatch):

@@ -110,8 +110,8 @@ def row(name):
 
 
 def test_the_documented_table():
-    told = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert [line for line in told.splitlines() if "ForConditionalGeneration` |" in line] == [*map(row, WRAPPERS)]
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [line for line in page.splitlines() if "ForConditionalGeneration` |" in line] == [*map(row, WRAPPERS)]
 
 
 def test_a_causal_language_model_with_a_vision_part():

@@ -17,7 +17,7 @@ from transformers.generation import GenerationMixin
 import foveate
 from foveate import methods
 from foveate.integrations.transformers import hooks, releases
-from foveate.runtime import handed_on
+from foveate.runtime import handover
 from tests.helpers import CACHE, cached, fingerprint, generate, returned_cache, tiny_model, tokens
 
 
@@ -190,8 +190,8 @@ class TestProof:
             with torch.no_grad():
                 return model(ids, use_cache=False).logits
 
-        alone, reach = [read(ids) for ids in prompts], handed_on.reach
-        monkeypatch.setattr(handed_on, "reach", lambda *given: (reach(*given), barrier.wait(30))[0])
+        alone, reach = [read(ids) for ids in prompts], handover.reach
+        monkeypatch.setattr(handover, "reach", lambda *given: (reach(*given), barrier.wait(30))[0])
         with ThreadPoolExecutor(3) as pool:
             for found, expected in zip(pool.map(read, prompts), alone, strict=True):
                 torch.testing.assert_close(found, expected)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import foveate
 from tests.helpers import VOCAB, cached, tiny_model
 
-METHODS = sorted({*foveate.methods.names()} - {"lte", "lined_as_published"})
+METHODS = sorted({*foveate.methods.names()} - {"lte", "h2o_as_published"})
 """The first needs a file of learned scores, and the second takes no other turn."""
 
 

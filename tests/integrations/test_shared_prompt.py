@@ -31,7 +31,7 @@ GROUP = [
 LENGTHS = [61, 23, 40]
 STEPS = 12
 FAR = 70
-"""Steps past the room behind the prompt."""
+"""Steps past the room after the prompt."""
 
 
 def inputs(batch: str) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def read(model, batch, chunk=None):
     return logits[:, -1], cache
 
 
-def go_on(model, batch, logits, cache, steps=STEPS):
+def decode_from(model, batch, logits, cache, steps=STEPS):
     """The logits of greedy decoding, and the statistics."""
     mask, made = batch["attention_mask"], [logits]
     positions = mask.sum(1, keepdim=True) if mask is not None else None
@@ -69,7 +69,7 @@ def go_on(model, batch, logits, cache, steps=STEPS):
 @torch.inference_mode()
 def alone(model, batch, spec, chunk=None, steps=STEPS):
     with foveate.attached(model, spec):
-        return go_on(model, batch, *read(model, batch, chunk), steps)
+        return decode_from(model, batch, *read(model, batch, chunk), steps)
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def together(model, batch, specs, chunk=None, steps=STEPS, reading=None):
         logits, cache = read(model, batch, chunk)
     for spec in specs:
         with foveate.attached(model, spec):
-            yield go_on(model, batch, logits, cache.branch(model), steps)
+            yield decode_from(model, batch, logits, cache.branch(model), steps)
 
 
 @every_pair(("batch", ["one", "alike", "padded"]), ("family", ["llama", "gemma3"]), ("chunk", [None, 20]))
@@ -92,7 +92,7 @@ def test_every_method_goes_on_as_if_it_had_read_alone(family, batch, chunk):
 
 @functools.cache
 def far_alone(spec):
-    """The logits of a padded batch, past the room behind the prompt."""
+    """The logits of a padded batch, past the room after the prompt."""
     return alone(tiny_model(), inputs("padded"), spec, steps=FAR)[0]
 
 
@@ -131,7 +131,7 @@ def test_keys_and_values_are_kept_once():
             branch = cache.branch(model)
             assert branch.phase.prompt_end_known  # a decoded token is no padding: no step waits to read the mask
             shares = branch.layers[1].store.keys.data_ptr() == store.keys.data_ptr()
-            go_on(model, batch, logits, branch)
+            decode_from(model, batch, logits, branch)
         assert shares == (not method.evicts or getattr(method, "top_k", 0) == 60), spec
     assert all(torch.equal(getattr(store, name), before) for name, before in held.items())
 

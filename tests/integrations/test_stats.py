@@ -207,12 +207,12 @@ def test_stats_are_plain_values(method):
     with foveate.attached(model, method, **methods.get(method).small_budget):
         generate(model, tokens(PROMPT), NEW)
         found = foveate.stats(model)
-    told = json.loads(json.dumps(found.to_dict()))
-    assert [layer["layer"] for layer in told["layers"]] == [0, 1, 2]
-    assert told["decode_steps"] == 11
+    read = json.loads(json.dumps(found.to_dict()))
+    assert [layer["layer"] for layer in read["layers"]] == [0, 1, 2]
+    assert read["decode_steps"] == 11
     assert "11 decode steps" in str(found)
     if method != "dense":
-        assert 0 < told["keys_read_share"] < 0.8
+        assert 0 < read["keys_read_share"] < 0.8
 
 
 # Memory

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foveate import methods
+from foveate.ops import Logits
 from foveate.runtime import EngineSteps
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -41,7 +42,7 @@ def read(monkeypatch):
             return output.fill_(0)
         calls.append(metadata.num_reqs)
         for row in prompts_from(metadata, 0):
-            attend_prompt(row, query, kv_cache, output, scaling=self.scale)
+            attend_prompt(row, query, kv_cache, output, Logits(self.scale))
         return output
 
     monkeypatch.setattr(FlashAttentionImpl, "forward", forward)
@@ -76,11 +77,11 @@ def run(rows, dense_below=0, serves=True):
         found.append(impl.forward(layer, q, k, v, cache[n], metadata, out))
         dense.append(torch.zeros_like(q))
         for row in prompts_from(common, 0):
-            attend_prompt(row, q, cache[n], dense[-1], scaling=0.3)
+            attend_prompt(row, q, cache[n], dense[-1], Logits(0.3))
         sparse.append(dense[-1].clone())
         if decodes:
             keys = (cache[n][..., :DIM], cache[n][..., DIM:])
-            sparse[-1][:decodes] = alone.attend(n, q[:decodes, :, None], *keys, 0.3)[:, :, 0]
+            sparse[-1][:decodes] = alone.attend(n, q[:decodes, :, None], *keys, Logits(0.3))[:, :, 0]
     return torch.stack(found), torch.stack(sparse), torch.stack(dense), ours
 
 

@@ -15,6 +15,7 @@ import torch
 
 from foveate import methods
 from foveate.integrations.vllm import metrics
+from foveate.ops import Logits
 from foveate.runtime import EngineSteps
 
 prometheus = pytest.importorskip("prometheus_client")
@@ -28,7 +29,7 @@ def a_step(steps):
     memory = torch.zeros(9, 2, 4, 8)
     steps.begin(torch.tensor([5, 20]), torch.ones(2, 5, dtype=torch.int32), 20, 25)
     for layer in steps.methods:
-        steps.attend(layer, torch.zeros(2, 4, 1, 8), memory, memory, 1.0)
+        steps.attend(layer, torch.zeros(2, 4, 1, 8), memory, memory, Logits(1.0))
 
 
 def collected(folder):

@@ -2,7 +2,8 @@
 
 import torch
 
-from foveate.runtime import Layer, Phase, handed_on
+from foveate.ops import Logits
+from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters
 
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3
@@ -24,10 +25,10 @@ class Driver:
         self.layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=PROMPT))
 
     def feed(self, first, last):
-        handed_on.begin("driver", self.layer.phase)
+        handover.begin("driver", self.layer.phase)
         new = [x[:, :, first:last] for x in (self.q, self.k, self.v)]
-        handed_on.post(self.layer, new[1])
-        return self.layer.attend(*new, None, SCALING, softcap=self.softcap)
+        handover.post(self.layer, new[1])
+        return self.layer.attend(*new, None, Logits(SCALING, softcap=self.softcap))
 
     def capped(self, logits):
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()

@@ -10,7 +10,7 @@ import torch
 from foveate import methods, ops
 from foveate.methods import kascade
 from foveate.ops.compress.low_rank import factors
-from foveate.runtime import Layer, Phase, handed_on
+from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters, SlotCache
 from tests.helpers import assert_close
 
@@ -30,9 +30,9 @@ class Stack:
         self.phase.forward.clear()
         outs = []
         for layer, (q, k, v) in zip(self.layers, tokens):
-            handed_on.begin("driver", layer.phase)
-            handed_on.post(layer, k)
-            outs.append(layer.attend(q, k, v, mask, SCALING, softcap=self.softcap))
+            handover.begin("driver", layer.phase)
+            handover.post(layer, k)
+            outs.append(layer.attend(q, k, v, mask, ops.Logits(SCALING, softcap=self.softcap)))
         return torch.stack(outs)
 
 
@@ -59,23 +59,13 @@ def weights(q, k, i):
     return logits(q, k, i).softmax(-1)
 
 
-def read(q, k, v, i, chosen, mean_of=0):
-    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``.
-
-    The others of the first ``mean_of`` count as one position, of their mean key and value, as many times as they are.
-    """
+def read(q, k, v, i, chosen):
+    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``."""
     out = torch.empty(HEADS, DIM, dtype=torch.float64)
     for h in range(HEADS):
-        index, left = sorted(chosen[h // GROUP]), sorted(set(range(mean_of)) - chosen[h // GROUP])
+        index = sorted(chosen[h // GROUP])
         keys, values = (x[h // GROUP, index].double() for x in (k, v))
-        counts = torch.ones(len(index), dtype=torch.float64)
-        if left:
-            keys, values = (
-                torch.cat([x, of[h // GROUP, left].double().mean(0)[None]]) for x, of in ((keys, k), (values, v))
-            )
-            counts = torch.cat([counts, torch.tensor([float(len(left))])])
-        weights = (keys @ q[h, i].double() * SCALING).exp() * counts
-        out[h] = weights / weights.sum() @ values
+        out[h] = (keys @ q[h, i].double() * SCALING).softmax(0) @ values
     return out
 
 
@@ -103,16 +93,16 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax")
         {"anchors": [0, 1], "tile": 100},
         {"anchors": [0, 2], "pooling": "sqrt", "pool": "layer"},
         {"anchors": [1], "decode_only": True, "heads": {"3": [1, 0]}},
-        {"anchors": [1, 2], "heads": {"3": [1, 1]}, "rest": "mean"},
-        {"anchors": [1], "exact_anchors": True, "tile": 5},
-        {"anchors": [0, 2], "exact_anchors": True, "rest": "mean", "pooling": "sqrt"},
+        {"anchors": [1, 2], "heads": {"3": [1, 1]}},
+        {"anchors": [1], "dense_anchor_prefill": True, "tile": 5},
+        {"anchors": [0, 2], "dense_anchor_prefill": True, "pooling": "sqrt"},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("top_k", [0.3, 7])
 def test_kascade_written_out(settings, top_k):
     layers, prompt, total = 4, 41, 46
-    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5, "exact_anchors": False} | settings
+    settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5, "dense_anchor_prefill": False} | settings
     method = methods.make("kascade", **settings)
     tokens = draw(layers, 1, total)
     stack = Stack(method, layers, prompt)
@@ -134,7 +124,7 @@ def test_kascade_written_out(settings, top_k):
             everything = [set(range(i + 1))] * KV_HEADS
             if layer in settings["anchors"]:
                 selection = by_mass(q, k, queries, begin, budget, **how)
-                exact = not decoded and settings.get("exact_anchors")
+                exact = not decoded and settings.get("dense_anchor_prefill")
                 chosen = everything if layer == 0 or exact else selection
             elif selection is None:
                 chosen = everything
@@ -144,8 +134,7 @@ def test_kascade_written_out(settings, top_k):
             dense = settings.get("decode_only") or selection is None or chosen is everything
             if not decoded:
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
-            mean_of = begin if "rest" in settings and not decoded and not dense else 0
-            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen, mean_of))
+            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen))
             counted[layer] += decoded * sum(map(len, chosen)) / KV_HEADS
     for number, layer in enumerate(stack.layers):
         if number not in settings["anchors"]:  # which look at more keys than they read
@@ -293,13 +282,13 @@ def test_oracle_chooses_in_every_layer():
 
 
 def test_evenly_spaced_anchors_and_depths():
-    def places(method, layers):
-        return [method.for_layer(n, layers).place for n in range(layers)]
+    def roles(method, layers):
+        return [method.for_layer(n, layers).layer_role for n in range(layers)]
 
-    assert sorted({place.anchor for place in places(methods.make("kascade"), 32)}) == [0, 6, 13, 19, 26]
-    assert [place.layer for place in places(methods.make("omnikv"), 32) if place.dense] == [2, 8, 18]
-    assert [place.layer for place in places(methods.make("omnikv"), 32) if place.anchor is None] == [0, 1, 3, 9, 19]
-    assert [place.layer for place in places(methods.make("lessismore"), 36) if place.dense] == [2, 15]
+    assert sorted({role.anchor for role in roles(methods.make("kascade"), 32)}) == [0, 6, 13, 19, 26]
+    assert [role.layer for role in roles(methods.make("omnikv"), 32) if role.dense] == [2, 8, 18]
+    assert [role.layer for role in roles(methods.make("omnikv"), 32) if role.anchor is None] == [0, 1, 3, 9, 19]
+    assert [role.layer for role in roles(methods.make("lessismore"), 36) if role.dense] == [2, 15]
 
 
 @pytest.mark.parametrize(
@@ -316,9 +305,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
-        ("kascade", {"rest": "median"}, "rest must be one of none, mean, not"),
-        ("kascade", {"rest": "mean", "decode_only": True}, "rest must be none with decode_only"),
-        ("kascade", {"exact_anchors": 1}, "exact_anchors must be true or false"),
+        ("kascade", {"dense_anchor_prefill": 1}, "dense_anchor_prefill must be true or false"),
         ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, pages, not 'int8'"),
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
@@ -339,11 +326,11 @@ def test_settings_that_cannot_be(name, settings, message):
 
 
 def test_layers_that_the_method_is_not_applied_to_choose_nothing():
-    anchors = [methods.make("kascade", anchors=2).for_layer(n, 8, (3, 5, 6, 7)).place.anchor for n in (3, 5, 6, 7)]
+    anchors = [methods.make("kascade", anchors=2).for_layer(n, 8, (3, 5, 6, 7)).layer_role.anchor for n in (3, 5, 6, 7)]
     assert anchors == [3, 3, 6, 6]
     mixed = methods.make("per_layer", layers={"0-1": "dense", "rest": "lessismore:selections=[0.0, 0.5]"})
-    places = [mixed.for_layer(n, 6).place for n in (2, 3, 4, 5)]
-    assert [(place.anchor, place.dense, place.has_readers) for place in places] == [
+    roles = [mixed.for_layer(n, 6).layer_role for n in (2, 3, 4, 5)]
+    assert [(role.anchor, role.dense, role.has_readers) for role in roles] == [
         (2, True, True),
         (2, False, False),
         (4, True, True),
@@ -383,7 +370,7 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
     [
         ("kascade:anchors=[0,1]", 3, [1]),
         ("kascade:anchors=[0,2]", 3, [0, 2]),
-        ("omnikv:filters=[0,2]", 4, []),  # one dense layer waits behind each filter
+        ("omnikv:filters=[0,2]", 4, []),  # one dense layer waits after each filter
         ("omnikv:filters=[0,2],wait=0", 4, [0, 2]),
         ("lessismore:selections=[1,2]", 4, [2]),
         ("lessismore:selections=[0,3]", 4, [0]),
@@ -392,7 +379,9 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
 def test_dense_layers_choose_at_a_step_only_for_others(monkeypatch, method, layers, choosing):
     method, chose = methods.parse(method), []
     real = type(method)._hand_on
-    monkeypatch.setattr(type(method), "_hand_on", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
+    monkeypatch.setattr(
+        type(method), "_hand_on", lambda self, *a: chose.append(self.layer_role.layer) or real(self, *a)
+    )
     stack = Stack(method, layers, 9)
     stack.feed(draw(layers, 1, 9))
     chose.clear()
@@ -413,7 +402,7 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
 @pytest.mark.parametrize(
     ("name", "value", "before"),
     [
-        ("exact_anchors", True, False),
+        ("dense_anchor_prefill", True, False),
         ("score_keys", "pages", "exact"),
         ("first_layer", "pages", "dense"),
     ],
@@ -429,15 +418,15 @@ def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, bef
 
 def test_methods_on_record_within_others_are_as_they_were():
     for exact in (False, True):
-        own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:exact_anchors={exact}"})
+        own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:dense_anchor_prefill={exact}"})
         assert methods.recorded(own.name, **own.settings()) == own
 
 
 def test_dense_prompts_have_no_anchors_that_could_read_less():
-    method, other = (methods.make("kascade", decode_only=True, exact_anchors=x) for x in (True, False))
+    method, other = (methods.make("kascade", decode_only=True, dense_anchor_prefill=x) for x in (True, False))
     assert method == other == methods.recorded("kascade", **method.settings())
     assert method.spec == "kascade:decode_only=true"
-    assert "exact_anchors" not in method.settings()
+    assert "dense_anchor_prefill" not in method.settings()
 
 
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=8, rank=2):
@@ -655,10 +644,10 @@ def test_scores_of_a_prompt_are_there_of_a_few_tiles_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize(("exact", "choosing"), [(False, [1, 3]), (True, [1])])
 def test_anchors_that_read_all_choose_for_others_alone(monkeypatch, exact, choosing):
-    """Nobody reads the choice of layers 0 and 3; the first is dense, and so is the other with `exact_anchors`."""
+    """Nobody reads the choice of layers 0 and 3; the first is dense; with `dense_anchor_prefill` so is the other."""
     kascade, chose = methods.get("kascade"), []
     real = kascade.select_tiles
-    monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.place.layer) or real(self, *a))
-    method = methods.make("kascade", anchors=[0, 1, 3], exact_anchors=exact, top_k=5, tile=12)
+    monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.layer_role.layer) or real(self, *a))
+    method = methods.make("kascade", anchors=[0, 1, 3], dense_anchor_prefill=exact, top_k=5, tile=12)
     Stack(method, 4, 40).feed(part(draw(4, 1, 40), 40))
     assert chose == choosing

@@ -15,7 +15,7 @@ DENSE = [(name, method) for name, method in VARIANTS if method.sparse_from_token
 each_that_can = pytest.mark.parametrize("method", [m for _, m in DENSE], ids=[name for name, _ in DENSE])
 
 
-def looks_back(method):
+def tracks_recent(method):
     return getattr(method, "tracks_recent", False) or getattr(method, "weighs_mass", False)
 
 
@@ -50,7 +50,7 @@ def test_short_contexts_are_read_whole(method):
 
 @each_that_can
 def test_longer_ones_find_what_they_need(method):
-    """Outputs behind dense steps are those that they would be, but for what was not looked back on."""
+    """Outputs after dense steps are those that they would be, but for what was not looked back on."""
     given = Tokens.random(2, PROMPT + 40)
     short, plain = Driver(method, PROMPT), Driver(method, PROMPT)
     for one in (short, plain):
@@ -62,7 +62,7 @@ def test_longer_ones_find_what_they_need(method):
     assert short.layer.counters.dense_steps == 25
     assert plain.layer.counters.dense_steps == 0
     assert short.store.rows == plain.store.rows
-    if looks_back(method):
+    if tracks_recent(method):
         assert found.isfinite().all()
     else:
         close(found, expected)
@@ -84,7 +84,7 @@ def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     close(found[:, :, :fits], whole[:, :, :fits])
     assert driver.layer.counters.dense_steps == fits
     assert replayed.use.replayed > 80
-    if looks_back(method):
+    if tracks_recent(method):
         assert torch.any((found - whole)[:, :, fits:].abs() > 1e-3)
     else:
         close(found[:, :, fits:], expected[:, :, fits:])

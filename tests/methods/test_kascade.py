@@ -55,10 +55,10 @@ def test_exact_is_the_method_without_a_choice_by_summaries():
 
 class TestTheFile:
     def test_has_anchors_and_heads(self, method):
-        places = [method.for_layer(layer, 3).place for layer in range(3)]
-        assert [place.anchor for place in places] == [0, 1, 1]
-        assert [place.heads for place in places] == [None, None, (1, 1)]
-        assert [place.dense for place in places] == [True, False, False]
+        roles = [method.for_layer(layer, 3).layer_role for layer in range(3)]
+        assert [role.anchor for role in roles] == [0, 1, 1]
+        assert [role.heads for role in roles] == [None, None, (1, 1)]
+        assert [role.dense for role in roles] == [True, False, False]
 
     def test_stands_for_them_in_a_spec_that_parses_back(self, method, path):
         assert method.spec == f'kascade:top_k=9,calibration="{path}"'
@@ -77,8 +77,8 @@ class TestTheFile:
         again = method_of(written)
         assert again.spec == method.spec
         assert again.settings() == method.settings()
-        assert [again.place_of(layer, range(3)) for layer in range(3)] == [
-            method.place_of(layer, range(3)) for layer in range(3)
+        assert [again.role_of(layer, range(3)) for layer in range(3)] == [
+            method.role_of(layer, range(3)) for layer in range(3)
         ]
         with pytest.raises(ValueError, match="anchors and heads must be left out beside a calibration"):
             foveate.attach(tiny_model(), again)  # nothing tells which model they are for
@@ -97,7 +97,7 @@ class TestTheFile:
         with pytest.raises(ValueError, match="anchors must be among the layers that it is applied to"):
             methods.make("per_layer", layers={"0": "dense", "rest": spec}).for_layer(2, 3)
         mixed = methods.make("per_layer", layers={"rest": spec})
-        assert mixed.for_layer(2, 3).place.heads == (1, 1)
+        assert mixed.for_layer(2, 3).layer_role.heads == (1, 1)
         assert mixed.for_layer(2, 3).artefact.anchors == ANCHORS
         assert methods.parse(mixed.spec) == mixed
 
@@ -141,7 +141,7 @@ class TestAttached:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_to_the_model_in_another_number_format(self, method, dtype):
         with foveate.attached(tiny_model().to(dtype), method) as attachment:
-            assert attachment.policies[2].method.place.heads == (1, 1)
+            assert attachment.policies[2].method.layer_role.heads == (1, 1)
 
     @pytest.mark.parametrize(
         ("facts", "message"),

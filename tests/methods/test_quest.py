@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.runtime import Layer, Phase, handed_on
+from foveate.ops import Logits
+from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
@@ -27,10 +28,10 @@ def test_each_head_reads_the_pages_of_the_largest_possible_logits(top_k, monkeyp
     layer = Layer(method.for_layer(1, 2), Counters(), Phase(prompt_end=prompt))
 
     def feed(first, last):
-        handed_on.begin("driver", layer.phase)
+        handover.begin("driver", layer.phase)
         new = [x[:, :, first:last] for x in (q, k, v)]
-        handed_on.post(layer, new[1])
-        return layer.attend(*new, None, SCALING)
+        handover.post(layer, new[1])
+        return layer.attend(*new, None, Logits(SCALING))
 
     feed(0, prompt)
     for i in range(prompt, total):

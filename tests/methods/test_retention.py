@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from foveate import methods
-from foveate.runtime import Layer, Phase, handed_on
+from foveate.ops import Logits
+from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
@@ -185,9 +186,9 @@ def test_a_prompt_is_weighed_beside_learned_sinks(method):
     q, k, v = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
     sinks = torch.tensor([4.0, -8.0, 4.0, -8.0])
     layer = Layer(methods.parse(method), Counters(), Phase(prompt_end=40))
-    handed_on.begin("driver", layer.phase)
-    handed_on.post(layer, k)
-    layer.attend(q, k, v, None, 0.25, sinks)
+    handover.begin("driver", layer.phase)
+    handover.post(layer, k)
+    layer.attend(q, k, v, None, Logits(0.25, sinks))
     logits = (q[:, :, -1:] @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.25)[:, :, 0]
     mass = torch.cat([logits, sinks[None, :, None]], -1).softmax(-1)[..., :40].unflatten(1, (2, 2)).sum(2)
     if method == "tova:top_k=8,min_k=1":  # the layer's heads together

@@ -42,7 +42,7 @@ class ScoresAnUndeclaredCopy(DeclaresNothing):
     def _approximate(self, cache, q, scaling):
         copy = cache.channel("copy")
         copy[:, :, -1] = cache.keys[:, :, -1]
-        names = ("geometry", "positions", "softcap", "sink_logits")
+        names = ("geometry", "positions", "sink_logits", "logits")
         seen = types.SimpleNamespace(keys=copy, **{name: getattr(cache, name) for name in names})
         return super()._approximate(seen, q, scaling)
 

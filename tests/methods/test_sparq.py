@@ -8,6 +8,7 @@ import torch
 from matrix import DIM, HEADS, KV_HEADS, SCALING, Driver, Tokens, close
 
 from foveate import methods
+from foveate.ops import Logits
 
 PROMPT, TOTAL = 37, 54
 GROUP = HEADS // KV_HEADS
@@ -55,10 +56,9 @@ class Layer(Driver):
     sinks = None
 
     def feed(self, tokens, mask=None):
-        matrix.handed_on.begin("driver", self.layer.phase)
+        matrix.handover.begin("driver", self.layer.phase)
         key, value = self.layer.update(tokens.k, tokens.v)
-        how = {"softcap": self.softcap, "sink_logits": self.sinks}
-        return self.layer.attend(tokens.q, key, value, mask, SCALING, **how)
+        return self.layer.attend(tokens.q, key, value, mask, Logits(SCALING, self.sinks, self.softcap))
 
 
 @pytest.mark.parametrize("mean_value", [False, True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import window
 from foveate.ops.attend import window_kernel as kernel
@@ -39,13 +39,13 @@ def lower_of(kind, shape):
 
 
 def run(q, k, v, lower, sinks, offset):
-    return kernel.attend_window(q, k, v, scaling=0.3, lower=lower, sinks=sinks, offset=offset).out
+    return kernel.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
 
 
 def check(q, k, v, lower, sinks, offset):
     out = run(q, k, v, lower, sinks, offset)
     assert out.dtype == q.dtype
-    expected = window.attend_window(q, k, v, scaling=0.3, lower=lower, sinks=sinks, offset=offset).out
+    expected = window.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
     assert_close(out, expected, q.dtype)
     return out
 
@@ -168,15 +168,15 @@ def test_learned_sinks(dtype, level, small_tiles):
     q, k, v = problem(shape, dtype=dtype)
     lower = lower_of("window_of_20", shape)
     lower[30:] += 40
-    how = {"scaling": 0.3, "lower": lower, "sinks": 0, "offset": 14}
-    logits = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
-    out = kernel.attend_window(q, k, v, sink_logits=logits, **how).out
-    assert_close(out, window.attend_window(q, k, v, sink_logits=logits, **how).out, dtype)
-    without = kernel.attend_window(q, k, v, **how).out
+    how = {"lower": lower, "sinks": 0, "offset": 14}
+    learned = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
+    out = kernel.attend_window(q, k, v, logits=Logits(0.3, learned), **how).out
+    assert_close(out, window.attend_window(q, k, v, logits=Logits(0.3, learned), **how).out, dtype)
+    without = kernel.attend_window(q, k, v, logits=Logits(0.3), **how).out
     assert torch.equal(out, without) == (level < 0)
     assert (out[:, :, 30:] == 0).all()
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        kernel.attend_window(q, k, v, sink_logits=logits[:5], **how)
+        ops.attend_window(q, k, v, logits=Logits(0.3, learned[:5]), **how)
 
 
 @every_pair(
@@ -191,11 +191,12 @@ def test_capped_logits(dtype, softcap, beside, offset, small_tiles):
     q, k, v = problem(shape, dtype=dtype, extra=3)
     lower = lower_of("window_of_20", shape)
     lower[30:] += 40  # these see the first keys alone
-    how = {"scaling": 3.0, "lower": lower, "sinks": 3, "offset": offset}
-    how["sink_logits"] = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
-    out = kernel.attend_window(q, k, v, softcap=softcap, **how).out
-    assert_close(out, window.attend_window(q, k, v, softcap=softcap, **how).out, dtype)
-    assert not torch.allclose(out, kernel.attend_window(q, k, v, **how).out, rtol=0.01, atol=0.01)
+    how = {"lower": lower, "sinks": 3, "offset": offset}
+    learned = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
+    logits, without = Logits(3.0, learned, softcap), Logits(3.0, learned)
+    out = kernel.attend_window(q, k, v, logits=logits, **how).out
+    assert_close(out, window.attend_window(q, k, v, logits=logits, **how).out, dtype)
+    assert not torch.allclose(out, kernel.attend_window(q, k, v, logits=without, **how).out, rtol=0.01, atol=0.01)
 
 
 @every_pair(
@@ -205,7 +206,7 @@ def test_capped_prompts(dtype, softcap, offset, queries, small_tiles):
     """All keys up to each query's own, with the log-sum-exp."""
     shape = SOME._replace(batch=2, kv_heads=2, group=3, offset=offset, queries=queries, value_dim=24)
     q, k, v = problem(shape, dtype=dtype, extra=3)
-    how = {"scaling": 3.0, "offset": offset, "softcap": softcap}
+    how = {"logits": Logits(3.0, softcap=softcap), "offset": offset}
     found, expected = (one.attend_capped(q, k, v, **how) for one in (kernel, window))
     assert_close(found.out, expected.out, dtype)
     assert_close(found.lse, expected.lse, dtype)
@@ -215,7 +216,7 @@ def test_capped_prompts(dtype, softcap, offset, queries, small_tiles):
 def test_caps_that_are_none(softcap):
     q, k, v = problem(SOME)
     with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap}"):
-        kernel.attend_window(q, k, v, scaling=0.3, lower=lower_of("dense", SOME), offset=14, softcap=softcap)
+        ops.attend_window(q, k, v, logits=Logits(0.3, softcap=softcap), lower=lower_of("dense", SOME), offset=14)
 
 
 def test_large_logits(small_tiles):
@@ -236,7 +237,7 @@ def test_repeats_are_equal(small_tiles):
 def test_the_verb_runs_the_kernel_or_says_why_not(monkeypatch):
     monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: True)
     q, k, v = problem(SOME)
-    arguments = {"lower": lower_of("window_of_20", SOME), "scaling": 0.3, "offset": 14}
+    arguments = {"lower": lower_of("window_of_20", SOME), "logits": Logits(0.3), "offset": 14}
     out = ops.attend_window(q, k, v, **arguments).out
     assert torch.equal(out, kernel.attend_window(q, k, v, **arguments).out)
     with pytest.warns(UserWarning, match="float64"):
@@ -254,7 +255,7 @@ def test_what_is_unsupported():
         (fitting, fitting, fitting.half()),
     ):
         with pytest.raises(UnsupportedError):
-            kernel.attend_window(q, k, v, scaling=0.3, lower=lower)
+            kernel.attend_window(q, k, v, logits=Logits(0.3), lower=lower)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,6 @@ def test_shapes_that_do_not_fit_are_refused(change):
         "v": torch.zeros(1, 2, 7, 24),
         "lower": torch.zeros(4, dtype=torch.int64),
     }
-    kernel.attend_window(**fitting, scaling=0.3, offset=3)
+    kernel.attend_window(**fitting, logits=Logits(0.3), offset=3)
     with pytest.raises(ValueError, match=r"keys|shapes"):
-        kernel.attend_window(**fitting | change, scaling=0.3, offset=3)
+        kernel.attend_window(**fitting | change, logits=Logits(0.3), offset=3)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from foveate.ops import BlockTable
+from foveate.ops import BlockTable, Logits
 from foveate.ops.attend import decode_kernel, tiles_kernel, window_kernel
 from foveate.ops.compress import PageRecord, boxes_kernel, low_rank, low_rank_kernel
 from foveate.ops.gpu.tiles import Tile
 from foveate.ops.retain import slots_kernel
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
-from tests.problems import BLOCK_LAYOUTS, Shape, in_blocks
+from tests.problems import BLOCK_LAYOUTS, Shape, in_blocks, listed
 from tests.problems import problem as prompt
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -20,7 +20,7 @@ SIZES = ("block_size", [1, 3, 16, 40, 256])
 """Smaller and larger than what a program reads at once, and of no power of two."""
 LAYOUTS = ("layout", BLOCK_LAYOUTS)
 SPLITS = ("splits", [1, 100])
-SCALING = {"scaling": 0.3}
+SCALING = {"logits": Logits(0.3)}
 
 
 @pytest.fixture
@@ -223,28 +223,28 @@ def test_windows_of_prompts(dtype, block_size, layout, window, sinks, softcap, s
     unseen = slice(sinks, max(21 - window, sinks))
     k[:, :, unseen], v[:, :, unseen] = torch.nan, torch.nan
     *memory, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "lower": lower, "sinks": sinks, "offset": 20, "softcap": softcap}
+    how = {"logits": Logits(0.3, softcap=softcap), "lower": lower, "sinks": sinks, "offset": 20}
     found = window_kernel.attend_window(q, *memory, block_table=table, **how)
     same(found, window_kernel.attend_window(q, k, v, **how))
 
 
-@every_pair(SIZES, LAYOUTS, ("tile", [1, 5, 16]), ("heads", [None, [1, 1]]), ("rest", [False, True]), HALF)
-def test_tiles_of_prompts(dtype, block_size, layout, tile, heads, rest, small_tiles):
+@every_pair(SIZES, LAYOUTS, ("tile", [1, 5, 16]), ("heads", [None, [1, 1]]), HALF)
+def test_tiles_of_prompts(dtype, block_size, layout, tile, heads, small_tiles):
     q, k, v = prompt(PROMPT, dtype=dtype, extra=9)
     tiles = -(-45 // tile) - 20 // tile
     draw = torch.rand(2, 2, tiles, 16, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :11]
-    indices = draw.masked_fill(draw % 5 == 0, -1).to(torch.int32)  # keys before every tile
+    chosen = listed(draw.masked_fill(draw % 5 == 0, -1).to(torch.int32))  # keys before every tile
     heads = None if heads is None else torch.tensor(heads)
     *memory, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "tile": tile, "offset": 20, "heads": heads, "rest": rest}
-    found = tiles_kernel.attend_tiles(q, *memory, indices, block_table=table, **how)
-    same(found, tiles_kernel.attend_tiles(q, k, v, indices, **how))
+    how = {**SCALING, "tile": tile, "offset": 20, "heads": heads}
+    found = tiles_kernel.attend_tiles(q, *memory, **chosen, block_table=table, **how)
+    same(found, tiles_kernel.attend_tiles(q, k, v, **chosen, **how))
 
 
 def test_what_does_not_fit():
     q, k, v = problem(torch.float32)
     *memory, table = in_blocks(k, v, 16)
-    indices, lower = torch.zeros(2, 2, 1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    chosen, lower = listed(torch.zeros(2, 2, 1, 3, dtype=torch.int32)), torch.zeros(1, dtype=torch.int64)
     form, pages = PageRecord(16, 16), torch.zeros(2, 2, 1, dtype=torch.int32)
     records = torch.zeros(2, 2, 10, form.bytes, dtype=torch.uint8)
     calls = [
@@ -257,7 +257,7 @@ def test_what_does_not_fit():
         lambda table: low_rank.compress_newest(memory[0], records, torch.tensor([16, 16]), form, block_table=table),
         lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
         lambda table: window_kernel.attend_window(q, *memory, lower=lower, block_table=table, **SCALING),
-        lambda table: tiles_kernel.attend_tiles(q, *memory, indices, tile=1, block_table=table, **SCALING),
+        lambda table: tiles_kernel.attend_tiles(q, *memory, **chosen, tile=1, block_table=table, **SCALING),
         lambda table: slots_kernel.put_token(
             *memory, k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]), block_table=table
         ),

@@ -6,6 +6,8 @@ import pytest
 import torch
 import triton.language as tl
 
+from foveate import ops
+from foveate.ops import Logits
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode, decode_kernel
 from foveate.ops.attend.pooled import attend_pooled
@@ -30,7 +32,7 @@ def problem(batch=2, heads=6, kv_heads=2, number=150, dim=16, value_dim=None, dt
 
 
 def selection(batch, heads, number, places, seed=0):
-    """Keys in any order ``[B, heads, K]``, unused places among and behind them; the second row has none."""
+    """Keys in any order ``[B, heads, K]``, unused places among and after them; the second row has none."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch, heads, max(number, places), generator=generator).argsort(-1)[..., :places]
     unused = (drawn >= number) | (torch.rand(drawn.shape, generator=generator) < 0.2)
@@ -47,7 +49,7 @@ def close(found, expected, dtype):
 
 def check(q, k, v, indices=None, mask=None, lengths=None):
     """Against the reference over keys of which none is NaN."""
-    more = {"lengths": lengths, "scaling": 0.3, "need_lse": True}
+    more = {"lengths": lengths, "logits": Logits(0.3), "need_lse": True}
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0)
     if indices is not None:
         found = decode_kernel.attend_indices(q, k, v, indices, **more)
@@ -110,7 +112,7 @@ def test_the_first_keys_alone(dtype, lengths, masked, splits):
     chosen = indices.masked_fill(beyond, -1)
     k, v = k.nan_to_num(0.5), v.nan_to_num(0.5, posinf=0.5)
     found = check(q, k, v, indices, lengths=lengths)
-    close(found, decode_kernel.attend_indices(q, k, v, chosen, scaling=0.3, need_lse=True), dtype)
+    close(found, decode_kernel.attend_indices(q, k, v, chosen, logits=Logits(0.3), need_lse=True), dtype)
 
 
 @every_pair(("places", [1, 33, 140]), HALF, SPLITS, indirect=["splits"])
@@ -132,9 +134,9 @@ def test_chosen_keys(dtype, places, splits):
 def test_keys_that_another_head_has_chosen(stored, splits):
     q, k, v = problem(heads=12, kv_heads=4)
     indices, heads = selection(2, 4, 150, 70).to(stored), torch.tensor([[2, 9], [2, 9], [0, 9], [3, 9]])[:, 0]
-    expected = decode.attend_indices(q, k, v, indices[:, [2, 2, 0, 3]], scaling=0.3, need_lse=True)
+    expected = decode.attend_indices(q, k, v, indices[:, [2, 2, 0, 3]], logits=Logits(0.3), need_lse=True)
     for attend in (decode_kernel.attend_indices, decode.attend_indices):
-        close(attend(q, k, v, indices, scaling=0.3, need_lse=True, heads=heads), expected, q.dtype)
+        close(attend(q, k, v, indices, logits=Logits(0.3), need_lse=True, heads=heads), expected, q.dtype)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (64, 80), (80, 64), (192, 128), (256, 256)])
@@ -160,8 +162,8 @@ def test_strides_among_nan(layout, splits):
 
 def test_what_was_not_asked_for_is_none():
     q, k, v = problem()
-    assert decode_kernel.attend(q, k, v, scaling=1.0).lse is None
-    assert decode_kernel.attend_indices(q, k, v, selection(2, 2, 150, 3), scaling=1.0).lse is None
+    assert decode_kernel.attend(q, k, v, logits=Logits(1.0)).lse is None
+    assert decode_kernel.attend_indices(q, k, v, selection(2, 2, 150, 3), logits=Logits(1.0)).lse is None
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -169,7 +171,7 @@ def test_what_was_not_asked_for_is_none():
 def test_the_mass_of_the_keys(masked, lengths):
     q, k, v = problem()
     mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
-    more = {"scaling": 0.3, "mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}
+    more = {"logits": Logits(0.3), "mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}
     found, expected = decode_kernel.attend(q, k, v, **more), decode.attend(q, k, v, **more)
     close(found, expected, q.dtype)
     torch.testing.assert_close(found.mass, expected.mass)
@@ -179,41 +181,41 @@ def test_the_mass_of_the_keys(masked, lengths):
 def test_learned_sinks(dtype, level, masked, splits):
     """They take their share of every head's attention, and of the mass of the keys; of rows without keys all."""
     q, k, v = problem(dtype=dtype)
-    logits = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
+    sinks = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
     mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
     lengths = torch.tensor([150, 0])
-    more = {"mask": mask, "lengths": lengths, "scaling": 0.3, "need_lse": True, "need_mass": True}
-    found = decode_kernel.attend(q, k, v, sink_logits=logits, **more)
-    expected = decode.attend(q, k, v, sink_logits=logits, **more)
+    more, logits = {"mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}, Logits(0.3, sinks)
+    found = decode_kernel.attend(q, k, v, logits=logits, **more)
+    expected = decode.attend(q, k, v, logits=logits, **more)
     close(found, expected, dtype)
     torch.testing.assert_close(found.mass, expected.mass, rtol=2e-3, atol=2e-5)
     assert not found.out[1].any()
-    torch.testing.assert_close(found.lse[1, :, 0], logits.float())
-    without = decode_kernel.attend(q, k, v, **more)
+    torch.testing.assert_close(found.lse[1, :, 0], sinks.float())
+    without = decode_kernel.attend(q, k, v, logits=Logits(0.3), **more)
     assert torch.allclose(found.out, without.out, atol=1e-6) == (level < 0)
 
-    indices, more = selection(2, 2, 150, 70), {"scaling": 0.3, "need_lse": True, "sink_logits": logits}
+    indices, more = selection(2, 2, 150, 70), {"logits": logits, "need_lse": True}
     found, expected = (one.attend_indices(q, k, v, indices, **more) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
     found, expected = (one.attend_pages(q, k, v, pages, 15, **more) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        decode_kernel.attend(q, k, v, scaling=0.3, sink_logits=logits[:5])
+        ops.attend(q, k, v, logits=Logits(0.3, sinks[:5]))
 
 
 @every_pair(POOLING, POOL, HALF, SPLITS, indirect=["splits"])
 def test_pooled_mass_beside_learned_sinks(dtype, pool, pooling, splits):
     q, k, v = problem(dtype=dtype)
-    logits = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0))
-    how = {"scaling": 0.3, "pooling": pooling, "pool": pool, "sink_logits": logits}
+    sinks = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0))
+    how = {"logits": Logits(0.3, sinks), "pooling": pooling, "pool": pool}
     expected = pooled.pooled_mass(q, k, **how)
     close_enough = {"rtol": 2e-3, "atol": 1e-3 if pooling == "max_logit" else 1e-5}
     torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, **close_enough)
     found = decode_kernel.attend_pooled(q, k, v, **how)
     close(found, attend_pooled(q, k, v, **how), dtype)
     torch.testing.assert_close(found.mass, expected, **close_enough)
-    without = pooled.pooled_mass(q, k, **how | {"sink_logits": None})
+    without = pooled.pooled_mass(q, k, **how | {"logits": Logits(0.3)})
     assert torch.allclose(expected, without, rtol=0.1) == (pooling == "max_logit")  # which no sink changes
 
 
@@ -229,13 +231,13 @@ def test_capped_logits(dtype, softcap, masked, beside, splits):
     """Some far beyond the cap. Learned sinks are not capped."""
     q, k, v = problem(dtype=dtype)
     mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
-    logits = torch.randn(6, generator=torch.manual_seed(0)) if beside else None
-    how = {"scaling": 2.0, "softcap": softcap, "sink_logits": logits, "need_lse": True}
+    sinks = torch.randn(6, generator=torch.manual_seed(0)) if beside else None
+    how = {"logits": Logits(2.0, sinks, softcap), "need_lse": True}
     more = {"mask": mask, "lengths": torch.tensor([150, 77]), "need_mass": True}
     found, expected = (one.attend(q, k, v, **more, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     torch.testing.assert_close(found.mass, expected.mass, rtol=4e-3, atol=2e-5)
-    without = decode_kernel.attend(q, k, v, **more, **how | {"softcap": None})
+    without = decode_kernel.attend(q, k, v, **more, **how | {"logits": Logits(2.0, sinks)})
     assert not torch.allclose(found.out, without.out, rtol=0.01, atol=0.01)
 
     indices = selection(2, 2, 150, 70)
@@ -249,26 +251,26 @@ def test_capped_logits(dtype, softcap, masked, beside, splits):
 @every_pair(POOLING, POOL, ("softcap", [0.7, 50.0]), HALF, SPLITS, indirect=["splits"])
 def test_pooled_mass_of_capped_logits(dtype, softcap, pool, pooling, splits):
     q, k, v = problem(dtype=dtype)
-    how = {"scaling": 2.0, "pooling": pooling, "pool": pool, "softcap": softcap}
+    how = {"logits": Logits(2.0, softcap=softcap), "pooling": pooling, "pool": pool}
     expected = pooled.pooled_mass(q, k, **how)
     torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, rtol=4e-3, atol=1e-5)
     found = decode_kernel.attend_pooled(q, k, v, **how)
     close(found, attend_pooled(q, k, v, **how), dtype)
     torch.testing.assert_close(found.mass, expected, rtol=4e-3, atol=1e-5)
-    assert not torch.allclose(expected, pooled.pooled_mass(q, k, **how | {"softcap": None}), rtol=4e-3, atol=1e-5)
+    assert not torch.allclose(expected, pooled.pooled_mass(q, k, **how | {"logits": Logits(2.0)}), rtol=4e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
 def test_caps_that_are_none(softcap):
     q, k, v = problem()
-    for call in (decode_kernel.attend, decode_kernel.attend_pooled):
+    for call in (ops.attend, ops.attend_pooled):
         with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap}"):
-            call(q, k, v, scaling=1.0, softcap=softcap)
+            call(q, k, v, logits=Logits(1.0, softcap=softcap))
 
 
 def test_no_keys():
     q, k, v = problem(number=0)
-    found = decode_kernel.attend(q, k, v, scaling=1.0, need_lse=True)
+    found = decode_kernel.attend(q, k, v, logits=Logits(1.0), need_lse=True)
     assert not found.out.any()
     assert found.lse.isneginf().all()
 
@@ -276,25 +278,25 @@ def test_no_keys():
 def test_several_queries_are_the_librarys():
     q, k, v = problem()
     q = q.expand(-1, -1, 3, -1)
-    expected = decode.attend(q, k, v, scaling=0.3)
-    assert torch.equal(decode_kernel.attend(q, k, v, scaling=0.3).out, expected.out)
+    expected = decode.attend(q, k, v, logits=Logits(0.3))
+    assert torch.equal(decode_kernel.attend(q, k, v, logits=Logits(0.3)).out, expected.out)
 
 
 def test_what_attention_refuses():
     q, k, v = problem()
     indices = selection(2, 2, 150, 8)
     with pytest.raises(UnsupportedError, match="float64"):
-        decode_kernel.attend(q.double(), k.double(), v.double(), scaling=1.0)
+        decode_kernel.attend(q.double(), k.double(), v.double(), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
-        decode_kernel.attend(*problem(dim=257), scaling=1.0)
+        decode_kernel.attend(*problem(dim=257), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="the mass of the keys"):
-        decode_kernel.attend_indices(q, k, v, indices, scaling=1.0, need_mass=True)
+        decode_kernel.attend_indices(q, k, v, indices, logits=Logits(1.0), need_mass=True)
     with pytest.raises(UnsupportedError, match="more than one query"):
-        decode_kernel.attend_indices(q.expand(-1, -1, 2, -1), k, v, indices, scaling=1.0)
+        decode_kernel.attend_indices(q.expand(-1, -1, 2, -1), k, v, indices, logits=Logits(1.0))
     with pytest.raises(ValueError, match="shapes do not fit"):
-        decode_kernel.attend(q, k[..., :8], v, scaling=1.0)
+        decode_kernel.attend(q, k[..., :8], v, logits=Logits(1.0))
     with pytest.raises(ValueError, match="do not fit k"):
-        decode_kernel.attend_indices(q, k, v, indices[:1], scaling=1.0)
+        decode_kernel.attend_indices(q, k, v, indices[:1], logits=Logits(1.0))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 512])
@@ -306,9 +308,9 @@ def test_splits_cover_all_blocks_and_none_is_empty(rows, blocks):
     assert blocks < 64 or rows * splits >= min(264, rows * 128)
 
 
-def check_mass(q, k, mask=None, **more):
-    found = pooled_kernel.pooled_mass(q, k, scaling=0.3, mask=mask, **more)
-    expected = pooled.pooled_mass(q, k.nan_to_num(0.0), scaling=0.3, mask=mask, **more)
+def check_mass(q, k, **more):
+    found = pooled_kernel.pooled_mass(q, k, logits=Logits(0.3), **more)
+    expected = pooled.pooled_mass(q, k.nan_to_num(0.0), logits=Logits(0.3), **more)
     torch.testing.assert_close(found, expected, **tolerance(q.dtype, more.get("pooling")))
     return found
 
@@ -326,17 +328,14 @@ def test_pooled_mass(dtype, pooling, pool, number, splits):
     check_mass(q * 3, k, pooling=pooling, pool=pool)
 
 
-@every_pair(("ragged", [None, "mask", "lengths"]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
+@every_pair(("ragged", [False, True]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
 def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragged, splits):
     q, k, v = problem(number=300, dtype=dtype)
-    more = {"scaling": 0.3, "pooling": pooling, "pool": pool}
-    there = torch.ones(2, 2, 1, 300, dtype=torch.bool)
-    if ragged == "mask":
-        more["mask"] = there = torch.rand(2, 2, 1, 300, generator=torch.manual_seed(1)) < 0.5
-    elif ragged == "lengths":
+    more = {"logits": Logits(0.3), "pooling": pooling, "pool": pool}
+    if ragged:
         more["lengths"] = torch.tensor([[300, 17], [0, 131]])
-        there = torch.arange(300) < more["lengths"][:, :, None, None]
-    k[~there[:, :, 0]], v[~there[:, :, 0]] = torch.nan, torch.inf
+        beyond = torch.arange(300) >= more["lengths"][:, :, None]
+        k[beyond], v[beyond] = torch.nan, torch.inf
     found = decode_kernel.attend_pooled(q, k, v, **more)
     expected = attend_pooled(q, k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), **more)
     close(found, expected, dtype)
@@ -344,30 +343,7 @@ def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragge
 
 
 @every_pair(
-    (
-        ("of_rows", "of_heads", "pooling"),
-        [(1, 1, "max"), (2, 1, "sqrt"), (2, 2, "max"), (2, 1, "max_logit"), (2, 2, "max_logit")],
-    ),
-    POOL,
-    HALF,
-    SPLITS,
-    indirect=["splits"],
-    strength=3,
-)
-def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling, splits):
-    q, k, _ = problem(number=300, dtype=dtype)
-    mask = torch.rand(of_rows, of_heads, 300, generator=torch.manual_seed(1)) < 0.5
-    mask[..., 250:], mask[-1, :, 40:] = False, False
-    k[~mask.expand(2, 2, 300)] = torch.nan
-    found = check_mass(q, k, mask, pool=pool, pooling=pooling)
-    assert torch.equal(
-        found.isneginf(), ~(mask if pool == "kv_head" else mask.all(1, keepdim=True)).expand(*found.shape)
-    )
-
-
-@every_pair(
     ("lengths", [[300, 41], [[129, 300], [64, 5]]]),
-    ("masked", [False, True]),
     ("pooling", ["sqrt", "max", "max_logit"]),
     POOL,
     HALF,
@@ -375,20 +351,19 @@ def test_pooled_mass_of_rows_with_holes(dtype, pool, of_rows, of_heads, pooling,
     indirect=["splits"],
     strength=3,
 )
-def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, masked, lengths, splits):
+def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, lengths, splits):
     q, k, _ = problem(number=300, dtype=dtype)
-    mask = torch.rand(2, 1, 300, generator=torch.manual_seed(1)) < 0.5 if masked else None
     lengths = torch.tensor(lengths)
     k[torch.arange(300) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = torch.nan
-    found = check_mass(q, k, mask, lengths=lengths, pool=pool, pooling=pooling)
+    found = check_mass(q, k, lengths=lengths, pool=pool, pooling=pooling)
     assert found[1, :, 64:].isneginf().all()
 
 
 def test_masses_that_are_nothing_in_16_bits():
     q, k, _ = problem(1, 2, 1, 60, dtype=torch.float16)
     k[0, 0, 7] = 400 * q[0, 0, 0] / q[0, 0, 0].float().norm()
-    found = pooled_kernel.pooled_mass(q, k, scaling=1.0)
-    expected = pooled.pooled_mass(q, k, scaling=1.0)
+    found = pooled_kernel.pooled_mass(q, k, logits=Logits(1.0))
+    expected = pooled.pooled_mass(q, k, logits=Logits(1.0))
     torch.testing.assert_close(found, expected, rtol=3e-4, atol=2.0**-32)
 
 
@@ -399,7 +374,7 @@ def test_logits_far_below_their_blocks_largest_in_16_bits():
     logits = torch.einsum("hd,nd->hn", q[0, :, 0].double(), k[0, 0].double())
     floors = logits.amax(1, keepdim=True) - 65535 / 512 * math.log(2)
     assert bool((logits[0, :7] < floors[0] - 100).all())
-    found = pooled_kernel.pooled_mass(q, k, scaling=1.0, pooling="max_logit")
+    found = pooled_kernel.pooled_mass(q, k, logits=Logits(1.0), pooling="max_logit")
     torch.testing.assert_close(found[0, 0], logits.maximum(floors).amax(0).float(), rtol=1e-4, atol=1e-3)
 
 
@@ -412,20 +387,20 @@ def test_pooled_mass_of_groups_and_strides(layout, heads, kv_heads, dim, splits)
 
 def test_what_pooled_mass_refuses():
     q, k, _ = problem()
-    assert pooled_kernel.pooled_mass(q, k[:, :, :0], scaling=1.0).shape == (2, 2, 0)
+    assert pooled_kernel.pooled_mass(q, k[:, :, :0], logits=Logits(1.0)).shape == (2, 2, 0)
     with pytest.raises(UnsupportedError, match="float64"):
-        pooled_kernel.pooled_mass(q.double(), k.double(), scaling=1.0)
+        pooled_kernel.pooled_mass(q.double(), k.double(), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
-        pooled_kernel.pooled_mass(*problem(dim=257)[:2], scaling=1.0)
+        pooled_kernel.pooled_mass(*problem(dim=257)[:2], logits=Logits(1.0))
     with pytest.raises(ValueError, match="do not fit one query a row"):
-        pooled_kernel.pooled_mass(q.expand(-1, -1, 2, -1), k, scaling=1.0)
+        pooled_kernel.pooled_mass(q.expand(-1, -1, 2, -1), k, logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match=r"float32 with keys in torch\.float16"):
-        pooled_kernel.pooled_mass(q, k.half(), scaling=1.0)
+        pooled_kernel.pooled_mass(q, k.half(), logits=Logits(1.0))
     for function in (pooled.pooled_mass, pooled_kernel.pooled_mass):
         with pytest.raises(ValueError, match="pooling must be"):
-            function(q, k, scaling=1.0, pooling="pre_softmax")
+            function(q, k, logits=Logits(1.0), pooling="pre_softmax")
         with pytest.raises(ValueError, match="pool must be"):
-            function(q, k, scaling=1.0, pool="head")
+            function(q, k, logits=Logits(1.0), pool="head")
 
 
 INF = float("inf")
@@ -535,7 +510,7 @@ def test_topk_of_rows_of_any_length_and_strides(number, sizes):
 
 @HOW
 def test_topk_of_rows_of_different_lengths(sizes):
-    """What lies beyond a row's length, however high, is no score of the row; a row may be empty."""
+    """What is beyond a row's length, however high, is no score of the row; a row may be empty."""
     scores = torch.randn(5, 2, N, generator=torch.manual_seed(9))
     lengths, counts = torch.tensor([N, N // 7, 3, 0, 2500]), torch.tensor([300, 40, 3, 0, 300])
     for row, length in zip(scores, lengths):
@@ -552,7 +527,7 @@ def test_topk_of_rows_of_different_lengths(sizes):
 
 @HOW
 def test_rows_of_which_fewer_than_none_are_chosen(sizes):
-    """Nothing is written before a row, neither into the row before it nor into what lies before the first."""
+    """Nothing is written before a row, neither into the row before it nor into what is before the first."""
     scores = torch.randn(4, 2, N, generator=torch.manual_seed(6))
     counts = torch.tensor([-1, 300, -(2**40), -299])
     chosen = rows_kernel.topk_rows(scores, counts, 300)

@@ -226,7 +226,7 @@ def test_choice_behind_padding(k, held, small_blocks, monkeypatch):
 @pytest.mark.parametrize("name", ["normal", "tied"])
 @pytest.mark.parametrize("where", [slice(3, 4), slice(16, 32), slice(0, None, 5)])
 def test_nan_writes_nothing_beyond_its_row(name, held, where, small_blocks, monkeypatch):
-    """No set is right; the row behind it, which is made before, must stay as it is."""
+    """No set is right; the row after it, which is made before, must stay as it is."""
     monkeypatch.setattr(blocks_kernel, "_HELD", held)
     scores = rows(name, 333)
     scores[0, 2, where] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # as GPUs spell it

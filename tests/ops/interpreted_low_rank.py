@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from foveate.ops import Logits, page_lse
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
@@ -101,9 +102,10 @@ POOLS = [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max
 POOLS += [("of_largest", "kv_head"), ("of_largest", "layer")]
 
 
-def check(rows, records, form, **more):
-    found = low_rank_kernel.page_lse(rows, records, form, 0.3, **more)
-    expected = low_rank.page_lse(rows, records, form, 0.3, **more)
+def check(rows, records, form, softcap=None, **more):
+    logits = Logits(0.3, softcap=softcap)
+    found = low_rank_kernel.page_lse(rows, records, form, logits=logits, **more)
+    expected = low_rank.page_lse(rows, records, form, logits=logits, **more)
     assert found.dtype == torch.float32
     assert torch.equal(found.isneginf(), expected.isneginf())
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6 * float(rows.abs().max()) * 300)
@@ -128,7 +130,7 @@ def test_masses(form, dtype, group, lengths, splits):
 @pytest.mark.parametrize("of_layer", [False, True])
 @pytest.mark.parametrize(("branch", "group"), [(1, 3), (5, 2)])
 def test_masses_of_given_pages(branch, group, of_layer):
-    """Records of no given page are not read; the last of the first row's pages is none, the second's lie behind."""
+    """Records of no given page are not read; the last of the first row's pages is none, the second's are beyond."""
     form = PageRecord(16, 8, 1)
     records = summaries.compress_pages(draw(2, 2, 40 * 8, 16), form)
     pages = torch.tensor([[[0, 2, 3, 7, -1], [1, 2, 4, 6, 7]], [[5, 0, 1, -1, -1], [3, 4, 6, 7, 1]]], dtype=torch.int32)
@@ -141,7 +143,7 @@ def test_masses_of_given_pages(branch, group, of_layer):
     records[~read] = 255  # scales are NaN
     rows = draw(2, 2, group, 16, seed=1)
     check(rows, records, form, pages=pages, branch=branch, lengths=lengths)
-    expected = low_rank.page_lse(rows, records, form, 0.3, pages=pages, branch=branch, lengths=lengths)
+    expected = low_rank.page_lse(rows, records, form, logits=Logits(0.3), pages=pages, branch=branch, lengths=lengths)
     assert expected.shape == (2, 2, group, 5 * branch)
     assert torch.equal(
         ~expected.isneginf(), low_rank.first_keys(lengths, 5 * branch)[:, :, None].expand(expected.shape)
@@ -160,7 +162,7 @@ def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
     if lengths is not None:
         records[torch.arange(75) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = 255  # scales are NaN
     q = draw(2, 2 * group, 1, form.head_dim, dtype=dtype, seed=1)
-    how = {"scaling": 0.3, "lengths": lengths, "pooling": pooling, "pool": pool}
+    how = {"logits": Logits(0.3), "lengths": lengths, "pooling": pooling, "pool": pool}
     found = low_rank_kernel.pooled_mass_of_records(q, records, form, **how)
     expected = low_rank.pooled_mass_of_records(q, records, form, **how)
     assert found.dtype == torch.float32
@@ -171,7 +173,7 @@ def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
 def test_capped_logits(softcap):
     form = FORMS[0]
     records = summaries.compress_pages(draw(1, 2, 9 * 16, 64), form)
-    check(draw(1, 2, 4, 64, seed=1), records, form, softcap=softcap)
+    check(draw(1, 2, 4, 64, seed=1), records, form, softcap)
 
 
 @pytest.mark.parametrize("reach", [60, 110, 150, 240, 420, 600, 3000])
@@ -205,23 +207,23 @@ def test_what_is_refused():
             module.compress_newest(keys[:, :1], records, torch.tensor([8]), form)
     for module in (low_rank, low_rank_kernel):
         with pytest.raises(ValueError, match="records must be uint8"):
-            module.page_lse(rows, records.int(), form, 1.0)
+            module.page_lse(rows, records.int(), form, logits=Logits(1.0))
         with pytest.raises(ValueError, match="do not fit records"):
-            module.page_lse(rows[:, :1], records, form, 1.0)
-        with pytest.raises(ValueError, match="softcap must be"):
-            module.page_lse(rows, records, form, 1.0, softcap=-1.0)
+            module.page_lse(rows[:, :1], records, form, logits=Logits(1.0))
         with pytest.raises(ValueError, match=r"weights must be float32 \[1, 2, 8\]"):
-            module.page_lse(rows, records, form, 1.0, weights=torch.ones(2, 8))
+            module.page_lse(rows, records, form, logits=Logits(1.0), weights=torch.ones(2, 8))
+    with pytest.raises(ValueError, match="softcap must be"):
+        page_lse(rows, records, form, logits=Logits(1.0, softcap=-1.0))
     with pytest.raises(UnsupportedError, match="float64"):
         summaries_kernel.compress_pages(keys.double(), form)
     with pytest.raises(UnsupportedError, match="float64"):
-        low_rank_kernel.page_lse(rows.double(), records, form, 1.0)
+        low_rank_kernel.page_lse(rows.double(), records, form, logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
         summaries_kernel.compress_pages(draw(1, 1, 4, 257), PageRecord(257, 4))
     odd = torch.zeros(1, 2, 2, form.bytes + 1, dtype=torch.uint8)[..., 1:]
     with pytest.raises(UnsupportedError, match="multiples of 4 bytes"):
-        low_rank_kernel.page_lse(rows, odd, form, 1.0)
-    assert low_rank_kernel.page_lse(rows, records[:, :, :0], form, 1.0).shape == (1, 2, 3, 0)
+        low_rank_kernel.page_lse(rows, odd, form, logits=Logits(1.0))
+    assert low_rank_kernel.page_lse(rows, records[:, :, :0], form, logits=Logits(1.0)).shape == (1, 2, 3, 0)
     assert summaries_kernel.compress_pages(keys[:, :, :0], form).shape == (1, 2, 0, form.bytes)
 
 
@@ -232,22 +234,23 @@ def test_what_is_refused_of_given_pages_and_of_pooling():
     for module in (low_rank, low_rank_kernel):
         for wrong, branch in ((pages[:1], 1), (pages.expand(-1, 2, -1)[:, :, 0], 1), (pages, 0)):
             with pytest.raises(ValueError, match="do not fit records"):
-                module.page_lse(rows, records, form, 1.0, pages=wrong, branch=branch)
+                module.page_lse(rows, records, form, logits=Logits(1.0), pages=wrong, branch=branch)
         with pytest.raises(ValueError, match="do not fit records"):
-            module.page_lse(rows, records, form, 1.0, pages=pages.repeat(1, 2, 1))
+            module.page_lse(rows, records, form, logits=Logits(1.0), pages=pages.repeat(1, 2, 1))
         for wrong in ({"pooling": "pre_softmax"}, {"pool": "head"}):
             with pytest.raises(ValueError, match=next(iter(wrong))):
-                module.pooled_mass_of_records(q, records, form, scaling=1.0, **wrong)
-        assert module.pooled_mass_of_records(q, records[:, :, :0], form, scaling=1.0, pool="layer").shape == (2, 1, 0)
+                module.pooled_mass_of_records(q, records, form, logits=Logits(1.0), **wrong)
+        nothing = module.pooled_mass_of_records(q, records[:, :, :0], form, logits=Logits(1.0), pool="layer")
+        assert nothing.shape == (2, 1, 0)
 
 
 def test_pooled_masses_of_weighted_channels_and_capped_logits():
     form, weights = PageRecord(16, 8), powers(2, 2, 16)
     keys, q = draw(2, 2, 21 * 8, 16), draw(2, 6, 1, 16, seed=1)
     records = summaries.compress_pages(keys, form, weights)
-    how = {"scaling": 1.0, "weights": weights, "softcap": 2.0, "lengths": torch.tensor([21, 0])}
+    how = {"logits": Logits(1.0, softcap=2.0), "weights": weights, "lengths": torch.tensor([21, 0])}
     found, expected = (module.pooled_mass_of_records(q, records, form, **how) for module in (low_rank_kernel, low_rank))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
-    for left_out in ("weights", "softcap"):
-        other = low_rank.pooled_mass_of_records(q, records, form, **how | {left_out: None})
+    for left_out in ({"weights": None}, {"logits": Logits(1.0)}):
+        other = low_rank.pooled_mass_of_records(q, records, form, **how | left_out)
         assert (other - expected)[0].abs().max() > 1e-3

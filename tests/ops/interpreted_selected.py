@@ -21,7 +21,7 @@ def problem(batch=2, heads=6, kv_heads=2, length=3, number=60, dim=16, value_dim
 
 
 def selection(batch, heads, length, number, places, seed=0):
-    """Keys in any order ``[B, heads, Lq, K]``, unused places among and behind them; the second query has none."""
+    """Keys in any order ``[B, heads, Lq, K]``, unused places among and after them; the second query has none."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch, heads, length, max(number, places), generator=generator).argsort(-1)[..., :places]
     unused = (drawn >= number) | (torch.rand(drawn.shape, generator=generator) < 0.2)

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from foveate import ops
-from foveate.ops import _math
+from foveate.ops import Logits, _math
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.attend import tiles, tiles_kernel
 from foveate.ops.score import reference
 from foveate.ops.score import tiles_kernel as mass_kernel
 from tests.combinations import every_pair
-from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, problem
+from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, listed, problem
 
 SOME = Shape(batch=1, kv_heads=1, group=2, queries=41, offset=14, dim=16, value_dim=16)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -29,8 +29,8 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(kernel, "tile_for", lambda dtype, dim, rows, small=small: small)
 
 
-def selection(shape, tile, number, seed=0, holes=True):
-    """Random keys before each tile, ascending, -1 behind them and, with ``holes``, among them."""
+def selection(shape, tile, number, seed=0):
+    """Random keys before each tile, ascending, -1 after them."""
     generator = torch.Generator().manual_seed(seed)
     lead = shape.offset % tile
     count = -(-(lead + shape.queries) // tile)
@@ -41,8 +41,6 @@ def selection(shape, tile, number, seed=0, holes=True):
                 before = shape.offset - lead + t * tile
                 some = torch.randperm(before, generator=generator)[: max(0, number - t % 3)].sort().values
                 chosen[b, h, t, : len(some)] = some.to(torch.int32)
-                if holes and len(some) > 2:
-                    chosen[b, h, t, 1] = -1
     return chosen
 
 
@@ -50,11 +48,10 @@ def selection(shape, tile, number, seed=0, holes=True):
 
 
 def check(q, k, v, indices, tile, offset):
-    for rest in (True, False):
-        arguments = {"tile": tile, "scaling": 0.3, "offset": offset, "rest": rest}
-        out = tiles_kernel.attend_tiles(q, k, v, indices, **arguments).out
-        assert out.dtype == q.dtype
-        assert_close(out, tiles.attend_tiles(q, k, v, indices, **arguments).out, q.dtype)
+    arguments = {"tile": tile, "logits": Logits(0.3), "offset": offset, **listed(indices)}
+    out = tiles_kernel.attend_tiles(q, k, v, **arguments).out
+    assert out.dtype == q.dtype
+    assert_close(out, tiles.attend_tiles(q, k, v, **arguments).out, q.dtype)
     return out
 
 
@@ -66,37 +63,33 @@ def test_tiles_read_what_is_chosen_and_themselves(tile, offset, number, small_bl
 
 @DTYPES
 @pytest.mark.parametrize("level", [-20.0, 0.0, 20.0, float("-inf")])
-@pytest.mark.parametrize("rest", [False, True])
-def test_learned_sinks(dtype, level, rest, small_blocks):
+def test_learned_sinks(dtype, level, small_blocks):
     shape = SOME._replace(batch=2, kv_heads=2, group=3, queries=30)
     q, k, v = problem(shape, dtype=dtype)
-    logits = (torch.randn(6, generator=torch.manual_seed(0)) + level).to(dtype)
-    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest}
-    indices = selection(shape, 8, 9)
-    out = tiles_kernel.attend_tiles(q, k, v, indices, sink_logits=logits, **how).out
-    assert_close(out, tiles.attend_tiles(q, k, v, indices, sink_logits=logits, **how).out, dtype)
-    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, indices, **how).out) == (level < 0)
+    sinks = (torch.randn(6, generator=torch.manual_seed(0)) + level).to(dtype)
+    how = {"tile": 8, "offset": 14, **listed(selection(shape, 8, 9))}
+    out = tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out
+    assert_close(out, tiles.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out, dtype)
+    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3), **how).out) == (level < 0)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        tiles_kernel.attend_tiles(q, k, v, indices, sink_logits=logits[:5], **how)
+        ops.attend_tiles(q, k, v, logits=Logits(0.3, sinks[:5]), **how)
 
 
 @every_pair(
     ("dtype", [torch.float32, torch.float16]),
     ("softcap", [0.7, 5.0, 50.0]),
-    ("rest", [False, True]),
     ("beside", [False, True]),
 )
-def test_capped_logits(dtype, softcap, rest, beside, small_blocks):
-    """Some far beyond the cap, as the mean key's is. Learned sinks are not capped."""
+def test_capped_logits(dtype, softcap, beside, small_blocks):
+    """Some far beyond the cap. Learned sinks are not capped."""
     shape = SOME._replace(batch=2, kv_heads=2, group=3, queries=30)
     q, k, v = problem(shape, dtype=dtype)
-    k = k + 0.5  # means that are not 0
-    how = {"tile": 8, "scaling": 3.0, "offset": 14, "rest": rest}
-    how["sink_logits"] = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
-    indices = selection(shape, 8, 9)
-    out = tiles_kernel.attend_tiles(q, k, v, indices, softcap=softcap, **how).out
-    assert_close(out, tiles.attend_tiles(q, k, v, indices, softcap=softcap, **how).out, dtype)
-    assert not torch.allclose(out, tiles_kernel.attend_tiles(q, k, v, indices, **how).out, rtol=0.01, atol=0.01)
+    how = {"tile": 8, "offset": 14, **listed(selection(shape, 8, 9))}
+    sinks = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
+    logits, without = Logits(3.0, sinks, softcap), Logits(3.0, sinks)
+    out = tiles_kernel.attend_tiles(q, k, v, logits=logits, **how).out
+    assert_close(out, tiles.attend_tiles(q, k, v, logits=logits, **how).out, dtype)
+    assert not torch.allclose(out, tiles_kernel.attend_tiles(q, k, v, logits=without, **how).out, rtol=0.01, atol=0.01)
 
 
 @every_pair(
@@ -110,10 +103,11 @@ def test_masses_of_capped_logits(dtype, softcap, rows, number, small_blocks):
     logits = softcap * (3.0 * torch.einsum("bhtwd,bhnd->bhtwn", queries.float(), k.float()) / softcap).tanh()
     lse = logits.logsumexp(-1)
     found, expected = (
-        one.tile_block_mass(queries, k, lse, begins, scaling=3.0, softcap=softcap) for one in (mass_kernel, reference)
+        one.tile_block_mass(queries, k, lse, begins, logits=Logits(3.0, softcap=softcap))
+        for one in (mass_kernel, reference)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    total = found[:, :, 2].sum(-1)  # of a tile behind all keys
+    total = found[:, :, 2].sum(-1)  # of a tile after all keys
     torch.testing.assert_close(total, torch.full_like(total, float(rows)), rtol=1e-4, atol=1e-4)
 
 
@@ -152,19 +146,6 @@ def test_strided_inputs_of_attention(layout):
     assert torch.equal(check(*(in_buffer(x, layout) for x in (q, k, v)), every_other, 8, 14), expected)
 
 
-@pytest.mark.parametrize("block", [2, 4, 16])
-def test_places_in_use(block, monkeypatch):
-    monkeypatch.setattr(tiles_kernel, "_PLACES", block)
-    chosen = torch.tensor([[3, -1, 5, -1], [-1, -1, -1, -1], [-1, -1, -1, 0], [1, 2, 3, 4]], dtype=torch.int32)
-    chosen = torch.stack([chosen, chosen.flip(0)])[None]
-    used, signed = [[[3, 0, 4, 4], [4, 4, 0, 3]]], [[[-3, 0, -4, 4], [4, -4, 0, -3]]]
-    assert tiles_kernel.places_used(chosen).tolist() == [used, signed]
-    assert tiles_kernel.places_used(chosen.long().transpose(1, 2)).tolist() == [
-        torch.tensor(x).transpose(1, 2).tolist() for x in (used, signed)
-    ]
-    assert not tiles_kernel.places_used(chosen[..., :0]).any()
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
     shape = SOME._replace(batch=2, kv_heads=2, queries=60)
@@ -173,70 +154,66 @@ def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
     numbers, place = starts.diff()[:, None], torch.arange(21)
     apart = chosen.masked_fill(place >= numbers, -1)
     ragged = torch.cat([chosen[:, :, t, : numbers[t]] for t in range(9)], 2)
-    assert torch.equal(tiles.side_by_side(ragged, starts), apart)
-    assert torch.equal(tiles_kernel.places_used(ragged, starts, 9), tiles_kernel.places_used(apart))
+    counts = (apart >= 0).sum(-1, dtype=torch.int32)
+    assert torch.equal(tiles.side_by_side(ragged, starts, counts)[..., :21], apart)
     q, k, v = problem(shape, extra=3)
     heads = torch.tensor([1, 1]) if mapped else None
-    for rest in (False, True):
-        how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest, "heads": heads}
-        out = tiles_kernel.attend_tiles(q, k, v, ragged, starts=starts, **how).out
-        assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, apart, **how).out)
-        assert_close(out, tiles.attend_tiles(q, k, v, ragged, starts=starts, **how).out, q.dtype)
-        assert torch.equal(
-            tiles_kernel.attend_tiles(
-                q, k, v, ragged.long().repeat_interleave(2, 2)[..., ::2], starts=starts, **how
-            ).out,
-            out,
-        )
-    with pytest.raises(ValueError, match=r"with starts \(9,\) do not fit 9 tiles"):
-        tiles_kernel.attend_tiles(q, k, v, ragged, starts=starts[1:], tile=8, scaling=0.3, offset=14)
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 14, "heads": heads}
+    own = {"starts": starts, "counts": counts}
+    out = tiles_kernel.attend_tiles(q, k, v, ragged, **own, **how).out
+    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, **listed(apart), **how).out)
+    assert_close(out, tiles.attend_tiles(q, k, v, ragged, **own, **how).out, q.dtype)
+    every_other = ragged.long().repeat_interleave(2, 2)[..., ::2]
+    assert torch.equal(tiles_kernel.attend_tiles(q, k, v, every_other, **own, **how).out, out)
+    for wrong, said in ((own | {"starts": starts[1:]}, r"with starts \(9,\)"), (own, r"indices \(2, 2, 9, 21\)")):
+        indices = chosen if wrong is own else ragged
+        with pytest.raises(ValueError, match=said + ".* do not fit 9 tiles"):
+            tiles_kernel.attend_tiles(q, k, v, indices, **wrong, tile=8, logits=Logits(0.3), offset=14)
 
 
-@pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize("attend", [tiles.attend_tiles, tiles_kernel.attend_tiles], ids=["reference", "kernel"])
-def test_counts_and_an_output_that_are_given(attend, rest, small_blocks):
-    """The output is one part of a larger one, whose other parts stay."""
+def test_counts_and_an_output_that_are_given(attend, small_blocks):
+    """The output is one part of a larger one, whose other parts stay; places beyond the counts may hold anything."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=60)
-    chosen = selection(shape, 8, 21, holes=False)
-    counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+    chosen = selection(shape, 8, 21)
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 14}
     q, k, v = problem(shape)
-    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest}
-    expected = attend(q, k, v, chosen, **how).out
+    given = listed(chosen)
+    expected = attend(q, k, v, **given, **how).out
     whole = q.new_full((2, 64, q.shape[1], v.shape[3]), 7.0).transpose(1, 2)
-    found = attend(q, k, v, chosen, counts=counts, out=whole[:, :, 3:63], **how).out
+    found = attend(q, k, v, **given, out=whole[:, :, 3:63], **how).out
     assert found.data_ptr() == whole[:, :, 3:63].data_ptr()
     assert torch.equal(found, expected)
     assert bool((whole[:, :, [0, 1, 2, 63]] == 7.0).all())
-    fewer = counts.clamp_max(5)
-    first = chosen.masked_fill(torch.arange(21) >= fewer[..., None], -1)
-    assert torch.equal(attend(q, k, v, chosen, counts=fewer, **how).out, attend(q, k, v, first, **how).out)
+    fewer = given["counts"].clamp_max(5)
+    first = listed(chosen.masked_fill(torch.arange(21) >= fewer[..., None], -1))
+    assert torch.equal(attend(q, k, v, **given | {"counts": fewer}, **how).out, attend(q, k, v, **first, **how).out)
     for name, wrong in (
-        ("counts", counts[:, :, 1:]),
-        ("counts", counts.long()),
+        ("counts", given["counts"][:, :, 1:]),
+        ("counts", given["counts"].long()),
         ("out", whole[:, :, 3:62]),
         ("out", whole[:, :, 3:63].half()),
         ("out", q.new_empty(*q.shape[:2], v.shape[3], 60).transpose(2, 3)),
     ):
         with pytest.raises(ValueError, match=f"^{name} must be"):
-            attend(q, k, v, chosen, **{name: wrong}, **how)
+            attend(q, k, v, **given | {name: wrong}, **how)
 
 
 @pytest.mark.parametrize("room", [1, 3000, 1 << 20])
-@pytest.mark.parametrize("rest", [False, True])
-def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, rest, small_blocks, monkeypatch):
-    """Over keys as bits a kernel runs once a piece. The sums for the rest are those of the whole prompt."""
+def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, small_blocks, monkeypatch):
+    """Over keys as bits a kernel runs once a piece."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=200, offset=45)
     q, k, v = problem(shape, extra=3)
-    indices = selection(shape, 8, 11, holes=False)
+    indices = selection(shape, 8, 11)
     before = 8 * torch.arange(5, 31)
     begins, starts = (F.pad(x.cumsum(0), (1, 0)) for x in (-(-before // ops.WORD_KEYS), torch.full_like(before, 11)))
     words = torch.zeros(2, 2, int(begins[-1]), dtype=torch.int32)
     ops.set_bits(words, indices, begins)
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
     monkeypatch.setattr(chosen_keys, "_attend_tiles", tiles_kernel.attend_tiles)
-    how = {"tile": 8, "scaling": 0.3, "offset": 45, "rest": rest}
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 45}
     found = ops.attend_tile_keys(q, k, v, ops.TileKeys(words, begins, starts, tuple(starts.tolist())), **how).out
-    assert torch.equal(found, tiles_kernel.attend_tiles(q, k, v, indices, **how).out)
+    assert torch.equal(found, tiles_kernel.attend_tiles(q, k, v, **listed(indices), **how).out)
 
 
 @pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])
@@ -246,38 +223,39 @@ def test_heads_that_read_the_choice_of_others(heads):
     chosen[:, 0, :, 4:], chosen[:, 2, 1:] = -1, -1  # some heads have fewer, or none
     q, k, v = problem(shape)
     check(q, k, v, chosen[:, heads], 8, 14)
-    for rest in (False, True):
-        arguments = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest}
-        mapped = tiles_kernel.attend_tiles(q, k, v, chosen, heads=heads, **arguments).out
-        assert torch.equal(mapped, tiles_kernel.attend_tiles(q, k, v, chosen[:, heads], **arguments).out)
+    arguments = {"tile": 8, "logits": Logits(0.3), "offset": 14}
+    mapped = tiles_kernel.attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
+    assert torch.equal(mapped, tiles_kernel.attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
 
 
 def test_keys_that_are_not_chosen_leave_no_trace():
     shape = SOME._replace(queries=20, offset=32)
     q, k, v = problem(shape, extra=7)
-    chosen = selection(shape, 16, 5, holes=False)
+    chosen = selection(shape, 16, 5)
     clean = check(q, k, v, chosen, 16, 32)
     read = set(chosen.flatten().tolist()) | set(range(32, 52))
     unread = [slot for slot in range(k.shape[2]) if slot not in read]
     k[:, :, unread], v[:, :, unread] = float("nan"), float("inf")
-    assert torch.equal(tiles_kernel.attend_tiles(q, k, v, chosen, tile=16, scaling=0.3, offset=32).out, clean)
+    assert torch.equal(
+        tiles_kernel.attend_tiles(q, k, v, **listed(chosen), tile=16, logits=Logits(0.3), offset=32).out, clean
+    )
 
 
 def test_what_attention_refuses():
     q, k, v = problem(SOME)
     chosen = selection(SOME, 8, 4)
-    arguments = {"tile": 8, "scaling": 0.3, "offset": 14}
+    arguments = {"tile": 8, "logits": Logits(0.3), "offset": 14, **listed(chosen)}
     with pytest.raises(UnsupportedError, match="float64"):
-        tiles_kernel.attend_tiles(q.double(), k.double(), v.double(), chosen, **arguments)
+        tiles_kernel.attend_tiles(q.double(), k.double(), v.double(), **arguments)
     wide = problem(SOME._replace(dim=272))
     with pytest.raises(UnsupportedError, match="above 256"):
-        tiles_kernel.attend_tiles(*wide, chosen, **arguments)
-    with pytest.raises(ValueError, match="do not fit 6 tiles"):
-        tiles_kernel.attend_tiles(q, k, v, chosen[:, :, :-1], **arguments)
+        tiles_kernel.attend_tiles(*wide, **arguments)
+    with pytest.raises(ValueError, match=r"counts must be \(1, 1, 6\)"):
+        tiles_kernel.attend_tiles(q, k, v, **arguments | listed(chosen[:, :, :-1]))
     with pytest.raises(ValueError, match="need 55 keys, not 54"):
-        tiles_kernel.attend_tiles(q, k[:, :, :-1], v[:, :, :-1], chosen, **arguments)
+        tiles_kernel.attend_tiles(q, k[:, :, :-1], v[:, :, :-1], **arguments)
     with pytest.raises(ValueError, match="shapes do not fit"):
-        tiles_kernel.attend_tiles(q, k[..., :8], v, chosen, **arguments)
+        tiles_kernel.attend_tiles(q, k[..., :8], v, **arguments)
 
 
 # tile_block_mass
@@ -295,9 +273,9 @@ def mass_problem(tiles=5, rows=12, keys=70, dim=16, batch=2, heads=2, dtype=torc
 
 
 def check_mass(queries, k, lse, begins):
-    mass = mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    mass = mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.3))
     assert mass.dtype == torch.float32
-    expected = reference.tile_block_mass(queries, k, lse, begins, scaling=0.3)
+    expected = reference.tile_block_mass(queries, k, lse, begins, logits=Logits(0.3))
     torch.testing.assert_close(mass, expected, rtol=1e-5 if k.dtype == torch.float32 else 2e-3, atol=1e-6)
     return mass
 
@@ -332,25 +310,25 @@ def test_keys_behind_a_tile_leave_no_trace():
     begins = torch.full((5,), 33)
     clean = check_mass(queries, k, lse, begins)
     k[:, :, 33:] = float("nan")
-    assert torch.equal(mass_kernel.tile_block_mass(queries, k, lse, begins, scaling=0.3), clean)
+    assert torch.equal(mass_kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.3)), clean)
 
 
 def test_what_mass_refuses():
     queries, k, lse, begins = mass_problem()
     with pytest.raises(UnsupportedError, match="float64"):
-        mass_kernel.tile_block_mass(queries.double(), k.double(), lse, begins, scaling=0.3)
+        mass_kernel.tile_block_mass(queries.double(), k.double(), lse, begins, logits=Logits(0.3))
     with pytest.raises(UnsupportedError, match="above 256"):
-        mass_kernel.tile_block_mass(*mass_problem(dim=264), scaling=0.3)
+        mass_kernel.tile_block_mass(*mass_problem(dim=264), logits=Logits(0.3))
     with pytest.raises(ValueError, match="shapes do not fit"):
-        mass_kernel.tile_block_mass(queries, k, lse[..., 1:], begins, scaling=0.3)
+        mass_kernel.tile_block_mass(queries, k, lse[..., 1:], begins, logits=Logits(0.3))
 
 
 def test_the_verb_gives_the_same_with_the_kernel(monkeypatch):
     """`tile_mass` as a method calls it, in parts of tiles."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
     q, k, v = problem(shape)
-    lse = ops.attend_causal(q, k, v, scaling=0.3, offset=13, need_lse=True).lse
-    how = {"tile": 8, "scaling": 0.3, "offset": 13}
+    lse = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=13, need_lse=True).lse
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 13}
     expected = list(ops.tile_mass(q, k, lse, **how))
     monkeypatch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
     found = list(ops.tile_mass(q, k, lse, **how))

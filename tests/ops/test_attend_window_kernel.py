@@ -51,8 +51,8 @@ def _compiled(capability, dtype, dim, value_dim, softcap, block_size=0):
         kernel._attend_window,
         {
             **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
-            **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
-            **{f"{x}_stride_d": 1 for x in ("q", "k", "v")},
+            **{f"{x}_strides": ("i32:16", "i32:16", "i32:16", 1) for x in ("q", "k", "v")},
+            "out_strides": ("i32:16", "i32:16", "i32:16"),
             **dict.fromkeys(("num_heads", "group", "length", "offset", "sinks"), "i32"),
             "lower_ptr": "*i64:16",
             "lower_stride": 1,

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import _math
+from foveate.ops import Logits, _math
 from foveate.ops.attend import chosen as chosen_keys
-from foveate.ops.attend import tiles
 from foveate.ops.select.bits import WORD_KEYS, TileKeys, keys_of_bits, set_bits
 from tests.problems import LargestTensor, Shape, assert_close, problem
 
@@ -39,7 +38,7 @@ def packed(indices, counts):
 
 
 def lists(indices, counts):
-    """The keys of each tile, ascending, -1 behind them, one tile behind the other."""
+    """The keys of each tile, ascending, -1 after them, one tile after the other."""
     none = torch.iinfo(torch.int32).max
     ordered = indices.masked_fill(indices < 0, none).sort(-1).values
     ordered = ordered.masked_fill(ordered == none, -1)
@@ -108,14 +107,14 @@ def tiles_of(shape, tile, share, heads):
 
 
 @pytest.mark.parametrize("room", [1, 500, 1 << 20])
-@pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize(("heads", "mapped"), [(2, None), (2, [1, 1]), (1, None)])
-def test_attention_over_bits_is_that_over_lists(monkeypatch, room, rest, heads, mapped):
+def test_attention_over_bits_is_that_over_lists(monkeypatch, room, heads, mapped):
     q, k, v = problem(SHAPE, extra=3)
     chosen, indices = tiles_of(SHAPE, 8, 0.4, heads)
     mapped = None if mapped is None else torch.tensor(mapped)
-    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": rest, "heads": mapped}
-    expected = ops.attend_tiles(q, k, v, indices.expand(-1, 2, -1), starts=chosen.starts, **how).out
+    how = {"tile": 8, "logits": Logits(0.3), "offset": 14, "heads": mapped}
+    counts = chosen.starts.diff().int().expand(2, 2, -1)
+    expected = ops.attend_tiles(q, k, v, indices.expand(-1, 2, -1), starts=chosen.starts, counts=counts, **how).out
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
     assert_close(ops.attend_tile_keys(q, k, v, chosen, **how).out, expected)
 
@@ -137,36 +136,15 @@ def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
         chosen, indices = tiles_of(shape, 8, 0.5, 2)
         assert indices.nbytes > 3 * room
         with LargestTensor() as gauge:
-            out = ops.attend_tile_keys(q, k, v, chosen, tile=8, scaling=0.3).out
+            out = ops.attend_tile_keys(q, k, v, chosen, tile=8, logits=Logits(0.3)).out
         largest.append(gauge.bytes)
         assert gauge.bytes <= max(8 * room, out.nbytes), gauge.what
     assert largest[1] <= max(largest[0], out.nbytes)
     assert room / 2 < max(lists_of) <= room, "as much as there is room for"
 
 
-def test_sums_for_the_rest_are_computed_once(monkeypatch):
-    """From all keys and values, in whichever pieces the tiles are read; those of other tiles are refused."""
-    q, k, v = problem(SHAPE)
-    chosen, indices = tiles_of(SHAPE, 8, 0.4, 2)
-    summed, sums_before = [], tiles.sums_before
-    monkeypatch.setattr(tiles, "sums_before", lambda *how: summed.append(how) or sums_before(*how))
-    monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
-    how = {"tile": 8, "scaling": 0.3, "offset": 14, "rest": True}
-    ops.attend_tile_keys(q, k, v, chosen, **how)
-    assert len(summed) == 2
-    assert all(one[1:] == (8, 8, 11) for one in summed)
-    sums = tuple(sums_before(*one) for one in summed)
-    given, own = (ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=x, **how).out for x in (sums, None))
-    assert torch.equal(given, own)
-    for wrong, said in ((sums[1][:, :, 1:], r"\(2, 2, 10, 16\) in torch.float32"), (sums[1].half(), "torch.float16")):
-        with pytest.raises(
-            ValueError, match=rf"sums of values must be \(2, 2, 11, 16\) in torch.float32, not .*{said}"
-        ):
-            ops.attend_tiles(q, k, v, indices, starts=chosen.starts, sums=(sums[0], wrong), **how)
-
-
 def test_tiles_without_keys_are_refused():
     q, k, v = problem(SHAPE)
     chosen, _ = tiles_of(SHAPE, 8, 0.4, 2)
     with pytest.raises(ValueError, match="keys of 11 tiles do not fit 6 tiles of queries"):
-        ops.attend_tile_keys(q, k, v, chosen, tile=16, scaling=0.3, offset=14)
+        ops.attend_tile_keys(q, k, v, chosen, tile=16, logits=Logits(0.3), offset=14)

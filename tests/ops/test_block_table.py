@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import BlockTable
-from tests.problems import BLOCK_LAYOUTS, in_blocks
+from foveate.ops import BlockTable, Logits
+from tests.problems import BLOCK_LAYOUTS, in_blocks, listed
 
-SCALING = {"scaling": 0.3}
+SCALING = {"logits": Logits(0.3)}
 SIZES = pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 LAYOUTS = pytest.mark.parametrize("layout", BLOCK_LAYOUTS)
 
@@ -89,15 +89,13 @@ def test_verbs_of_prompts(block_size, layout):
     how, where = {"offset": 30, **SCALING}, {"block_table": table}
     lower = torch.arange(20, 40)
     for verb, given, more in [
-        (ops.attend_causal, (), {"softcap": 5.0, "need_lse": True}),
+        (ops.attend_causal, (), {"logits": ops.Logits(0.3, softcap=5.0), "need_lse": True}),
         (ops.attend_window, (), {"lower": lower, "sinks": 3}),
-        (ops.attend_tiles, (indices,), {"tile": 4}),
-        (ops.attend_tiles, (indices,), {"tile": 4, "rest": True}),
+        (ops.attend_tiles, (), {"tile": 4, **listed(indices)}),
         (ops.attend_tile_keys, (chosen,), {"tile": 4}),
-        (ops.attend_tile_keys, (chosen,), {"tile": 4, "rest": True}),
     ]:
-        found = verb(q, *memory, *given, **how, **more, **where)
-        expected = verb(q, k, v, *given, **how, **more)
+        found = verb(q, *memory, *given, **how | more, **where)
+        expected = verb(q, k, v, *given, **how | more)
         for x, y in zip(found, expected):
             assert x is y is None or torch.equal(x, y)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import Logits
 
 Q, K, V = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
 PAGES = torch.tensor([0, 2]).expand(2, 2, 2)
@@ -11,7 +12,7 @@ TOKENS = torch.arange(4, dtype=torch.int32).expand(2, 1, 4)
 
 
 def attend(q=Q, k=K, v=V, **how):
-    return ops.attend(q, k, v, scaling=0.3, **how)
+    return ops.attend(q, k, v, logits=Logits(0.3), **how)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_attend(given, message):
             attend(**given, **more)
     if "mask" not in given:
         with pytest.raises(ValueError, match=message):
-            ops.attend_pooled(**{"q": Q, "k": K, "v": V, "scaling": 0.3} | given)
+            ops.attend_pooled(**{"q": Q, "k": K, "v": V, "logits": Logits(0.3)} | given)
 
 
 def test_a_mask_and_lengths():
@@ -48,12 +49,12 @@ def test_offset(offset):
     q = torch.randn(2, 4, 4, 8)
     for verb, more in ((ops.attend_causal, {}), (ops.attend_window, {"lower": torch.zeros(4, dtype=torch.long)})):
         with pytest.raises(ValueError, match="offset must be an integer of at least 0"):
-            verb(q, K, V, scaling=0.3, offset=offset, **more)
+            verb(q, K, V, logits=Logits(0.3), offset=offset, **more)
 
 
 def test_sinks_of_a_window():
     with pytest.raises(ValueError, match="sinks must be an integer of at least 0, not -2"):
-        ops.attend_window(Q, K, V, scaling=0.3, lower=torch.zeros(1, dtype=torch.long), sinks=-2)
+        ops.attend_window(Q, K, V, logits=Logits(0.3), lower=torch.zeros(1, dtype=torch.long), sinks=-2)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +68,14 @@ def test_sinks_of_a_window():
 )
 def test_pages(pages, size, message):
     with pytest.raises(ValueError, match=message):
-        ops.attend_pages(Q, K, V, pages, size, scaling=0.3)
+        ops.attend_pages(Q, K, V, pages, size, logits=Logits(0.3))
     with pytest.raises(ValueError, match=message):
-        ops.pooled_mass_of_pages(Q, K, pages, size, scaling=0.3)
+        ops.pooled_mass_of_pages(Q, K, pages, size, logits=Logits(0.3))
 
 
 def test_indices():
     with pytest.raises(ValueError, match="indices must be below 16, or -1 for none, not 17"):
-        ops.attend_indices(Q, K, V, PAGES + 15, scaling=0.3)
+        ops.attend_indices(Q, K, V, PAGES + 15, logits=Logits(0.3))
 
 
 @pytest.mark.parametrize("block", [-1, 5])
@@ -82,7 +83,7 @@ def test_a_block_that_is_not_there(block):
     """It is refused where a key is read, and may be anything elsewhere."""
     memory = torch.randn(2, 5, 2, 8, 8)
     table = ops.BlockTable(torch.tensor([[0, 1], [2, block]]), 16)
-    how, short, mask = {"scaling": 0.3, "block_table": table}, torch.tensor([16, 8]), torch.arange(16) < 8
+    how, short, mask = {"logits": Logits(0.3), "block_table": table}, torch.tensor([16, 8]), torch.arange(16) < 8
     indices = PAGES.expand(2, 2, 2)
     for call in (
         lambda: ops.attend(Q, *memory, **how),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.score import reference
 from tests.combinations import every_pair
 from tests.kernels import assert_compiled_well, compile_for
@@ -74,14 +74,14 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
 @pytest.fixture
 def problem():
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 8, 16)
-    return {"q": q, "k": k, "lse": torch.full(q.shape[:3], 3.0), "scaling": 0.3, "offset": 3}
+    return {"q": q, "k": k, "lse": torch.full(q.shape[:3], 3.0), "logits": Logits(0.3), "offset": 3}
 
 
 @pytest.fixture
 def zeros(monkeypatch):
     """A verb whose kernel answers zeros, but for head dims below 16, and is chosen on every device."""
 
-    def column_mass(q, k, lse, *, scaling, offset=0, softcap=None, out=None):
+    def column_mass(q, k, lse, *, logits, offset=0, out=None):
         if q.shape[-1] < 16:
             raise _dispatch.UnsupportedError("head dims below 16")
         return torch.zeros(k.shape[:3])
@@ -96,6 +96,13 @@ def test_a_cpu_takes_the_reference_without_a_word(problem):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(ops.column_mass(**problem), reference.column_mass(**problem))
+
+
+def test_sinks_are_on_the_device_of_the_kernel_too(problem, zeros, monkeypatch):
+    seen, sinks = [], torch.zeros(4)
+    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: seen.extend(tensors))
+    zeros(**problem | {"logits": Logits(0.3, sinks)})
+    assert [x.shape for x in seen] == [x.shape for x in (*(problem[name] for name in ("q", "k", "lse")), sinks)]
 
 
 def test_kernels_can_be_switched_off(problem, zeros, monkeypatch):

@@ -203,23 +203,6 @@ def test_a_large_mass_takes_the_whole_page():
     assert ops.importance_weights(mass, 1.0).tolist() == [[[[0.25] * 4, [0.0, 1.0, 0.0, 0.0]]]]
 
 
-def test_root_weights_are_in_proportion_to_the_square_root():
-    recent = torch.rand(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
-    weights, roots = ops.root_weights(recent), recent.double().sqrt()
-    assert_close(weights, roots / roots.sum(-1, keepdim=True))
-    assert weights.dtype == torch.float32
-
-
-def test_children_that_got_nothing_weigh_alike():
-    recent = torch.zeros(1, 1, 3, 4)
-    recent[..., 1, 2] = 1.0
-    recent[..., 2, :2] = 0.25
-    weights = ops.root_weights(recent)[0, 0]
-    assert weights[0].tolist() == [0.25] * 4
-    assert_close(weights[1], torch.tensor([0.0, 0.0, 1.0, 0.0]))
-    assert_close(weights[2], torch.tensor([0.5, 0.5, 0.0, 0.0]))
-
-
 # bound_newest
 
 

@@ -94,9 +94,6 @@ def _compile_attention(
     (assert_compiled_well_in_blocks if block_size else assert_compiled_well)(compiled, capability, half)
 
 
-RAGGED = (("masked", "bounded"), [(False, False), (True, False), (False, True)])
-
-
 @every_pair(
     CAPABILITIES,
     SHAPES,
@@ -163,18 +160,18 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
 @every_pair(
     CAPABILITIES,
     SHAPES,
-    RAGGED,
+    ("bounded", [False, True]),
     ("softcap", [0.0, 50.0]),
-    besides=[(90, "fp32", 128, 8, True, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
+    besides=[(90, "fp32", 128, 8, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
 )
-def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded, softcap):
-    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, softcap)
+def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, softcap):
+    compiled = _scoring(capability, dtype, dim, heads, bounded, softcap)
     assert_compiled_well(compiled, capability, dtype != "fp32")
 
 
-@every_pair(CAPABILITIES, SHAPES, RAGGED, BLOCK_SIZES)
-def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, masked, bounded, block_size):
-    compiled = _scoring(capability, dtype, dim, heads, masked, bounded, 0.0, block_size=block_size)
+@every_pair(CAPABILITIES, SHAPES, ("bounded", [False, True]), BLOCK_SIZES)
+def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, block_size):
+    compiled = _scoring(capability, dtype, dim, heads, bounded, 0.0, block_size=block_size)
     assert_compiled_well_in_blocks(compiled, capability, dtype != "fp32")
 
 
@@ -190,13 +187,13 @@ def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, bounded, page_size, block_size, softcap
 ):
     how = {"page_size": page_size, "block_size": block_size}
-    compiled = _scoring(capability, dtype, dim, heads, False, bounded, softcap, **how)
+    compiled = _scoring(capability, dtype, dim, heads, bounded, softcap, **how)
     half = dtype != "fp32"
     spilled = 120 if not half else 16 if block_size else 8  # where a key of a page is takes registers
     assert_compiled_well(compiled, capability, half, spilled=spilled)
 
 
-def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, block_size=0, page_size=0):
+def _scoring(capability, dtype, dim, heads, bounded, softcap, block_size=0, page_size=0):
     """The compiled kernel that keeps logits; ``page_size``: of the keys of pages."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
@@ -209,7 +206,7 @@ def _scoring(capability, dtype, dim, heads, masked, bounded, softcap, block_size
             "k_ptr": f"*{dtype}:16",
             "q_strides": ("i32:16", "i32:16", 1),
             "k_strides": ("i32:16", "i32:16", "i32:16", 1),
-            "chosen_ptr": "*i32:16" if page_size else "*i8" if masked else None,
+            "chosen_ptr": "*i32:16" if page_size else None,
             "table_ptr": "*i32" if block_size else None,
             "table_stride": "i32" if block_size else None,
             "logit_ptr": "*i16:16" if half else "*fp32:16",

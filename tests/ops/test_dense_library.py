@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import _dispatch
+from foveate.ops import Logits, _dispatch
 from foveate.ops.attend import dense, library
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PYTORCH, CuDNN, FlashAttention3, Library
@@ -38,9 +38,9 @@ class StandIn(Library):
     def limit(self, q, k, v, offset, softcap):
         return "" if self.takes_caps or softcap is None else "it caps no logits"
 
-    def attend(self, q, k, v, scaling, offset, softcap, need_lse):
-        self.calls.append((tuple(q.shape), offset, softcap))
-        return self.fault(in_fp64(q, k, v, scaling, softcap), q, offset)
+    def attend(self, q, k, v, logits, offset, need_lse):
+        self.calls.append((tuple(q.shape), offset, logits.softcap))
+        return self.fault(in_fp64(q, k, v, logits.scaling, logits.softcap), q, offset)
 
 
 def in_fp64(q, k, v, scaling, softcap=None):
@@ -67,11 +67,11 @@ def used(monkeypatch):
     return use
 
 
-def attended(dtype=torch.float16, shape=SHAPE, **how):
+def attended(dtype=torch.float16, shape=SHAPE, softcap=None, **how):
     """Attention of a problem, and the same in fp64."""
     q, k, v = problem(shape, dtype=dtype, layout="slots", extra=3)
-    found = ops.attend_causal(q, k, v, scaling=0.125, offset=shape.offset, **how)
-    expected = in_fp64(q.double(), *(x[:, :, : shape.keys] for x in (k, v)), 0.125, how.get("softcap"))
+    found = ops.attend_causal(q, k, v, logits=Logits(0.125, softcap=softcap), offset=shape.offset, **how)
+    expected = in_fp64(q.double(), *(x[:, :, : shape.keys] for x in (k, v)), 0.125, softcap)
     return found, expected
 
 
@@ -128,20 +128,20 @@ def another_without_the_lse():
 
 
 FAULTS = {
-    "another output": (of_other_keys, "its output of 77 queries behind 0 keys differs from fp32"),
-    "one vector": (one_row_wrong, "its output of 77 queries behind 0 keys differs from fp32 by 0.05"),
+    "another output": (of_other_keys, "its output of 77 queries after 0 keys differs from fp32"),
+    "one vector": (one_row_wrong, "its output of 77 queries after 0 keys differs from fp32 by 0.05"),
     "NaN": (lambda one, q, offset: one._replace(out=one.out * math.nan), "differs from fp32 by nan"),
     "wrong at an offset": (
         lambda one, q, offset: of_other_keys(one, q, offset) if offset else one,
-        "its output of 130 queries behind 213 keys differs from fp32",
+        "its output of 130 queries after 213 keys differs from fp32",
     ),
     "wrong for one query": (
         lambda one, q, offset: one._replace(out=-one.out) if q.shape[2] == 1 else one,
-        "its output of 1 queries behind 301 keys differs from fp32",
+        "its output of 1 queries after 301 keys differs from fp32",
     ),
     "log2": (lambda one, q, offset: one._replace(lse=one.lse / math.log(2)), "its log-sum-exp of 77 .* differs"),
     "a constant": (lambda one, q, offset: one._replace(lse=one.lse + 0.002), "its log-sum-exp of 77 .* by 0.002"),
-    "no lse": (lambda one, q, offset: one._replace(lse=None), "its log-sum-exp of 77 queries behind 0 keys is None"),
+    "no lse": (lambda one, q, offset: one._replace(lse=None), "its log-sum-exp of 77 queries after 0 keys is None"),
     "lse in half": (lambda one, q, offset: one._replace(lse=one.lse.half()), "its log-sum-exp .* is torch.float16"),
     "lse of another shape": (lambda one, q, offset: one._replace(lse=one.lse[..., None]), "its log-sum-exp .* is"),
     "another dtype": (lambda one, q, offset: one._replace(out=one.out.float()), "its output .* is torch.float32"),
@@ -225,18 +225,18 @@ def test_autograd_is_recorded_as_before(used):
     q.requires_grad_()
     for offset in (0, SHAPE.offset):
         some, keys = q[:, :, : SHAPE.keys - offset], offset + min(SHAPE.queries, SHAPE.keys - offset)
-        out = ops.attend_causal(some, k[:, :, :keys], v[:, :, :keys], scaling=0.125, offset=offset).out
+        out = ops.attend_causal(some, k[:, :, :keys], v[:, :, :keys], logits=Logits(0.125), offset=offset).out
         assert out.grad_fn is not None
     assert not one.calls
     with torch.no_grad():
-        ops.attend_causal(q, k, v, scaling=0.125, offset=SHAPE.offset)
+        ops.attend_causal(q, k, v, logits=Logits(0.125), offset=SHAPE.offset)
     assert one.calls
 
 
 def test_learned_sinks_take_their_share_of_a_library_s_result(used):
     one, (q, k, v) = used(StandIn()), problem(SHAPE)
     sinks = torch.randn(12)
-    how = {"scaling": 0.125, "offset": SHAPE.offset, "sink_logits": sinks, "need_lse": True}
+    how = {"logits": Logits(0.125, sinks), "offset": SHAPE.offset, "need_lse": True}
     found, expected = ops.attend_causal(q, k, v, **how), dense.attend_causal(q, k, v, **how)
     assert one.calls
     assert_close(found.out, expected.out)
@@ -246,7 +246,7 @@ def test_learned_sinks_take_their_share_of_a_library_s_result(used):
 def test_the_reference_is_textbook_attention():
     q, k, v = problem(SHAPE, extra=3)
     expected = naive(q, *(x[:, :, : SHAPE.keys] for x in (k, v)), 0.125, causal_mask(SHAPE.queries, SHAPE.offset))
-    found = dense.attend_causal(q, k, v, scaling=0.125, offset=SHAPE.offset, need_lse=True)
+    found = dense.attend_causal(q, k, v, logits=Logits(0.125), offset=SHAPE.offset, need_lse=True)
     assert_close(found.out, expected.out)
     assert_close(found.lse, expected.lse)
 

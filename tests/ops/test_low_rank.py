@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate import ops
+from foveate.ops import Logits
 from foveate.ops.compress.low_rank import factors
 from tests.problems import LargestTensor, in_buffer
 
@@ -175,7 +176,7 @@ def test_masses_are_those_of_the_approximated_keys(form, softcap, weighted):
     records = ops.compress_pages(keys, form, weights)
     lengths = torch.tensor([[0, 9], [4, 30]])
     records[torch.arange(9) >= lengths[..., None]] = 255
-    found = ops.page_lse(rows, records, form, 0.3, weights=weights, lengths=lengths, softcap=softcap)
+    found = ops.page_lse(rows, records, form, logits=Logits(0.3, softcap=softcap), weights=weights, lengths=lengths)
     approximated = factors(records, form).keys().flatten(2, 3)
     approximated = approximated if weights is None else approximated / weights[:, :, None]
     expected = logits(rows, approximated, form, 0.3)
@@ -191,9 +192,9 @@ def test_masses_over_the_largest_of_each_head(pool):
     form, q, lengths = FORMS[0], draw(2, 6, 1, 64, seed=1), torch.tensor([[9, 7], [5, 0]])
     records = ops.compress_pages(draw(2, 2, 9 * 16, 64), form)
     records[torch.arange(9) >= lengths[..., None]] = 255
-    how = {"scaling": 0.3, "pooling": "of_largest", "lengths": lengths, "pool": pool}
+    how = {"logits": Logits(0.3), "pooling": "of_largest", "lengths": lengths, "pool": pool}
     found = ops.pooled_mass_of_records(q, records, form, **how)
-    lse = ops.page_lse(q.view(2, 2, 3, 64), records, form, 0.3, lengths=lengths)
+    lse = ops.page_lse(q.view(2, 2, 3, 64), records, form, logits=Logits(0.3), lengths=lengths)
     for row in range(2):
         heads = [(lse[row, own, member, : int(lengths[row, own])], own) for own in range(2) for member in range(3)]
         for group in range(2) if pool == "kv_head" else [None]:
@@ -211,7 +212,7 @@ def test_masses_are_close_to_the_pages_own():
     keys = (keys + 0.1 * draw(1, 2, 40, 16, 64, seed=3)).flatten(2, 3)
     rows = draw(1, 2, 4, 64, seed=4)
     true = logits(rows, keys, form, 0.3).logsumexp(-1)
-    found = ops.page_lse(rows, ops.compress_pages(keys, form), form, 0.3)
+    found = ops.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
     by_mean = logits(rows, keys, form, 0.3).mean(-1) + torch.tensor(16.0).log()
     assert (found - true).abs().mean() < 0.1 * (by_mean - true).abs().mean()
 
@@ -236,8 +237,10 @@ def test_weights_keep_what_queries_use():
     q = draw(1, 8, 16, 64, seed=1) * (3 * channels).float().clamp_min(0.05)
     weights, rows = ops.channel_weights(q, 2), ops.fold_group(q[:, :, -1:], 2)
     true = logits(rows, keys, form, 0.3).logsumexp(-1)
-    with_weights = ops.page_lse(rows, ops.compress_pages(keys, form, weights), form, 0.3, weights=weights)
-    without = ops.page_lse(rows, ops.compress_pages(keys, form), form, 0.3)
+    with_weights = ops.page_lse(
+        rows, ops.compress_pages(keys, form, weights), form, logits=Logits(0.3), weights=weights
+    )
+    without = ops.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
     assert (with_weights - true).abs().mean() < 0.7 * (without - true).abs().mean()
 
 
@@ -246,5 +249,5 @@ def test_nothing_as_large_as_the_logits_of_all_keys(monkeypatch):
     form, keys, rows = FORMS[0], draw(1, 2, 16 * 500, 64), draw(1, 2, 8, 64)
     with LargestTensor() as largest:
         records = ops.compress_pages(keys, form)
-        ops.page_lse(rows, records, form, 0.3)
+        ops.page_lse(rows, records, form, logits=Logits(0.3))
     assert largest.bytes <= 1 << 20, largest.what

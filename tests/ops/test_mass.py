@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
+from foveate.ops import Logits
 from tests.helpers import assert_close
 
 INF = float("inf")
@@ -115,10 +116,10 @@ def draw_pages(seed, temperature, clustered, batch=2, heads=2, group=3, pages=12
     q = torch.randn(batch, heads, group, dim, generator=generator) / temperature
     centres = torch.randn(batch, heads, pages, 1, dim, generator=generator)
     k = centres * clustered + torch.randn(batch, heads, pages, size, dim, generator=generator) * (1 - clustered)
-    raw = ops.key_logits(q, torch.randn(batch, heads, raw, dim, generator=generator), 1.0)
-    logits = ops.key_logits(q, k.flatten(2, 3), 1.0)
+    raw = ops.key_logits(q, torch.randn(batch, heads, raw, dim, generator=generator), Logits(1.0))
+    logits = ops.key_logits(q, k.flatten(2, 3), Logits(1.0))
     upper = ops.largest_logit(q, k.amin(3), k.amax(3), 1.0) + math.log(size)
-    lower = ops.key_logits(q, k.mean(3), 1.0) + math.log(size)
+    lower = ops.key_logits(q, k.mean(3), Logits(1.0)) + math.log(size)
     return logits.unflatten(-1, (pages, size)), raw, upper, lower
 
 

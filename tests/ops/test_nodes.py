@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
+from foveate.ops import Logits
 from tests.helpers import LAYOUTS, assert_close, in_buffer
 
 SCALING = 0.3
@@ -34,7 +35,7 @@ def draw(*size, seed=0, dtype=torch.float32):
 def test_logits_of_keys(size, layout, dtype):
     batch, heads, group, number, dim = size
     rows, k = draw(batch, heads, group, dim, dtype=dtype), draw(batch, heads, number, dim, seed=1, dtype=dtype)
-    logits = ops.key_logits(rows, in_buffer(k, layout), SCALING)
+    logits = ops.key_logits(rows, in_buffer(k, layout), Logits(SCALING))
     assert logits.dtype == torch.float32
     assert_close(logits, torch.einsum("bhgd,bhnd->bhgn", rows.double(), k.double()) * SCALING)
 
@@ -56,10 +57,10 @@ def test_deviation_is_that_of_the_logits_where_dimensions_are_independent():
     corners = torch.tensor(list(itertools.product([-1.0, 1.0], [0.0, 3.0], [2.0, 2.5])))[None, None, None]
     rows = draw(1, 1, 5, 3)
     page = ops.summarise(ops.Nodes(corners, corners), spread=True)
-    logits = ops.key_logits(rows, corners[:, :, 0], SCALING)
+    logits = ops.key_logits(rows, corners[:, :, 0], Logits(SCALING))
     deviation = ops.logit_deviation(rows, page.spread, SCALING)
     assert_close(deviation[..., 0], logits.std(-1, correction=0))
-    assert_close(ops.key_logits(rows, page.k, SCALING)[..., 0], logits.mean(-1))
+    assert_close(ops.key_logits(rows, page.k, Logits(SCALING))[..., 0], logits.mean(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -109,11 +109,11 @@ def test_a_token_goes_where_one_was_given_up_or_behind_the_others():
 
 @given(SCORES, st.data())
 def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
-    """Wherever the tokens lie, the survivors are those that keep_best would have chosen in the order of positions."""
+    """Whatever the slots, the survivors are those that keep_best would have chosen in the order of positions."""
     n = len(scores)
     protected = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     k = data.draw(st.integers(0, n - sum(protected)))
-    slots = data.draw(st.permutations(range(n)))  # slots[p]: where the token at position p lies
+    slots = data.draw(st.permutations(range(n)))  # slots[p]: the slot of the token at position p
     by_slot = sorted(range(n), key=lambda p: slots[p])
     alive = row([not protected[p] for p in by_slot])
     shuffled, positions = row([scores[p] for p in by_slot]), row(by_slot, torch.int32)

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import Logits
 from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score.reference import query_mass
 from tests.helpers import Shape, assert_close, problem
+from tests.problems import listed
 
 SHAPE = Shape(batch=2, kv_heads=2, group=3, queries=7, offset=20, dim=16, value_dim=12)
 SCALING = 0.3
@@ -43,13 +45,13 @@ def test_attention_and_its_mass(sinks):
     q, k, v = problem(SHAPE)
     mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
     mask[0, :, 3] = False  # this query sees nothing but the sinks
-    found = decode.attend(q, k, v, scaling=SCALING, mask=mask, sink_logits=sinks, need_lse=True, need_mass=True)
+    found = decode.attend(q, k, v, logits=Logits(SCALING, sinks), mask=mask, need_lse=True, need_mass=True)
     weights, lse = written_out(q, k, sinks, mask)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
     assert not found.out[0, :, 3].any()
-    alone = decode.attend(q, k, v, scaling=SCALING, mask=mask, sink_logits=sinks)
+    alone = decode.attend(q, k, v, logits=Logits(SCALING, sinks), mask=mask)
     assert torch.equal(alone.out, found.out)
     assert alone.lse is None
 
@@ -61,7 +63,7 @@ def test_causal_attention_with_gradients(sinks, offset, one):
     q, k, v = problem(shape, extra=3)
     q.requires_grad_()
     sinks.requires_grad_()
-    found = one.attend_causal(q, k, v, scaling=SCALING, offset=offset, sink_logits=sinks, need_lse=True)
+    found = one.attend_causal(q, k, v, logits=Logits(SCALING, sinks), offset=offset, need_lse=True)
     weights, lse = written_out(q, k[:, :, : shape.keys], sinks, causal(shape))
     expected = output(weights, v[:, :, : shape.keys])
     assert_close(found.out, expected)
@@ -76,7 +78,7 @@ def test_windows(sinks):
     q, k, v = problem(SHAPE)
     position = torch.arange(SHAPE.offset, SHAPE.keys)
     lower = position - 5
-    found = window.attend_window(q, k, v, scaling=SCALING, lower=lower, sinks=2, offset=20, sink_logits=sinks)
+    found = window.attend_window(q, k, v, logits=Logits(SCALING, sinks), lower=lower, sinks=2, offset=20)
     keys = torch.arange(SHAPE.keys)
     mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
     assert_close(found.out, output(written_out(q, k, sinks, mask)[0], v))
@@ -88,7 +90,7 @@ def test_chosen_keys_and_pages(sinks):
     indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [-1, -1, -1, -1]]])
     mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
     mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_indices(q, k, v, indices, scaling=SCALING, sink_logits=sinks, need_lse=True, need_mass=True)
+    found = decode.attend_indices(q, k, v, indices, logits=Logits(SCALING, sinks), need_lse=True, need_mass=True)
     weights, lse = written_out(q, k, sinks, mask)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
@@ -97,7 +99,7 @@ def test_chosen_keys_and_pages(sinks):
     pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [-1, -1]]])
     mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
     mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_pages(q, k, v, pages, 4, scaling=SCALING, sink_logits=sinks)
+    found = decode.attend_pages(q, k, v, pages, 4, logits=Logits(SCALING, sinks))
     assert_close(found.out, output(written_out(q, k, sinks, mask)[0], v))
 
 
@@ -105,7 +107,7 @@ def test_chosen_keys_and_pages(sinks):
 @pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
 def test_pooled_mass(sinks, pooling, pool):
     q, k, v = problem(SHAPE._replace(queries=1))
-    how = {"scaling": SCALING, "pooling": pooling, "pool": pool, "sink_logits": sinks}
+    how = {"logits": Logits(SCALING, sinks), "pooling": pooling, "pool": pool}
     weights, lse = written_out(q, k, sinks, torch.ones(k.shape[2], dtype=torch.bool))
     mass = weights[:, :, 0].sqrt() if pooling == "sqrt" else weights[:, :, 0]
     mass = by_kv_head(mass) if pool == "kv_head" else mass[:, None]
@@ -117,20 +119,19 @@ def test_pooled_mass(sinks, pooling, pool):
     assert_close(found.lse, lse)
 
 
-@pytest.mark.parametrize("rest", [False, True])
-def test_tiles(sinks, rest):
+def test_tiles(sinks):
     """Over all keys before each tile: causal attention. Over some: what it is without sinks, times their share."""
     shape = SHAPE._replace(queries=12)
     q, k, v = problem(shape)
-    how = {"tile": 8, "scaling": SCALING, "offset": 20, "rest": rest}
+    how, beside = {"tile": 8, "offset": 20}, Logits(SCALING, sinks)
     before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
-    found = tiles.attend_tiles(q, k, v, before.expand(2, 2, 2, 24), sink_logits=sinks, **how)
+    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), logits=beside, **how)
     weights, _ = written_out(q, k, sinks, causal(shape))
     assert_close(found.out, output(weights, v))
-    some = before.masked_fill(torch.arange(24) % 3 == 0, -1).expand(2, 2, 2, 24)
-    with_sinks = tiles.attend_tiles(q, k, v, some, sink_logits=sinks, **how).out
-    low = tiles.attend_tiles(q, k, v, some, sink_logits=torch.full_like(sinks, -1e4), **how).out
-    assert_close(low, tiles.attend_tiles(q, k, v, some, **how).out)
+    some = listed(before.masked_fill(torch.arange(24) % 3 == 0, -1).expand(2, 2, 2, 24))
+    with_sinks = tiles.attend_tiles(q, k, v, **some, logits=beside, **how).out
+    low = tiles.attend_tiles(q, k, v, **some, logits=Logits(SCALING, torch.full_like(sinks, -1e4)), **how).out
+    assert_close(low, tiles.attend_tiles(q, k, v, **some, logits=Logits(SCALING), **how).out)
     share = (with_sinks / low).mean(-1)  # one factor for all dims of a query
     torch.testing.assert_close(with_sinks, low * share[..., None], rtol=1e-3, atol=1e-4)
     assert bool(((share > 0) & (share < 1)).all())
@@ -139,11 +140,11 @@ def test_tiles(sinks, rest):
 def test_mass_of_a_few_queries(sinks):
     q, k, _ = problem(SHAPE)
     weights, _ = written_out(q, k, sinks, causal(SHAPE))
-    assert_close(query_mass(q, k, scaling=SCALING, offset=20, sink_logits=sinks), weights.sum(2))
+    assert_close(query_mass(q, k, logits=Logits(SCALING, sinks), offset=20), weights.sum(2))
 
 
 def test_sinks_of_other_heads(sinks):
     q, k, v = problem(SHAPE)
     for call in (ops.attend, ops.attend_causal):
         with pytest.raises(ValueError, match="one logit for each of 6 heads, not \\(5,\\)"):
-            call(q, k, v, scaling=SCALING, sink_logits=sinks[:5])
+            call(q, k, v, logits=Logits(SCALING, sinks[:5]))

@@ -1,15 +1,15 @@
 """Capped logits, ``softcap * tanh(logit / softcap)``: every reference against a softmax written out."""
 
-import math
-
 import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import Logits
 from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
 from tests.helpers import LargestTensor, Shape, assert_close, problem
+from tests.problems import listed
 
 SHAPE = Shape(batch=2, kv_heads=2, group=3, queries=7, offset=20, dim=16, value_dim=12)
 SCALING = 1.5
@@ -54,9 +54,10 @@ def test_attention_and_its_mass(softcap, with_sinks, sinks):
     """Sinks are not capped."""
     q, k, v = problem(SHAPE)
     mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
-    how = {"scaling": SCALING, "mask": mask, "softcap": softcap, "sink_logits": sinks if with_sinks else None}
+    sinks = sinks if with_sinks else None
+    how = {"logits": Logits(SCALING, sinks, softcap), "mask": mask}
     found = decode.attend(q, k, v, need_lse=True, need_mass=True, **how)
-    weights, lse = written_out(q, k, softcap, mask, how["sink_logits"])
+    weights, lse = written_out(q, k, softcap, mask, sinks)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
@@ -72,9 +73,10 @@ def test_causal_attention_with_gradients(softcap, with_sinks, offset, one, sinks
     q, k, v = problem(shape, extra=3)
     q.requires_grad_()
     k = k.nan_to_num(0.0).requires_grad_()
-    how = {"scaling": SCALING, "offset": offset, "softcap": softcap, "sink_logits": sinks if with_sinks else None}
+    sinks = sinks if with_sinks else None
+    how = {"logits": Logits(SCALING, sinks, softcap), "offset": offset}
     found = one.attend_causal(q, k, v, need_lse=True, **how)
-    weights, lse = written_out(q, k[:, :, : shape.keys], softcap, causal(shape), how["sink_logits"])
+    weights, lse = written_out(q, k[:, :, : shape.keys], softcap, causal(shape), sinks)
     expected = output(weights, v[:, :, : shape.keys])
     assert_close(found.out, expected)
     assert_close(found.lse, lse)
@@ -89,7 +91,7 @@ def test_long_prompts_have_no_matrix(monkeypatch):
     length = 1024
     q, k, v = (torch.randn(1, heads, length, 8) for heads in (4, 2, 2))
     with LargestTensor() as largest:
-        dense.attend_causal(q, k, v, scaling=SCALING, softcap=5.0)
+        dense.attend_causal(q, k, v, logits=Logits(SCALING, softcap=5.0))
     assert largest.bytes <= 4 << 16
 
 
@@ -97,11 +99,11 @@ def test_windows(sinks):
     q, k, v = problem(SHAPE)
     position, keys = torch.arange(SHAPE.offset, SHAPE.keys), torch.arange(SHAPE.keys)
     lower = position - 5
-    how = {"scaling": SCALING, "lower": lower, "sinks": 2, "offset": 20}
+    how = {"lower": lower, "sinks": 2, "offset": 20}
     mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
-    for logits in (None, sinks):
-        found = window.attend_window(q, k, v, sink_logits=logits, softcap=5.0, **how)
-        assert_close(found.out, output(written_out(q, k, 5.0, mask, logits)[0], v))
+    for learned in (None, sinks):
+        found = window.attend_window(q, k, v, logits=Logits(SCALING, learned, 5.0), **how)
+        assert_close(found.out, output(written_out(q, k, 5.0, mask, learned)[0], v))
 
 
 @each_cap
@@ -111,7 +113,9 @@ def test_chosen_keys_and_pages(softcap):
     indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [4, -1, -1, -1]]])
     mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
     mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_indices(q, k, v, indices, scaling=SCALING, softcap=softcap, need_lse=True, need_mass=True)
+    found = decode.attend_indices(
+        q, k, v, indices, logits=Logits(SCALING, softcap=softcap), need_lse=True, need_mass=True
+    )
     weights, lse = written_out(q, k, softcap, mask)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
@@ -120,7 +124,7 @@ def test_chosen_keys_and_pages(softcap):
     pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [4, -1]]])
     mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
     mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_pages(q, k, v, pages, 4, scaling=SCALING, softcap=softcap)
+    found = decode.attend_pages(q, k, v, pages, 4, logits=Logits(SCALING, softcap=softcap))
     assert_close(found.out, output(written_out(q, k, softcap, mask)[0], v))
 
 
@@ -129,9 +133,9 @@ def test_chosen_keys_and_pages(softcap):
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_pooled_mass(pooling, pool, with_sinks, sinks):
     q, k, v = problem(SHAPE._replace(queries=1))
-    how = {"scaling": SCALING, "pooling": pooling, "pool": pool, "softcap": 5.0}
-    how["sink_logits"] = sinks if with_sinks else None
-    weights, lse = written_out(q, k, 5.0, torch.ones(k.shape[2], dtype=torch.bool), how["sink_logits"])
+    sinks = sinks if with_sinks else None
+    how = {"logits": Logits(SCALING, sinks, 5.0), "pooling": pooling, "pool": pool}
+    weights, lse = written_out(q, k, 5.0, torch.ones(k.shape[2], dtype=torch.bool), sinks)
     mass = weights[:, :, 0].sqrt() if pooling == "sqrt" else weights[:, :, 0]
     mass = by_kv_head(mass) if pool == "kv_head" else mass[:, None]
     expected = mass.amax(2) if pooling == "max" else mass.mean(2)
@@ -143,37 +147,31 @@ def test_pooled_mass(pooling, pool, with_sinks, sinks):
 
 
 @each_cap
-@pytest.mark.parametrize("rest", [False, True])
-def test_tiles(softcap, rest):
-    """Over all keys before each tile, causal attention; over some, with a mean key that is capped as a key is."""
+def test_tiles(softcap):
+    """Over all keys before each tile, causal attention; over some, attention among these and the tile's own."""
     shape = SHAPE._replace(queries=12)
     q, k, v = problem(shape)
-    how = {"tile": 8, "scaling": SCALING, "offset": 20, "rest": rest, "softcap": softcap}
+    how = {"tile": 8, "logits": Logits(SCALING, softcap=softcap), "offset": 20}
     before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
-    found = tiles.attend_tiles(q, k, v, before.expand(2, 2, 2, 24), **how)
+    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), **how)
     assert_close(found.out, output(written_out(q, k, softcap, causal(shape))[0], v))
     some = before.masked_fill(torch.arange(24) % 3 == 0, -1)
-    found = tiles.attend_tiles(q, k, v, some.expand(2, 2, 2, 24), **how).out
+    found = tiles.attend_tiles(q, k, v, **listed(some.expand(2, 2, 2, 24)), **how).out
     for t, (start, queries) in enumerate(((16, slice(0, 4)), (24, slice(4, 12)))):
         chosen = some[t][some[t] >= 0]
-        left = torch.tensor(sorted(set(range(start)) - set(chosen.tolist())))
         own = torch.arange(start, min(start + 8, shape.keys))
         of = [x[:, :, torch.cat([chosen, own])] for x in (k, v)]
         logits = capped_logits(q[:, :, queries], of[0], softcap)
         seen = torch.cat([chosen, own]) <= torch.arange(20, shape.keys)[queries, None]
-        logits, values = logits.masked_fill(~seen, float("-inf")), of[1]
-        if rest:
-            mean = capped_logits(q[:, :, queries], k[:, :, left].double().mean(2, keepdim=True), softcap)
-            logits = torch.cat([logits, mean + math.log(len(left))], -1)
-            values = torch.cat([values.double(), v[:, :, left].double().mean(2, keepdim=True)], 2)
-        assert_close(found[:, :, queries], output(logits.softmax(-1), values))
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        assert_close(found[:, :, queries], output(weights, of[1]))
 
 
 @each_cap
 def test_masses_of_keys(softcap):
     q, k, _ = problem(SHAPE)
     weights, lse = written_out(q, k, softcap, causal(SHAPE))
-    how = {"scaling": SCALING, "offset": 20, "softcap": softcap}
+    how = {"logits": Logits(SCALING, softcap=softcap), "offset": 20}
     assert_close(masses.column_mass(q, k, lse.float(), **how), by_kv_head(weights.sum(2)).sum(2))
     assert_close(masses.query_mass(q, k, **how), weights.sum(2))
     for first, mass in masses.tile_mass(q, k, lse.float(), tile=8, **how):
@@ -187,7 +185,7 @@ def test_half_the_mass_to_the_base():
     """Square roots of attention, of half the scaling under half the cap."""
     q, k, _ = problem(SHAPE)
     weights, lse = written_out(q, k, 5.0, causal(SHAPE))
-    how = {"scaling": SCALING / 2, "offset": 20, "softcap": 2.5}
+    how = {"logits": Logits(SCALING / 2, softcap=2.5), "offset": 20}
     ((_, mass),) = masses.tile_mass(q, k, lse.float() / 2, tile=8, **how)
     assert_close(mass[:, :, 1, :24], by_kv_head(weights[:, :, 4:, :24].sqrt().mean(2)).mean(2))
 
@@ -197,10 +195,16 @@ def test_caps_that_are_none(softcap):
     q, k, v = problem(SHAPE)
     for call in (ops.attend, ops.attend_causal):
         with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap!r}"):
-            call(q, k, v, scaling=SCALING, softcap=softcap)
+            call(q, k, v, logits=Logits(SCALING, softcap=softcap))
+    lse, rows = torch.zeros(q.shape[:3]), ops.fold_group(q, k.shape[1])
+    for call in (ops.column_mass, lambda *given, logits: next(ops.tile_mass(*given, tile=8, offset=20, logits=logits))):
+        with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
+            call(q, k, lse, logits=Logits(SCALING, softcap=softcap))
+    with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
+        ops.key_logits(rows, k, Logits(SCALING, softcap=softcap))
 
 
 def test_what_cannot_cap_has_no_such_argument():
     q, k, v = problem(SHAPE)
-    with pytest.raises(TypeError, match="softcap"):
-        ops.attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), scaling=SCALING, softcap=5.0)
+    with pytest.raises(TypeError, match="logits"):
+        ops.attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), logits=Logits(SCALING, softcap=5.0))

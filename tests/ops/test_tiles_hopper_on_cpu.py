@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foveate.ops import Logits
 from foveate.ops.attend import tiles
 from foveate.ops.score import reference
 from tests import gluon_on_cpu
@@ -17,13 +18,6 @@ ATTENTION, MASS = (Path(one.__file__).with_name("tiles_hopper_kernel.py") for on
 @pytest.fixture(autouse=True)
 def triton_is_there():
     pytest.importorskip("triton")
-
-
-def places_used(indices):
-    """See :func:`foveate.ops.attend.tiles_kernel.places_used`."""
-    place = torch.arange(1, indices.shape[-1] + 1)
-    used = torch.where(indices >= 0, place, 0).amax(-1) if len(place) else torch.zeros(indices.shape[:3])
-    return torch.stack([used, torch.where((indices >= 0).sum(-1) < used, -used, used)]).int()
 
 
 def attend(seed, changed=()):
@@ -52,22 +46,20 @@ def attend(seed, changed=()):
     for b, h, t in itertools.product(range(batch), range(kv_heads), range(count)):
         before = offset - lead + t * tile
         some = torch.randperm(before, generator=generator)[: max(0, most - draw.choice([0, 0, 5, 70]))].sort().values
-        if draw.random() < 0.3:  # unused places among those in use
-            some[40::3] = -1
         indices[b, h, t, : len(some)] = some.int()
-    starts, given = None, indices
-    if draw.random() < 0.5:
-        numbers = torch.randint(0, most + 1, (count,), generator=generator)
-        starts = torch.nn.functional.pad(numbers.cumsum(0), (1, 0))
-        given = torch.cat([indices[:, :, t, : numbers[t]] for t in range(count)], 2)
-        indices = tiles.side_by_side(given, starts)
-    how = {"tile": tile, "scaling": dim**-0.5, "offset": offset}
+    numbers = torch.randint(0, most + 1, (count,), generator=generator) if draw.random() < 0.5 else [most] * count
+    starts = torch.nn.functional.pad(torch.as_tensor(numbers).cumsum(0), (1, 0))
+    lists = [indices[:, :, t, : numbers[t]] for t in range(count)]
+    given = (torch.cat(lists, 2), starts, torch.stack([(x >= 0).sum(-1, dtype=torch.int32) for x in lists], 2))
+    how = {"tile": tile, "offset": offset}
     how["heads"] = torch.randint(0, kv_heads, (kv_heads,), generator=generator) if draw.random() < 0.5 else None
-    how["sink_logits"] = torch.randn(kv_heads * group, generator=generator) if draw.random() < 0.5 else None
+    sinks = torch.randn(kv_heads * group, generator=generator) if draw.random() < 0.5 else None
+    how["logits"] = Logits(dim**-0.5, sinks)
     kernel = gluon_on_cpu.load_kernel(ATTENTION, changed)
     out = torch.full_like(q, float("nan"))
-    found = kernel.attend_tiles(q, k, v, given, starts, places_used(indices), out, **how).out
-    exact = tiles.attend_tiles(q.double(), k.double(), v.double(), given, starts=starts, **how).out
+    found = kernel.attend_tiles(q, k, v, *given, out, **how).out
+    how |= dict(zip(("indices", "starts", "counts"), given, strict=True))
+    exact = tiles.attend_tiles(q.double(), k.double(), v.double(), **how).out
     return float((found.double() - exact).abs().max())
 
 
@@ -84,7 +76,7 @@ def test_attention(seed):
     [
         ("mbarrier.wait(q_empty, (lap & 1) ^ 1)", "mbarrier.wait(q_empty, 1)"),
         ("place[None, :] <= limits[:, None]", "place[None, :] < limits[:, None]"),
-        ("gl.where(holes, 0, used // KEYS)", "used // KEYS"),
+        ("whole = used // KEYS", "whole = gl.cdiv(used, KEYS)"),
         ("blocks - 2 - step", "blocks - 1 - step"),
     ],
 )
@@ -118,6 +110,6 @@ def test_mass(seed):
     begins = torch.randint(0, number + 100, (count,), generator=generator)
     kernel = gluon_on_cpu.load_kernel(MASS)
     kernel._SPAN = draw.choice([1, 2, 128])
-    found = kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
-    exact = reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, scaling=0.09)
+    found = kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09))
+    exact = reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, logits=Logits(0.09))
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)

@@ -21,8 +21,8 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
         {
             **{f"{x}_ptr": f"*{dtype}:16" for x in ("q", "k", "v", "out")},
             **{f"{x}_ptr": "*i32:16" for x in ("until", "slot", "end", "first_end", "count", "least")},
-            **{f"{x}_stride_{axis}": "i32:16" for x in ("q", "k", "v", "out") for axis in "bhl"},
-            **{f"{x}_stride_d": 1 for x in ("q", "k", "v")},
+            **{f"{x}_strides": ("i32:16", "i32:16", "i32:16", 1) for x in ("q", "k", "v")},
+            "out_strides": ("i32:16", "i32:16", "i32:16"),
             **dict.fromkeys(("num_kv_heads", "group", "length", "number", "window", "spans", "blocks"), "i32"),
             "room": "i32:16",
             "scale": "fp32",

@@ -1,4 +1,7 @@
-"""Settings of Kascade and of the methods by pages that are gone: specs refuse them, rows that record them are read."""
+"""Settings of Kascade and of the methods by pages that are gone: specs refuse them, rows that record them are read.
+
+Former names of a method and of a setting: specs and rows may use both.
+"""
 
 import json
 from pathlib import Path
@@ -97,6 +100,42 @@ def test_tables_have_the_rows_of_the_result_files(mark, spec):
     name = "method" if {"prefill.jsonl", "decode.jsonl"} & {file} else "spec"
     table = tables.marked([f"benchmarks/results/{file}", *words, f"{name}={spec}"], ROOT)
     assert f"`{spec}`" in table
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        ("lined_as_published:window=9", "h2o_as_published:window=9"),
+        ("kascade:exact_anchors=false,tile=7", "kascade:tile=7,dense_anchor_prefill=false"),
+        ('mixed:lined="lined_as_published:top_k=9"', 'mixed:lined="h2o_as_published:top_k=9"'),
+    ],
+)
+def test_former_names_are_read_in_specs_and_rows(former, present):
+    method = methods.parse(present)
+    assert methods.parse(former) == method
+    settings = json.loads(json.dumps(method.settings()))
+    if "lined" in settings:
+        settings["lined"]["method"] = "lined_as_published"
+    settings = {"exact_anchors" if name == "dense_anchor_prefill" else name: x for name, x in settings.items()}
+    old = row("dense") | {"method": former.partition(":")[0], "spec": former, "settings": settings}
+    assert method_of(old) == method
+    now = spelled(old)
+    assert (now["method"], now["spec"], "exact_anchors" in now["settings"]) == (method.name, method.spec, False)
+    for spec in (former, present):
+        assert chosen([row("dense"), now], [f"spec={spec}"]) == [row("dense"), now]
+
+
+def test_former_names_are_not_listed_and_a_setting_is_given_once():
+    assert "lined_as_published" not in methods.names()
+    with pytest.raises(ValueError, match="dense_anchor_prefill is given twice, as false and as true"):
+        methods.parse("kascade:exact_anchors=false,dense_anchor_prefill=true")
+    assert methods.make("kascade", exact_anchors=False) == methods.make("kascade", dense_anchor_prefill=False)
+
+
+def test_a_bench_row_with_a_former_name_is_found_by_either():
+    words = ["benchmarks/results/prefill.jsonl", "prefill-layers", "level=kernel", "context=131072"]
+    for name in ("exact_anchors", "dense_anchor_prefill"):
+        assert "`kascade:dense_anchor_prefill=false`" in tables.marked([*words, f"method=kascade:{name}=false"], ROOT)
 
 
 def test_kascade_beside_its_paper_has_the_rows_of_fp8_keys():

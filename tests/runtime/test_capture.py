@@ -56,7 +56,7 @@ def test_steps_that_free_slots_get_memory_for_them_and_keys_of_their_own():
     branch = read.branch({}, True, Counters(), {})
     assert branch.tensors["keys"] is read.tensors["keys"]
     capture.move_to_device([branch])
-    assert branch.device_state.places.tolist() == [[-1, -1]] * 2
+    assert branch.device_state.freed_slots.tolist() == [[-1, -1]] * 2
     assert branch.tensors["keys"] is not read.tensors["keys"]
     assert torch.equal(branch.tensors["keys"], read.tensors["keys"])
     assert capture.freed_slots(read) is None

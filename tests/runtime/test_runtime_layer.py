@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.runtime import Layer, Phase, handed_on
+from foveate.ops import Logits
+from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters
 
 PROMPT, TOTAL = 21, 30
@@ -24,7 +25,7 @@ def drawn(batch=2):
 def feed(layer, tokens, first, last, mask=None):
     new = [x[:, :, first:last] for x in tokens]
     layer.announce(last - first)
-    return layer.attend(*new, mask, 8**-0.5)
+    return layer.attend(*new, mask, Logits(8**-0.5))
 
 
 def layer_of(spec, **how):
@@ -61,22 +62,22 @@ def test_removed_tokens_leave_no_trace(spec):
 
 def test_keys_that_are_never_attended_to_are_an_error():
     layer, (_, k, _) = layer_of("dense"), drawn()
-    handed_on.begin("engine", layer.phase)
-    handed_on.post(layer, k)
+    handover.begin("engine", layer.phase)
+    handover.post(layer, k)
     with pytest.raises(RuntimeError, match="attention never took them"):
-        handed_on.post(layer, k)
-    assert handed_on.take(k, "engine") is layer
-    handed_on.end("engine")
+        handover.post(layer, k)
+    assert handover.take(k, "engine") is layer
+    handover.end("engine")
 
 
 def test_a_layer_is_posted_in_a_pass_on_its_own_cache_alone():
     layer, (_, k, _) = layer_of("dense"), drawn()
     with pytest.raises(ValueError, match="outside of a forward pass"):
-        handed_on.post(layer, k)
-    handed_on.begin("engine", Phase())
+        handover.post(layer, k)
+    handover.begin("engine", Phase())
     with pytest.raises(ValueError, match="outside of a forward pass"):
-        handed_on.post(layer, k)
-    handed_on.end("engine")
+        handover.post(layer, k)
+    handover.end("engine")
 
 
 def test_steps_are_replayed_where_transformers_is_not_installed():
@@ -91,7 +92,7 @@ def test_steps_are_replayed_where_transformers_is_not_installed():
 
         def attend(q, k, v):
             layer.announce(k.shape[2])
-            return layer.attend(q, k, v, None, 8**-0.5)
+            return layer.attend(q, k, v, None, Logits(8**-0.5))
 
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randn(2, heads, 30, 8, generator=generator) for heads in (4, 2, 2)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.ops import attend
+from foveate.ops import Logits, attend
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -58,7 +58,7 @@ class Engine:
 
 def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
     """Outputs of both, ``[steps, layers, requests, Hq, D]``, and the steps with the layers that read the same."""
-    engine = Engine()
+    engine, logits = Engine(), Logits(SCALING, sinks, softcap)
     steps = EngineSteps(of_layers(spec), torch.device("cpu"), dense_below)
     phases = [Phase(prompt_end=length) for length in PROMPTS]
     own = [[Layer(m, Counters(), phase, dense_below) for m in of_layers(spec).values()] for phase in phases]
@@ -67,7 +67,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
         engine.write(row, k, v, 0)
         for n, layer in enumerate(own[row]):
             layer.announce(length)
-            layer.attend(q[n][None], k[n][None], v[n][None], None, SCALING, sinks, softcap)
+            layer.attend(q[n][None], k[n][None], v[n][None], None, logits)
     expected, found = [], []
     for step in range(STEPS):
         q, k, v = engine.draw(1)
@@ -79,9 +79,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
             outs = []
             for n, layer in enumerate(own[row]):
                 layer.announce(1)
-                outs.append(
-                    layer.attend(q[n, row, None], k[n, row, None], v[n, row, None], None, SCALING, sinks, softcap)
-                )
+                outs.append(layer.attend(q[n, row, None], k[n, row, None], v[n, row, None], None, logits))
             now.append(torch.stack(outs))
         expected.append(torch.stack(now, 1)[:, :, 0, :, 0])
         longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
@@ -91,7 +89,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
         outs = []
         for n in range(LAYERS):
             blocks = engine.memory[n]
-            outs.append(steps.attend(n, queries[n], blocks[..., :DIM], blocks[..., DIM:], SCALING, sinks, softcap))
+            outs.append(steps.attend(n, queries[n], blocks[..., :DIM], blocks[..., DIM:], logits))
         outs = torch.stack(outs)[..., 0, :]
         padding = [b for b in range(engine.rows) if b not in engine.real]
         assert outs[:, padding].abs().max() == 0
@@ -160,9 +158,9 @@ def test_memory_may_be_replaced_between_steps():
         table = engine.table if memory is engine.memory else memory.shape[1] - 1 - engine.table
         steps.begin(engine.lengths, table, 5, 15)
         blocks = memory[2]
-        outs.append(steps.attend(2, q[2][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], SCALING))
+        outs.append(steps.attend(2, q[2][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING)))
     torch.testing.assert_close(outs[0], outs[1])
-    torch.testing.assert_close(outs[0], attend(q[2][:, :, -1:], k[2], v[2], scaling=SCALING).out)
+    torch.testing.assert_close(outs[0], attend(q[2][:, :, -1:], k[2], v[2], logits=Logits(SCALING)).out)
 
 
 def test_buffers_of_a_number_of_rows_keep_their_addresses():

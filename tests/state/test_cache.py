@@ -615,9 +615,9 @@ def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
 
 def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     cache = filled(8, evicts=True)
-    places, rows = torch.full((2, 2), -1), DeviceRows(2, True, cache.device)
+    freed_slots, rows = torch.full((2, 2), -1), DeviceRows(2, True, cache.device)
     rows.write(cache.rows, None, cache.capacity)
-    cache.move_to_device(rows, places)
+    cache.move_to_device(rows, freed_slots)
     rows.begin()
     rows.capturing = True
     cache.write_step(*kv(8, 1, [0, 1]))

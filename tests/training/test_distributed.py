@@ -76,7 +76,7 @@ def test_two_ranks_train_as_one_does(runs, tmp_path):
 
 
 def test_two_ranks_go_on_exactly_between_two_updates(runs, tmp_path):
-    """The checkpoint of step 8 lies between the updates of λ after steps 6 and 9; ranks count different numbers."""
+    """The checkpoint of step 8 is between the updates of λ after steps 6 and 9; ranks count different numbers."""
     shutil.copytree(runs / "whole", tmp_path / "parts")
     shutil.copy(runs / "whole.json", tmp_path / "parts.json")
     (checkpoints.folders(tmp_path / "parts")[-1] / "state.json").unlink()

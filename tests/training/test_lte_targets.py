@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from foveate.layers.eviction_scores import unrotate
+from foveate.ops import Logits
 from foveate.results.errors import UserError
 from foveate.training import lte_targets
 from foveate.training.lte_targets import FrozenModel, largest_share, log_length
@@ -21,7 +22,7 @@ def test_the_largest_share_of_later_queries(length, window, monkeypatch):
     logits = logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
     early = torch.arange(length)[:, None] - torch.arange(length) < window
     expected = logits.log_softmax(-1).masked_fill(early, float("-inf")).amax(2)
-    found = largest_share(q, k, logits.logsumexp(-1), 0.7, window)
+    found = largest_share(q, k, logits.logsumexp(-1), Logits(0.7), window)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert found[:, :, -window:].isneginf().all()
 

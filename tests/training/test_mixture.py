@@ -6,12 +6,12 @@ import torch
 
 from foveate.results.errors import UserError
 from foveate.training import mixture
-from foveate.training.mixture import IGNORED, Mixture, Phase, Shape, batches, held_out_batches
+from foveate.training.mixture import IGNORED, Mixture, Shape, TrainingPhase, batches, held_out_batches
 from foveate.training.needles import Needles
 from foveate.training.sources import Text
 from foveate.training.synthetic import SOURCES, Copies, Recall
 
-PHASES = (Phase(0, 3, 64, 8), Phase(3, 5, 128, 4))
+PHASES = (TrainingPhase(0, 3, 64, 8), TrainingPhase(3, 5, 128, 4))
 
 
 @pytest.fixture

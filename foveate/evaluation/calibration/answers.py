@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.calibration import Choice, grown, improved
+from foveate.calibration import AnchorChoice, grown, improved
 from foveate.evaluation import generation
 from foveate.evaluation.calibration import divergence
 from foveate.evaluation.calibration.partial_results import drop_others, made_how, partial_folder, read, write
@@ -98,7 +98,7 @@ class Answers:
         model: Any,
         tokenizer: Any,
         layers: Sequence[int],
-        choice: Choice,
+        choice: AnchorChoice,
         number: int,
         progress: Callable[[int], None],
     ) -> Tried:
@@ -145,7 +145,7 @@ class Answers:
         return Tried(alone, moved or alone[-1:], sum(float(read(path, "seconds")[0]) for path in self.tried()))
 
 
-def named(choice: Choice, layers: Sequence[int]) -> dict[str, list[int]]:
+def named(choice: AnchorChoice, layers: Sequence[int]) -> dict[str, list[int]]:
     """The heads' maps by the layers' own numbers."""
     return {str(layers[layer]): heads for layer, heads in choice.heads.items()}
 

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 
 import foveate
-from foveate.calibration import Calibration, Choice, Measured, check_number, choose, counterparts, least_tokens, load
+from foveate.calibration import (
+    AnchorChoice,
+    Calibration,
+    Measured,
+    check_number,
+    choose,
+    counterparts,
+    least_tokens,
+    load,
+)
 from foveate.calibration.similarity import COVERAGE_KEYS
 from foveate.evaluation.calibration import layer_costs
 from foveate.evaluation.calibration.answers import Answers, named
@@ -240,7 +249,7 @@ def _captured(paths: list[Path]) -> Iterator[torch.Tensor]:
 
 def _chosen(
     plan: Plan, paths: list[Path], lost: tuple[torch.Tensor, torch.Tensor] | None, layers: list[int], number: int
-) -> tuple[Choice, dict[str, Any]]:
+) -> tuple[AnchorChoice, dict[str, Any]]:
     """The best anchors by similarity, or by the sum of divergences in `lost`, and what that was found by."""
     shown = zip(*(read(path, "importance", "coverage", "seconds") for path in paths))
     importance, coverage, seconds = (torch.stack(one) for one in shown)

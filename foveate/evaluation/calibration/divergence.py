@@ -15,7 +15,7 @@ import foveate
 from foveate.evaluation import decoding, generation
 from foveate.evaluation.tasks.base import Item
 from foveate.methods import SharedPrompt
-from foveate.methods._anchored import Place
+from foveate.methods._anchored import LayerRole
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import setting
 from foveate.methods.kascade import Kascade
@@ -45,10 +45,10 @@ class OneReader(TopKByMass):
         mapped = tuple(heads) if chooser != reader else None
         return cls(**how | {"decode_only": True}, chooser=chooser, reader=reader, heads=mapped)
 
-    def place_of(self, layer: int, among: Sequence[int]) -> Place:
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         if layer == self.reader:
-            return Place(layer, self.chooser, heads=self.heads)
-        return Place(layer, layer if layer == self.chooser else None, dense=True)
+            return LayerRole(layer, self.chooser, heads=self.heads)
+        return LayerRole(layer, layer if layer == self.chooser else None, dense=True)
 
 
 def pairs(layers: Sequence[int]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ _LENGTH, _ROOM, _ANCHOR_SHARE = 4096, 64, 10 / 28
 """Without data: tokens of a prompt and of an answer, and anchors among the layers (docs/kascade.md)."""
 PROMPTS = ("dense", "sparse")
 """How prompts are read before answers are compared."""
-_OF_PROMPTS = ("tile", "rest", "exact_anchors")
+_OF_PROMPTS = ("tile", "dense_anchor_prefill")
 TIMES = ("time_share", "time_context", "time_batch")
 """The settings of a budget of time."""
 

@@ -138,7 +138,7 @@ class Task:
         return False
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
-        """The first `limit` items (or examples, where the task says so), a function of the arguments alone.
+        """The first `limit` items (or examples, if the task counts these), a function of the arguments alone.
 
         Raises `DataError` for malformed data and `UserError` if there are fewer than asked for and more can't be made.
         """

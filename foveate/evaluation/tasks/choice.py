@@ -146,7 +146,7 @@ _SETS = {
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Choice(Task):
+class MultipleChoice(Task):
     """Multiple choice by likelihood. Score: right answers, percent; by length for `arc_challenge` and `hellaswag`."""
 
     name: ClassVar[str] = "choice"

@@ -119,7 +119,7 @@ def _last_boxed(text: str) -> str:
     """What the last \\boxed{} holds; nothing if there is none, or if it is not closed."""
     _, _, rest = text.rpartition(r"\boxed")
     rest, depth = rest.lstrip(), 0
-    for brace in re.finditer(r"\\.|[{}]", rest[:_ANSWER_CHARS], re.DOTALL):  # not those behind a backslash
+    for brace in re.finditer(r"\\.|[{}]", rest[:_ANSWER_CHARS], re.DOTALL):  # not those after a backslash
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return rest[1 : brace.start()] if rest[0] == "{" else ""

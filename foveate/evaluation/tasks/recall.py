@@ -2,9 +2,9 @@
 
 The prompt is the passage, ". " and the question, raw text without an example or a chat template; the answer has up to
 48 tokens and ends with its line. It is right if it contains one of the answers, ignoring case. As in laLTE/laNSA only
-inputs beyond `max_length` are cut: to a window of the passage with half of it before the place that tells the answer
-and the rest behind. That place is the first occurrence of an answer (FDA and SWDE: or of the attribute's name), and the
-beginning of the passages of DROP and TriviaQA. What differs from the published evaluation:
+inputs beyond `max_length` are cut: to a window of the passage with half of it before the answer's place and the rest
+after it. That place is the first occurrence of an answer (FDA and SWDE: or of the attribute's name), and the beginning
+of the passages of DROP and TriviaQA. What differs from the published evaluation:
 
 - SQuAD's and NaturalQuestions' questions are the data sets' own on their own paragraphs. The published SQuAD rewords
   them as statements to complete, and the published NaturalQuestions has longer passages.

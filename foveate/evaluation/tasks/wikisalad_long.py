@@ -169,7 +169,7 @@ def _circle(article: Sequence[Segment], rng: random.Random) -> list[Segment]:
 
 
 def _segments(path: Path, topic: str, paragraphs: Sequence[Paragraph], tokenizer: Any) -> list[Segment]:
-    """The paragraphs with their title, and with their tokens behind the end of a sentence."""
+    """The paragraphs with their title, and with their tokens after the end of a sentence."""
     texts = [f"# {topic}{_BREAK}{paragraph.text.strip()}" for paragraph in paragraphs]
     before = len(tokenizer.encode(".", add_special_tokens=False))
     ids = tokenizer([f".{_BREAK}{text}" for text in texts], add_special_tokens=False)["input_ids"]

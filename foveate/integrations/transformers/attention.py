@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from foveate import ops
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
-from foveate.ops import attend, attend_causal, attend_window
-from foveate.runtime import Policy, handed_on, without_cache
+from foveate.runtime import Policy, handover, without_cache
 from foveate.runtime.layer import Layer
 
 IMPLEMENTATION = "foveate"
@@ -38,7 +38,7 @@ def attention(
     attention; the layer itself runs with autocast off.
     """
     policy, device = getattr(module, "foveate", None), query.device.type
-    layer = None if policy is None else handed_on.take(key, policy.owner)
+    layer = None if policy is None else handover.take(key, policy.owner)
     dtype, cast = query.dtype, torch.is_autocast_enabled(device)
     if layer is not None and layer.store is not None:
         dtype = layer.store.dtype
@@ -68,14 +68,13 @@ def _attention(
     if softcap is None and getattr(module, "attn_logit_softcapping", None) is not None:
         raise releases.unknown(f"layer {module.layer_idx} caps its logits and does not hand over the cap as softcap")
     own = sinks is not None or softcap is not None  # which PyTorch's attention does not do
+    logits = ops.Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, sinks, softcap)
     if policy is None and attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = _pairs(attention_mask, query.shape[2], key.shape[2])
     if policy is None and own:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = kwargs.get("sliding_window")
-        out = _with_mask(query, key, value, attention_mask, scaling, sinks, softcap, window)
+        out = _with_mask(query, key, value, attention_mask, logits, kwargs.get("sliding_window"))
         return out.transpose(1, 2).contiguous(), None
     if policy is None:  # a layer that stays as it is (sliding window)
         return sdpa_attention_forward(
@@ -87,12 +86,11 @@ def _attention(
         raise ValueError(
             f"layer {module.layer_idx} passes position_bias to its attention, which foveate does not support"
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if policy.look is not None:
-        policy.look(module.layer_idx, query, key, scaling, softcap)
+        policy.look(module.layer_idx, query, key, logits)
     if layer is not None:
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = layer.attend(query, key, value, attention_mask, scaling, sinks, softcap)
+            out = layer.attend(query, key, value, attention_mask, logits)
     else:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
@@ -105,16 +103,16 @@ def _attention(
                     "prefill and takes a 2-D mask of real tokens (images whose tokens see later ones, and packing, "
                     "are not supported)"
                 )
-            handed_on.reach(module.layer_idx, policy.owner, policy.method.spec)
+            handover.reach(module.layer_idx, policy.owner, policy.method.spec)
             if own:
-                out = _with_mask(query, key, value, attention_mask, scaling, sinks, softcap)
+                out = _with_mask(query, key, value, attention_mask, logits)
                 return out.transpose(1, 2).contiguous(), None
-            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
-        one = handed_on.current(policy.owner)
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=logits.scaling)
+        one = handover.current(policy.owner)
         forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = without_cache(policy.method, query, key, value, attention_mask, scaling, forward, sinks, softcap)
-    handed_on.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
+            out = without_cache(policy.method, query, key, value, attention_mask, logits, forward)
+    handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -137,38 +135,36 @@ def _with_mask(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    scaling: float,
-    sinks: Tensor | None,
-    softcap: float | None,
+    logits: ops.Logits,
     window: int | None = None,
 ) -> Tensor:
     """Attention with learned sinks or capped logits under a mask of pairs, ``[B, Hq, n, Dv]``.
 
     Args:
         mask: bool ``[B, 1, n, Lk]``; None: causal.
-        window: no query sees a key that lies so far before its own; None: there is no such bound.
+        window: no query sees a key so far before its own; None: there is no such bound.
 
     Raises:
         ValueError: for a mask that is not bool.
     """
     length, keys = q.shape[2], k.shape[2]
-    first, how = keys - length, {"scaling": scaling, "sink_logits": sinks, "softcap": softcap}
+    first = keys - length
     if mask is None and (window is None or keys <= window):
-        if softcap is not None and length == 1:  # whose keys a kernel of decoding splits among programs
-            return attend(q, k, v, **how).out
-        return attend_causal(q, k, v, offset=first, **how).out
+        if logits.softcap is not None and length == 1:  # whose keys a kernel of decoding splits among programs
+            return ops.attend(q, k, v, logits=logits).out
+        return ops.attend_causal(q, k, v, logits=logits, offset=first).out
     if mask is None:
         lower = torch.arange(first, keys, device=q.device) - window + 1
-        return attend_window(q, k, v, lower=lower, offset=first, **how).out
+        return ops.attend_window(q, k, v, logits=logits, lower=lower, offset=first).out
     if mask.dtype != torch.bool:
-        beside = "beside learned sinks" if sinks is not None else "under a cap of logits"
+        beside = "beside learned sinks" if logits.sinks is not None else "under a cap of logits"
         raise ValueError(f"attention_mask must be bool {beside}, not {mask.dtype}")
     outs = []
     for start in range(0, length, _BLOCK):
         end = min(start + _BLOCK, length)
         seen = slice(0 if window is None else max(0, first + start - window + 1), first + end)
         some = mask[:, :, start:end, seen]
-        outs.append(attend(q[:, :, start:end], k[:, :, seen], v[:, :, seen], mask=some, **how).out)
+        outs.append(ops.attend(q[:, :, start:end], k[:, :, seen], v[:, :, seen], logits=logits, mask=some).out)
     return torch.cat(outs, 2)
 
 
@@ -180,12 +176,12 @@ def _named(layer: int, method: Method, *given: Tensor) -> Iterator[None]:
     except ValueError as error:
         if all(bool(x.isfinite().all()) for x in given):
             raise
-        one = handed_on.current()
+        one = handover.current()
         check_finite({} if one is None else one.reached, given[0].dtype)
         raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
 
 
-def check_finite(reached: Mapping[int, handed_on.Reached], dtype: torch.dtype) -> None:
+def check_finite(reached: Mapping[int, handover.Reached], dtype: torch.dtype) -> None:
     """Raise ValueError for the first layer whose attention to a prompt is not finite; waits for the device."""
     looked = {layer: one for layer, one in sorted(reached.items()) if one.finite is not None}
     if looked:

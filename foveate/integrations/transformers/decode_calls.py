@@ -66,7 +66,7 @@ class DecodeCall:
         return cache.steps(layers, run, tensors, options, written)
 
 
-class TakesDecodeCall:
+class EnableCompiledCall:
     """Replaces the model's ``_valid_auto_compile_criteria``, so that `generate` uses ``get_compiled_call``."""
 
     def __init__(self, model: nn.Module, attachment: Attachment):

@@ -17,7 +17,7 @@ from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import max_positions
-from foveate.runtime import handed_on
+from foveate.runtime import handover
 
 LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
 """Tokens of a prompt, all rows together, above which `generate` reads it in chunks, and those of a chunk. A pass over
@@ -66,7 +66,7 @@ class BeforeForward:
                 )
         attachment.forward.clear()
         cache = give_cache(self.model, given, config)
-        handed_on.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
+        handover.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
         return (), releases.for_module(decoder, given)
 
     def _check_announced(self, given: dict[str, Any], ids: Tensor | None) -> None:
@@ -116,7 +116,7 @@ class AfterForward:
 
     @torch.compiler.disable
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        one = handed_on.end(self.attachment.uid)
+        one = handover.end(self.attachment.uid)
         if one is None or out is None:
             return
         reached = one.reached
@@ -131,7 +131,7 @@ class AfterForward:
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
 
-    def _check_finite(self, reached: dict[int, handed_on.Reached], hidden: Tensor, mask: Tensor | None) -> None:
+    def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)
         finite = hidden[:, -1].isfinite().all(-1)
         if mask is not None and mask.dim() == 2:  # a row may end with padding

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from foveate.methods import Method
-from foveate.runtime import handed_on
+from foveate.runtime import handover
 from foveate.runtime.layer import Layer
 from foveate.runtime.phase import Phase
 from foveate.state import Counters
@@ -65,9 +65,9 @@ class CacheLayer(Layer, CacheLayerMixin):
             The same two tensors.
 
         Raises:
-            RuntimeError, ValueError: as :func:`foveate.runtime.handed_on.post`.
+            RuntimeError, ValueError: as :func:`foveate.runtime.handover.post`.
         """
-        handed_on.post(self, key_states)
+        handover.post(self, key_states)
         self.is_initialized = True
         return key_states, value_states
 

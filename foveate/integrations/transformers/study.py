@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foveate.calibration import Measured, Similarity
+from foveate.ops import Logits
 from foveate.runtime import Policy
 
 
@@ -63,13 +64,13 @@ class Study:
             raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
 
-    def _look(self, layer: int, q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> None:
-        self._similarity.look(layer, q, k, scaling, softcap)
+    def _look(self, layer: int, q: Tensor, k: Tensor, logits: Logits) -> None:
+        self._similarity.look(layer, q, k, logits)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
 
-        The latter is what the first module behind attention reads that is neither attention's input nor made of its
+        The latter is what the first module after attention reads that is neither attention's input nor made of its
         output alone, as by a norm on it. Where none does, as in blocks whose MLP runs beside attention, it is the sum.
         """
         self._hooks.append(block.register_forward_pre_hook(_Hook(self._enter, layer, block), with_kwargs=True))

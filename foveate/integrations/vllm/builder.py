@@ -10,6 +10,7 @@ import torch
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.rows import decoding_rows, layer_index
 from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, settings_of
+from foveate.ops import Logits
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
 
@@ -89,9 +90,13 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
     """
     n, size = step.decodes, impl.head_size
     keys, values = kv_cache[..., :size], kv_cache[..., size:]
-    how = {"sink_logits": impl.sinks, "softcap": impl.logits_soft_cap or None}
-    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], keys, values, impl.scale, **how)
+    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], keys, values, logits_of(impl))
     out[:n] = found[:, :, 0]
+
+
+def logits_of(impl: Any) -> Logits:
+    """How a layer's logits are made."""
+    return Logits(impl.scale, impl.sinks, impl.logits_soft_cap or None)
 
 
 def index_of(impl: Any, layer: Any) -> int:

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode
+from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, logits_of
 from foveate.integrations.vllm.rows import Prompt, attend_prompt, prompts_from, write_tokens
 
 
@@ -122,7 +122,6 @@ class Impl(AttentionImpl):
             return output.zero_()
         if attn_metadata.foveate is not None:
             decode(self, layer, query, kv_cache, attn_metadata.foveate, output)
-        how = {"scaling": self.scale, "sink_logits": self.sinks, "softcap": self.logits_soft_cap or None}
         for row in attn_metadata.prompts:
-            attend_prompt(row, query, kv_cache, output, **how)
+            attend_prompt(row, query, kv_cache, output, logits_of(self))
         return output

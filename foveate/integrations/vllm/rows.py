@@ -81,17 +81,16 @@ def prompts_from(common: Any, first: int) -> list[Prompt]:
     return [Prompt(ends[b], ends[b + 1], lengths[b], common.block_table_tensor[b : b + 1]) for b in rows]
 
 
-def attend_prompt(row: Prompt, query: Tensor, kv_cache: Tensor, out: Tensor, **how: Any) -> None:
+def attend_prompt(row: Prompt, query: Tensor, kv_cache: Tensor, out: Tensor, logits: ops.Logits) -> None:
     """Dense attention of a row's tokens.
 
     Args:
         query: ``[T, Hq, D]`` of the batch; ``out`` alike.
         kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
-        how: options of :func:`foveate.ops.attend_causal`.
     """
     q, size = query[row.first : row.end].transpose(0, 1)[None], query.shape[2]
     k, v = ops.BlockTable(row.blocks, row.length).gather(q, kv_cache[..., :size], kv_cache[..., size:])
-    found = ops.attend_causal(q, k, v, offset=row.length - q.shape[2], **how).out
+    found = ops.attend_causal(q, k, v, logits=logits, offset=row.length - q.shape[2]).out
     out[row.first : row.end] = found[0].transpose(0, 1)
 
 

@@ -112,7 +112,7 @@ def layer_methods(
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
             raise ValueError(f"foveate: {reason} (layer {layer})")
-        heads = getattr(getattr(own, "place", None), "heads", None)
+        heads = getattr(getattr(own, "layer_role", None), "heads", None)
         if heads is not None and len(heads) != geometries[layer].num_kv_heads:
             raise ValueError(
                 f"foveate: heads of layer {layer} are of all {len(heads)} KV heads, and this rank of the tensor "

@@ -95,7 +95,7 @@ def _agreed(
     group: dist.ProcessGroup | None,
 ) -> list[int]:
     """Check the arguments of all ranks and return the number of keys of each; raises on all ranks or on none."""
-    error, told = None, [0] * (len(_SHARED) + 2)
+    error, numbers = None, [0] * (len(_SHARED) + 2)
     try:
         if keys not in KEYS:
             raise ValueError(f"keys must be one of {', '.join(KEYS)}, not {keys!r}")
@@ -104,13 +104,13 @@ def _agreed(
             raise ValueError(f"pieces must be (start, stop) of {q.shape[1]} queries in all, not {list(pieces)}")
         shape = q.shape[0], q.shape[2], q.shape[3]
         settings = KEYS.index(keys), *shape, DTYPES.index(q.dtype), int(key_scales is not None), top_k, ratio
-        told = [1, *settings, k.shape[1]]
+        numbers = [1, *settings, k.shape[1]]
     except (TypeError, ValueError) as wrong:
         error = wrong
     if not dist.is_initialized():
         raise error or ValueError("torch.distributed must be initialised: torchrun starts the ranks of a group")
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    own = torch.tensor(told, device=q.device if isinstance(q, Tensor) and q.device.type == device else device)
+    own = torch.tensor(numbers, device=q.device if isinstance(q, Tensor) and q.device.type == device else device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group)
     every = torch.stack(every).tolist()
@@ -119,7 +119,7 @@ def _agreed(
     for rank, other in enumerate(every):
         if not other[0]:
             raise ValueError(f"arguments of rank {rank} are not valid: it says which")
-        for name, mine, its in zip((*_SHARED, "keys in all"), told[1:], other[1:]):
+        for name, mine, its in zip((*_SHARED, "keys in all"), numbers[1:], other[1:]):
             if mine != its and (name in _SHARED or keys == "replicated"):
                 mine, its = (_SAID[name][value] if name in _SAID else value for value in (mine, its))
                 raise ValueError(f"all ranks must have the same {name}, not {mine} here and {its} on rank {rank}")

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods.budgets import budget
-from foveate.methods.luka.pages import Pages
+from foveate.methods.luka.pages import PageLevels
 from foveate.state import SlotCache
 from foveate.state.device_rows import DeviceRows
 
 
-def tree_of(pages: Pages, top_k: int | float, expand: int | float, cache: SlotCache) -> ops.Tree:
+def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: SlotCache) -> ops.Tree:
     """The tree of summaries that a cache holds: views of its channels, and the numbers of each row.
 
     Args:
@@ -47,7 +47,7 @@ def tree_of(pages: Pages, top_k: int | float, expand: int | float, cache: SlotCa
 
 @functools.lru_cache(maxsize=64)
 def _rows(
-    pages: Pages,
+    pages: PageLevels,
     budgets: tuple[int | float, ...],
     lengths: tuple[int, ...],
     number: tuple[int, ...],
@@ -75,7 +75,7 @@ def _rows(
     )
 
 
-def _device_rows(pages: Pages, budgets: tuple[int | float, ...], rows: DeviceRows) -> ops.Rows:
+def _device_rows(pages: PageLevels, budgets: tuple[int | float, ...], rows: DeviceRows) -> ops.Rows:
     """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
     lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))
     nodes = [pages.count(level, number) for level in range(len(budgets))]

@@ -24,7 +24,7 @@ _TEMPERATURE = 7.0
 
 
 @dataclass(frozen=True)
-class Pages:
+class PageLevels:
     """Makes the pages of one LuKA method and the levels above them. All state is in the cache.
 
     Slots ``0 .. sinks - 1`` stay raw; pages follow without gaps. Node n of a level has the children ``n * branch .. (n
@@ -257,11 +257,11 @@ class Pages:
 
 
 class MakesPages(Replay):
-    """Capture of LuKA's decode steps; maintenance makes pages after some of them, see :attr:`Pages.every`."""
+    """Capture of LuKA's decode steps; maintenance makes pages after some of them, see :attr:`PageLevels.every`."""
 
     maintains: ClassVar[bool] = True
 
-    def __init__(self, pages: Pages):
+    def __init__(self, pages: PageLevels):
         super().__init__()
         self.pages = pages
 

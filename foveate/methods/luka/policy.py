@@ -18,7 +18,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.luka.cover import tree_of
-from foveate.methods.luka.pages import MakesPages, Pages
+from foveate.methods.luka.pages import MakesPages, PageLevels
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 _LITTLE = 0.12
@@ -29,7 +29,7 @@ _LITTLE = 0.12
 class LuKA(Method):
     """Each query reads summaries of old pages, the raw tokens of the refined pages, raw sinks and a raw tail.
 
-    The prefill is dense. When the prompt ends, and then every :attr:`Pages.every` tokens, pages are made of
+    The prefill is dense. When the prompt ends, and then every :attr:`PageLevels.every` tokens, pages are made of
     the oldest tokens without a summary that are not in the tail; nothing is evicted. With several page sizes, summaries
     are themselves summarised, and a decode step goes from the coarsest level down the nodes that it refines.
 
@@ -109,9 +109,9 @@ class LuKA(Method):
         return self.page_size if isinstance(self.page_size, tuple) else (self.page_size,)
 
     @functools.cached_property
-    def pages(self) -> Pages:
+    def pages(self) -> PageLevels:
         """Makes pages and the levels above them."""
-        return Pages(
+        return PageLevels(
             self.spec,
             self.sizes,
             self.sinks,
@@ -161,7 +161,7 @@ class LuKA(Method):
         if self.tracks_recent:
             note_queries(cache, q, self.window)
         if self.weighs_mass:
-            how = {"scaling": scaling, "offset": offset, "softcap": cache.softcap}
+            how = {"logits": cache.logits(scaling), "offset": offset}
             ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
@@ -224,15 +224,12 @@ class LuKA(Method):
             cache.values,
             tree_of(self.pages, self.top_k, self.expand, cache),
             self.refinement,
-            scaling=scaling,
-            softcap=cache.softcap,
-            need_lse=cache.sink_logits is not None,
+            logits=cache.logits(scaling),
             sums=ops.Sums(1 / self.window, total, recent) if self.weighs_mass or self.tracks_recent else None,
         )
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
-        # learned sinks scale the output; they do not enter the masses by which pages are chosen
-        return ops.with_sinks(ops.Attended(covered.out, covered.lse), cache.sink_logits).out
+        return covered.out
 
     @functools.cached_property
     def refinement(self) -> ops.Refinement:

@@ -10,6 +10,7 @@ from foveate.ops.attend.gather import gather_fields, gather_pages, gather_slots,
 from foveate.ops.attend.library import PromptHeads, dense_obstacles
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
+from foveate.ops.checks import check_logits_of
 
 attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_gated = dispatch(gated.attend_gated, "foveate.ops.attend.gated_kernel")
@@ -17,7 +18,7 @@ attend_indices = dispatch(decode.attend_indices, "foveate.ops.attend.decode_kern
 attend_pages = dispatch(decode.attend_pages, "foveate.ops.attend.decode_kernel", decode.check_pages)
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
-attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
+attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", check_logits_of)
 attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
 attend_window = dispatch(window.attend_window, "foveate.ops.attend.window_kernel", window.check_window)
 

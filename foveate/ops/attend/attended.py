@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foveate.ops.checks import check_sinks
-
 
 class Attended(NamedTuple):
     """What :func:`attend` and its relatives return; what was not asked for is None."""
@@ -19,11 +17,6 @@ class Attended(NamedTuple):
     """``[B, Hkv, Lk]`` fp32: softmax probability summed over the queries and over the heads of the group."""
 
 
-def rows_of_heads(logits: Tensor, num_heads: int, num_kv_heads: int, length: int) -> Tensor:
-    """A logit of each query head, ``[Hq]``, for the rows of :func:`fold_group`: fp32 ``[1, Hkv, G * Lq, 1]``.
-
-    Raises:
-        ValueError: for logits of other heads.
-    """
-    check_sinks(logits, num_heads)
+def rows_of_heads(logits: Tensor, num_kv_heads: int, length: int) -> Tensor:
+    """A logit of each query head, ``[Hq]``, for the rows of :func:`fold_group`: fp32 ``[1, Hkv, G * Lq, 1]``."""
     return logits.float().repeat_interleave(length).view(1, num_kv_heads, -1, 1)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from foveate.ops._dispatch import dispatch, runs_kernel
-from foveate.ops._math import check_softcap
 from foveate.ops.attend import dense, library, window
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_blocks, check_keys, check_own_keys
+from foveate.ops.checks import check_blocks, check_keys, check_logits, check_own_keys
+from foveate.ops.logits import Logits
 
 _capped = dispatch(window.attend_capped, "foveate.ops.attend.window_kernel")
 
@@ -23,10 +23,8 @@ def attend_causal(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
@@ -41,7 +39,7 @@ def attend_causal(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
-        sink_logits, softcap, block_table: see :func:`attend`. Of keys in blocks a copy in one piece is made, since that
+        logits, block_table: see :func:`attend`. Of keys in blocks a copy in one piece is made, since that
             is what the libraries take.
 
     Raises:
@@ -52,22 +50,21 @@ def attend_causal(
     if block_table is not None:
         check_blocks(block_table, k)
         k, v = block_table.gather(q, k, v)
-    if sink_logits is not None:
-        how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": True}
-        return with_sinks(attend_causal(q, k, v, **how), sink_logits)
-    check_softcap(softcap)
+    check_logits(logits, q.shape[1])
+    if logits.sinks is not None:
+        without = logits._replace(sinks=None)
+        return with_sinks(attend_causal(q, k, v, logits=without, offset=offset, need_lse=True), logits.sinks)
     k, v = (x[:, :, : offset + q.shape[2]] for x in (k, v))
-    how = {"scaling": scaling, "offset": offset, "softcap": softcap, "need_lse": need_lse}
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if offset == 0 and not need_lse and not library.obstacle(library.PYTORCH, q, k, v, softcap=softcap):
-            return Attended(scaled_dot_product(q, k, v, scaling, causal=True))
-        return dense.attend_causal(q, k, v, **how)
-    found = library.attend(q, k, v, **how)
+        if offset == 0 and not need_lse and not library.obstacle(library.PYTORCH, q, k, v, softcap=logits.softcap):
+            return Attended(scaled_dot_product(q, k, v, logits.scaling, causal=True))
+        return dense.attend_causal(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
+    found = library.attend(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
     if found is not None:
         return found
-    if softcap is not None:
-        return _capped(q, k, v, scaling=scaling, offset=offset, softcap=softcap)
-    return dense.attend_causal(q, k, v, **how)
+    if logits.softcap is not None:
+        return _capped(q, k, v, logits=logits, offset=offset)
+    return dense.attend_causal(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
 
 
 def prompt_path(heads: PromptHeads) -> str:

@@ -12,11 +12,11 @@ from foveate.ops import _math
 from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import tiles
 from foveate.ops.attend.attended import Attended
-from foveate.ops.block_table import BlockTable
+from foveate.ops.checks import check_logits_of
 from foveate.ops.select import bits
 from foveate.ops.select.bits import TileKeys
 
-_attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel")
+_attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", check_logits_of)
 _keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
 
 
@@ -27,34 +27,26 @@ def attend_tile_keys(
     chosen: TileKeys,
     *,
     tile: int,
-    scaling: float,
     offset: int = 0,
-    rest: bool = False,
-    block_table: BlockTable | None = None,
     **how: Any,
 ) -> Attended:
     """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order; kernels give the same bits.
 
-    A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU. With ``rest`` the sums
-    before all tiles are computed once, from one pass over the keys and values: fp32, one key and one value a tile.
+    A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU.
 
     Args:
-        q, k, v, tile, scaling, offset, rest, block_table, how: as for :func:`attend_tiles`; ``how`` without ``starts``,
-            ``counts``, ``sums`` and ``out``.
+        q, k, v, tile, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts`` and
+            ``out``.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
 
     Raises:
         ValueError: when there are not as many selections as tiles.
     """
-    if block_table is not None and rest:  # sums of all keys are of those in one piece
-        k, v = block_table.gather(q, k, v)
-        block_table = None
     batch, heads, length = len(q), k.shape[1], q.shape[2]
     start, end = offset - offset % tile, offset + length
     number = len(chosen.places) - 1
     if number != -(-(end - start) // tile):
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
-    sums = [tiles.sums_before(x, start, tile, number) for x in (k, v)] if rest else []
     out = q.new_empty(batch, length, q.shape[1], v.shape[3]).transpose(1, 2)
     room = _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES
     for first, last in _pieces(chosen.places, room // (4 * batch * chosen.words.shape[1])):
@@ -62,11 +54,9 @@ def attend_tile_keys(
         found = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
         indices, counts = (x.expand(-1, heads, -1) for x in found)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
-        some = {"tile": tile, "scaling": scaling, "offset": since, "starts": starts - starts[0], "rest": rest, **how}
-        some["block_table"] = block_table
-        some["sums"] = tuple(x[:, :, first:last] for x in sums) if rest else None
+        some = {"tile": tile, "offset": since, "starts": starts - starts[0], "counts": counts, **how}
         part = slice(since - offset, until - offset)
-        _attend_tiles(q[:, :, part], k, v, indices, counts=counts, out=out[:, :, part], **some)
+        _attend_tiles(q[:, :, part], k, v, indices, out=out[:, :, part], **some)
         del found, indices  # before those of the next tiles are there
     return Attended(out)
 

@@ -14,11 +14,12 @@ from foveate.ops.checks import (
     check_blocks,
     check_keys,
     check_lengths,
+    check_logits,
     check_mask,
     check_number,
     check_places,
-    check_sinks,
 )
+from foveate.ops.logits import Logits
 
 
 def attend(
@@ -26,11 +27,9 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -40,15 +39,11 @@ def attend(
     Args:
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D]``, ``[B, Hkv, Lk, Dv]``; read through their strides.
-        scaling: factor of the logits.
+        logits: how logits are made, see :class:`~foveate.ops.Logits`.
         mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
             hold anything finite.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there, the others may hold anything
             finite; None: all are.
-        sink_logits: ``[Hq]``: a logit of each query head that takes its share of every softmax and has no value, the
-            learned sinks of gpt-oss; the log-sum-exp and the mass count it. None: there is none.
-        softcap: each scaled logit x of a key becomes ``softcap * tanh(x / softcap)``, as in Gemma 2, before the mask;
-            sinks are not capped. None: there is no cap.
         need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks or a
             cap, the fastest library kernel runs.
         block_table: where keys and values are when ``k`` and ``v`` are blocks that all rows share, ``[N, Hkv, n,
@@ -70,24 +65,24 @@ def attend(
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
-    if not (need_lse or need_mass or sink_logits is not None or softcap is not None):
-        return Attended(unfold_group(scaled_dot_product(rows, k, v, scaling, mask=mask), num_heads))
-    logits = (
-        matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling)
+    if not (need_lse or need_mass or logits.sinks is not None or logits.softcap is not None):
+        return Attended(unfold_group(scaled_dot_product(rows, k, v, logits.scaling, mask=mask), num_heads))
+    scores = (
+        matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling)
         if not rows.requires_grad
-        else (matmul_fp32(rows, k.transpose(-1, -2)) * scaling)
+        else (matmul_fp32(rows, k.transpose(-1, -2)) * logits.scaling)
     )
-    logits = capped(logits, softcap)
+    scores = capped(scores, logits.softcap)
     if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
-    top = logits.amax(-1, keepdim=True)
+        scores = scores.masked_fill(~mask, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
     top = top.masked_fill(top.isneginf(), 0.0) if mask is not None else top
-    if sink_logits is not None:
-        sinks = rows_of_heads(sink_logits, num_heads, k.shape[1], length)
+    if logits.sinks is not None:
+        sinks = rows_of_heads(logits.sinks, k.shape[1], length)
         top = top.maximum(sinks)
-    weights = (logits - top).exp_()
+    weights = (scores - top).exp_()
     total = weights.sum(-1, keepdim=True)
-    if sink_logits is not None:
+    if logits.sinks is not None:
         total = total + (sinks - top).exp()
     weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if mask is not None else total)
     out = (weights.to(v.dtype) @ v).to(q.dtype)
@@ -105,11 +100,9 @@ def attend_indices(
     v: Tensor,
     indices: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -120,7 +113,7 @@ def attend_indices(
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
-        sink_logits, softcap, block_table: see :func:`attend`.
+        logits, block_table: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
@@ -136,8 +129,7 @@ def attend_indices(
     if lengths is not None:
         used &= first_keys(lengths, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
-    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap}
-    return _attend_gathered(q, keys, values, used, need_lse=need_lse, need_mass=need_mass, **how)
+    return _attend_gathered(q, keys, values, used, logits=logits, need_lse=need_lse, need_mass=need_mass)
 
 
 def attend_pages(
@@ -147,10 +139,8 @@ def attend_pages(
     pages: Tensor,
     page_size: int,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -162,7 +152,7 @@ def attend_pages(
             marks an unused place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
-        sink_logits, softcap, block_table: see :func:`attend`. Pages need not have the size of blocks.
+        logits, block_table: see :func:`attend`. Pages need not have the size of blocks.
 
     Returns:
         With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
@@ -183,8 +173,7 @@ def attend_pages(
     slots = slots.masked_fill(slots >= ends, -1)
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
     keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
-    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap}
-    return _attend_gathered(q, keys, values, slots >= 0, need_lse=need_lse, need_mass=need_mass, **how)
+    return _attend_gathered(q, keys, values, slots >= 0, logits=logits, need_lse=need_lse, need_mass=need_mass)
 
 
 def check_attend(
@@ -192,9 +181,9 @@ def check_attend(
     k: Tensor,
     v: Tensor,
     *,
+    logits: Logits,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
@@ -202,7 +191,7 @@ def check_attend(
     number = check_keys(q, k, v, block_table)
     check_mask(mask, (len(q), k.shape[1], q.shape[2], number))
     check_lengths(lengths, len(q), k.shape[1])
-    check_sinks(sink_logits, q.shape[1])
+    check_logits(logits, q.shape[1])
 
     def read() -> Tensor:
         there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
@@ -217,9 +206,9 @@ def check_indices(
     v: Tensor,
     indices: Tensor,
     *,
+    logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
@@ -227,7 +216,7 @@ def check_indices(
     number = check_keys(q, k, v, block_table)
     check_places("indices", indices, len(q), (k.shape[1],), number)
     check_lengths(lengths, len(q), k.shape[1])
-    check_sinks(sink_logits, q.shape[1])
+    check_logits(logits, q.shape[1])
     if heads is not None and heads.shape != (k.shape[1],):
         raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
     check_blocks(block_table, k, lambda: among(indices, number))
@@ -240,8 +229,8 @@ def check_pages(
     pages: Tensor,
     page_size: int,
     *,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
@@ -250,7 +239,7 @@ def check_pages(
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), (k.shape[1], q.shape[1]), -(-number // page_size))
     check_lengths(lengths, len(q), k.shape[1])
-    check_sinks(sink_logits, q.shape[1])
+    check_logits(logits, q.shape[1])
 
     def read() -> Tensor:
         there = among(page_slots(pages, page_size).flatten(2), number)
@@ -263,6 +252,6 @@ def check_pages(
 
 
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:
-    """Attention over gathered keys; what lies in unused places, NaN included, has no influence."""
+    """Attention over gathered keys; the content of unused places, NaN included, has no influence."""
     k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
     return attend(q, k, v, mask=used[:, :, None], **how)

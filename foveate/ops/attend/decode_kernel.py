@@ -11,11 +11,11 @@ from foveate.ops.attend import decode
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.splits_kernel import merge_splits
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
+from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
@@ -30,11 +30,9 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -47,13 +45,12 @@ def attend(
     lengths leave out are not read and may hold anything. For the mass, see :func:`attend_pooled`.
     """
     if q.shape[2] != 1:
-        more = {"mask": mask, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
-        more |= {"scaling": scaling, "need_lse": need_lse, "need_mass": need_mass, "block_table": block_table}
-        return decode.attend(q, k, v, **more)
+        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
+        return decode.attend(q, k, v, logits=logits, block_table=block_table, **more)
     how = ("sum", "kv_head") if need_mass else None
     number = k.shape[2] if block_table is None else block_table.length
     mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table}
-    return _decode(q, k, v, None, mask, lengths, number, scaling, need_lse, sink_logits, softcap, **more)
+    return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
 
 
 def attend_pooled(
@@ -61,11 +58,8 @@ def attend_pooled(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
-    mask: Tensor | None = None,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -77,8 +71,8 @@ def attend_pooled(
     """
     check(pooling, pool)
     number = k.shape[2] if block_table is None else block_table.length
-    mask, more = _bytes(mask, q, k, number), {"how": (pooling, pool), "block_table": block_table}
-    return _decode(q, k, v, None, mask, lengths, number, scaling, True, sink_logits, softcap, **more)
+    more = {"how": (pooling, pool), "block_table": block_table}
+    return _decode(q, k, v, None, None, lengths, number, logits, True, **more)
 
 
 def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | None:
@@ -92,16 +86,14 @@ def attend_indices(
     v: Tensor,
     indices: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read where they lie."""
+    """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read in place."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
     if need_mass:
@@ -110,7 +102,7 @@ def attend_indices(
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
     number, heads = indices.shape[2], None if heads is None else heads.contiguous()
     more = {"heads": heads, "block_table": block_table}
-    return _decode(q, k, v, indices, None, lengths, number, scaling, need_lse, sink_logits, softcap, **more)
+    return _decode(q, k, v, indices, None, lengths, number, logits, need_lse, **more)
 
 
 def attend_pages(
@@ -120,17 +112,15 @@ def attend_pages(
     pages: Tensor,
     page_size: int,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read where they lie.
+    """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
-    Heads that choose for themselves have programs of their own, those of a group one behind the other: what several of
+    Heads that choose for themselves have programs of their own, those of a group one after the other: what several of
     them read at a time comes from the cache of the GPU.
     """
     if q.shape[2] != 1:
@@ -139,7 +129,7 @@ def attend_pages(
         raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "block_table": block_table}
-    return _decode(q, k, v, pages, None, lengths, number, scaling, need_lse, sink_logits, softcap, **how)
+    return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block_table: BlockTable | None) -> None:
@@ -164,10 +154,8 @@ def _decode(
     mask: Tensor | None,
     lengths: Tensor | None,
     number: int,
-    scaling: float,
+    logits: Logits,
     need_lse: bool,
-    sink_logits: Tensor | None,
-    softcap: float | None,
     how: tuple[str, str] | None = None,
     page_size: int = 0,
     heads: Tensor | None = None,
@@ -179,7 +167,6 @@ def _decode(
     ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all; 0 for none.
     """
     _check(q, k, v, block_table)
-    check_sinks(sink_logits, q.shape[1])
     batch, num_heads, _, dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
@@ -196,7 +183,7 @@ def _decode(
     if not out.numel():
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
-    found, merged = (out, lse), splits > 1 or sink_logits is not None
+    found, merged = (out, lse), splits > 1 or logits.sinks is not None
     if merged:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
@@ -223,36 +210,36 @@ def _decode(
         keys if page_size else None,
         kept.logits.shape[2] if kept else 0,
         blocks,
-        scaling * LOG2E.value,
+        logits.scaling * LOG2E.value,
         steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size(block_table, k),
         SHARED=sets // num_kv_heads,
         CODED=kept is not None and kept.coded,
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         **tile.sizes(dim, value_dim) | tile.options,
     )
     if merged:
         merge_splits[num_heads, batch](
             *found,
-            sink_logits,
+            logits.sinks,
             out,
             lse,
             *found[0].stride()[:3],
             *out.stride()[:3],
-            0 if sink_logits is None else sink_logits.stride(0),
+            0 if logits.sinks is None else logits.sinks.stride(0),
             batch,
             num_heads,
             1,
             splits,
-            SINKS=sink_logits is not None,
+            SINKS=logits.sinks is not None,
             VALUE_DIM=value_dim,
             BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
             BLOCK=min(16, triton.next_power_of_2(splits)),
             num_warps=4,
         )
-    mass = pooled(kept.beside(sink_logits), num_kv_heads, number, mask, lengths, *how) if how else None
+    mass = pooled(kept.beside(logits.sinks), num_kv_heads, number, mask, lengths, *how) if how else None
     return Attended(out, lse if need_lse else None, mass)
 
 

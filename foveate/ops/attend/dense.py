@@ -7,6 +7,7 @@ from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.checks import check_own_keys
+from foveate.ops.logits import Logits
 
 
 def attend_causal(
@@ -14,10 +15,8 @@ def attend_causal(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     need_lse: bool = False,
 ) -> Attended:
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
@@ -29,7 +28,7 @@ def attend_causal(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
-        sink_logits, softcap: see :func:`attend`.
+        logits: see :func:`attend`.
 
     Raises:
         ValueError: for fewer keys than that.
@@ -37,13 +36,13 @@ def attend_causal(
     batch, num_heads, length = q.shape[:3]
     check_own_keys(k.shape[2], length, offset)
     step = block_length(4 * batch * num_heads * (offset + length), length)
-    how = {"scaling": scaling, "sink_logits": sink_logits, "softcap": softcap, "need_lse": True}
     parts = []
     for first in range(0, length, step):
         last = min(first + step, length)
         end = offset + last
         query = torch.arange(offset + first, end, device=q.device)[:, None]
         mask = torch.arange(end, device=q.device) <= query
-        parts.append(attend(q[:, :, first:last], k[:, :, :end], v[:, :, :end], mask=mask[None, None], **how))
+        some = (q[:, :, first:last], k[:, :, :end], v[:, :, :end])
+        parts.append(attend(*some, logits=logits, mask=mask[None, None], need_lse=True))
     lse = torch.cat([part.lse for part in parts], 2) if need_lse else None
     return Attended(torch.cat([part.out for part in parts], 2), lse)

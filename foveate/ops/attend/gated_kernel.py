@@ -33,7 +33,7 @@ def attend_gated(
     blocks: int,
     window: int,
 ) -> Attended:
-    """See :func:`foveate.ops.attend.gated.attend_gated`. Keys are read where they lie, once for all heads of a group.
+    """See :func:`foveate.ops.attend.gated.attend_gated`. Keys are read in place, once for all heads of a group.
 
     The first launch attends to the summaries and chooses blocks, a program for a row and a KV head; the second attends
     to the keys of these and of the window, several programs for each; the third merges and gates. Nothing waits for

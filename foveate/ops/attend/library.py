@@ -22,6 +22,7 @@ from foveate.ops.attend import dense
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.partials import merge
 from foveate.ops.attend.sdpa import scaled_dot_product
+from foveate.ops.logits import Logits
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST = 256
@@ -32,7 +33,7 @@ log-sum-exp; and of one of capped logits, for whose tanh GPUs have an approximat
 _PROBLEMS = ((77, 0), (130, 213), (1, 301))
 """Queries of a proof, and the keys before them."""
 _CAP, _LOUDNESS, _UNUSED = 3.0, 2.0, 5
-"""Of a proof: the cap of logits, what queries are multiplied by, and keys of NaN behind those in use."""
+"""Of a proof: the cap of logits, what queries are multiplied by, and keys of NaN after those in use."""
 
 
 class Library:
@@ -52,9 +53,7 @@ class Library:
         """Why a library that runs does not take such queries, keys and values; empty when it does."""
         raise NotImplementedError
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, offset: int, softcap: float | None, need_lse: bool
-    ) -> Attended:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
         """As :func:`foveate.ops.attend.dense.attend_causal` without sinks; ``Lk`` is ``offset + Lq``.
 
         The output is the same to the last bit with and without the log-sum-exp, which may come without being asked for.
@@ -99,14 +98,12 @@ class FlashAttention3(Library):
             return False
         return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, offset: int, softcap: float | None, need_lse: bool
-    ) -> Attended:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
         """The last query sees the last key: that is the library's causal mask for fewer queries than keys, too."""
         attend = importlib.import_module(self.module).flash_attn_with_kvcache
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        how = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0, "return_softmax_lse": True}
-        out, lse, *_ = attend(q, k, v, **how)
+        how = {"softmax_scale": logits.scaling, "softcap": logits.softcap or 0.0, "causal": True}
+        out, lse, *_ = attend(q, k, v, **how, return_softmax_lse=True)
         return Attended(out.transpose(1, 2), lse)
 
 
@@ -135,15 +132,13 @@ class CuDNN(Library):
                 return "PyTorch does not offer it for these heads and lengths"
         return ""
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, offset: int, softcap: float | None, need_lse: bool
-    ) -> Attended:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
         """Its causal mask begins at the first key, so keys before the first query's own are attended to apart."""
 
         def part(keys: Tensor, values: Tensor, causal: bool) -> Attended:
             # always with the log-sum-exp: another plan might round in another order
             run = torch.ops.aten._scaled_dot_product_cudnn_attention
-            out, lse, *_ = run(q, keys, values, None, True, 0.0, causal, False, scale=scaling)
+            out, lse, *_ = run(q, keys, values, None, True, 0.0, causal, False, scale=logits.scaling)
             return Attended(out, lse.reshape(q.shape[:3]).float())
 
         return _merged([part(*one) for one in _parts(k, v, offset)])
@@ -166,12 +161,10 @@ class PyTorch(Library):
         alike = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
         return "" if alike else "it takes head dims that are alike and multiples of 8"
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, offset: int, softcap: float | None, need_lse: bool
-    ) -> Attended:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
         if offset == 0 and not need_lse:
-            return Attended(scaled_dot_product(q, k, v, scaling, causal=True))
-        return _merged([self._part(q, *one, scaling) for one in _parts(k, v, offset)])
+            return Attended(scaled_dot_product(q, k, v, logits.scaling, causal=True))
+        return _merged([self._part(q, *one, logits.scaling) for one in _parts(k, v, offset)])
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> Attended:
         """The kernel that :func:`scaled_dot_product` runs, whose public interface returns no log-sum-exp."""
@@ -188,20 +181,18 @@ LIBRARIES: tuple[Library, ...] = (FLASH_ATTENTION_3, CUDNN, PYTORCH)
 """The fastest first."""
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float | None, need_lse: bool
-) -> Attended | None:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int, need_lse: bool) -> Attended | None:
     """Dense causal attention by the fastest library that takes it; None where none does. Autograd records nothing.
 
     Args:
         k, v: ``[B, Hkv, offset + Lq, D]``.
     """
     for library in LIBRARIES:
-        if q.shape[2] * k.shape[2] < library.least_work or obstacle(library, q, k, v, offset, softcap):
+        if q.shape[2] * k.shape[2] < library.least_work or obstacle(library, q, k, v, offset, logits.softcap):
             continue
         try:
             with torch.no_grad():
-                found = library.attend(q, k, v, scaling, offset, softcap, need_lse)
+                found = library.attend(q, k, v, logits, offset, need_lse)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -292,12 +283,11 @@ def _compared(library: Library, kind: _Kind) -> str:
         if library.limit(q, k, v, offset, cap):
             continue
         compared += 1
-        scaling = kind.head_dim**-0.5
-        how = {"scaling": scaling, "offset": offset, "softcap": cap, "need_lse": True}
-        right = dense.attend_causal(*(x.float() for x in (q, k, v)), **how)
-        found = library.attend(q, k, v, scaling, offset, cap, True)
-        alone = library.attend(q, k, v, scaling, offset, cap, False).out
-        what = f"of {queries} queries behind {offset} keys"
+        logits = Logits(kind.head_dim**-0.5, softcap=cap)
+        right = dense.attend_causal(*(x.float() for x in (q, k, v)), logits=logits, offset=offset, need_lse=True)
+        found = library.attend(q, k, v, logits, offset, True)
+        alone = library.attend(q, k, v, logits, offset, False).out
+        what = f"of {queries} queries after {offset} keys"
         if found.out.shape != q.shape or found.out.dtype != q.dtype:
             return f"its output {what} is {found.out.dtype} {tuple(found.out.shape)}"
         if found.lse is None or found.lse.shape != q.shape[:3] or found.lse.dtype != torch.float32:
@@ -315,7 +305,7 @@ def _compared(library: Library, kind: _Kind) -> str:
 
 
 def _problem(kind: _Kind, queries: int, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Two sequences of two KV heads; keys and values lie as in a cache with room for more, which is NaN."""
+    """Two sequences of two KV heads; keys and values are laid out as in a cache with room for more, which is NaN."""
     generator = torch.Generator(kind.device).manual_seed(queries)
 
     def normal(heads: int, length: int) -> Tensor:

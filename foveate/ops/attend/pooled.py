@@ -5,6 +5,7 @@ from torch import Tensor
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.block_table import BlockTable
+from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import pooled_mass
 
 
@@ -13,11 +14,8 @@ def attend_pooled(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
-    mask: Tensor | None = None,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -29,10 +27,8 @@ def attend_pooled(
     Args:
         q: ``[B, Hq, 1, D]``.
         k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``; read through their strides.
-        scaling: factor of the logits.
-        mask: bool, broadcastable to ``[B, Hkv, 1, N]``: True where a key is. The others may hold anything finite.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
-        sink_logits, softcap, block_table: see :func:`attend`.
+        lengths: see :func:`pooled_mass`.
+        logits, block_table: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -43,7 +39,5 @@ def attend_pooled(
     """
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
-    by_head = None if mask is None else mask.expand(*k.shape[:2], 1, k.shape[2])[:, :, 0]
-    how = {"scaling": scaling, "lengths": lengths, "sink_logits": sink_logits, "softcap": softcap}
-    scores = pooled_mass(q, k, mask=by_head, pooling=pooling, pool=pool, **how)
-    return attend(q, k, v, mask=mask, need_lse=True, **how)._replace(mass=scores)
+    scores = pooled_mass(q, k, logits=logits, lengths=lengths, pooling=pooling, pool=pool)
+    return attend(q, k, v, logits=logits, lengths=lengths, need_lse=True)._replace(mass=scores)

@@ -6,6 +6,7 @@ from torch import Tensor
 from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
+from foveate.ops.logits import Logits
 
 _FEWEST = 256
 """Queries of a block at least, where memory allows, over a window that is shorter."""
@@ -70,7 +71,7 @@ def _check(q: Tensor, counts: Tensor) -> None:
 
 def _block(q: Tensor, k: Tensor, v: Tensor, some: slice, mask: Tensor, scaling: float) -> Attended:
     mask = mask[:, None].expand(q.shape[0], -1, -1, -1)
-    return attend(q[:, :, some], k, v, scaling=scaling, mask=mask, need_lse=True)
+    return attend(q[:, :, some], k, v, logits=Logits(scaling), mask=mask, need_lse=True)
 
 
 def _joined(parts: list[Attended]) -> Attended:

@@ -70,7 +70,7 @@ def attend_selected(
     """See :func:`foveate.ops.attend.selected.attend_selected`; only where :func:`fits`.
 
     Keys are values; ``recent_k`` are those of the window, or ``k`` again; ``indices [B, Hkv or 1, Lq, K]``. Repeats are
-    equal bit for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    equal bit for bit. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     batch, num_heads, length, _ = q.shape
     num_kv_heads, places = k.shape[1], indices.shape[3]

@@ -61,7 +61,7 @@ def attend_selected(
     A program owns heads of one query that share a KV head, and walks over the selected keys and then over the window,
     with an online softmax (FlashAttention, Dao 2023, arXiv:2307.08691). Where values are keys, a key is read once. With
     few queries the keys are split among programs, and a second launch merges what they have found. Repeats are equal
-    bit for bit, and fp32 is multiplied in full precision. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    bit for bit, and fp32 is multiplied in full precision. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
     batch, num_heads, length, dim = q.shape
@@ -161,7 +161,7 @@ def attend_selected(
 
 
 def same_memory(k: Tensor, v: Tensor) -> bool:
-    """Whether values are the first dimensions of their keys, where these lie."""
+    """Whether values are the first dimensions of their keys, in the same memory."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[3] <= k.shape[3]
 
 

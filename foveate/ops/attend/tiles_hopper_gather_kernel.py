@@ -13,15 +13,15 @@ def place_of_item(item, tiles, parts):
 
 
 @gluon.jit
-def places_in_use(item, used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED: gl.constexpr):
-    """Of an item, the last one at most: the head whose selection it reads, and places in use, negative where some among
-    them are not. Loaded while the item before is worked on."""
+def places_in_use(item, count_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED: gl.constexpr):
+    """Of an item, the last one at most: the head whose selection it reads, and places in use. Loaded while the item
+    before is worked on."""
     row, t, _ = place_of_item(gl.minimum(item, items - 1), tiles, parts)
     source = row % num_kv_heads
     if MAPPED:
         source = gl.load(heads_ptr + source).to(gl.int32)
     of_tile = (row // num_kv_heads * num_kv_heads + source) * tiles + t
-    return source, gl.load(used_ptr + of_tile)
+    return source, gl.load(count_ptr + of_tile)
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def gather(
     v_ptr,
     index_ptr,
     start_ptr,
-    used_ptr,
+    count_ptr,
     heads_ptr,
     q_stride_b,
     q_stride_h,
@@ -68,7 +68,6 @@ def gather(
     v_stride_l,
     index_stride_b,
     index_stride_h,
-    index_stride_t,
     index_stride_k,
     items,
     num_kv_heads,
@@ -88,7 +87,6 @@ def gather(
     k_empty,
     v_full,
     v_empty,
-    RAGGED: gl.constexpr,
     MAPPED: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
@@ -105,22 +103,19 @@ def gather(
     places = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
     rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, COPY))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
-    in_use = places_in_use(gl.program_id(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+    in_use = places_in_use(gl.program_id(0), count_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = place_of_item(item, tiles, parts)
         batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
-        source, used = in_use[0], gl.maximum(in_use[1], -in_use[1])
+        source, used = in_use
         in_use = places_in_use(
-            item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED
+            item + gl.num_programs(0), count_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED
         )
         start = (offset // tile + t) * tile
         own = gl.minimum(tile, offset + length - start)
-        index_base = (
-            index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h + t.to(gl.int64) * index_stride_t
-        )
-        if RAGGED:
-            index_base += gl.load(start_ptr + t) * index_stride_k
+        index_base = index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h
+        index_base += gl.load(start_ptr + t) * index_stride_k
         q_base = q_ptr + batch * q_stride_b
         k_base = k_ptr + batch * k_stride_b + head * k_stride_h
         v_base = v_ptr + batch * v_stride_b + head * v_stride_h

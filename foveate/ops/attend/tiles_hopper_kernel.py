@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.tiles_hopper_gather_kernel import gather, place_of_item, places_in_use
-from foveate.ops.attend.tiles_kernel import strides_of
 from foveate.ops.gpu.tiles import multiprocessors
+from foveate.ops.logits import Logits
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-3.4e38)
@@ -63,24 +63,22 @@ def attend_tiles(
     k: Tensor,
     v: Tensor,
     indices: Tensor,
-    starts: Tensor | None,
-    used: Tensor,
+    starts: Tensor,
+    counts: Tensor,
     out: Tensor,
     *,
     tile: int,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
     heads: Tensor | None = None,
-    sink_logits: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.tiles.attend_tiles`; only where :func:`fits`.
 
-    ``used``: int32 ``[2, B, Hkv, T]``, see :func:`foveate.ops.attend.tiles_kernel.places_used`. Repeats are equal bit
-    for bit. ``out``: what the output is written to.
+    Repeats are equal bit for bit. ``starts`` and ``counts`` are contiguous. ``out``: what the output is written to.
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]
-    group, tiles = num_heads // num_kv_heads, used.shape[3]
+    group, tiles = num_heads // num_kv_heads, counts.shape[2]
     parts = triton.cdiv(group * tile, 2 * ROWS)
     items = batch * num_kv_heads * tiles * parts
     block_d = next(width for width in _RINGS if dim <= width)
@@ -91,16 +89,16 @@ def attend_tiles(
         v,
         indices,
         starts,
-        used[1],
+        counts,
         heads,
-        sink_logits,
+        logits.sinks,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *strides_of(indices, starts),
+        *indices.stride(),
         *out.stride()[:3],
-        0 if sink_logits is None else sink_logits.stride(0),
+        0 if logits.sinks is None else logits.sinks.stride(0),
         items,
         num_kv_heads,
         group,
@@ -109,10 +107,9 @@ def attend_tiles(
         parts,
         length,
         offset,
-        scaling * _LOG2E.value,
-        RAGGED=starts is not None,
+        logits.scaling * _LOG2E.value,
         MAPPED=heads is not None,
-        SINKS=sink_logits is not None,
+        SINKS=logits.sinks is not None,
         ROWS=ROWS,
         DIM=dim,
         BLOCK_D=block_d,
@@ -126,13 +123,11 @@ def attend_tiles(
 
 
 @gluon.jit
-def _hide(products, block, limits, index_base, index_stride_k, used, KEYS: gl.constexpr):
-    """-inf where a row does not see a key: one of no place in use, or behind the row's ``limits``."""
+def _hide(products, block, limits, KEYS: gl.constexpr):
+    """-inf where a row does not see a key: one after the row's ``limits``."""
     LOGITS: gl.constexpr = products.type.layout
     place = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
-    key = gl.load(index_base + place.to(gl.int64) * index_stride_k, mask=place < used, other=0)
-    seen = (key >= 0)[None, :] & (place[None, :] <= limits[:, None])
-    return gl.where(seen, products, float("-inf"))
+    return gl.where(place[None, :] <= limits[:, None], products, float("-inf"))
 
 
 @gluon.jit
@@ -163,9 +158,6 @@ def _step(
     weight,
     scale,
     limits,
-    index_base,
-    index_stride_k,
-    used,
     nothing,
     HIDES: gl.constexpr,
     KEYS: gl.constexpr,
@@ -184,7 +176,7 @@ def _step(
     mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(q_empty, count=1, pred=last)
     if HIDES:
-        products = _hide(products, block, limits, index_base, index_stride_k, used, KEYS)
+        products = _hide(products, block, limits, KEYS)
     weights, fade, top, weight = _weigh(products, top, weight, scale)
     out, p = warpgroup_mma_wait(0, deps=(adding, p))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -194,16 +186,10 @@ def _step(
 
 @gluon.jit
 def _attend(
-    index_ptr,
-    start_ptr,
-    used_ptr,
+    count_ptr,
     heads_ptr,
     sink_ptr,
     out_ptr,
-    index_stride_b,
-    index_stride_h,
-    index_stride_t,
-    index_stride_k,
     out_stride_b,
     out_stride_h,
     out_stride_l,
@@ -227,7 +213,6 @@ def _attend(
     v_full,
     v_empty,
     WHICH: gl.constexpr,
-    RAGGED: gl.constexpr,
     MAPPED: gl.constexpr,
     SINKS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -236,8 +221,7 @@ def _attend(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Attention of half of the rows. Only blocks that hold keys of the tile itself hide some, unless the selection has
-    unused places among its keys."""
+    """Attention of half of the rows. Only blocks that hold keys of the tile itself hide some."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -247,25 +231,19 @@ def _attend(
     FIRST: gl.constexpr = WHICH * ROWS
     q = q_tiles.slice(FIRST, ROWS, dim=0)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
-    in_use = places_in_use(gl.program_id(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
+    in_use = places_in_use(gl.program_id(0), count_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED)
     turn, lap = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, t, part = place_of_item(item, tiles, parts)
         batch, head = (row // num_kv_heads).to(gl.int64), (row % num_kv_heads).to(gl.int64)
-        source, used = in_use[0], gl.maximum(in_use[1], -in_use[1])
-        holes = in_use[1] < 0
+        used = in_use[1]
         in_use = places_in_use(
-            item + gl.num_programs(0), used_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED
+            item + gl.num_programs(0), count_ptr, heads_ptr, items, num_kv_heads, tiles, parts, MAPPED
         )
         start = (offset // tile + t) * tile
         own = gl.minimum(tile, offset + length - start)
-        index_base = (
-            index_ptr + batch * index_stride_b + source.to(gl.int64) * index_stride_h + t.to(gl.int64) * index_stride_t
-        )
-        if RAGGED:
-            index_base += gl.load(start_ptr + t) * index_stride_k
         blocks = gl.cdiv(used + own, KEYS)
-        whole = gl.where(holes, 0, used // KEYS)  # blocks of which every row sees every key
+        whole = used // KEYS  # blocks of which every row sees every key
         limits = used + (part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)) % tile
         top = gl.full([ROWS], _LOWEST, gl.float32, OF_LOGITS)
         weight = gl.zeros([ROWS], gl.float32, OF_LOGITS)
@@ -279,7 +257,7 @@ def _attend(
         products = warpgroup_mma_wait(0, deps=(products,))
         mbarrier.arrive(k_empty.index(turn % STAGES), count=1)
         mbarrier.arrive(q_empty, count=1, pred=blocks == 1)
-        products = _hide(products, blocks - 1, limits, index_base, index_stride_k, used, KEYS)
+        products = _hide(products, blocks - 1, limits, KEYS)
         weights, _, top, weight = _weigh(products, top, weight, scale)
         p = gl.convert_layout(weights.to(k_tiles.dtype), WEIGHTS)
         turn += 1
@@ -287,13 +265,13 @@ def _attend(
         for step in range(1, blocks - whole):
             out, p, top, weight = _step(
                 turn, blocks - 1 - step, step == blocks - 1, q, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full,
-                v_empty, out, p, top, weight, scale, limits, index_base, index_stride_k, used, nothing, True, KEYS,
+                v_empty, out, p, top, weight, scale, limits, nothing, True, KEYS,
                 STAGES)
             turn += 1
         for step in range(blocks - whole, blocks):
             out, p, top, weight = _step(
                 turn, blocks - 1 - step, step == blocks - 1, q, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full,
-                v_empty, out, p, top, weight, scale, limits, index_base, index_stride_k, used, nothing, False, KEYS,
+                v_empty, out, p, top, weight, scale, limits, nothing, False, KEYS,
                 STAGES)
             turn += 1
         # fmt: on
@@ -341,7 +319,7 @@ def _attend_tiles_on_hopper(
     v_ptr,
     index_ptr,
     start_ptr,
-    used_ptr,
+    count_ptr,
     heads_ptr,
     sink_ptr,
     out_ptr,
@@ -356,7 +334,6 @@ def _attend_tiles_on_hopper(
     v_stride_l,
     index_stride_b,
     index_stride_h,
-    index_stride_t,
     index_stride_k,
     out_stride_b,
     out_stride_h,
@@ -371,7 +348,6 @@ def _attend_tiles_on_hopper(
     length,
     offset,
     scale,
-    RAGGED: gl.constexpr,
     MAPPED: gl.constexpr,
     SINKS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -408,20 +384,18 @@ def _attend_tiles_on_hopper(
         mbarrier.init(v_empty.index(stage), count=2)
     # fmt: off
     gl.warp_specialize([
-        (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
-                   index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
-                   num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
-                   q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   0, RAGGED, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
-        (_attend, (index_ptr, start_ptr, used_ptr, heads_ptr, sink_ptr, out_ptr, index_stride_b, index_stride_h,
-                   index_stride_t, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride, items,
-                   num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles, v_tiles,
-                   q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   1, RAGGED, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
-        (gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, used_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
+        (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_l, sink_stride,
+                   items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles,
+                   v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   0, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
+        (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_l, sink_stride,
+                   items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles,
+                   v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   1, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
+        (gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
                    k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b,
-                   index_stride_h, index_stride_t, index_stride_k, items, num_kv_heads, group, tile, tiles, parts,
-                   length, offset, lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, RAGGED, MAPPED, ROWS, DIM, BLOCK_D, KEYS, STAGES, AT_ONCE)),
+                   index_stride_h, index_stride_k, items, num_kv_heads, group, tile, tiles, parts, length, offset,
+                   lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   MAPPED, ROWS, DIM, BLOCK_D, KEYS, STAGES, AT_ONCE)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])
     # fmt: on

@@ -1,4 +1,4 @@
-"""Keys chosen for tiles of queries, read from where they lie: Triton kernel of :func:`attend_tiles`."""
+"""Keys chosen for tiles of queries, read in place: Triton kernel of :func:`attend_tiles`."""
 
 import importlib
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.attended import Attended
-from foveate.ops.attend.tiles import check_out, check_selection, sums_for_rest
+from foveate.ops.attend.tiles import check_out, check_selection
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
+from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -30,8 +30,6 @@ _TILES = {
 _TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
 
-_PLACES = 1024
-"""Places of a selection that a program looks at at once."""
 _HOPPER = True
 """Whether Hopper gets the kernel written for it."""
 
@@ -45,30 +43,6 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def places_used(indices: Tensor, starts: Tensor | None = None, tiles: int | None = None) -> Tensor:
-    """What is in use of each tile's selection, see :func:`attend_tiles`: int32 ``[2, B, Hkv, T]``.
-
-    First up to which place, and then the same number, negative where some places before that one are not. ``tiles`` is
-    T, with ``starts``.
-    """
-    batch, heads = indices.shape[:2]
-    places = 0
-    if starts is None:
-        tiles, places = indices.shape[2:]
-    used = torch.empty(2, batch, heads, tiles, dtype=torch.int32, device=indices.device)
-    _count_places[tiles, batch * heads](
-        indices, starts, used, *strides_of(indices, starts), heads, tiles, places, BLOCK=_PLACES
-    )
-    return used
-
-
-def strides_of(indices: Tensor, starts: Tensor | None) -> tuple[int, int, int, int]:
-    """Of batch entries, KV heads, tiles and places."""
-    if starts is None:
-        return indices.stride()
-    return *indices.stride()[:2], 0, indices.stride(2)
-
-
 def attend_tiles(
     q: Tensor,
     k: Tensor,
@@ -76,15 +50,11 @@ def attend_tiles(
     indices: Tensor,
     *,
     tile: int,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    starts: Tensor | None = None,
-    counts: Tensor | None = None,
+    starts: Tensor,
+    counts: Tensor,
     heads: Tensor | None = None,
-    rest: bool = False,
-    sums: tuple[Tensor, Tensor] | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     out: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
@@ -92,11 +62,8 @@ def attend_tiles(
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
     the tile and then over its own, with an online softmax: repeats are equal bit for bit. fp32 is multiplied in full
-    precision. New output lies in memory as ``[B, Lq, Hq, Dv]``.
+    precision. New output is laid out as ``[B, Lq, Hq, Dv]``.
     """
-    if block_table is not None and rest:  # sums of all keys are of those in one piece
-        k, v = block_table.gather(q, k, v)
-        block_table = None
     batch, num_heads, length, dim = q.shape
     num_kv_heads, slots, value_dim = v.shape[1:]
     num_keys, rows = slots, batch
@@ -109,46 +76,39 @@ def attend_tiles(
         raise UnsupportedError(f"head dims above {max(_TILES)}")
     lead, group = offset % tile, num_heads // num_kv_heads
     tiles = triton.cdiv(lead + length, tile)
-    check_selection(indices, starts, batch, num_kv_heads, tiles, counts)
+    check_selection(indices, starts, counts, batch, num_kv_heads, tiles)
     if num_keys < offset + length:
         raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
     if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    check_sinks(sink_logits, num_heads)
 
-    starts = None if starts is None else starts.contiguous()
-    used = places_used(indices, starts, tiles) if counts is None else counts.expand(2, -1, -1, -1).contiguous()
+    starts, counts = starts.contiguous(), counts.contiguous()
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else check_out(out, q, v)
-    own = _HOPPER and not rest and softcap is None and block_table is None and q.is_cuda
+    own = _HOPPER and logits.softcap is None and block_table is None and q.is_cuda
     if own and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
-        if hopper.fits(q, k, v, tile=tile, scaling=scaling):
-            how = {"tile": tile, "scaling": scaling, "offset": offset, "heads": heads, "sink_logits": sink_logits}
-            return hopper.attend_tiles(q, k, v, indices, starts, used, out, **how)
+        if hopper.fits(q, k, v, tile=tile, scaling=logits.scaling):
+            own = {"tile": tile, "logits": logits, "offset": offset, "heads": heads}
+            return hopper.attend_tiles(q, k, v, indices, starts, counts, out, **own)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
-    key_sums, value_sums = None, None
-    if rest:
-        key_sums, value_sums = (x.contiguous() for x in sums_for_rest(k, v, sums, offset - lead, tile, tiles))
     _attend_tiles[tiles * parts, batch * num_kv_heads](
         q,
         k,
         v,
         indices,
         starts,
-        used,
+        counts,
         heads,
-        key_sums,
-        value_sums,
-        sink_logits,
+        logits.sinks,
         *arguments(block_table),
         out,
         q.stride(),
         k.stride(),
         v.stride(),
-        strides_of(indices, starts),
+        indices.stride(),
         out.stride()[:3],
-        0 if sink_logits is None else sink_logits.stride(0),
+        0 if logits.sinks is None else logits.sinks.stride(0),
         num_kv_heads,
         group,
         tile,
@@ -156,46 +116,12 @@ def attend_tiles(
         parts,
         length,
         offset,
-        scaling * _LOG2E.value,
-        REST=rest,
+        logits.scaling * _LOG2E.value,
         BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         **block.sizes(dim, value_dim) | block.options,
     )
     return Attended(out)
-
-
-@triton.jit(do_not_specialize=["heads", "tiles", "places"])
-def _count_places(
-    index_ptr,
-    start_ptr,
-    used_ptr,
-    index_stride_b,
-    index_stride_h,
-    index_stride_t,
-    index_stride_k,
-    heads,
-    tiles,
-    places,
-    BLOCK: tl.constexpr,
-):
-    """Writes ``used [2, B, H, T]``."""
-    t, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    index_ptr += row // heads * index_stride_b + row % heads * index_stride_h + t * index_stride_t
-    if start_ptr is not None:
-        first_place = tl.load(start_ptr + t)
-        index_ptr += first_place * index_stride_k
-        places = (tl.load(start_ptr + t + 1) - first_place).to(tl.int32)
-    last, number = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for first in tl.range(0, places, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        index = tl.load(index_ptr + place.to(tl.int64) * index_stride_k, mask=place < places, other=-1)
-        last = tl.where(index >= 0, place + 1, last)
-        number += (index >= 0).to(tl.int32)
-    used = tl.max(last, 0)
-    used_ptr += row * tiles + t
-    tl.store(used_ptr, used)
-    tl.store(used_ptr + tl.num_programs(1).to(tl.int64) * tiles, tl.where(used > tl.sum(number, 0), -used, used))
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
@@ -205,10 +131,8 @@ def _attend_tiles(
     v_ptr,
     index_ptr,
     start_ptr,
-    used_ptr,
+    count_ptr,
     heads_ptr,
-    key_sum_ptr,
-    value_sum_ptr,
     sink_ptr,
     table_ptr,
     table_stride,
@@ -227,7 +151,6 @@ def _attend_tiles(
     length,
     offset,
     scale,
-    REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
@@ -240,8 +163,7 @@ def _attend_tiles(
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
 
     Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
-    have the lowest numbers and start first. With ``REST`` the logit of the mean of the keys that are left is had from
-    the sum of all keys, ``[B, Hkv, T, D]``, less the sum of the logits of those chosen.
+    have the lowest numbers and start first.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
@@ -249,7 +171,7 @@ def _attend_tiles(
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
-    index_stride_b, index_stride_h, index_stride_t, index_stride_k = index_strides
+    index_stride_b, index_stride_h, index_stride_k = index_strides
     out_stride_b, out_stride_h, out_stride_l = out_strides
     t, part = tiles - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
@@ -272,10 +194,8 @@ def _attend_tiles(
         k_ptr += batch * k_stride_b + head * k_stride_h
         v_ptr += batch * v_stride_b + head * v_stride_h
     source = head if heads_ptr is None else tl.load(heads_ptr + head)
-    index_ptr += batch * index_stride_b + source * index_stride_h + t.to(tl.int64) * index_stride_t
-    if start_ptr is not None:
-        index_ptr += tl.load(start_ptr + t) * index_stride_k
-    used = tl.load(used_ptr + (batch * num_kv_heads + source) * tiles + t)
+    index_ptr += batch * index_stride_b + source * index_stride_h + tl.load(start_ptr + t) * index_stride_k
+    used = tl.load(count_ptr + (batch * num_kv_heads + source) * tiles + t)
 
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -284,21 +204,14 @@ def _attend_tiles(
         sinks = tl.load(sink_ptr + (head * group + member) * sink_stride).to(tl.float32)
         top = tl.maximum(top, sinks * _LOG2E)
         weight = tl.where(top > _LOWEST, 1.0, weight)
-    if REST:
-        of_all = (batch * num_kv_heads + head) * tiles + t
-        key_sum = tl.load(key_sum_ptr + of_all * DIM + dims, mask=dims < DIM, other=0.0)
-        value_sum = tl.load(value_sum_ptr + of_all * VALUE_DIM + value_dims, mask=value_dims < VALUE_DIM, other=0.0)
-        of_rest = tl.sum(q.to(tl.float32) * key_sum[None, :], 1) * scale
-        left = start
     for of_tile in tl.static_range(2):  # first the keys chosen, then those of the tile
         for first in tl.range(0, tl.minimum(tile, end - start) if of_tile else used, BLOCK_N):
             if of_tile:
                 keys = start + first + places
                 stored = (first + places < tile) & (keys < end)
             else:
-                within = first + places < used
-                keys = tl.load(index_ptr + (first + places) * index_stride_k, mask=within, other=-1)
-                stored = keys >= 0
+                stored = first + places < used
+                keys = tl.load(index_ptr + (first + places) * index_stride_k, mask=stored, other=0)
             slots = tl.where(stored, keys, 0).to(tl.int64)
             if BLOCK_SIZE:
                 in_block = tl.load(table_ptr + slots // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
@@ -307,11 +220,7 @@ def _attend_tiles(
             if BLOCK_SIZE:
                 k_tile += in_block[None, :] * k_stride_b
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
-            logits = tl.dot(q, k, input_precision="ieee") * scale
-            if REST and not of_tile:
-                of_rest -= tl.sum(logits, 1)
-                left -= tl.sum(stored.to(tl.int32))
-            logits = capped(logits, SOFTCAP)
+            logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
             seen = stored[None, :] & (rows >= 0)[:, None]
             if of_tile:
                 seen = seen & (keys[None, :] <= own[:, None])
@@ -323,19 +232,9 @@ def _attend_tiles(
             if BLOCK_SIZE:
                 v_tile += in_block[:, None] * v_stride_b
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
-            if REST and not of_tile:
-                value_sum -= tl.sum(v.to(tl.float32), 0)
             out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
             weight = weight * fade + tl.sum(p, 1)
             top = higher
-
-    if REST:
-        number = tl.maximum(left, 1).to(tl.float32)
-        logit = tl.where(left > 0, capped(of_rest / number, SOFTCAP) + tl.log2(number), float("-inf"))
-        higher = tl.maximum(top, logit)
-        p, fade = tl.exp2(logit - higher), tl.exp2(top - higher)
-        out = out * fade[:, None] + p[:, None] * (value_sum / number)[None, :]
-        weight = weight * fade + p
 
     out = out / tl.where(weight == 0, 1.0, weight)[:, None]
     out_ptr += batch * out_stride_b + head * group * out_stride_h

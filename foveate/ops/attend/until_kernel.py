@@ -65,7 +65,7 @@ def attend_until(
     retained keys that one of a span's queries sees, which the first launch lists. A key belongs to the run or to the
     list, by its place. Where a list has no room for all, its queries look at every key before their window instead.
 
-    Repeats are equal bit for bit. The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    Repeats are equal bit for bit. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     reference.check(q, k, v, until, window, retained)
     batch, num_heads, length, dim = q.shape
@@ -93,10 +93,10 @@ def attend_until(
         until,
         *lists,
         out,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride()[:3],
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride()[:3],
         num_kv_heads,
         group,
         length,
@@ -221,21 +221,10 @@ def _attend_until(
     count_ptr,
     least_ptr,
     out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
     num_kv_heads,
     group,
     length,
@@ -259,6 +248,10 @@ def _attend_until(
 
     Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
     """
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    out_stride_b, out_stride_h, out_stride_l = out_strides
     each = BLOCK_M // group
     row, first = tl.program_id(0), tl.program_id(1) * each
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)

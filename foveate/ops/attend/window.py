@@ -10,7 +10,8 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.attend.dense import attend_causal
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_blocks, check_keys, check_number, check_own_keys, check_sinks
+from foveate.ops.checks import check_blocks, check_keys, check_logits, check_number, check_own_keys
+from foveate.ops.logits import Logits
 
 
 def attend_window(
@@ -18,12 +19,10 @@ def attend_window(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lower: Tensor,
     sinks: int = 0,
     offset: int = 0,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
     """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
@@ -32,10 +31,10 @@ def attend_window(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
         lower: int64 ``[Lq]`` on the device of q, non-decreasing: query i sees the keys ``lower[i] .. offset + i``, and
-            those of the first ``sinks`` that do not lie behind its own. One that sees nothing gets 0.
+            those of the first ``sinks`` that are not after its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
-        sink_logits, softcap, block_table: see :func:`attend`.
+        logits, block_table: see :func:`attend`.
 
     Raises:
         ValueError: as :func:`attend`, for fewer keys than that, and for negative ``sinks`` or ``offset``.
@@ -59,8 +58,7 @@ def attend_window(
             seen = torch.cat([slots[:sinks], seen])
         query = slots[offset + first : end, None]
         mask = (seen <= query) & ((seen >= lower[first:last]) | (seen < sinks))
-        how = {"scaling": scaling, "mask": mask[None, None], "sink_logits": sink_logits, "softcap": softcap}
-        outs.append(attend(q[:, :, first:last], keys, values, **how).out)
+        outs.append(attend(q[:, :, first:last], keys, values, logits=logits, mask=mask[None, None]).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 
@@ -69,22 +67,22 @@ def check_window(
     k: Tensor,
     v: Tensor,
     *,
+    logits: Logits,
     lower: Tensor,
     sinks: int = 0,
     offset: int = 0,
-    sink_logits: Tensor | None = None,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
     """Raise for arguments of :func:`attend_window` that cannot be."""
     check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
     check_number("sinks", sinks, 0)
-    check_sinks(sink_logits, q.shape[1])
+    check_logits(logits, q.shape[1])
     if lower.shape != q.shape[2:3] or lower.is_floating_point():
         raise ValueError(f"lower must be integers [{q.shape[2]}], not {lower.dtype} {list(lower.shape)}")
     check_blocks(block_table, k)
 
 
-def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:
     """:func:`attend_causal` under a cap, with the log-sum-exp."""
-    return attend_causal(q, k, v, scaling=scaling, offset=offset, softcap=softcap, need_lse=True)
+    return attend_causal(q, k, v, logits=logits, offset=offset, need_lse=True)

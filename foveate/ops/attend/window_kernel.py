@@ -8,11 +8,11 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.attended import Attended
 from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_sinks
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import Tile, tile_of_width
+from foveate.ops.logits import Logits
 
 _TILES = {
     64: Tile(128, 64, num_warps=8, num_stages=3, maxnreg=128),
@@ -36,40 +36,36 @@ def attend_window(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     lower: Tensor,
     sinks: int = 0,
     offset: int = 0,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.window.attend_window`.
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
-    The output lies in memory as ``[B, Lq, Hq, Dv]``.
+    The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     more = {"need_lse": False, "block_table": block_table}
-    return _windowed(q, k, v, scaling, lower, sinks, offset, sink_logits, softcap, **more)
+    return _windowed(q, k, v, logits, lower, sinks, offset, **more)
 
 
-def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, offset: int, softcap: float) -> Attended:
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:
     """See :func:`foveate.ops.attend.window.attend_capped`: a window that begins at the first key."""
     lower = torch.zeros(q.shape[2], dtype=torch.int64, device=q.device)
-    return _windowed(q, k, v, scaling, lower, 0, offset, None, softcap, need_lse=True)
+    return _windowed(q, k, v, logits, lower, 0, offset, need_lse=True)
 
 
 def _windowed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scaling: float,
+    logits: Logits,
     lower: Tensor,
     sinks: int,
     offset: int,
-    sink_logits: Tensor | None,
-    softcap: float | None,
     need_lse: bool,
     block_table: BlockTable | None = None,
 ) -> Attended:
@@ -88,7 +84,6 @@ def _windowed(
     if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim) or lower.shape != (length,):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "lower"), (q, k, v, lower)))
         raise ValueError(f"shapes do not fit: {shapes}")
-    check_sinks(sink_logits, num_heads)
 
     tile = tile_for(q.dtype, max(dim, value_dim))
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
@@ -98,24 +93,24 @@ def _windowed(
         k,
         v,
         lower,
-        sink_logits,
+        logits.sinks,
         *arguments(block_table),
         out,
         lse,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride()[:3],
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride()[:3],
         lower.stride(0),
-        0 if sink_logits is None else sink_logits.stride(0),
+        0 if logits.sinks is None else logits.sinks.stride(0),
         num_heads,
         num_heads // num_kv_heads,
         length,
         offset,
         sinks,
-        scaling * LOG2E.value,
+        logits.scaling * LOG2E.value,
         BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         DIM=dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
@@ -138,21 +133,10 @@ def _attend_window(
     table_stride,
     out_ptr,
     lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
     lower_stride,
     sink_stride,
     num_heads,
@@ -174,11 +158,15 @@ def _attend_window(
     ``scale`` includes log2(e).
 
     The keys of the block are the sinks and all from the first query's ``lower`` to the last query's own. They are
-    counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out behind them.
+    counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out after them.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    out_stride_b, out_stride_h, out_stride_l = out_strides
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK_M
     batch, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     last = tl.minimum(first + BLOCK_M, length) - 1

@@ -3,7 +3,7 @@
 from foveate.ops._dispatch import dispatch
 from foveate.ops.compress import boxes, low_rank
 from foveate.ops.compress.low_rank import PageRecord, channel_weights
-from foveate.ops.compress.reference import Nodes, importance_weights, root_weights, summarise
+from foveate.ops.compress.reference import Nodes, importance_weights, summarise
 
 bound_newest = dispatch(boxes.bound_newest, "foveate.ops.compress.boxes_kernel")
 compress_newest = dispatch(low_rank.compress_newest, "foveate.ops.compress.low_rank_kernel")
@@ -17,6 +17,5 @@ __all__ = [
     "compress_newest",
     "compress_pages",
     "importance_weights",
-    "root_weights",
     "summarise",
 ]

@@ -310,7 +310,7 @@ def _unpacked(x: Tensor, number: int) -> Tensor:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Bytes with zeros behind them."""
+    """Bytes with zeros after them."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 

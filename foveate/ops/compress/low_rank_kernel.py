@@ -202,7 +202,7 @@ def _compress(
             codes = (fitted.to(tl.int32) + 128).to(tl.uint8)
             tl.store(record_ptr + COEFFICIENTS + number * ROW + places, codes, mask=places < SIZE)
 
-    # what lies between the parts
+    # what is between the parts
     for at in tl.static_range(4 * (RANK + 1), MEAN):
         tl.store(record_ptr + at, tl.zeros([], tl.uint8))
     END: tl.constexpr = COEFFICIENTS + RANK * ROW

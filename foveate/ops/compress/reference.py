@@ -10,11 +10,9 @@ from torch import Tensor
 
 from foveate.ops._math import block_length
 
-_LEAST = 1e-12
-
 
 class Nodes(NamedTuple):
-    """Nodes of a cover: raw tokens, or summaries of what lies beneath them. What was not asked for is None."""
+    """Nodes of a cover: raw tokens, or summaries of the tokens under them. What was not asked for is None."""
 
     k: Tensor
     """``[B, Hkv, N, D]``, rotated keys as the cache holds them."""
@@ -97,19 +95,3 @@ def importance_weights(mass: Tensor, temperature: float) -> Tensor:
         fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
     """
     return (mass.float() / temperature).softmax(-1)
-
-
-def root_weights(recent: Tensor) -> Tensor:
-    """Weights in proportion to the square root of the attention that each child got lately.
-
-    The root lies between the mean, which drowns a key that answers queries, and the mass itself, which forgets the
-    others. Of children that got nothing, each has the same weight.
-
-    Args:
-        recent: fp32 ``[B, Hkv, N, S]``, at least 0.
-
-    Returns:
-        fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
-    """
-    roots = recent.float().clamp_min(_LEAST).sqrt()
-    return roots / roots.sum(-1, keepdim=True)

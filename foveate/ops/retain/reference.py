@@ -41,7 +41,7 @@ def keep_best(scores: Tensor, k: int, protected: Tensor) -> Tensor:
 def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
     """The slot to give up: the smallest score among the eligible, ties to the larger position.
 
-    NaN is weaker than any score. So what stays is what :func:`keep_best` would keep, wherever the tokens lie.
+    NaN is weaker than any score. So what stays is what :func:`keep_best` would keep, whatever slots the tokens are in.
 
     Args:
         scores: fp32 ``[B, Hkv, S]``.
@@ -78,8 +78,8 @@ def check_give_up(
     if (scores is None) == (at is None):
         raise ValueError("give_up takes either scores or at")
     if positions.dtype != torch.int32 or (scores is not None and scores.shape != positions.shape):
-        told = "none" if scores is None else f"{tuple(scores.shape)}"
-        raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {told}")
+        given = "none" if scores is None else f"{tuple(scores.shape)}"
+        raise ValueError(f"positions {tuple(positions.shape)} in {positions.dtype} do not fit scores {given}")
     for name, x in (("rows", rows), ("before", before), ("at", at)):
         if x is not None and x.shape != positions.shape[:1]:
             raise ValueError(f"{name} must be [{len(positions)}], not {list(x.shape)}")

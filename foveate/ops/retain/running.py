@@ -68,7 +68,7 @@ def replace_weakest(
         keys, values, margins: ``[B, Hkv, ring + K, ...]``; the buffer is what follows the first ``ring`` slots.
         positions: int64 ``[B, Hkv, K]``: the tokens that the buffer holds; -1 for none.
         kept: int64 ``[B, Hkv]``: how many it holds, in its first slots.
-        slots: int64 ``[B]``: where the tokens that are offered lie in the ring.
+        slots: int64 ``[B]``: slots of the offered tokens in the ring.
         tokens: int64 ``[B]``: their positions; below 0 for a row without one.
     """
     index = slots[:, None, None].expand(-1, keys.shape[1], 1)

@@ -100,8 +100,8 @@ def replace_weakest(
     fits = values.shape[:3] == margins.shape == keys.shape[:3] and number == ring + size and size > 0
     if not fits or positions.shape[:2] != (batch, heads) or kept.shape != (batch, heads):
         given = {"keys": keys, "values": values, "margins": margins, "positions": positions, "kept": kept}
-        told = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
-        raise ValueError(f"shapes do not fit a ring of {ring} slots: {told}")
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+        raise ValueError(f"shapes do not fit a ring of {ring} slots: {shapes}")
     if keys.numel():
         _replace_weakest[batch * heads,](
             keys,

@@ -8,6 +8,7 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
+from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)
@@ -19,7 +20,7 @@ _TILES = {
     256: Tile(64, 64, num_warps=4, num_stages=2),
 }
 """By head dim, padded. QK and exp2 cost about the same, so several small programs (three by 168 registers) share a
-multiprocessor: the exponentials of one hide behind the products of another. All fit into 99 KB of shared memory."""
+multiprocessor: the exponentials of one overlap with the products of another. All fit into 99 KB of shared memory."""
 
 _TILE_FP32 = Tile(16, 32, num_warps=4, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
@@ -35,9 +36,8 @@ def column_mass(
     k: Tensor,
     lse: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.score.reference.column_mass`.
@@ -74,8 +74,8 @@ def column_mass(
         num_heads // num_kv_heads,
         length,
         offset,
-        scaling * _LOG2E.value,
-        SOFTCAP=constant(softcap),
+        logits.scaling * _LOG2E.value,
+        SOFTCAP=constant(logits.softcap),
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=tile.block_m,
@@ -148,7 +148,7 @@ def _column_mass(
             p = tl.exp2(logits - lse[:, None])
             if not whole:
                 p = tl.where((offset + start + queries)[:, None] >= keys[None, :], p, 0.0)
-            # Rows 8 apart lie in the registers of one thread: adding these pairs first halves the accumulator.
+            # Rows 8 apart are in the registers of one thread: adding these pairs first halves the accumulator.
             mass += tl.sum(tl.reshape(p, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
             q_ptr += BLOCK_M * q_stride_l
             lse_ptr += BLOCK_M * lse_stride_l

@@ -38,11 +38,11 @@ class Kept(NamedTuple):
     def coded(self) -> bool:
         return self.logits.dtype == torch.int16
 
-    def beside(self, sink_logits: Tensor | None) -> "Kept":
+    def beside(self, sinks: Tensor | None) -> "Kept":
         """The same logits with those of sinks, ``[Hq]``, as one more part of each head's log-sum-exp."""
-        if sink_logits is None:
+        if sinks is None:
             return self
-        sinks = (sink_logits.float() * LOG2E.value)[None, :, None].expand(len(self.lses), -1, 1)
+        sinks = (sinks.float() * LOG2E.value)[None, :, None].expand(len(self.lses), -1, 1)
         return self._replace(lses=torch.cat([self.lses, sinks], -1))
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32
 from foveate.ops.attend.gather import gather_slots, page_slots
 from foveate.ops.compress.low_rank import PageRecord, factors
+from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import check, pool_logits
 
 
@@ -13,26 +14,25 @@ def page_lse(
     rows: Tensor,
     records: Tensor,
     form: PageRecord,
-    scaling: float,
     *,
+    logits: Logits,
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
-    softcap: float | None = None,
     pages: Tensor | None = None,
     branch: int = 1,
 ) -> Tensor:
     """Log-sum-exp of the logits of each page's keys as its summary approximates them: the log of the page's mass.
 
-    The logit of a key is ``scaling * (q . mean + sum_i (q . direction_i) coefficient_i)``.
+    The logit of a key is that of ``q . mean + sum_i (q . direction_i) coefficient_i``.
 
     Args:
         rows: ``[B, Hkv, G, D]``, the queries of a group.
         records: uint8 ``[B, Hkv, P, form.bytes]`` of :func:`~foveate.ops.compress_pages`; read through their strides.
             They do not say their form: those of another one of as many bytes give other numbers.
+        logits: how logits are made; sinks do not change the sum.
         weights: fp32 ``[B, Hkv, D]``, powers of two: what the keys were multiplied by, and queries are divided by.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages are there, the others may hold anything;
             None: all are.
-        softcap: the cap of logits, see :func:`~foveate.ops.key_logits`.
         pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads: only the records ``branch * p`` to ``branch * p +
             branch - 1`` of each page p are read, -1 for none, and these are the pages that are meant elsewhere.
 
@@ -56,10 +56,10 @@ def page_lse(
         held = factors(records[:, :, first : first + step], form)
         middle = matmul_fp32(rows, held.mean.mT)
         along = matmul_fp32(rows, held.directions.flatten(2, 3).mT).unflatten(-1, (-1, form.rank))
-        logits = middle[..., None]
+        scores = middle[..., None]
         for direction in range(form.rank):
-            logits = torch.addcmul(logits, along[..., direction, None], held.coefficients[:, :, None, :, direction])
-        found[..., first : first + step] = capped(logits.mul_(scaling), softcap).logsumexp(-1)
+            scores = torch.addcmul(scores, along[..., direction, None], held.coefficients[:, :, None, :, direction])
+        found[..., first : first + step] = capped(scores.mul_(logits.scaling), logits.softcap).logsumexp(-1)
     if lengths is not None:
         stored = first_keys(lengths, number)
         there = stored if there is None else there & stored
@@ -71,10 +71,9 @@ def pooled_mass_of_records(
     records: Tensor,
     form: PageRecord,
     *,
-    scaling: float,
+    logits: Logits,
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -85,7 +84,7 @@ def pooled_mass_of_records(
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        records, form, scaling, weights, lengths, softcap: see :func:`page_lse`.
+        records, form, logits, weights, lengths: see :func:`page_lse`.
         pooling, pool: see :func:`~foveate.ops.pooled_mass`; or (``of_largest``) the mean of each head's masses over
             its largest, as LOCKS sums them.
 
@@ -96,8 +95,8 @@ def pooled_mass_of_records(
         ValueError: for a pooling or a pool that there is not, or as :func:`page_lse`.
     """
     check(pooling, pool, "of_largest")
-    rows, how = fold_group(q, records.shape[1]), {"weights": weights, "lengths": lengths, "softcap": softcap}
-    lse = page_lse(rows, records, form, scaling, **how)
+    rows = fold_group(q, records.shape[1])
+    lse = page_lse(rows, records, form, logits=logits, weights=weights, lengths=lengths)
     mask = None if lengths is None else first_keys(lengths, records.shape[2])
     return pool_logits(lse, mask, pooling, pool)
 

@@ -15,6 +15,7 @@ from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import Kept, per_head, pooled
 from foveate.ops.score.low_rank import check_pages
 from foveate.ops.score.pooled import check
@@ -71,11 +72,10 @@ def page_lse(
     rows: Tensor,
     records: Tensor,
     form: PageRecord,
-    scaling: float,
     *,
+    logits: Logits,
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
-    softcap: float | None = None,
     pages: Tensor | None = None,
     branch: int = 1,
 ) -> Tensor:
@@ -84,7 +84,7 @@ def page_lse(
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
     are multiplied as such, in the queries' dtype, and summed in fp32. Repeats are equal bit for bit.
     """
-    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, pages, branch)
+    kept = _kept(rows, records, form, logits, weights, lengths, pages, branch)
     return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch)]
 
 
@@ -93,10 +93,9 @@ def pooled_mass_of_records(
     records: Tensor,
     form: PageRecord,
     *,
-    scaling: float,
+    logits: Logits,
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
@@ -104,7 +103,7 @@ def pooled_mass_of_records(
     check(pooling, pool, "of_largest")
     num_kv_heads, number = records.shape[1:3]
     rows = fold_group(q, num_kv_heads)
-    kept = _kept(rows, records, form, scaling, weights, lengths, softcap, None, 1, pooling)
+    kept = _kept(rows, records, form, logits, weights, lengths, None, 1, pooling)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     return pooled(kept, num_kv_heads, number, None, lengths, pooling, pool)
 
@@ -117,10 +116,9 @@ def _kept(
     rows: Tensor,
     records: Tensor,
     form: PageRecord,
-    scaling: float,
+    logits: Logits,
     weights: Tensor | None,
     lengths: Tensor | None,
-    softcap: float | None,
     pages: Tensor | None,
     branch: int,
     pooling: str | None = None,
@@ -155,8 +153,8 @@ def _kept(
             pages,
             kept.logits,
             of_parts,
-            *rows.stride(),
-            *records.stride()[:3],
+            rows.stride(),
+            records.stride()[:3],
             *((0, 0) if lengths is None else lengths.stride()),
             *((0, 0, 0) if pages is None else pages.stride()),
             num_kv_heads,
@@ -165,13 +163,12 @@ def _kept(
             number,
             padded,
             each,
-            scaling,
+            logits.scaling,
             WEIGHTED=weights is not None,
-            BOUNDED=lengths is not None,
             BRANCH=0 if pages is None else branch,
             TOTALS=pooling is not None,
             LARGEST=pooling == "of_largest",
-            SOFTCAP=constant(softcap),
+            SOFTCAP=constant(logits.softcap),
             **constants(form),
             PACKED=packed,
             BLOCK_M=tile.block_m,
@@ -258,13 +255,8 @@ def _page_lse(
     page_ptr,
     lse_ptr,
     total_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_g,
-    q_stride_d,
-    record_stride_b,
-    record_stride_h,
-    record_stride_p,
+    q_strides,
+    record_strides,
     length_stride_b,
     length_stride_h,
     page_stride_b,
@@ -278,7 +270,6 @@ def _page_lse(
     each,
     scale,
     WEIGHTED: tl.constexpr,
-    BOUNDED: tl.constexpr,
     BRANCH: tl.constexpr,
     TOTALS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -299,14 +290,16 @@ def _page_lse(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
-    pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length`` (``BOUNDED``): how
-    many of the first pages are there.
-    ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1 for none.
+    pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
+    how many of the first pages are there. ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1
+    for none.
 
     Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
     ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes
     with the other half.
     """
+    q_stride_b, q_stride_h, q_stride_g, q_stride_d = q_strides
+    record_stride_b, record_stride_h, record_stride_p = record_strides
     HALF: tl.constexpr = (DIM + 1) // 2
     ROW: tl.constexpr = (SIZE * BITS + 7) // 8
     ODD: tl.constexpr = BITS == 4 and SIZE % 2 == 1
@@ -330,7 +323,7 @@ def _page_lse(
     high = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, halves, HALF, DIM, exist, WEIGHTED, LANES)
     record_ptr += batch * record_stride_b + head * record_stride_h
     there = number
-    if BOUNDED:
+    if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
         there = tl.minimum(number, length.to(tl.int32))
     if BRANCH:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import capped, first_keys, matmul_fp32
+from foveate.ops.checks import check_logits
+from foveate.ops.logits import Logits
 
 
-def key_logits(rows: Tensor, k: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
-    """Scaled logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``: fp32 ``[B, Hkv, G, N]``.
-
-    With a ``softcap`` each logit x becomes ``softcap * tanh(x / softcap)``.
-    """
-    return capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(scaling), softcap)
+def key_logits(rows: Tensor, k: Tensor, logits: Logits) -> Tensor:
+    """Logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``, which sinks do not change: fp32 ``[B, Hkv, G, N]``."""
+    check_logits(logits)
+    return capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling), logits.softcap)
 
 
 def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:

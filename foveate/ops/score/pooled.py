@@ -12,11 +12,11 @@ from foveate.ops.checks import (
     check_blocks,
     check_keys,
     check_lengths,
-    check_mask,
+    check_logits,
     check_number,
     check_places,
-    check_sinks,
 )
+from foveate.ops.logits import Logits
 from foveate.ops.score.nodes import key_logits
 
 
@@ -24,11 +24,8 @@ def pooled_mass(
     q: Tensor,
     k: Tensor,
     *,
-    scaling: float,
-    mask: Tensor | None = None,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -41,11 +38,9 @@ def pooled_mass(
     Args:
         q: ``[B, Hq, 1, D]``.
         k: ``[B, Hkv, N, D]``; read through its strides.
-        scaling: factor of the logits.
-        mask: bool, broadcastable to ``[B, Hkv, N]``: True where a key is. The others may hold anything finite.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are.
-        sink_logits: ``[Hq]``: a logit of each query head that takes its share of attention and has no key; None: none.
-        softcap: each scaled logit x counts as ``softcap * tanh(x / softcap)``; None: as it is.
+        logits: how logits are made, see :class:`~foveate.ops.Logits`.
+        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. The others may hold
+            anything finite.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
             any head (``max``), or the largest scaled logit of any head (``max_logit``), which no sink changes.
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
@@ -61,13 +56,16 @@ def pooled_mass(
     check(pooling, pool)
     if block_table is not None:
         (k,) = block_table.gather(q, k)
-    if lengths is not None:
-        there = first_keys(lengths, k.shape[2])
-        mask = there if mask is None else mask & there
-    logits = key_logits(fold_group(q, k.shape[1]), k, scaling, softcap)
-    if mask is not None:
-        logits.masked_fill_(~mask[:, :, None], float("-inf"))
-    return pool_logits(logits, mask, pooling, pool, sink_logits)
+    there = None if lengths is None else first_keys(lengths, k.shape[2])
+    return _pooled(q, k, there, logits, pooling, pool)
+
+
+def _pooled(q: Tensor, k: Tensor, there: Tensor | None, logits: Logits, pooling: str, pool: str) -> Tensor:
+    """:func:`pooled_mass` of the keys that are ``there``, a mask that broadcasts to ``[B, Hkv, N]``, or of all."""
+    scores = key_logits(fold_group(q, k.shape[1]), k, logits)
+    if there is not None:
+        scores.masked_fill_(~there[:, :, None], float("-inf"))
+    return pool_logits(scores, there, pooling, pool, logits.sinks)
 
 
 def pooled_mass_of_pages(
@@ -76,10 +74,8 @@ def pooled_mass_of_pages(
     pages: Tensor,
     page_size: int,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -93,7 +89,7 @@ def pooled_mass_of_pages(
             place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
-        q, k, scaling, sink_logits, softcap, pooling, pool: see :func:`pooled_mass`.
+        q, k, logits, pooling, pool: see :func:`pooled_mass`.
         block_table: see :func:`pooled_mass`. Pages need not have the size of blocks.
 
     Returns:
@@ -109,20 +105,17 @@ def pooled_mass_of_pages(
     slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)
     ends = k.shape[2] if lengths is None else lengths.clamp_max(k.shape[2]).view(len(q), -1, 1)
     slots = slots.masked_fill(slots >= ends, -1)
-    how = {"sink_logits": sink_logits, "softcap": softcap, "pooling": pooling, "pool": pool}
-    return pooled_mass(q, gather_slots(k, slots), scaling=scaling, mask=slots >= 0, **how)
+    return _pooled(q, gather_slots(k, slots), slots >= 0, logits, pooling, pool)
 
 
-def pool_logits(
-    logits: Tensor, mask: Tensor | None, pooling: str, pool: str, sink_logits: Tensor | None = None
-) -> Tensor:
+def pool_logits(logits: Tensor, mask: Tensor | None, pooling: str, pool: str, sinks: Tensor | None = None) -> Tensor:
     """Pool logits, of keys or pages, as :func:`pooled_mass` does.
 
     Args:
         logits: fp32 ``[B, Hkv, G, N]``; -inf where no key is.
         mask: bool ``[B, Hkv, N]``: True where a key is; None: everywhere.
-        pooling, pool, sink_logits: see :func:`pooled_mass` and :func:`~foveate.ops.pooled_mass_of_records`; they are
-            not checked. Sinks do not change ``of_largest``.
+        pooling, pool: see :func:`pooled_mass` and :func:`~foveate.ops.pooled_mass_of_records`; they are not checked.
+        sinks: see :class:`~foveate.ops.Logits`. They do not change ``of_largest``.
 
     Returns:
         fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
@@ -130,8 +123,8 @@ def pool_logits(
     if pooling == "of_largest":
         logits = logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     mass = logits.exp() if pooling == "of_largest" else logits if pooling == "max_logit" else logits.softmax(-1)
-    if sink_logits is not None and pooling not in ("max_logit", "of_largest"):
-        sinks = sink_logits.float().view(1, logits.shape[1], -1, 1)
+    if sinks is not None and pooling not in ("max_logit", "of_largest"):
+        sinks = sinks.float().view(1, logits.shape[1], -1, 1)
         mass = mass * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
     mass = mass.sqrt_() if pooling == "sqrt" else mass
     mass = mass if pool == "kv_head" else mass.flatten(1, 2)[:, None]
@@ -146,21 +139,18 @@ def check_mass(
     q: Tensor,
     k: Tensor,
     *,
-    mask: Tensor | None = None,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
     """Raise for arguments of :func:`pooled_mass` that cannot be."""
     number = check_keys(q, k, None, block_table)
-    check_mask(mask, (len(q), k.shape[1], number))
     check_lengths(lengths, len(q), k.shape[1])
-    check_sinks(sink_logits, q.shape[1])
+    check_logits(logits, q.shape[1])
 
     def read() -> Tensor:
-        there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
-        return there if mask is None else there & mask
+        return torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
 
     check_blocks(block_table, k, read)
 
@@ -180,8 +170,8 @@ def check_mass_of_pages(
     pages: Tensor,
     page_size: int,
     *,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
     **_: Any,
@@ -191,7 +181,7 @@ def check_mass_of_pages(
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), {1} if pool == "layer" else {1, k.shape[1]}, -(-number // page_size))
     check_lengths(lengths, len(q), k.shape[1])
-    check_sinks(sink_logits, q.shape[1])
+    check_logits(logits, q.shape[1])
 
     def read() -> Tensor:
         there = among(page_slots(pages, page_size).flatten(2), number)

@@ -12,6 +12,7 @@ from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
@@ -36,11 +37,8 @@ def pooled_mass(
     q: Tensor,
     k: Tensor,
     *,
-    scaling: float,
-    mask: Tensor | None = None,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -51,13 +49,11 @@ def pooled_mass(
     keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
     block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
     With ``max_logit`` the steps are four times as wide: a logit is right to 7e-4, and one of more than 88 below the
-    block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys that the mask or the lengths leave
-    out are not read and may hold anything.
+    block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys that the lengths leave out are not
+    read and may hold anything.
     """
     number = k.shape[2] if block_table is None else block_table.length
-    if mask is not None:
-        mask = mask.expand(len(q), k.shape[1], number).view(torch.int8)
-    return _pooled_mass(q, k, mask, lengths, number, 0, scaling, sink_logits, softcap, pooling, pool, block_table)
+    return _pooled_mass(q, k, None, lengths, number, 0, logits, pooling, pool, block_table)
 
 
 def pooled_mass_of_pages(
@@ -66,10 +62,8 @@ def pooled_mass_of_pages(
     pages: Tensor,
     page_size: int,
     *,
-    scaling: float,
+    logits: Logits,
     lengths: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -79,25 +73,22 @@ def pooled_mass_of_pages(
     Keys of no page, and those that are not there, are not read and may hold anything.
     """
     pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
-    how = (scaling, sink_logits, softcap, pooling, pool, block_table)
-    return _pooled_mass(q, k, pages, lengths, number, page_size, *how)
+    return _pooled_mass(q, k, pages, lengths, number, page_size, logits, pooling, pool, block_table)
 
 
 def _pooled_mass(
     q: Tensor,
     k: Tensor,
-    chosen: Tensor | None,
+    pages: Tensor | None,
     lengths: Tensor | None,
     number: int,
     page_size: int,
-    scaling: float,
-    sink_logits: Tensor | None,
-    softcap: float | None,
+    logits: Logits,
     pooling: str,
     pool: str,
     block_table: BlockTable | None,
 ) -> Tensor:
-    """Of ``number`` keys, or places in pages; ``chosen``: a mask of the keys, or (``page_size`` not 0) pages."""
+    """Of ``number`` keys, or (``page_size`` not 0) places in ``pages``."""
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
     num_kv_heads, rows = k.shape[1], batch
@@ -124,13 +115,13 @@ def _pooled_mass(
     _keep_logits[batch * num_kv_heads * parts, splits](
         q,
         k,
-        chosen,
+        pages,
         lengths,
         *arguments(block_table),
         *kept[:3],
         (q.stride(0), q.stride(1), q.stride(3)),
         k.stride(),
-        *((0, 0, 0) if chosen is None else chosen.stride()),
+        *((0, 0, 0) if pages is None else pages.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
         num_kv_heads,
         group,
@@ -140,15 +131,15 @@ def _pooled_mass(
         kept.logits.shape[2],
         blocks,
         splits,
-        scaling * LOG2E.value,
+        logits.scaling * LOG2E.value,
         steps(pooling),
         CODED=kept.coded,
-        SOFTCAP=constant(softcap),
+        SOFTCAP=constant(logits.softcap),
         PAGE_SIZE=page_size,
         BLOCK_SIZE=block_size(block_table, k),
         **tile.sizes(dim) | tile.options,
     )
-    return pooled(kept.beside(sink_logits), num_kv_heads, number, chosen, lengths, pooling, pool, page_size, keys)
+    return pooled(kept.beside(logits.sinks), num_kv_heads, number, pages, lengths, pooling, pool, page_size, keys)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts"])
@@ -193,10 +184,8 @@ def _keep_logits(
     where it is not 0: keys are in blocks of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of
     each row.
 
-    ``chosen`` holds what is not 0 at the slots to read, or, where ``PAGE_SIZE`` is not 0, pages of so many
-    keys, -1 for none: ``number`` counts the keys of all its places, and ``length`` and ``keys`` say how many of the
-    first keys are there."""
-    FILL: tl.constexpr = -1 if PAGE_SIZE else 0
+    Where ``PAGE_SIZE`` is not 0, ``chosen`` holds pages of so many keys, -1 for none: ``number`` counts the keys of all
+    its places, and ``length`` and ``keys`` say how many of the first keys are there."""
     INDEXED: tl.constexpr = PAGE_SIZE != 0
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
@@ -214,7 +203,7 @@ def _keep_logits(
         k_ptr += head * k_stride_h
     else:
         k_ptr += batch * k_stride_b + head * k_stride_h
-    if chosen_ptr is not None:
+    if PAGE_SIZE:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
     if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
@@ -232,10 +221,9 @@ def _keep_logits(
     each = tl.cdiv(here, tl.num_programs(1))
     begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
-    if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
+    if PAGE_SIZE:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
-        entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
-        following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
+        following = tl.load(chosen_ptr + next_place // PAGE_SIZE * chosen_stride_l, mask=next_place < number, other=-1)
     if BLOCK_SIZE:  # one block ahead, too
         next_place = begin * BLOCK_N + places
         chosen = following if PAGE_SIZE else next_place
@@ -243,14 +231,12 @@ def _keep_logits(
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place, place < number
-        if chosen_ptr is not None:
-            chosen, next_place = following, place + BLOCK_N
-            entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
-            following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
-            stored = chosen > FILL if PAGE_SIZE else chosen != 0
-            if PAGE_SIZE:
-                slots = tl.maximum(chosen.to(tl.int32), 0) * PAGE_SIZE + place % PAGE_SIZE
-                stored = stored & (slots < keys)
+        if PAGE_SIZE:
+            page, next_place = following, place + BLOCK_N
+            entry = next_place // PAGE_SIZE
+            following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=-1)
+            slots = tl.maximum(page.to(tl.int32), 0) * PAGE_SIZE + place % PAGE_SIZE
+            stored = (page > -1) & (slots < keys)
         k_mask = stored[:, None]
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from foveate.ops._dispatch import dispatch
 from foveate.ops._math import GPU_SCORES_BYTES, block_length, capped, fold_group, matmul_fp32, tile_rows
+from foveate.ops.checks import check_logits, check_logits_of_keys
+from foveate.ops.logits import Logits
 
 
 def column_mass(
@@ -18,9 +20,8 @@ def column_mass(
     k: Tensor,
     lse: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention mass that each key receives from a block of causal queries (H2O's accumulated score; LuKA's w_i).
@@ -31,7 +32,7 @@ def column_mass(
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees; one with -inf saw
             nothing and adds nothing.
         offset: number of keys before the first query's own.
-        softcap: each scaled logit x counts as ``softcap * tanh(x / softcap)``, as in the log-sum-exp; None: as it is.
+        logits: how logits are made, as in the log-sum-exp, which has counted sinks if there are any.
         out: fp32 ``[B, Hkv, Lk]`` to add to, or None for a new one.
 
     Returns:
@@ -51,8 +52,8 @@ def column_mass(
         width = block_length(4 * batch * num_heads * (last - first), visible)
         for start in range(0, visible, width):
             end = min(start + width, visible)
-            logits = matmul_fp32(rows, k[:, :, start:end].transpose(-1, -2)).mul_(scaling)
-            weights = capped(logits, softcap).sub_(row_lse).exp_()
+            scores = matmul_fp32(rows, k[:, :, start:end].transpose(-1, -2)).mul_(logits.scaling)
+            weights = capped(scores, logits.softcap).sub_(row_lse).exp_()
             if end > offset + first + 1:
                 query = torch.arange(offset + first, visible, device=q.device)[:, None]
                 future = torch.arange(start, end, device=q.device) > query
@@ -67,9 +68,8 @@ def tile_mass(
     lse: Tensor,
     *,
     tile: int,
-    scaling: float,
+    logits: Logits,
     offset: int = 0,
-    softcap: float | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Attention that tiles of queries pay to the keys before them (Kascade, section 3.4: post-softmax pooling).
 
@@ -81,7 +81,7 @@ def tile_mass(
         k: ``[B, Hkv, Lk, D]``.
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
         tile: positions in a tile.
-        softcap: see :func:`column_mass`.
+        logits: see :func:`column_mass`.
 
     Yields:
         ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
@@ -96,12 +96,10 @@ def tile_mass(
         number = (of_rows[0, 0] < float("inf")).sum(1).clamp_min(1)
         of_rows = of_rows + number.log()[:, None]  # so that the sum is the mean
         keys = k[:, :, : (offset // tile + last - 1) * tile]
-        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, scaling=scaling, softcap=softcap)
+        yield offset // tile + first, _block_mass(rows, keys, of_rows, begins, logits=logits)
 
 
-def tile_block_mass(
-    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
-) -> Tensor:
+def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, logits: Logits) -> Tensor:
     """Attention that some tiles of queries pay to keys before them.
 
     Args:
@@ -109,7 +107,7 @@ def tile_block_mass(
         k: ``[B, H, n, D]``.
         lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; one with inf adds nothing.
         begins: int64 ``[T]``: the first position of each tile.
-        softcap: see :func:`column_mass`.
+        logits: see :func:`column_mass`.
 
     Returns:
         fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from its first position on.
@@ -118,13 +116,13 @@ def tile_block_mass(
     step = block_length(4 * queries[..., 0].numel(), keys)
     for start in range(0, keys, step):
         some = k[:, :, start : min(start + step, keys)].transpose(-1, -2)
-        logits = matmul_fp32(queries.flatten(2, 3), some).mul_(scaling)
-        weights = capped(logits, softcap).unflatten(2, queries.shape[2:4]).sub_(lse[..., None]).exp_()
+        scores = matmul_fp32(queries.flatten(2, 3), some).mul_(logits.scaling)
+        weights = capped(scores, logits.softcap).unflatten(2, queries.shape[2:4]).sub_(lse[..., None]).exp_()
         mass[..., start : start + step] = weights.sum(3)
     return mass.masked_fill_(_not_before(keys, begins), float("-inf"))
 
 
-_block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
+_block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel", check_logits_of_keys)
 
 
 def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -152,11 +150,9 @@ def query_mass(
     q: Tensor,
     k: Tensor,
     *,
-    scaling: float,
+    logits: Logits,
     offset: int,
     mask: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
 ) -> Tensor:
     """Attention mass of a few causal queries, heads kept apart (SnapKV's observation window, section 3).
 
@@ -164,27 +160,27 @@ def query_mass(
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         k: ``[B, Hkv, Lk, D]`` with ``Lk >= offset + Lq``.
         mask: bool ``[B, Hkv, offset + Lq]``, True for keys that are seen, each query's own among them; None: all.
-        sink_logits: ``[Hq]``: a logit of each head that takes its share of attention and has no key; None: none.
-        softcap: see :func:`column_mass`.
+        logits: how logits are made, see :class:`~foveate.ops.Logits`.
 
     Returns:
         ``[B, Hq, offset + Lq]`` fp32, summed over the queries.
     """
+    check_logits(logits, q.shape[1])
     batch, num_heads, length = q.shape[:3]
     end = offset + length
     mass = q.new_zeros(batch, num_heads, end, dtype=torch.float32)
     step = block_length(4 * batch * num_heads * end, length)
     for first in range(0, length, step):
         last = min(first + step, length)
-        logits = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2))
-        logits = capped(logits.mul_(scaling), softcap).reshape(batch, num_heads, last - first, end)
+        scores = matmul_fp32(fold_group(q[:, :, first:last], k.shape[1]), k[:, :, :end].transpose(-1, -2))
+        scores = capped(scores.mul_(logits.scaling), logits.softcap).reshape(batch, num_heads, last - first, end)
         query = torch.arange(offset + first, offset + last, device=q.device)[:, None]
         hidden = torch.arange(end, device=q.device) > query
         if mask is not None:
             hidden = hidden | ~mask.repeat_interleave(num_heads // k.shape[1], 1)[:, :, None]
-        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
-        if sink_logits is not None:
-            sinks = sink_logits.float().view(1, -1, 1, 1)
-            weights = weights * (logits.logsumexp(-1, keepdim=True) - sinks).sigmoid()
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        if logits.sinks is not None:
+            sinks = logits.sinks.float().view(1, -1, 1, 1)
+            weights = weights * (scores.logsumexp(-1, keepdim=True) - sinks).sigmoid()
         mass += weights.sum(2)
     return mass

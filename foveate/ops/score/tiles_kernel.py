@@ -10,6 +10,7 @@ from torch import Tensor
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
+from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _WALK = tl.constexpr(16)
@@ -36,9 +37,7 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=min(tile.block_m, max(16, triton.next_power_of_2(rows))))
 
 
-def tile_block_mass(
-    queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float, softcap: float | None = None
-) -> Tensor:
+def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, logits: Logits) -> Tensor:
     """See :func:`foveate.ops.score.reference.tile_block_mass`.
 
     A program owns some keys of one tile, so every sum has one owner and one order: repeats are equal bit for bit. Keys
@@ -54,11 +53,11 @@ def tile_block_mass(
     if k.shape != (batch, heads, number, dim) or lse.shape != queries.shape[:4] or begins.shape != (tiles,):
         shapes = {"queries": queries, "k": k, "lse": lse, "begins": begins}
         raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items()))
-    cap = constant(softcap)
+    cap = constant(logits.softcap)
     if _HOPPER and not cap and number and k.is_cuda and torch.cuda.get_device_capability(k.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
         if hopper.fits(queries, k):
-            return hopper.tile_block_mass(queries, k, lse, begins, scaling=scaling)
+            return hopper.tile_block_mass(queries, k, lse, begins, scaling=logits.scaling)
     mass = queries.new_empty(batch, heads, tiles, number, dtype=torch.float32)
     if not number:
         return mass
@@ -67,7 +66,7 @@ def tile_block_mass(
     sizes = {"SOFTCAP": cap, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     tile = tile_for(k.dtype, dim, rows)
     sizes |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **tile.options}
-    walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), scaling * _LOG2E.value
+    walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), logits.scaling * _LOG2E.value
     _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
     return mass
 

@@ -16,7 +16,7 @@ class TileKeys(NamedTuple):
 
     words: Tensor
     """int32 ``[B, H, P]``: bit i of a tile's word j is set where the key ``32 j + i`` is chosen; each tile's words
-    behind those of the tile before."""
+    after those of the tile before."""
     begins: Tensor
     """int64 ``[T + 1]``, ascending from 0 to P: tile t has the words ``begins[t] .. begins[t + 1] - 1``."""
     starts: Tensor
@@ -30,7 +30,7 @@ class TileKeys(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """The keys of some tiles, one tile's behind another's."""
+    """The keys of some tiles, tile after tile."""
 
     keys: Tensor
     """int32 ``[B, H, P]``: each tile's keys, ascending, and -1 where it has fewer than places."""

@@ -71,7 +71,7 @@ def _drawn(x, k, HELD: tl.constexpr):
 
 @triton.jit
 def read_scores(score_ptr, place, limit, VECTOR: tl.constexpr):
-    """Scores before ``limit``, -inf elsewhere, and whatever is behind it in the ``VECTOR`` that it cuts: a mask that
+    """Scores before ``limit``, -inf elsewhere, and whatever is after it in the ``VECTOR`` that it cuts: a mask that
     changes within one would have each score read by itself."""
     return tl.load(score_ptr + place, mask=place < tl.cdiv(limit, VECTOR) * VECTOR, other=float("-inf"))
 
@@ -99,7 +99,7 @@ def count_valid(x):
 
 @triton.jit
 def above_all(x):
-    """What is behind the highest score, as :func:`ordered` has them."""
+    """The key after the highest score, as :func:`ordered` has them."""
     return ordered(tl.max(x, 0)) + 1
 
 
@@ -186,7 +186,7 @@ def choose(x, kth, room, crowded, equal):
 
 @triton.jit
 def put(found_ptr, written, index, chosen):
-    """Writes what is chosen behind what is written."""
+    """Writes what is chosen after what is written."""
     tl.store(found_ptr + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, index, mask=chosen)
 
 

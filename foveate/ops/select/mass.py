@@ -25,7 +25,7 @@ def first_of(order: Tensor, counts: Tensor, capacity: int) -> Tensor:
 
 
 def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
-    """As many of the heaviest as leave at most ``rest`` behind (top-p).
+    """As many of the heaviest as leave at most ``rest`` out (top-p).
 
     Args:
         mass: fp32 ``[B, Hkv, N]``, >= 0: shares of the attention.
@@ -46,7 +46,7 @@ def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
 def by_bound(upper: Tensor, lower: Tensor, known: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
     """As many nodes as make it certain that those not taken hold at most ``limit`` of the attention, in every head.
 
-    The partition sum of a node lies between ``exp(lower)`` and ``exp(upper)``. If the nodes not taken sum to at most U
+    The partition sum of a node is between ``exp(lower)`` and ``exp(upper)``. If the nodes not taken sum to at most U
     and everything else to at least K, their share is at most ``U / (K + U)``.
 
     Args:

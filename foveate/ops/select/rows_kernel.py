@@ -385,7 +385,7 @@ def _write_chosen(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Writes ``found [rows, k]``: chunk after chunk, and -1 behind the last of them."""
+    """Writes ``found [rows, k]``: chunk after chunk, and -1 after the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR

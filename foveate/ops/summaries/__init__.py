@@ -21,12 +21,13 @@ the paper, which the reference runs. Kernels: ``score`` (with attention to raw t
 """
 
 from foveate.ops._dispatch import dispatch
+from foveate.ops.checks import check_logits_of
 from foveate.ops.summaries import reference
 from foveate.ops.summaries.cover import Part, attend_cover, refine
 from foveate.ops.summaries.tree import Level, Rows, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums
 
-attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch")
+attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch", check_logits_of)
 
 __all__ = [
     "Covered",

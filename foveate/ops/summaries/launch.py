@@ -11,6 +11,7 @@ from torch import Tensor
 from foveate.ops._math import fold_group
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import multiprocessors, padded
+from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.summaries.attend_kernel import attend_nodes
 from foveate.ops.summaries.masses_kernel import note
@@ -33,8 +34,7 @@ def attend_summaries(
     tree: Tree,
     how: Refinement,
     *,
-    scaling: float,
-    softcap: float | None = None,
+    logits: Logits,
     need_lse: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
@@ -54,7 +54,7 @@ def attend_summaries(
         ValueError: for inconsistent shapes.
     """
     check_supported(q, k, v, tree, how, sums)
-    return SummariesLaunch(q, k, v, tree, how, scaling, softcap, sums).run(need_lse)
+    return SummariesLaunch(q, k, v, tree, how, logits, sums).run(need_lse)
 
 
 class SummariesLaunch:
@@ -67,12 +67,10 @@ class SummariesLaunch:
         v: Tensor,
         tree: Tree,
         how: Refinement,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         sums: Sums | None,
     ):
-        self.q, self.k, self.v, self.tree, self.how, self.sums = q, k, v, tree, how, sums
-        self.scaling, self.softcap = scaling, softcap
+        self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, k, v, tree, how, logits, sums
         (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, v.shape
         self.group = num_heads // self.num_kv_heads
         self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
@@ -82,7 +80,7 @@ class SummariesLaunch:
         chunks, ranked, keeps = chunks_of(tree.width, self.tile), how.score != "summary", sums is not None
         self.space = make_workspace(q, v, tree, self.stages, self.programs, chunks, ranked, keeps)
         self.sizes = {
-            **{"GROUP": self.group, "SOFTCAP": constant(softcap), "DIM": dim, "VALUE_DIM": value_dim},
+            **{"GROUP": self.group, "SOFTCAP": constant(logits.softcap), "DIM": dim, "VALUE_DIM": value_dim},
             **{"BLOCK_M": self.tile.block_m, "BLOCK_N": self.tile.block_n},
         }
         """Constants of the kernels that read keys."""
@@ -95,7 +93,7 @@ class SummariesLaunch:
             self._attend(visit)
         if self.sums is not None:
             note(space, self.tree, self.sums)
-        return Covered(space.out, space.lse if need_lse else None, space.read, space.refined)
+        return Covered(space.out, space.lse, space.read, space.refined).beside(self.logits.sinks, need_lse)
 
     def _score(self, visit: Visit) -> Tensor:
         """Score the nodes of a level; returns the log-sum-exps of each program's ranks, fp32 ``[B, Hq, splits]``."""
@@ -132,7 +130,7 @@ class SummariesLaunch:
             0 if estimate is None else estimate.stride(1),
             raw_splits,
             self.tree.sinks,
-            self.scaling,
+            self.logits.scaling,
             math.log(level.size),
             level.reads,
             BRANCH=visit.branch,
@@ -144,13 +142,13 @@ class SummariesLaunch:
     def _low_rank_ranks(self, level: Level, visit: Visit) -> Tensor:
         """The log-sum-exp of each visited node's keys by its low-rank summary, fp32 ``[B, Hq, C]`` of equal strides
         between rows of C places; what is at places of no node is not to be read. See :func:`foveate.ops.page_lse`."""
-        records, how = level.records, {"lengths": visit.count, "softcap": self.softcap}
+        records, how = level.records, {"logits": self.logits, "lengths": visit.count}
         if visit.above is None:
             records = records[:, :, : visit.stage.width]
         else:  # read where they are
             how |= {"pages": visit.listed, "branch": visit.branch, "lengths": visit.count * visit.branch}
         rows = fold_group(self.q, self.num_kv_heads)
-        return page_lse(rows, records, level.record, self.scaling, **how).flatten(1, 2)
+        return page_lse(rows, records, level.record, **how).flatten(1, 2)
 
     def _select(self, visit: Visit, rank_lse: Tensor) -> None:
         """Select the nodes to refine."""
@@ -214,7 +212,7 @@ class SummariesLaunch:
             stage.k,
             stage.before,
             self.tree.sinks,
-            self.scaling,
+            self.logits.scaling,
             WIDTH=self.tree.width,
             BRANCH=visit.branch,
             LAST=stage is self.stages[-1],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
+from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
 from foveate.ops.select.reference import topk, topk_rows
@@ -26,19 +27,18 @@ def attend_summaries(
     tree: Tree,
     how: Refinement,
     *,
-    scaling: float,
-    softcap: float | None = None,
+    logits: Logits,
     need_lse: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
     """Attention of one query per row over sinks, tail and summaries, of which the rule refines some.
 
-    From the top level down (LuKA, section 3.2, Algorithm 1), a node's log-weight is ``scaling * q . k`` of its summary
-    plus the bias. The nodes that the rule chooses are replaced by their children, at last by the keys of their page,
+    From the top level down (LuKA, section 3.2, Algorithm 1), a node's log-weight is the logit of its summary plus
+    the bias. The nodes that the rule chooses are replaced by their children, at last by the keys of their page,
     either with the parent's mass shared among them (equations 2 and 3) or with their own logits. The output is the
     softmax over the resulting cover (equation 4).
 
-    Under a ``softcap`` a summary's logit is capped as a key's is, before the bias is added. Estimates by ``spread``
+    Under a cap a summary's logit is capped as a key's is, before the bias is added. Estimates by ``spread``
     then take, as the deviation, the distance between the capped logits at the mean and one deviation above it.
 
     Args:
@@ -46,15 +46,14 @@ def attend_summaries(
         k, v: ``[B, Hkv, Lk, D(v)]``; read through their strides.
         tree: summaries of these keys, and how many of them each row has and may refine.
         how: the rule.
-        scaling: factor of the logits.
-        softcap: each scaled logit x becomes ``softcap * tanh(x / softcap)``; None: there is no cap.
+        logits: how logits are made. Sinks take their share of the output, but not of the masses of nodes and tokens.
         need_lse: whether to return ``lse``.
         sums: running sums to update in place; None: none.
     """
-    covered, masses, visited = with_masses(q, k, v, tree, how, scaling, softcap, need_lse)
+    covered, masses, visited = with_masses(q, k, v, tree, how, logits, need_lse or logits.sinks is not None)
     if sums is not None:
         note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
-    return covered
+    return covered.beside(logits.sinks, need_lse)
 
 
 def with_masses(
@@ -63,12 +62,11 @@ def with_masses(
     v: Tensor,
     tree: Tree,
     how: Refinement,
-    scaling: float,
-    softcap: float | None = None,
+    logits: Logits,
     need_lse: bool = True,
 ) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
-    """:func:`attend_summaries` without sums: ``(covered, masses, visited)``, see :func:`note_masses`."""
-    reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), scaling, softcap)
+    """:func:`attend_summaries` without sums and sinks: ``(covered, masses, visited)``, see :func:`note_masses`."""
+    reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), logits)
     parts = [reader.raw()]
     others, read = parts[0].logits.logsumexp(-1, keepdim=True), tree.rows.raw
     nodes, visited = reader.top(), []
@@ -151,11 +149,10 @@ class _Reader:
         k: Tensor,
         v: Tensor,
         queries: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
     ):
         self.tree, self.how, self.keys, self.values = tree, how, k, v
-        self.queries, self.scaling, self.softcap = queries, scaling, softcap
+        self.queries, self.logits = queries, logits
 
     def raw(self) -> Part:
         """Sinks and tail, as a part of the cover."""
@@ -168,7 +165,7 @@ class _Reader:
             if sinks:
                 keys = torch.cat([self.keys[:, :, :sinks], keys], 2)
                 values = torch.cat([self.values[:, :, :sinks], values], 2)
-        logits = key_logits(self.queries, keys, self.scaling, self.softcap)
+        logits = key_logits(self.queries, keys, self.logits)
         if rows.raw_slots is not None:
             logits.masked_fill_(rows.raw_hidden, float("-inf"))
         return Part(logits, values)
@@ -205,7 +202,7 @@ class _Reader:
         keys, values = (
             gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
         )
-        logits = key_logits(self.queries, keys, self.scaling, self.softcap)
+        logits = key_logits(self.queries, keys, self.logits)
         if not complete:
             hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
             logits.masked_fill_(hidden[:, :, None], float("-inf"))
@@ -229,8 +226,8 @@ class _Reader:
         else:
             fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
         log_size = math.log(of.size)
-        plain = key_logits(self.queries, fields["k"], self.scaling)
-        dot = plain if self.softcap is None else capped(plain.clone(), self.softcap)
+        plain, softcap = key_logits(self.queries, fields["k"], self.logits._replace(softcap=None)), self.logits.softcap
+        dot = plain if softcap is None else capped(plain.clone(), softcap)
         bias = {
             "none": lambda: None,
             "log": lambda: log_size,
@@ -242,7 +239,7 @@ class _Reader:
             "spread": lambda: self._free_energy(fields["spread"], log_size, plain, dot).add_(
                 logits if how.bias == "log" else dot + log_size
             ),
-            "lowrank": lambda: page_lse(self.queries, fields["records"], of.record, self.scaling, softcap=self.softcap),
+            "lowrank": lambda: page_lse(self.queries, fields["records"], of.record, logits=self.logits),
         }[how.score]()
         if hidden is not None:
             for estimate in (logits, rank):
@@ -253,9 +250,9 @@ class _Reader:
 
     def _free_energy(self, spread: Tensor, log_size: float, plain: Tensor, dot: Tensor) -> Tensor:
         """:func:`free_energy` of nodes with this variance of keys, whose logits are ``plain``, and ``dot`` capped."""
-        deviation = logit_deviation(self.queries, spread, self.scaling)
-        if self.softcap is not None:
-            deviation = capped(deviation.add_(plain), self.softcap).sub_(dot)
+        deviation = logit_deviation(self.queries, spread, self.logits.scaling)
+        if self.logits.softcap is not None:
+            deviation = capped(deviation.add_(plain), self.logits.softcap).sub_(dot)
         return free_energy(deviation, log_size)
 
     # Which nodes are refined

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from foveate.ops.attend.attended import Attended
+from foveate.ops.attend.partials import with_sinks
+
 
 @dataclasses.dataclass(frozen=True)
 class Refinement:
@@ -43,6 +46,11 @@ class Covered(NamedTuple):
     """Keys read, a summary counted as :attr:`Level.reads`: the mean over rows and KV heads, or ``[B, Hkv]``."""
     refined: float | Tensor
     """Pages refined, likewise."""
+
+    def beside(self, sinks: Tensor | None, need_lse: bool) -> Covered:
+        """The same beside sinks, see :class:`~foveate.ops.Logits`, with the log-sum-exp if it is needed."""
+        out, lse, _ = with_sinks(Attended(self.out, self.lse), sinks)
+        return self._replace(out=out, lse=lse if need_lse else None)
 
 
 class Sums(NamedTuple):

@@ -61,7 +61,7 @@ _LOOKS = {
     "luka_paper": Look("#56B4E9", "s"),
     "mixed": Look("#CC79A7", "p"),
     "h2o": Look("#D55E00", "^"),
-    "lined_as_published": Look("#E69F00", "v"),
+    "h2o_as_published": Look("#E69F00", "v"),
     "snapkv": Look("#009E73", "D"),
     "streaming": Look("#7A7A7A", "P"),
     "tova": Look("#882255", "X"),

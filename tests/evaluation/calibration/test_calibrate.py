@@ -201,7 +201,7 @@ class TestTheArtefact:
         assert (artefact.anchors, list(artefact.heads), artefact.found["layers"]) == ((1,), ["3"], [1, 3])
         assert [one["anchors"] for one in artefact.found["by_number"]] == [[1], [1, 3]]
         with foveate.attached(loading.load_model(folder, "float32", "cpu"), f"kascade:calibration={plan.out}") as one:
-            assert one.policies[3].method.place.heads == tuple(artefact.heads["3"])
+            assert one.policies[3].method.layer_role.heads == tuple(artefact.heads["3"])
         with pytest.raises(UserError, match="anchors must be a number from 1 to 2"):
             run(dataclasses.replace(plan, out=plan.out.with_name("more.json"), anchors=3))
 
@@ -271,11 +271,11 @@ class TestAnEndedRun:
         assert not plan.out.exists()
         assert len(list(calibrate.partial_folder(plan.out).glob("prompt-*.safetensors"))) == number
         assert len(read) == number
-        said, told = [], []
-        artefact = run(plan, progress=lambda done, of: told.append((done, of)), say=said.append)
+        said, reported = [], []
+        artefact = run(plan, progress=lambda done, of: reported.append((done, of)), say=said.append)
         assert read == prompts(plan)
         assert said == ([f"resuming: {number} of 3 prompts are there"] if number else [])
-        assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+        assert reported == [(0, 3), (1, 3), (2, 3), (3, 3)]
         assert without_time(artefact) == without_time(whole)
         assert list(plan.out.parent.iterdir()) == [plan.out]
 
@@ -371,8 +371,8 @@ class TestWhatIsInTheWay:
         run(plan)
         before = plan.out.read_bytes()
         monkeypatch.setattr(loading, "load_model", None)
-        told = rf"is another calibration \(it differs in {what}\); choose another --out, or move it away"
-        with pytest.raises(UserError, match=told):
+        reported = rf"is another calibration \(it differs in {what}\); choose another --out, or move it away"
+        with pytest.raises(UserError, match=reported):
             run(dataclasses.replace(plan, **change))
         assert plan.out.read_bytes() == before
 
@@ -513,7 +513,7 @@ class TestBadPlans:
                     {"by": "divergence", "method": Kascade(**idle)},
                     f"{next(iter(idle))} has no effect: what is measured is decoding after dense prompts",
                 )
-                for idle in ({"tile": 9}, {"rest": "mean"})
+                for idle in ({"tile": 9}, {"dense_anchor_prefill": False})
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
@@ -822,7 +822,7 @@ class TestTimeShare:
         def noting(method, cache, *more):
             chose.clear()
             decode(method, cache, *more)
-            dense = method.name == "dense" or method.place.dense
+            dense = method.name == "dense" or method.layer_role.dense
             stepped.append((id(cache), "dense" if dense else "sparse", "chooses" if chose else "does not"))
 
         def milliseconds(step, device):

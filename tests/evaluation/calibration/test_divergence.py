@@ -51,7 +51,7 @@ def answered(model, one):
 
 
 def masked(model, ids, prompt, chooser, reader, number, heads, pool, pooling="post_softmax"):
-    """Logits when the reader's tokens behind the prompt see the chooser's ``number`` heaviest keys alone."""
+    """Logits when the reader's tokens after the prompt see the chooser's ``number`` heaviest keys alone."""
     chosen = {}
 
     def attend(module, q, k, v, mask, scaling, **more):
@@ -161,7 +161,7 @@ def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
     with foveate.attached(model, "dense"):
         trace = prompt.trace(model, shared=True)
     with foveate.attached(model, method):
-        steps = [output.divergence / output.tokens for output in prompt.go_on(model, True, trace).outputs]
+        steps = [output.divergence / output.tokens for output in prompt.decode(model, True, trace).outputs]
         at_once = prompt.divergence(model, trace, shared=True).tolist()
     assert trace.lengths.tolist()[1] < trace.tokens.shape[1]
     assert max(steps) > 1e-4
@@ -183,7 +183,7 @@ def test_sparse_prompts_are_read_by_each_method_and_predict_the_first_token(mode
     found = divergence.together(model, answered, [sparse, behind_dense, Kascade(anchors=2, top_k=1.0)])
     with foveate.attached(model, sparse):
         prompt = generation.read_prompt(model, tokenizer, items)
-        steps = [output.divergence / output.tokens for output in prompt.go_on(model, along=answered.trace).outputs]
+        steps = [output.divergence / output.tokens for output in prompt.decode(model, along=answered.trace).outputs]
     assert float(found[0]) == pytest.approx(sum(steps) / 2, rel=1e-3)
     assert (float(found[1]) > 0) == (tokens > 1)
     assert found[0] > found[1]

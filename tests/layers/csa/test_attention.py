@@ -11,7 +11,7 @@ from tests.helpers import LargestTensor, Shape, assert_close, naive, problem, sh
 
 
 def selection(shape, number, heads, seed):
-    """Indices ``[B, heads, Lq, K]``, -1 behind and among them, and the mask ``[B, Hkv, Lq, Lk]`` that they mean."""
+    """Indices ``[B, heads, Lq, K]``, -1 after and among them, and the mask ``[B, Hkv, Lq, Lk]`` that they mean."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.full((shape.batch, heads, shape.queries, number), -1)
     mask = torch.zeros(shape.batch, heads, shape.queries, shape.keys, dtype=torch.bool)

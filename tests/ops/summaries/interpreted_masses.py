@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import Logits
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.summaries import launch, reference
 from tests.trees import Problem, recent_attention
@@ -24,7 +25,7 @@ def check(problem, how=None):
     ):
         own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
         sums = ops.Sums(0.2, recent=first.clone())
-        run(q, keys, values, own, how, scaling=0.3, sums=sums)
+        run(q, keys, values, own, how, logits=Logits(0.3), sums=sums)
         kept.append([sums.recent, *recent_attention(own)])
     for mine, its in zip(*kept, strict=True):
         torch.testing.assert_close(mine, its)
@@ -67,4 +68,6 @@ def test_what_is_refused():
         (ops.Sums(0.2, some), "running totals"),
     ):
         with pytest.raises(UnsupportedError, match=what):
-            launch.attend_summaries(*problem.arguments, problem.looked_at(how, True), how, scaling=0.3, sums=sums)
+            launch.attend_summaries(
+                *problem.arguments, problem.looked_at(how, True), how, logits=Logits(0.3), sums=sums
+            )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import Logits
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
@@ -31,9 +32,9 @@ def check(problem, how, softcap=None):
         ``(result, chosen)``: of each level from the top down the places of refined nodes.
     """
     q, k, v = problem.arguments
-    tree, scaling = problem.looked_at(how, True), 0.3
-    expected, _, visited = reference.with_masses(q, k.nan_to_num(0.0), v.nan_to_num(0.0), tree, how, scaling, softcap)
-    steps = launch.SummariesLaunch(q, k, v, problem.looked_at(how, False), how, scaling, softcap, None)
+    tree, logits = problem.looked_at(how, True), Logits(0.3, softcap=softcap)
+    expected, _, visited = reference.with_masses(q, k.nan_to_num(0.0), v.nan_to_num(0.0), tree, how, logits)
+    steps = launch.SummariesLaunch(q, k, v, problem.looked_at(how, False), how, logits, None)
     found, chosen = steps.run(True), [visit.selection.chosen for visit in steps.space.visits]
     half = found.out.dtype != torch.float32
     tolerance = 3e-3 if half else 2e-5
@@ -93,6 +94,22 @@ def test_capped_logits(score, softcap):
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
     how = ops.Refinement(score=score, prior=0.3)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap)
+
+
+@pytest.mark.parametrize("need_lse", [False, True])
+@pytest.mark.parametrize("run", [launch.attend_summaries, reference.attend_summaries], ids=["kernels", "reference"])
+def test_learned_sinks(run, need_lse):
+    """They take their share of the output of the cover."""
+    problem, how, sinks = Problem(seed=3), ops.Refinement(), torch.linspace(-2.0, 3.0, 4)
+    q, k, v = problem.arguments
+    given = (q, k.nan_to_num(0.0), v.nan_to_num(0.0), problem.looked_at(how, True), how)
+    alone = run(*given, logits=Logits(0.3), need_lse=True)
+    expected = ops.with_sinks(ops.Attended(alone.out, alone.lse), sinks)
+    found = run(*given, logits=Logits(0.3, sinks), need_lse=need_lse)
+    torch.testing.assert_close(found.out, expected.out)
+    assert (found.lse is None) != need_lse
+    if need_lse:
+        torch.testing.assert_close(found.lse, expected.lse)
 
 
 @pytest.mark.parametrize("prior", [0.5, 0.3, 0.0])
@@ -163,7 +180,9 @@ def test_pages_that_are_not_refined_are_not_read():
             pages = chosen[b, head][chosen[b, head] >= 0]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 4, pages)
             problem.k[b, head, ~read], problem.v[b, head, ~read] = torch.nan, torch.nan
-    again = launch.attend_summaries(*problem.arguments, problem.looked_at(how, False), how, scaling=0.3, need_lse=True)
+    again = launch.attend_summaries(
+        *problem.arguments, problem.looked_at(how, False), how, logits=Logits(0.3), need_lse=True
+    )
     assert torch.equal(again.out, found.out)
 
 
@@ -174,7 +193,7 @@ def test_room_for_more_than_rows_have():
     problem.tree = problem.tree._replace(
         rows=dataclasses.replace(rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,))
     )
-    steps = launch.SummariesLaunch(*problem.arguments, problem.looked_at(how, False), how, 0.3, None, None)
+    steps = launch.SummariesLaunch(*problem.arguments, problem.looked_at(how, False), how, Logits(0.3), None)
     roomy, mine = steps.run(True), steps.space.visits[0].selection.chosen
     torch.testing.assert_close(roomy.out, found.out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(roomy.lse, found.lse, rtol=1e-5, atol=1e-6)
@@ -207,7 +226,7 @@ def test_what_it_refuses():
     def run(problem, how=None, **changed):
         how = how or ops.Refinement()
         arguments = dict(zip("qkv", problem.arguments)) | changed
-        return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, scaling=1.0)
+        return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, logits=Logits(1.0))
 
     for option in ({"score": "bound"}, {"pool": "layer"}, {"bias": "none"}, {"bias": "entropy"}, {"mass": "preserve"}):
         with pytest.raises(UnsupportedError, match="{}={} of summaries".format(*next(iter(option.items())))):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foveate import ops
+from foveate.ops import Logits
 from tests.helpers import LAYOUTS, assert_close, in_buffer, naive
 
 INF = float("inf")
@@ -200,7 +201,7 @@ def test_refining_every_page_exactly_is_dense_attention(size, data):
     q = torch.randn(batch, heads * group, 1, 8, generator=generator)
     length = paged + data.draw(st.integers(1, 5))
     k, v = (torch.randn(batch, heads, length, dim, generator=generator) for dim in (8, 6))
-    logits = ops.key_logits(ops.fold_group(q, heads), k, SCALING)
+    logits = ops.key_logits(ops.fold_group(q, heads), k, Logits(SCALING))
     raw, tail = logits[..., :paged].unflatten(-1, (pages, width)), logits[..., paged:]
     every = torch.arange(pages).expand(batch, heads, pages)
     summaries = torch.randn(batch, heads, group, pages, generator=generator)

@@ -43,7 +43,7 @@ class Needles:
     """`keys` needles with `values` values each, of which `queries` keys are asked for.
 
     `haystack`: noise, essay, or needles (of other keys and values). Keys are a word or a uuid, values a number or a
-    uuid. In an essay the needles lie at different ones of RULER's 40 depths, elsewhere before random lines.
+    uuid. In an essay the needles are at different ones of RULER's 40 depths, elsewhere before random lines.
     """
 
     new_tokens: ClassVar[int] = 128

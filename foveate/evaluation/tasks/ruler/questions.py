@@ -65,7 +65,7 @@ class Questions:
         order = random.Random(f"ruler/{self.dataset}/{seed}").sample(questions, len(questions))
 
         @functools.cache
-        def tokens(document: int) -> int:  # with its heading and the break before it, behind the end of a sentence
+        def tokens(document: int) -> int:  # with its heading and the break before it, after the end of a sentence
             text = f".\n\n{_DOCUMENT.format(number=100, text=documents[document])}"
             return len(tokenizer.encode(text, add_special_tokens=False)) - stop
 

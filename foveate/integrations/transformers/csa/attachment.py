@@ -17,7 +17,7 @@ from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.csa import compressed, pooled, tokens
 from foveate.integrations.transformers.csa.attention import IMPLEMENTATION, attention, clear, key_positions
-from foveate.integrations.transformers.csa.selection import Selection
+from foveate.integrations.transformers.csa.selection import SelectionCounts
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.support import around, decoder_of
 
@@ -39,7 +39,7 @@ _MASK_OF_INDICES = "build_attention_mask_from_topk"
 class SparseAttachment:
     """What :func:`foveate.attach` put on a model with sparse attention of its own."""
 
-    layers: dict[int, Selection] = field(default_factory=dict)
+    layers: dict[int, SelectionCounts] = field(default_factory=dict)
     configurations: Configurations = field(default_factory=Configurations)
     before: Any = None
     """What was attached before, for a block of :func:`attached`."""
@@ -72,7 +72,7 @@ class SparseAttachment:
         for module in decoder.modules():
             own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
             if isinstance(own, nn.Module) and layer_idx is not None:
-                self.layers.setdefault(layer_idx, Selection())
+                self.layers.setdefault(layer_idx, SelectionCounts())
                 modeling = importlib.import_module(type(own).__module__)
                 replacements.append((own, kind(own, layer_idx, self.layers, modeling)))
         _register()

@@ -121,5 +121,5 @@ def first_real(attention_mask: Tensor, check: bool) -> Tensor:
         raise ValueError(f"attention_mask must be [B, T] with sparse attention, not {list(attention_mask.shape)}")
     real = attention_mask.bool()
     if check and bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise ValueError("attention_mask has padding behind real tokens; with sparse attention it must be on the left")
+        raise ValueError("attention_mask has padding after real tokens; with sparse attention it must be on the left")
     return (~real).cumprod(-1).sum(-1)

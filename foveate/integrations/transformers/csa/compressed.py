@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.csa.attention import clear, first_real, post
-from foveate.integrations.transformers.csa.selection import Selection
+from foveate.integrations.transformers.csa.selection import SelectionCounts
 from foveate.layers import csa
 
 _forward = threading.local()
 _ROWS = "rows"
 
 
-class Rows:
+class RowStates:
     """Compressor states, one per row of a padded batch. A cache layer stores and reorders them as it does its own."""
 
     def __init__(self, layers: list[Any]):
@@ -35,8 +35,8 @@ class Rows:
     def device(self) -> str:
         return "cpu"
 
-    def index_select(self, _: int, rows: Tensor) -> Rows:
-        return Rows([_twin(self.layers[row]) for row in rows.tolist()])
+    def index_select(self, _: int, rows: Tensor) -> RowStates:
+        return RowStates([_twin(self.layers[row]) for row in rows.tolist()])
 
 
 def _twin(layer: Any) -> Any:
@@ -54,7 +54,7 @@ class Compress:
 
     replaces = "compressor"
 
-    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, Selection], modeling: ModuleType):
+    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, SelectionCounts], modeling: ModuleType):
         self.own, self.layer_idx, self.seen = own, layer_idx, seen
         self.rotate = modeling.apply_rotary_pos_emb
         self.indexer = getattr(own, "indexer", None)
@@ -93,7 +93,7 @@ class Compress:
             if _tokens(layer):
                 raise ValueError("the cache holds padded rows that were compressed without foveate: begin anew")
             config = self.own.rotary_emb.config
-            rows = layer.compressed_kv[_ROWS] = Rows([type(layer)(config) for _ in range(batch)])
+            rows = layer.compressed_kv[_ROWS] = RowStates([type(layer)(config) for _ in range(batch)])
             # so that a forward without foveate fails instead of reading states that are out of date
             for states in (layer.buffer_kv, layer.entry_count):
                 del states["compressor"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.csa.attention import first_real
-from foveate.integrations.transformers.csa.selection import Selection
+from foveate.integrations.transformers.csa.selection import SelectionCounts
 from foveate.layers import csa
 
 _BLOCK = 65536
@@ -30,7 +30,7 @@ class SelectPools:
 
     replaces = "indexer"
 
-    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, Selection], modeling: ModuleType):
+    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, SelectionCounts], modeling: ModuleType):
         self.own, self.layer_idx, self.seen = own, layer_idx, seen
 
     @releases.newest_names

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass
-class Selection:
+class SelectionCounts:
     """What one layer selected since the model was attached or the counters were reset.
 
     A forward over one token of a longer sequence counts as a decode step, every other one as prompt.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.csa.selection import Selection
+from foveate.integrations.transformers.csa.selection import SelectionCounts
 from foveate.layers import csa
 
 
@@ -23,7 +23,7 @@ class Select:
     rotated_last = False
     """Whether the rotated dimensions are the last ones of a head."""
 
-    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, Selection], modeling: ModuleType):
+    def __init__(self, own: nn.Module, layer_idx: int, seen: dict[int, SelectionCounts], modeling: ModuleType):
         self.own, self.layer_idx, self.seen = own, layer_idx, seen
         self.rotate = getattr(modeling, self.rotation)
 

@@ -14,18 +14,19 @@ from foveate.state import Channel, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
-class LinedAsPublished(Method):
+class H2OAsPublished(Method):
     """H2O with the published prefill, to show what its fault costs; not for use.
 
     During the prompt no heavy hitters exist yet, so every query is shown the last ``window`` tokens only. A query
-    before them has all its keys masked, and its softmax becomes uniform over those tokens, which lie in its future. The
+    before them has all its keys masked, and its softmax becomes uniform over those tokens, all in its future. The
     mass accumulated in this way picks the heavy hitters of the decode steps. The prompt must come in one piece.
 
     The published code keeps one grid of heavy hitters for all heads of a layer: ``pool=layer``. The default, by which
     the recorded results were measured, keeps one for each KV head, as H2O does.
     """
 
-    name: ClassVar[str] = "lined_as_published"
+    name: ClassVar[str] = "h2o_as_published"
+    former_name: ClassVar[str] = "lined_as_published"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay()
@@ -58,8 +59,7 @@ class LinedAsPublished(Method):
             raise ValueError(f"{self.name}: the prompt must come in one piece, and only once")
         blind = max(0, cache.used - self.window)
         keys, values = cache.keys[:, :, blind:], cache.values[:, :, blind:]
-        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        seeing = ops.attend_causal(q[:, :, blind:], keys, values, need_lse=True, **how)
+        seeing = ops.attend_causal(q[:, :, blind:], keys, values, logits=cache.logits(scaling), need_lse=True)
         average = values.mean(2, keepdim=True, dtype=torch.float32).to(values.dtype)
         average = average.repeat_interleave(cache.geometry.group, 1).expand(-1, -1, blind, -1)
         return ops.Attended(torch.cat([average, seeing.out], 2), seeing.lse)
@@ -67,14 +67,13 @@ class LinedAsPublished(Method):
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         blind = max(0, cache.used - self.window)
         mass = cache.channel("mass")[:, :, blind:]
-        how = {"scaling": scaling, "softcap": cache.softcap}
-        ops.column_mass(q[:, :, blind:], cache.keys[:, :, blind:], attended.lse, out=mass, **how)
+        seen, logits = (q[:, :, blind:], cache.keys[:, :, blind:]), cache.logits(scaling)
+        ops.column_mass(*seen, attended.lse, logits=logits, out=mass)
         mass += blind * cache.geometry.group / mass.shape[2]
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         indices = self._selected(cache)
-        how = {"scaling": scaling, "sink_logits": cache.sink_logits, "softcap": cache.softcap}
-        how |= {"need_mass": True, "block_table": cache.block_table}
+        how = {"logits": cache.logits(scaling), "need_mass": True, "block_table": cache.block_table}
         attended = ops.attend_indices(q, *cache.memory, indices, **how)
         mass = attended.mass.masked_fill(indices < 0, 0.0)
         cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass)

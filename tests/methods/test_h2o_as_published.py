@@ -9,7 +9,7 @@ from foveate import methods
 from tests.helpers import generate, left_padded, tiny_model
 
 WINDOW = 8
-METHOD = methods.make("lined_as_published", top_k=0.15, window=WINDOW)
+METHOD = methods.make("h2o_as_published", top_k=0.15, window=WINDOW)
 
 
 def written_out(tokens, prompt, pool):
@@ -77,7 +77,7 @@ def test_the_prompt_must_come_whole():
     tokens = Tokens.random(1, PROMPT)
     driver = Driver(METHOD)
     driver.feed(tokens[:20])
-    with pytest.raises(ValueError, match="lined_as_published: the prompt must come in one piece, and only once"):
+    with pytest.raises(ValueError, match="h2o_as_published: the prompt must come in one piece, and only once"):
         driver.feed(tokens[20:])
 
 

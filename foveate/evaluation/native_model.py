@@ -17,7 +17,7 @@ from foveate.integrations.transformers.cache import held_bytes
 
 
 @dataclass(frozen=True)
-class Own:
+class NativeModel:
     """No method: nothing is attached, and the model decodes on a cache of its own."""
 
     name = "own"
@@ -28,13 +28,13 @@ class Own:
 
 
 def applied(model: nn.Module, method: Any) -> AbstractContextManager[Any]:
-    """The model under a method for the length of a ``with`` block; unchanged under :class:`Own`."""
-    return nullcontext() if isinstance(method, Own) else foveate.attached(model, method, dense_below=0)
+    """The model under a method for the length of a ``with`` block; unchanged under :class:`NativeModel`."""
+    return nullcontext() if isinstance(method, NativeModel) else foveate.attached(model, method, dense_below=0)
 
 
 def summary(model: nn.Module, method: Any, batch: Batch) -> dict[str, Any]:
-    """What a batch cost, with the field names of result rows. Under :class:`Own` the keys read are not counted."""
-    if not isinstance(method, Own):
+    """What a batch cost, with the field names of result rows. Under :class:`NativeModel` keys read are not counted."""
+    if not isinstance(method, NativeModel):
         return foveate.stats(model).summary()
     return {
         "decode_steps": batch.decode_steps,

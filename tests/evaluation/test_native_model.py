@@ -9,7 +9,7 @@ from evaluation import tiny
 
 import foveate
 from foveate.evaluation import generation, runner, tasks
-from foveate.evaluation.own import Own, applied
+from foveate.evaluation.native_model import NativeModel, applied
 from foveate.evaluation.tasks.base import Item
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.inputs import loading
@@ -43,7 +43,7 @@ def plan_of(folder, tmp_path, spec, methods=("own",), **more):
 
 
 def test_own_alone_needs_no_dense():
-    assert runner.parse_methods(["own", " own"]) == ((Own(),), False)
+    assert runner.parse_methods(["own", " own"]) == ((NativeModel(),), False)
     methods, added = runner.parse_methods(["own", "tova"])
     assert [method.name for method in methods] == ["dense", "own", "tova"]
     assert added
@@ -140,7 +140,7 @@ def load_model(folder):
 
 def test_no_method_stays_behind(folders):
     model = load_model(folders / "gdn_attn")
-    with applied(model, Own()):
+    with applied(model, NativeModel()):
         assert not hasattr(model, "foveate")
     with applied(model, foveate.methods.parse("tova")):
         assert model.foveate.method.name == "tova"
