@@ -156,15 +156,40 @@ def report(
     summary: Annotated[
         bool, typer.Option(help="One table: methods by comparisons, and the pooled difference.")
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead: an HTML page of the rows, and of lenses (.json) of generate.",
+            show_default=False,
+            callback=announce,
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Instead: a table of the rows as CSV.", show_default=False, callback=announce)
+    ] = None,
 ) -> None:
     """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
     from foveate.calibration import load
-    from foveate.report import rows
+    from foveate.report import rows, terminal
     from foveate.report.tables import calibrations
     from foveate.report.tables import general as markdown
     from foveate.report.tables import summary as summaries
     from foveate.results.errors import DataError, UserError
 
+    if out is not None or csv is not None:
+        from foveate.report import frame, page
+
+        if summary:
+            raise UserError("--summary is a table on its own: leave --out and --csv away")
+        for target, check in ((out, page.check), (csv, frame.check)):
+            if target is not None:
+                check(target)
+        if csv is not None:
+            frame.write_csv([file for file in files if file.suffix != ".json"], csv)
+        if out is not None:
+            page.write(files, out)
+        terminal.console(stderr=True).print(f"wrote {', '.join(str(one) for one in (out, csv) if one)}", style="dim")
+        return
     if all(file.suffix == ".json" for file in files):
         typer.echo(calibrations.table([load(file) for file in files]) + "\n")
         return

@@ -5,6 +5,7 @@ torch and Transformers are imported inside the commands, so that help and bad na
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 from foveate.cli.progress import Progress
+from foveate.results import outfile
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
 
@@ -58,6 +60,15 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).", show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    lens: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.json) for what each of the first 8 decoded tokens reads, token by token: foveate report "
+            "shows it.",
+            show_default=False,
+            callback=announce,
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     imported: Import = None,
@@ -76,15 +87,22 @@ def generate(
     if not text.strip():
         raise UserError("the prompt is empty")
     check_text(text, "the prompt")
+    if lens is not None:
+        outfile.check(lens)
+        if max_new_tokens < 2:
+            raise UserError("the lens is of decoded tokens: max-new-tokens must be at least 2, got 1")
 
     import torch
     from transformers import TextStreamer
 
     import foveate
     from foveate.evaluation import generation
+    from foveate.evaluation import lens as recorded
     from foveate.inputs import loading, model_folder
     from foveate.inputs.prompting import encode
     from foveate.report import terminal
+    from foveate.results import circumstances
+    from foveate.results import lens as lens_file
 
     quiet()
     facts = model_folder.model_facts(model)
@@ -95,9 +113,16 @@ def generate(
         raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
     ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
     model_folder.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
+    if lens is not None and len(ids) > recorded.MOST_TOKENS:
+        raise UserError(f"the lens takes prompts of {recorded.MOST_TOKENS:,} tokens at most, this one has {len(ids):,}")
     network = loading.load_model(model, form, place)
     tensor = torch.tensor([ids], device=place)
-    with foveate.attached(network, chosen, dense_below=0), torch.inference_mode():
+    graphs = "auto" if lens is None else False  # whose steps nobody sees
+    with (
+        foveate.attached(network, chosen, dense_below=0, cuda_graph=graphs),
+        recorded.recording(network) if lens is not None else contextlib.nullcontext() as recorder,
+        torch.inference_mode(),
+    ):
         made = network.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),
@@ -107,6 +132,15 @@ def generate(
             return_dict_in_generate=True,
         )
         summary = foveate.stats(network).summary()
+        if lens is not None:
+            steps, layers = recorder.steps(), recorder.layers()
+            texts = [tokenizer.decode([token]) for token in made.sequences[0, : len(ids) + len(steps)].tolist()]
+            made_with = {
+                "model": model.resolve().name,
+                "method": chosen.spec,
+                "dtype": str(form).removeprefix("torch."),
+            }
+            lens_file.write(lens, texts, len(ids), layers, steps, **made_with, **circumstances.of(str(place)))
         del made  # the statistics are of the live cache
     line = f"{chosen.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
     terminal.console(stderr=True).print(line, style="dim", markup=False)

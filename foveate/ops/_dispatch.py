@@ -9,19 +9,21 @@ one GPU that can run them, and autograd has nothing to record; otherwise to the 
 What a kernel does not do (a head dim, a dtype) it says by raising :class:`UnsupportedError` before it computes
 anything: then the reference runs, and a warning says why, once for each reason.
 
-``with reference_only():`` and the environment variable ``FOVEATE_KERNELS=0`` switch all kernels off.
+``with reference_only():`` and the environment variable ``FOVEATE_KERNELS=0`` switch all kernels off. ``with
+watched(watch):`` shows the arguments of every call to a function.
 """
 
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ R = TypeVar("R")
 
 _OLDEST = (8, 0)
 _reference_only = ContextVar("reference_only", default=False)
+_watch: ContextVar[Callable[[str, dict[str, Any]], None] | None] = ContextVar("watch", default=None)
 _verbs: dict[str, str] = {}
 """The module of each verb's kernel."""
 
@@ -51,6 +54,8 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:
         if check is not None:
             check(*args, **kwargs)
+        if (watch := _watch.get()) is not None:
+            watch(name, inspect.signature(reference).bind(*args, **kwargs).arguments)
         given = (*args, *kwargs.values(), *kwargs.get("logits", ()))
         tensors = [x for x in given if isinstance(x, Tensor)]
         if use_kernel(*tensors):
@@ -85,6 +90,16 @@ def reference_only() -> Iterator[None]:
         yield
     finally:
         _reference_only.reset(token)
+
+
+@contextmanager
+def watched(watch: Callable[[str, dict[str, Any]], None]) -> Iterator[None]:
+    """Call ``watch(name, arguments)`` before each call of a verb inside the block (in this thread)."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
 
 
 def kernels_wanted() -> bool:

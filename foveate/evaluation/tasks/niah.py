@@ -78,7 +78,7 @@ class NeedleInAHaystack(Task):
 
     def _item(self, tokenizer: Any, library: Library, index: int, seed: int) -> Item:
         rng = random.Random(f"niah/{seed}/{index}")
-        depth = DEPTHS[(_FIRST + _STRIDE * index) % len(DEPTHS)]
+        depth = depth_of(index)
         keys = _keys(rng, _NEEDLES[self.split])
         needles = [NEEDLE.format(kind="number", key=key, value=rng.randint(1_000_000, 9_999_999)) for key in keys]
         places = [depth / 100, *(rng.random() for _ in needles[1:])]
@@ -112,6 +112,11 @@ class NeedleInAHaystack(Task):
             meta={"key": keys[0], "depth": depth},
             context_tokens=encoded(chars)[1],
         )
+
+
+def depth_of(index: int) -> int:
+    """The depth of an item's needle by the item's number, in percent."""
+    return DEPTHS[(_FIRST + _STRIDE * index) % len(DEPTHS)]
 
 
 def fit(text: str, length: int, encoded: Callable[[int], list[int]]) -> tuple[int, list[int]]:

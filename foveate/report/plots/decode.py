@@ -13,8 +13,8 @@ from foveate.report.tables.decode import how, mean_parts
 from foveate.results.errors import UserError
 from foveate.results.measurements import PARTS, TRANSFORMERS
 
-_COLORS = dict(zip((*PARTS, "upkeep", "idle"), ("#0072B2", "#E69F00", "#009E73", "#7A7A7A", "#CC79A7", "#D9D9D9")))
-_WORDS = {
+COLORS = dict(zip((*PARTS, "upkeep", "idle"), ("#0072B2", "#E69F00", "#009E73", "#7A7A7A", "#CC79A7", "#D9D9D9")))
+WORDS = {
     "score": "weigh keys or summaries",
     "select": "choose",
     "attend": "attend and merge",
@@ -38,7 +38,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
     """
     if level not in LEVELS:
         raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{level}'")
-    of_row = mean_parts if level == "kernel" else _of_step
+    of_row = mean_parts if level == "kernel" else of_step
     profiled = [row for row in rows if row["case"]["level"] == level and of_row(row)]
     if not profiled:
         bench = "decode" if level == "kernel" else "decode-model"
@@ -73,7 +73,7 @@ def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, fl
     below = [0.0] * len(times)
     for part in next(iter(times.values())):
         widths = [scale * parts[part] for parts in times.values()]
-        axis.barh(places, widths, left=below, color=_COLORS[part], label=_WORDS[part], height=0.7)
+        axis.barh(places, widths, left=below, color=COLORS[part], label=WORDS[part], height=0.7)
         below = [sum(pair) for pair in zip(below, widths)]
     for place, total in zip(places, totals):
         end = {"x": limit, "ha": "right"} if total > limit else {"x": total, "ha": "left"}
@@ -99,6 +99,6 @@ def _group(row: Row) -> str:
     return f"{model}{case['batch']} sequence{'s' * (case['batch'] > 1)}{how(case)}"
 
 
-def _of_step(row: Row) -> dict[str, float]:
+def of_step(row: Row) -> dict[str, float]:
     """Milliseconds of a model's step by what its kernels do; empty where they were not watched."""
     return row.get("parts_ms") or {}

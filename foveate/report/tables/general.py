@@ -21,8 +21,8 @@ from foveate.report.rows import Row, grouped
 
 def tables(rows: Sequence[Row]) -> str:
     """All rows, grouped by what they measure, each group under one line that says on what."""
-    groups = grouped(rows, lambda row: (_what(row), _table(row), made_with([row], commits=False)))
-    return "\n\n".join(titled(what, group, table(group)) for (what, table, _), group in groups.items())
+    groups = grouped(rows, lambda row: (what(row), _table(row), made_with([row], commits=False)))
+    return "\n\n".join(titled(words, group, table(group)) for (words, table, _), group in groups.items())
 
 
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
@@ -31,7 +31,8 @@ def _table(row: Row) -> Callable[[Sequence[Row]], str]:
     return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
 
 
-def _what(row: Row) -> str:
+def what(row: Row) -> str:
+    """What a row measures, in words."""
     if "bench" in row:
         case = row["case"]
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"

@@ -1,0 +1,94 @@
+"""A user's own rows and lenses as one HTML page that needs nothing else: no server, no network, no other file."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from foveate.report.markdown import made_with
+from foveate.report.page import charts
+from foveate.report.rows import Row, grouped, read_any, spelled
+from foveate.report.tables import general
+from foveate.results import lens, outfile
+from foveate.results.errors import DataError, UserError
+
+_EXTRA = "the page needs {}, which is not installed: pip install 'foveate[report]'"
+
+
+def check(out: Path) -> None:
+    """Raises `UserError` if no page can be written: no file can, its name is no page's, or a library is missing."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"{out}: the report is a page, so --out must end in .html")
+    outfile.check(out)
+    for name, package in (("plotly", "plotly"), ("markdown_it", "markdown-it-py")):
+        try:
+            __import__(name)
+        except ImportError:
+            raise UserError(_EXTRA.format(package)) from None
+
+
+def write(files: Sequence[Path], out: Path) -> None:
+    """Write the page.
+
+    Args:
+        files: rows of `foveate compare` and `foveate bench` (JSON Lines), and lenses of `foveate generate` (.json).
+        out: HTML file.
+
+    Raises:
+        UserError: as :func:`check` does; for files that are neither; and for two rows of one method on the same items
+            that differ.
+    """
+    check(out)
+    lenses = [lens.read(file) for file in files if file.suffix == ".json"]
+    found = {file: read_any(file) for file in files if file.suffix != ".json"}
+    rows = [row if "bench" in row else spelled(row) for some in found.values() for row in some]
+    asked = [row for row in rows if "bench" not in row]
+    try:
+        tables = [_tables(some) for some in found.values()]
+        data = {
+            "frontier": charts.frontier(asked),
+            "needles": charts.needles(asked),
+            "steps": charts.steps([row for row in rows if row.get("bench") == "decode"]),
+            "lenses": lenses,
+            "states": lens.STATES,
+        }
+    except (KeyError, TypeError) as error:
+        where = ", ".join(map(str, found))
+        raise DataError(f"{where}: rows that make no page ({error} is missing or malformed)") from None
+    names = ", ".join(file.name for file in files)
+    facts = f"{len(rows):,} rows · {names} · {made_with(rows)}" if rows else names
+    outfile.write(out, _page(data, facts=html.escape(facts), tables="\n".join(tables)).encode())
+
+
+def _tables(rows: Sequence[Row]) -> str:
+    """The tables of some rows, in a part for each task that opens and closes."""
+    from markdown_it import MarkdownIt
+
+    parser, parts = MarkdownIt("js-default"), []
+    for name, some in grouped(rows, lambda row: row.get("task") or f"bench {row['bench']}").items():
+        body = parser.render(general.tables(some))
+        body = re.sub("<code>.*?</code>", lambda found: found[0].replace(",", ",<wbr>"), body)
+        body = body.replace(
+            "<table>", '<div class="wide" role="region" aria-label="table" tabindex="0"><table>'
+        ).replace("</table>", "</table></div>")
+        parts.append(f"<details><summary>{html.escape(name)}</summary>{body}</details>")
+    return "\n".join(parts)
+
+
+def _page(data: Mapping[str, Any], **parts: str) -> str:
+    own = {
+        name: resources.files(__name__).joinpath(f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")
+    }
+    own["plotly"] = ""
+    if data["frontier"]:  # nothing else needs its five megabytes
+        from plotly.offline import get_plotlyjs
+
+        own["plotly"] = get_plotlyjs()
+    own["data"] = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    return Template(own["html"]).substitute(own, **parts)

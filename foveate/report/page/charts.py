@@ -1,0 +1,153 @@
+"""What the page draws, as plain data: frontiers, maps of needles, and what decode steps go to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foveate.evaluation.tasks.niah import depth_of
+from foveate.report import lines
+from foveate.report.markdown import made_with
+from foveate.report.plots.decode import COLORS, LEVELS, WORDS, of_step
+from foveate.report.plots.frontier import BUDGETS, is_dense
+from foveate.report.rows import Row, grouped
+from foveate.report.tables import general
+from foveate.report.tables.decode import how, mean_parts
+from foveate.results.errors import UserError
+
+AMOUNTS = ("keys_read_share", "kv_bytes_per_step")
+"""What a frontier can be drawn against: fields of the rows."""
+MOST_LINES = 6
+"""Lines of a panel that are drawn at first; the others are there to be chosen."""
+_DEPTHS = 10
+"""Rows of a map of needles."""
+
+
+def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of `foveate compare` that can be compared, each with what they measure in words.
+
+    They have the same items, model, number format, seed, device and versions; the words name those of these that tell
+    comparisons apart. Rows that repeat others are left out.
+
+    Raises:
+        UserError: for two rows of one method on the same items that differ.
+    """
+    alike: dict[str, list[list[Row]]] = {}
+    for some in grouped(rows, lambda row: (lines.cell(row), *_circumstances(row))).values():
+        alike.setdefault(general.what(some[0]), []).append(some)
+    found = []
+    for words, groups in alike.items():
+        apart = [_circumstances(some[0]) for some in groups]
+        for some, own in zip(groups, apart):
+            title = ", ".join([words, *(part for part, values in zip(own, zip(*apart)) if len(set(values)) > 1)])
+            kept: dict[str, Row] = {}
+            for row in some:
+                first = kept.setdefault(row["spec"], row)
+                if any(first[name] != row[name] for name in ("item_values", "keys_read_share")):
+                    commits = " and ".join(one["commit"] for one in (first, row))
+                    raise UserError(f"two rows of {row['spec']} in {title} differ, of commit {commits}; leave one out")
+            found.append((title, list(kept.values())))
+    return found
+
+
+def _circumstances(row: Row) -> tuple[str, ...]:
+    settings = ", ".join(f"{name}={value}" for name, value in row["task_settings"].items())
+    return settings, f"seed {row['seed']}", f"items {row['run'].get('items')}"[:14], made_with([row], commits=False)
+
+
+def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Score against what decoding reads: a panel for each comparison, a line for each method but dense."""
+    panels = []
+    for title, some in comparisons(rows):
+        drawn = [row for row in some if not is_dense(row) and None not in (row[name] for name in AMOUNTS)]
+        if not drawn:
+            continue
+        best, entries = _undominated(drawn), []
+        for line, name in lines.names(drawn, BUDGETS).items():
+            points = [row for row in drawn if lines.line(row, BUDGETS) == line]
+            entry = {"name": name, "best": any(row["spec"] in best for row in points)}
+            entry["points"] = [_point(row) for row in sorted(points, key=lambda row: row[AMOUNTS[0]])]
+            entries.append(entry)
+        entries.sort(key=lambda entry: not entry["best"])
+        dense = next(filter(is_dense, some), None)
+        panel = {"title": title, "metric": next(iter(some[0]["metrics"])), "dense_score": some[0]["dense_score"]}
+        panel |= {"dense": None if dense is None else [dense["low"], dense["high"]], "lines": entries}
+        panels.append(panel | {"commits": made_with(some), "most": MOST_LINES})
+    return panels
+
+
+def _point(row: Row) -> dict[str, Any]:
+    return {name: row[name] for name in ("spec", "score", "low", "high", "n", *AMOUNTS)}
+
+
+def _undominated(rows: Sequence[Row]) -> set[str]:
+    """The specs of rows than which none reads less and scores as high."""
+
+    def better(one: Row, row: Row) -> bool:
+        less, more = row[AMOUNTS[0]] - one[AMOUNTS[0]], one["score"] - row["score"]
+        return min(less, more) >= 0 < max(less, more)
+
+    return {row["spec"] for row in rows if not any(better(one, row) for one in rows)}
+
+
+def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Scores of `niah` by the needle's depth and the prompt's length: a map for each split, model and number format."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for _, some in comparisons([row for row in rows if row["task"] == "niah"]):
+        row, number = some[0], 0
+        settings = {name: value for name, value in row["task_settings"].items() if name != "length"}
+        key = (
+            lines.split_of(row),
+            row["model"],
+            f"n = {row['n']}",
+            row["dtype"],
+            *_circumstances(row)[1::2],
+            str(settings),
+        )
+        while any(other["length"] == row["length"] for other in groups.get((*key, number), ())):  # of other items
+            number += 1
+        groups.setdefault((*key, number), []).extend(some)
+    found = []
+    for key, group in groups.items():
+        lengths = sorted({row["task_settings"]["length"] for row in group})
+        maps: dict[str, list[list[Any]]] = {}
+        for row in group:
+            of_spec = maps.setdefault(row["spec"], [[None] * len(lengths) for _ in range(_DEPTHS)])
+            by_depth: dict[int, list[float]] = {}
+            for item, value in enumerate(row["item_values"][next(iter(row["metrics"]))]):
+                by_depth.setdefault(min(depth_of(item) * _DEPTHS // 100, _DEPTHS - 1), []).append(value)
+            for depth, values in by_depth.items():
+                cell = [100 * sum(values) / len(values), len(values)]
+                of_spec[depth][lengths.index(row["task_settings"]["length"])] = cell
+        depths = [f"{100 * part // _DEPTHS} to {100 * (part + 1) // _DEPTHS} %" for part in range(_DEPTHS)]
+        title = f"niah ({key[0]}), {', '.join(key[1:5])}{f', items {key[-1] + 1}' * (key[-1] > 0)}; {made_with(group)}"
+        found.append({"title": title, "lengths": lengths, "depths": depths, "maps": maps})
+    return found
+
+
+def steps(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What decode steps go to: a panel for each model or layer, number of sequences and length, a bar for each method.
+
+    Args:
+        rows: of `foveate bench decode` and `decode-model`; those without a profile of their kernels are left out.
+    """
+    found = []
+    for level, (unit, scale) in LEVELS.items():
+        parts_of = mean_parts if level == "kernel" else of_step
+        profiled = [row for row in rows if row["case"]["level"] == level and parts_of(row)]
+        groups = grouped(profiled, lambda row: (general.what(row) + how(row["case"]), made_with([row], commits=False)))
+        for (title, _), group in groups.items():
+            bars = []
+            for row in group:
+                parts = [[name, scale * value] for name, value in parts_of(row).items()]
+                total = sum(value for _, value in parts)
+                bars.append({"method": row["case"]["method"], "parts": parts, "total": total})
+            panel = {
+                "title": f"{title}; {made_with(group)}",
+                "unit": unit,
+                "bars": bars,
+                "words": WORDS,
+                "colors": COLORS,
+            }
+            found.append(panel)
+    return found

@@ -1,0 +1,273 @@
+"""The page as a browser gets it: its HTML, the data within it, and that it asks for nothing else."""
+
+import builtins
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.evaluation.tasks.niah import DEPTHS
+from foveate.report import page
+from foveate.report.page import charts
+from foveate.report.rows import spelled
+from foveate.results import lens
+from foveate.results.errors import DataError, UserError
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def some(name, keep, most=40):
+    rows = [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if keep(row)][:most]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def niah():
+    return some("luka-niah.jsonl", lambda row: row["device"] == "NVIDIA H200", 70)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return some("decode.jsonl", lambda row: row.get("parts_ms") or row["layers"])
+
+
+@pytest.fixture
+def lens_of(tmp_path):
+    def write(*tokens):
+        out, layers = tmp_path / "lens.json", [{"layer": 0, "method": "dense", "reads_choice_of": None}]
+        made = {"model": "m", "method": "dense", "dtype": "float32"}
+        lens.write(out, tokens, len(tokens) - 1, layers, [[[f"r{len(tokens)}"]]], **made)
+        return out
+
+    return write
+
+
+class Page(HTMLParser):
+    """What is in a page: its tags, ids, the text of its scripts, and the cells of its tables."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.ids, self.scripts, self.cells, self._open = [], {}, [], [], []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.data = json.loads(next(text for more, text in self.scripts if more.get("type") == "application/json"))
+
+    def handle_starttag(self, tag, more):
+        self.tags.append((tag, dict(more)))
+        self.ids |= {dict(more)["id"]: tag} if "id" in dict(more) else {}
+        self._open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(more), ""))
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if self._open[-1:] == ["script"]:
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        elif "td" in self._open:
+            self.cells.append(data)
+
+
+def test_the_page_asks_for_nothing_else(niah, steps, lens_of, tmp_path):
+    files = [written(tmp_path / "a.jsonl", niah), written(tmp_path / "b.jsonl", steps), lens_of("a", "b")]
+    page.write(files, tmp_path / "page.html")
+    made = Page(tmp_path / "page.html")
+    assert {"script", "style", "select", "canvas", "details"} <= {tag for tag, _ in made.tags}
+    assert not [more for _, more in made.tags if more.keys() & {"src", "href", "srcset", "action"}]
+    (policy,) = (more["content"] for _, more in made.tags if more.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';")
+    assert not re.search(r"https?:", policy)
+    assert not re.search(r"url\(|@import", re.search(r"<style>(.*?)</style>", made.source, re.DOTALL)[1])
+    assert "prefers-color-scheme: dark" in made.source
+
+
+def test_what_the_script_looks_for_is_there(lens_of, tmp_path):
+    page.write([lens_of("a", "b")], tmp_path / "page.html")
+    made = Page(tmp_path / "page.html")
+    own = made.scripts[-1][1]
+    looked_for = set(re.findall(r'\bat\("([\w-]+)"\)', own)) | set(re.findall(r'^begin\("(\w+)"', own, re.MULTILINE))
+    assert len(looked_for) > 15
+    assert looked_for <= made.ids.keys()
+    labels = [more for tag, more in made.tags if tag == "select"]
+    assert all("id" in more for more in labels)
+    assert set(charts.AMOUNTS) <= set(re.findall(r"^  (\w+): \{ words", own, re.MULTILINE))
+
+
+def test_a_page_of_lenses_alone_is_small(lens_of, tmp_path):
+    page.write([lens_of("a", "b")], tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 50_000
+
+
+def test_frontiers_are_those_of_the_rows(niah, tmp_path):
+    page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
+    panels = Page(tmp_path / "page.html").data["frontier"]
+    rows = [spelled(row) for row in niah]
+    drawn = {
+        (panel["title"].split(" tokens")[0].rsplit(" ", 1)[1], point["spec"]): point
+        for panel in panels
+        for line in panel["lines"]
+        for point in line["points"]
+    }
+    expected = {(f"{row['length']:,}", row["spec"]): row for row in rows if row["method"] != "dense"}
+    assert drawn.keys() == expected.keys()
+    for key, point in drawn.items():
+        assert all(point[name] == expected[key][name] for name in point)
+    for panel in panels:
+        assert panel["dense_score"] == 100.0
+        assert panel["dense"] == [100.0, 100.0]
+        best = [line["best"] for line in panel["lines"]]
+        assert best == sorted(best, reverse=True)
+        assert any(best)
+
+
+def test_the_best_trade_offs_are_those_that_no_other_beats():
+    rows = [
+        {"spec": spec, "keys_read_share": share, "score": score}
+        for spec, share, score in [("a", 0.1, 50), ("b", 0.2, 60), ("c", 0.2, 55), ("d", 0.3, 60), ("e", 0.1, 50)]
+    ]
+    assert charts._undominated(rows) == {"a", "b", "e"}
+
+
+def test_needles_are_counted_by_depth_and_length(niah, tmp_path):
+    page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
+    maps = Page(tmp_path / "page.html").data["needles"]
+    assert maps[0]["lengths"] == sorted({row["task_settings"]["length"] for row in niah})
+    row = next(spelled(row) for row in niah if row["method"] == "streaming" and 0 < row["score"] < 100)
+    column = maps[0]["lengths"].index(row["length"])
+    shown = [line[column] for line in maps[0]["maps"][row["spec"]]]
+    values, found = row["item_values"]["string_match"], [[] for _ in range(10)]
+    for item, value in enumerate(values):
+        depth = DEPTHS[(20 + 23 * item) % 40]
+        found[min(depth // 10, 9)].append(value)
+    assert shown == [[pytest.approx(100 * sum(part) / len(part)), len(part)] for part in found]
+    assert sum(number for _, number in shown) == row["n"]
+    assert shown[9][0] > shown[0][0] == 0  # what is recent alone is found
+
+
+def test_needles_of_other_items_have_a_map_of_their_own(niah, tmp_path):
+    row = next(row for row in niah if row["method"] == "streaming")
+    other = row | {"run": row["run"] | {"items": "others"}}
+    page.write([written(tmp_path / "a.jsonl", [row, other])], tmp_path / "page.html")
+    maps = Page(tmp_path / "page.html").data["needles"]
+    assert len(maps) == len({one["title"] for one in maps}) == 2
+    assert maps[0]["maps"] == maps[1]["maps"]
+
+
+def test_steps_are_those_of_the_profiles(steps, tmp_path):
+    page.write([written(tmp_path / "a.jsonl", steps)], tmp_path / "page.html")
+    panels = Page(tmp_path / "page.html").data["steps"]
+    bars = [bar for panel in panels for bar in panel["bars"]]
+    assert len(bars) == len([row for row in steps if row["case"]["level"] == "kernel" or row.get("parts_ms")])
+    for bar in bars:
+        assert bar["total"] == pytest.approx(sum(value for _, value in bar["parts"]))
+    names = {name for bar in bars for name, _ in bar["parts"]}
+    assert all(names <= panel["words"].keys() & panel["colors"].keys() for panel in panels)
+
+
+def test_tables_have_every_row(niah, tmp_path):
+    page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
+    cells = "".join(Page(tmp_path / "page.html").cells)
+    for row in niah:
+        assert row["spec"] in cells
+        assert f"{row['score']:.1f} [{row['low']:.1f}, {row['high']:.1f}]" in cells
+
+
+def test_texts_cannot_become_part_of_the_page(niah, lens_of, tmp_path):
+    evil = "</script><script>alert(1)</script><!--$facts"
+    row = niah[0] | {"model": evil, "commit": "<b>bold</b>"}
+    page.write([written(tmp_path / "a.jsonl", [row]), lens_of(evil, "b")], tmp_path / "page.html")
+    made = Page(tmp_path / "page.html")
+    assert len(made.scripts) == 3
+    assert made.data["lenses"][0]["tokens"] == [evil, "b"]
+    assert "b" not in {tag for tag, _ in made.tags}
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"seed": 1}, {"device": "another"}])
+def test_rows_of_other_circumstances_are_comparisons_of_their_own(change, niah, tmp_path):
+    two = niah[:8]
+    files = [written(tmp_path / "a.jsonl", two), written(tmp_path / "b.jsonl", [row | change for row in two])]
+    page.write(files, tmp_path / "page.html")
+    panels = Page(tmp_path / "page.html").data["frontier"]
+    assert len(panels) == 2
+    assert panels[0]["title"] != panels[1]["title"]
+    (value,) = map(str, change.values())
+    assert value in panels[1]["title"]
+
+
+def test_rows_of_one_method_that_differ_are_refused_and_equal_ones_drawn_once(niah, tmp_path):
+    row = next(row for row in niah if row["method"] == "snapkv")
+    values = {name: [1.0 - value for value in column] for name, column in row["item_values"].items()}
+    files = [written(tmp_path / "a.jsonl", [row]), written(tmp_path / "b.jsonl", [row | {"commit": "fedcba9"}])]
+    page.write(files, tmp_path / "page.html")
+    (panel,) = Page(tmp_path / "page.html").data["frontier"]
+    assert [len(line["points"]) for line in panel["lines"]] == [1]
+    written(files[1], [row | {"commit": "fedcba9", "item_values": values}])
+    with pytest.raises(UserError, match=rf"two rows of snapkv:.* differ, of commit {row['commit']} and fedcba9"):
+        page.write(files, tmp_path / "page.html")
+
+
+def test_the_same_rows_make_the_same_page(niah, tmp_path):
+    for name in ("one.html", "two.html"):
+        page.write([written(tmp_path / "a.jsonl", niah[:8])], tmp_path / name)
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+# The command
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_writes_a_page_and_a_table(niah, tmp_path):
+    rows = written(tmp_path / "a.jsonl", niah[:4])
+    done = call(rows, "--out", tmp_path / "page.html", "--csv", tmp_path / "rows.csv")
+    assert done.exit_code == 0, done.output
+    assert Page(tmp_path / "page.html").data["frontier"]
+    assert len((tmp_path / "rows.csv").read_text(encoding="utf-8").splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--out", "page.png"], "--out must end in .html"),
+        (["--out", "page.html", "--summary"], "--summary is a table on its own"),
+        (["--csv", "."], "is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(options, said, niah, tmp_path):
+    options = [tmp_path / one if not one.startswith("--") else one for one in options]
+    done = call(written(tmp_path / "a.jsonl", niah[:2]), *options)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_files_of_something_else_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.json: not a lens"):
+        page.write([tmp_path / "a.json"], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(("missing", "option"), [("plotly", "--out"), ("pandas", "--csv")])
+def test_without_the_extra_the_error_names_it(missing, option, niah, tmp_path, monkeypatch):
+    def guarded(name, *args, plain=builtins.__import__):
+        if name.partition(".")[0] == missing:
+            raise ImportError(name)
+        return plain(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    done = call(written(tmp_path / "a.jsonl", niah[:2]), option, tmp_path / "page.html")
+    assert done.exit_code == 2
+    assert f"{missing}, which is not installed: pip install 'foveate[report]'" in " ".join(done.output.split())
+    assert not (tmp_path / "page.html").exists()
