@@ -52,3 +52,14 @@ def every_pair(
     ids = ["-".join(str(value).removeprefix("torch.") for value in case) for case in cases]
     names = list(itertools.chain.from_iterable(names))
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
+
+
+def in_turn(first: tuple[str, Collection[Any]], *others: tuple[str, Collection[Any]]) -> pytest.MarkDecorator:
+    """Parametrise a test by each value of the first parameter once, beside values of the others in turn.
+
+    Any two values of the others meet where there are enough of the first.
+    """
+    names, values = [first[0], *(name for name, _ in others)], [list(given) for _, given in others]
+    turns = itertools.cycle(covering([len(of) for of in values]))
+    cases = [(one, *(of[index] for of, index in zip(values, next(turns)))) for one in first[1]]
+    return pytest.mark.parametrize(names, cases)

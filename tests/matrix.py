@@ -141,8 +141,9 @@ each_variant = pytest.mark.parametrize("method", [m for _, m in VARIANTS], ids=[
 
 
 @pytest.fixture(autouse=True)
-def _single_thread():
-    torch.set_num_threads(1)
+def _little_room(monkeypatch):
+    """A cache grows within a few tokens."""
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
 
 
 @dataclasses.dataclass
@@ -331,18 +332,15 @@ def test_a_later_token_never_changes_an_earlier_output(method):
 
 def influences(driver, token):
     """Which raw slots, and which summaries of each level, change the next output: bools ``[Hkv, N]`` by channel."""
-    base = copy.deepcopy(driver).feed(token)
     levels = [name for name in driver.store.tensors if name.startswith("summary_v")]
-    found = {}
-    for name in ("values", *levels):
-        entries = driver.store.used if name == "values" else nodes(driver, levels.index(name))
-        found[name] = torch.zeros(KV_HEADS, entries, dtype=torch.bool)
-        for slot in range(entries):
-            probe = copy.deepcopy(driver)
-            probe.store.tensors[name][:, :, slot] += 1e4
-            changed = (probe.feed(token) - base).abs().amax(-1)[0, :, 0] > 0
-            found[name][:, slot] = changed.view(KV_HEADS, -1).any(1)
-    return found.pop("values"), list(found.values())
+    entries = [driver.store.used, *(nodes(driver, level) for level in range(len(levels)))]
+    values, *summaries = (
+        changes(driver, token, name, torch.cartesian_prod(torch.arange(KV_HEADS), torch.arange(of)), 1e4)
+        .any(1)
+        .view(KV_HEADS, of)
+        for name, of in zip(("values", *levels), entries)
+    )
+    return values, summaries
 
 
 def vectors(store):
@@ -611,34 +609,40 @@ def counted_of_rows(counters):
 
 
 @each_variant
-@pytest.mark.parametrize("chunk", [PROMPT, 20])
-def test_left_padded_rows_equal_batch_size_one(method, chunk):
+def test_left_padded_rows_equal_batch_size_one(method):
     prompts = [Tokens.random(1, length, seed=length) for length in LENGTHS]
     steps = [Tokens.random(1, DECODED, seed=1000 + length) for length in LENGTHS]
     batch, mask = padded(prompts, PROMPT)
-    driver = Driver(method)
-    cuts = [*range(0, PROMPT, chunk), PROMPT]
-    out = feed_pieces(driver, [(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
-    if out is None:
-        return
-    decoded = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
-    counted = collections.Counter()
-    for b, (prompt, step) in enumerate(zip(prompts, steps)):
-        alone = Driver(method, len(prompt))
-        if (method.prompt_tile(HEADS // KV_HEADS) or 1) > 1:  # a tile that a chunk ends in is split
-            edges = sorted({max(cut - PROMPT + len(prompt), 0) for cut in cuts})
-            expected = torch.cat([alone.feed(prompt[first:last]) for first, last in itertools.pairwise(edges)], 2)
-        else:
-            expected = alone.feed(prompt)
-        tail = min(len(prompt), out.shape[2])
-        close(out[b : b + 1, :, -tail:], expected[:, :, -tail:])
-        close(decoded[b : b + 1], alone.feed_steps(step))
-        one = driver.store.row(b)
-        one.rows["counts"] = list(driver.store.rows["counts"])[b : b + 1]
-        assert_same_state(one, alone.store)
-        counted.update(counted_of_rows(alone.layer.counters))
-    assert driver.layer.counters.decode_steps == DECODED
-    assert counted_of_rows(driver.layer.counters) == pytest.approx(dict(counted))
+    runs = {}
+
+    def alone(row, edges):
+        """A row by itself: its driver, what its prompt in these pieces gives, and its steps."""
+        if (row, edges) not in runs:
+            driver = Driver(method, len(prompts[row]))
+            read = torch.cat([driver.feed(prompts[row][first:last]) for first, last in itertools.pairwise(edges)], 2)
+            runs[row, edges] = driver, read, driver.feed_steps(steps[row])
+        return runs[row, edges]
+
+    for chunk in (PROMPT, 20):
+        driver, cuts = Driver(method), [*range(0, PROMPT, chunk), PROMPT]
+        out = feed_pieces(driver, [(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
+        if out is None:
+            return
+        decoded = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
+        counted = collections.Counter()
+        for b, length in enumerate(LENGTHS):
+            tiled = (method.prompt_tile(HEADS // KV_HEADS) or 1) > 1  # a tile that a chunk ends in is split
+            edges = sorted({max(cut - PROMPT + length, 0) for cut in cuts}) if tiled else (0, length)
+            by_itself, expected, stepped = alone(b, tuple(edges))
+            tail = min(length, out.shape[2])
+            close(out[b : b + 1, :, -tail:], expected[:, :, -tail:])
+            close(decoded[b : b + 1], stepped)
+            one = driver.store.row(b)
+            one.rows["counts"] = list(driver.store.rows["counts"])[b : b + 1]
+            assert_same_state(one, by_itself.store)
+            counted.update(counted_of_rows(by_itself.layer.counters))
+        assert driver.layer.counters.decode_steps == DECODED
+        assert counted_of_rows(driver.layer.counters) == pytest.approx(dict(counted))
 
 
 COMPANY = [
@@ -655,14 +659,15 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
     """Whoever else reads along, and whoever went on before: also past the room that is left after the prompt.
 
     All read along, and two of them go on before in each case: the other two after a prompt in other chunks, and after
-    a prompt in the same chunks where another variant is tested.
+    a prompt in the same chunks where another variant is tested. They evict and make pages within a dozen steps; the
+    method itself goes past the room both times.
     """
     if method.sparse_prompt:
         with pytest.raises(ValueError, match="sparse in prefill"):
             methods.SharedPrompt((*COMPANY, method))
         return
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
-    steps = Tokens.random(len(LENGTHS), 70, seed=1)
+    steps = Tokens.random(len(LENGTHS), 30, seed=1)
 
     def read(driver):
         ends = range(chunk, PROMPT + chunk, chunk)
@@ -675,29 +680,30 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
     for one in (method, *COMPANY[turn % 2 :: 2], method):
         branch = Driver(one)
         branch.layer.continue_from(together.layer)
-        out = branch.feed_steps(steps)
+        out = branch.feed_steps(steps if one == method else steps[:12])
         if one == method:
             assert torch.equal(out, expected)
+            assert method.evicts or branch.store.capacity > together.store.capacity
             assert branch.layer.counters == alone.layer.counters
             assert branch.store.resident_bytes == alone.store.resident_bytes
             assert_same_state(branch.store, alone.store)
 
 
 @each_variant
-@pytest.mark.parametrize("cuts", [(1,), (7, 30), (PROMPT - 1,), tuple(range(5, PROMPT, 5))], ids=str)
-def test_chunked_prefill_equals_one_piece(method, cuts):
-    tokens = Tokens.random(2, PROMPT + DECODED)
-    whole, chunked = Driver(method), Driver(method)
-    expected = whole.feed(tokens[:PROMPT])
+def test_chunked_prefill_equals_one_piece(method):
+    tokens, whole = Tokens.random(2, PROMPT + DECODED), Driver(method)
+    expected, stepped = whole.feed(tokens[:PROMPT]), whole.feed_steps(tokens[PROMPT:])
     tile = method.prompt_tile(HEADS // KV_HEADS) or 1  # tiles stay whole
-    edges = sorted({0, *(max(cut // tile, 1) * tile for cut in cuts), PROMPT})
-    assert len(edges) > 2
-    out = feed_pieces(chunked, [(tokens[a:b], None) for a, b in itertools.pairwise(edges)])
-    if out is None:
-        return
-    close(out, expected)
-    close(chunked.feed_steps(tokens[PROMPT:]), whole.feed_steps(tokens[PROMPT:]))
-    assert_same_state(chunked.store, whole.store)
+    for cuts in ((1, PROMPT - 1), (7, 30), range(5, PROMPT, 5)):
+        edges = sorted({0, *(max(cut // tile, 1) * tile for cut in cuts), PROMPT})
+        assert len(edges) > 2
+        chunked = Driver(method)
+        out = feed_pieces(chunked, [(tokens[a:b], None) for a, b in itertools.pairwise(edges)])
+        if out is None:
+            return
+        close(out, expected)
+        close(chunked.feed_steps(tokens[PROMPT:]), stepped)
+        assert_same_state(chunked.store, whole.store)
 
 
 @each_variant
@@ -794,7 +800,7 @@ def test_second_turn_in_chunks_and_batches(method):
 
 
 @each_variant
-@pytest.mark.parametrize("removed", [1, 4, 9])
+@pytest.mark.parametrize("removed", [4, 9])
 def test_crop_leaves_what_a_fresh_run_would_have(method, removed):
     tokens, drafts = Tokens.random(1, PROMPT + DECODED), Tokens.random(1, 9, seed=5)
     driver, fresh = Driver(method), Driver(method)
@@ -920,7 +926,7 @@ def test_blocks_give_the_same_to_the_last_bit(method, block_size):
     """Of a padded batch, whose prompt comes in chunks of 20 where blocks are small, and over growth of the cache."""
     chunk = 20 if block_size == 5 else PROMPT
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
-    steps, cuts = Tokens.random(len(LENGTHS), 70, seed=1), [*range(0, PROMPT, chunk), PROMPT]
+    steps, cuts = Tokens.random(len(LENGTHS), 30, seed=1), [*range(0, PROMPT, chunk), PROMPT]
     cuts = [0, PROMPT] if method.prompt_tile(HEADS // KV_HEADS) is None else cuts
     drivers, outs = in_blocks_and_not(method, block_size), []
     for driver in drivers:
@@ -969,18 +975,18 @@ def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
     """Branches of it grow, evict, and repeat their rows without harm to each other."""
     if method.sparse_prompt or method.prompt_tile(HEADS // KV_HEADS) is None:
         return
-    tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 70, seed=1)
+    tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 30, seed=1)
     shared = methods.SharedPrompt((*COMPANY, method))
     outs = []
     for read in in_blocks_and_not(shared, 16):
         read.feed(tokens)
         outs.append([])
-        for one in (method, *COMPANY, method):
+        for one in (method, *COMPANY[::3], method):  # of company one evicts, one keeps everything
             branch = Driver(one)
             branch.layer.continue_from(read.layer)
             assert branch.store.block_size == (0 if one.evicts else read.layer.block_size)
             branch.layer.batch_repeat_interleave(2)
-            outs[-1].append(branch.feed_steps(steps))
+            outs[-1].append(branch.feed_steps(steps if one == method else steps[:12]))
     for mine, its in zip(*outs, strict=True):
         assert torch.equal(mine, its)
     assert torch.equal(outs[1][0], outs[1][-1])

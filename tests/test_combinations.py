@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.combinations import covering, every_pair
+from tests.combinations import covering, every_pair, in_turn
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2), (3, 7, 5), (3, 6, 2, 4, 4)])
@@ -35,3 +35,10 @@ def test_cases_may_be_added():
     assert cases[:-1] == every_pair(("dim", [64, 128]), ("masked", [False, True]), ("paged", [False, True])).args[1]
     assert len(cases) == 5
     assert mark.kwargs["ids"][-1] == "128-True-True"
+
+
+def test_values_meet_in_turn():
+    names, cases = in_turn(("method", "abcde"), ("padded", [False, True]), ("family", ["x", "y"])).args
+    assert names == ["method", "padded", "family"]
+    assert [method for method, *_ in cases] == list("abcde")
+    assert {(padded, family) for _, padded, family in cases} == set(itertools.product([False, True], "xy"))

@@ -32,10 +32,6 @@ RECORDS = {
         {"activity_label": "Sailing", "ctx_a": "[header] A man rows.  He", "ctx_b": "SINGS [title] loud", "label": 1}
         | {"endings": ["dives [sub] in.", "lands."]}
     ],
-    "sciq": [
-        {"support": " Ice is water.", "question": "What is ice?", "correct_answer": "water"}
-        | {f"distractor{number}": f"no {number}" for number in (1, 2, 3)}
-    ],
 }
 PROMPTS = {
     "piqa": (["Question: boil an egg\nAnswer:"] * 2, [" in water", " in the sun"], "in water"),
@@ -49,11 +45,6 @@ PROMPTS = {
         "The cup broke the plate as the cup",
     ),
     "hellaswag": (["Sailing: A man rows. He Sings. loud"] * 2, [" dives in.", " lands."], "lands."),
-    "sciq": (
-        ["Ice is water.\nQuestion: What is ice?\nAnswer:"] * 4,
-        [" no 1", " no 2", " no 3", " water"],
-        "water",
-    ),
 }
 FILES = {split: f"{split}.jsonl" for split in RECORDS} | {"hellaswag": "hellaswag_val_1000.jsonl"}
 
@@ -145,7 +136,6 @@ def test_spaces_go_to_the_continuation(tokenizer):
         ("siqa", {"query": "Why?"}, "expected 'query' to hold a context, a question and the choices A and B"),
         ("winogrande", {"continuation": None}, r"expected an object with 'continuation' \(text\)"),
         ("hellaswag", {"label": -1}, "'label' must be from 0 to 1, not -1"),
-        ("sciq", {"distractor3": None}, "'distractor3'"),
     ],
 )
 def test_malformed_records(tmp_path, tokenizer, split, change, message):

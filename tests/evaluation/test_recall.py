@@ -11,25 +11,19 @@ from foveate.results.errors import DataError, UserError
 DROP = {"context": "Passage: In 1512 Brescia fell.\nQuestion: What fell\nAnswer:", "ref_text": "Brescia|the city"}
 NQ = {"question": "who won", "answers": ["Ann"], "ctxs": [{"text": "Bob lost."}, {"text": "Ann won.", "isgold": True}]}
 TRIVIAQA = {
-    "context": "[DOC] [TLE] Onions [PAR] An onion grows.",
+    "context": "[DOC] [TLE] Onions [PAR] An onion grows. what grows?",
     "question": "What grows?",
     "answers": ["Onion", "Leek"],
 }
-FDA = {"text": "The device is a pump.\nPurpose: none. purpose:", "key": "purpose", "value": "none"}
-SWDE = {"text": "Film X.\nDirector Y.\nSummary of information above...\n director:", "key": "director", "value": "Y"}
 RECORDS = {
     "drop": ("drop/drop_v0_dev.jsonl", DROP),
     "nq": ("nq/nq-open-oracle.jsonl", NQ),
     "triviaqa": ("evaporate/triviaqa.jsonl", TRIVIAQA),
-    "fda": ("evaporate/fda.jsonl", FDA),
-    "swde": ("evaporate/swde.jsonl", SWDE),
 }
 ASKED = {
     "drop": ("In 1512 Brescia fell. What fell", ("Brescia", "the city")),
     "nq": ("Ann won. who won", ("Ann",)),
     "triviaqa": ("Onions  An onion grows. What grows?", ("Onion", "Leek")),
-    "fda": ("The device is a pump.\nPurpose: none. Purpose:", ("none",)),
-    "swde": ("Film X.\nDirector Y. Director:", ("Y",)),
 }
 
 
@@ -111,13 +105,8 @@ def test_long_passages_are_cut_around_the_answer(tmp_path, tokenizer, place, max
         assert item.prompt.endswith("w399. who won")
 
 
-def test_an_attribute_is_near_its_name(tmp_path, tokenizer):
-    """FDA's and SWDE's window is around what comes first, the name or the value; DROP's begins with the passage."""
+def test_the_window_of_drop_begins_with_the_passage(tmp_path, tokenizer):
     text = long_passage(30).replace("w300", "none")
-    write(tmp_path, "fda", FDA | {"text": text, "key": "Pump"})
-    (item,) = tasks.parse("recall:split=fda,max_length=150").items(tmp_path, tokenizer, 1, 0)
-    assert "pump" in item.prompt
-    assert "none" not in item.prompt
     write(tmp_path, "drop", DROP | {"context": f"Passage: {text}\nQuestion: What\nAnswer:", "ref_text": "none"})
     (item,) = tasks.parse("recall:split=drop,max_length=150").items(tmp_path, tokenizer, 1, 0)
     assert item.prompt.startswith("w0 w1 ")
@@ -150,8 +139,6 @@ def test_no_room(tmp_path, tokenizer):
         ("nq", {"ctxs": [{"isgold": True}]}, r"ctxs: expected an object with 'text' \(text\)"),
         ("nq", {"answers": []}, "expected texts, none of them empty, in 'answers'"),
         ("triviaqa", {"context": None}, r"expected an object with 'context' \(text\)"),
-        ("fda", {"key": " "}, "'key' is empty"),
-        ("swde", {"value": ""}, "none of them empty, in 'value'"),
     ],
 )
 def test_malformed_records(tmp_path, tokenizer, split, change, message):

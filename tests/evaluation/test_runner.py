@@ -88,9 +88,12 @@ def test_rows_say_what_happened(plan):
 EVERY = [foveate.methods.make(name, **foveate.methods.get(name).small_budget) for name in foveate.methods.names()]
 
 
-@pytest.mark.parametrize("task", ["wikisalad:max_new_tokens=6", "perplexity:length=60,continuation=80"])
-def test_a_shared_prompt_changes_no_row(plan, tmp_path, task):
-    methods = (*sorted(EVERY, key=lambda method: method.name != "dense"), *runner.parse_methods(SPECS)[0][1:])
+@pytest.mark.parametrize(
+    ("task", "some"),
+    [("wikisalad:max_new_tokens=6", EVERY[::2]), ("perplexity:length=60,continuation=40", EVERY[1::2])],
+)
+def test_a_shared_prompt_changes_no_row(plan, tmp_path, task, some):
+    methods = (*runner.parse_methods(SPECS)[0], *(method for method in some if method.name != "dense"))
     shared = dataclasses.replace(plan, task=tasks.parse(task), methods=methods, limit=1, batch_size=4)
     single = dataclasses.replace(shared, share_prompt=False, out=tmp_path / "single" / "rows.jsonl")
     rows, alone = runner.run(runner.prepare(shared)), runner.run(runner.prepare(single))

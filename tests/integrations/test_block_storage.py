@@ -8,7 +8,7 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.helpers import FAMILIES, left_padded, repetitive, returned_cache, tiny_model
 
 SMALL = {name: methods.make(name, **methods.get(name).small_budget) for name in methods.names()}
@@ -34,7 +34,7 @@ def run(model, mode, **options):
     return model.generate(**inputs, **how, **MODES[mode], **options)
 
 
-@every_pair(("method", SPECS), ("mode", MODES), ("block_size", [1, 5, 16]), ("family", ["llama", "gemma3"]))
+@in_turn(("method", SPECS), ("mode", MODES), ("block_size", [1, 5, 16]), ("family", ["llama", "gemma3"]))
 def test_blocks_give_the_same_tokens_and_logits(method, mode, block_size, family):
     model, found = tiny_model(family), []
     for size in (0, block_size):

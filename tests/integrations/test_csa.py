@@ -166,7 +166,7 @@ def test_no_tensor_of_queries_by_keys(model, monkeypatch):
         pytest.skip("what linear layers work with is larger at this length")
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
         monkeypatch.setattr(f"foveate.layers.csa.indexer.{name}", 96)
-    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
+    monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 17)
     foveate.attach(model)
     with LargestTensor() as gauge:
         model(ids(1, 800), logits_to_keep=1)

@@ -17,7 +17,7 @@ import foveate
 from foveate import Cache, methods
 from foveate.integrations.transformers import attention, hooks
 from foveate.runtime import handover
-from tests.combinations import every_pair
+from tests.combinations import every_pair, in_turn
 from tests.helpers import (
     COMMON,
     CONFIGS,
@@ -43,18 +43,10 @@ SPECS = {
     for name, method in SMALL.items()
     if method.prompt_tile(1) is not None  # tests/methods/test_lined.py
 }
-SPECS |= {
-    "streaming_share": "streaming:sinks=2,window=0.3",
-    "kascade_share": "kascade:top_k=0.2,min_k=4,tile=1,anchors=1",
+SPECS |= {  # what one layer hands to another; other settings are the matrix's, layer by layer
     "kascade_anchors": "kascade:top_k=6,tile=1,anchors=[0.0,0.5]",
     "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
-    "tova_kv_head": "tova:top_k=9,pool=kv_head",
-    "snapkv_max": "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
-    "luka_preserve": "luka:page_size=4,tail=9,mass=preserve",
-    "luka_share": "luka:page_size=5,tail=7,top_k=0.3,bias=log,compressor=attention",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
-    "luka_spread": "luka:score=spread,page_size=8,tail=9,top_k=1",
-    "luka_layer": "luka:page_size=8,sinks=1,tail=9,top_k=2,pool=layer",
 }
 SPARSE = [name for name in SPECS if name != "dense"]
 PROMPT = 61
@@ -63,7 +55,6 @@ METHODS = ("method", SPARSE)
 TWO_FAMILIES = ("family", ["llama", "gemma3"])
 every_method = pytest.mark.parametrize(*METHODS)
 every_family = pytest.mark.parametrize("family", FAMILIES)
-two_families = pytest.mark.parametrize(*TWO_FAMILIES)
 
 MODES = {
     "greedy": {},
@@ -148,7 +139,7 @@ def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant,
         assert torch.equal(run(model, single(padding=padding), new=20, **options), expected)
 
 
-@every_pair(("method", methods.names()), ("assisted", [False, True]), ("length", [1, 40]))
+@in_turn(("method", methods.names()), ("assisted", [False, True]), ("length", [1, 40]))
 def test_full_budget_speculates_over_padding_like_the_stock_model(method, assisted, length):
     """Of a single token the assistant's prompt is padding alone: it decodes the prompt's last token."""
     model, inputs = tiny_model(), single(length, padding=5)
@@ -310,8 +301,7 @@ def test_dense_on_other_models_of_their_kind(family):
 # Every method in every mode agrees with the plain run
 
 
-@two_families
-@every_method
+@in_turn(METHODS, TWO_FAMILIES)
 def test_the_method_is_active(family, method):
     model, ids = tiny_model(family), tokens(PROMPT + 1)
 
@@ -326,14 +316,14 @@ def test_the_method_is_active(family, method):
             assert foveate.stats(model).summary()["keys_read_share"] < 0.75
 
 
-@every_pair(METHODS, TWO_FAMILIES, ("padding", [0, 5]))
+@in_turn(METHODS, TWO_FAMILIES, ("padding", [0, 5]))
 def test_prompt_lookup_gives_the_greedy_tokens(family, method, padding):
     model = tiny_model(family)
     with foveate.attached(model, spec(method)):
         assert torch.equal(run(model, single(padding=padding), prompt_lookup_num_tokens=3), greedy(family, method))
 
 
-@every_pair(METHODS, TWO_FAMILIES, ("attached_assistant", [False, True]), ("padding", [0, 5]))
+@in_turn(METHODS, TWO_FAMILIES, ("attached_assistant", [False, True]), ("padding", [0, 5]))
 def test_assisted_decoding_gives_the_greedy_tokens(family, method, attached_assistant, padding):
     model, helper = tiny_model(family), assistant(family)
     if attached_assistant:
@@ -350,7 +340,7 @@ def test_early_exit_gives_the_greedy_tokens(method):
         assert torch.equal(run(model, single()), greedy("llama", method))
 
 
-@every_pair(METHODS, ("chunk", [7, 20, 60]), TWO_FAMILIES)
+@in_turn(METHODS, ("chunk", [7, 20, 60]), TWO_FAMILIES)
 def test_chunked_prefill_equals_one_piece(family, method, chunk):
     model = tiny_model(family)
     with foveate.attached(model, spec(method)):
@@ -380,7 +370,7 @@ def test_long_prompts_are_read_in_chunks(family, method, monkeypatch):
         assert max(widths) == PROMPT, "the states of all tokens are asked for"
 
 
-@every_pair(METHODS, TWO_FAMILIES, ("chunk", [None, 20]))
+@in_turn(METHODS, TWO_FAMILIES, ("chunk", [None, 20]))
 def test_rows_of_a_padded_batch_equal_batches_of_one(family, method, chunk):
     model, batch = tiny_model(family), left_padded([PROMPT, 1, 23, 40])
     with foveate.attached(model, spec(method)):
@@ -389,8 +379,7 @@ def test_rows_of_a_padded_batch_equal_batches_of_one(family, method, chunk):
             assert torch.equal(row[None], generate(model, ids))
 
 
-@every_method
-@pytest.mark.parametrize("chunk", [None, 20])
+@in_turn(METHODS, ("chunk", [None, 20]))
 def test_beams_of_a_batch_equal_each_alone(method, chunk):
     model, batch = tiny_model(), left_padded([PROMPT, 40])
     with foveate.attached(model, spec(method)):
@@ -429,8 +418,7 @@ def test_without_a_cache_prefill_is_the_method_and_generation_runs(method):
         assert run(model, batch, use_cache=False).shape == (3, 12)
 
 
-@every_method
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@in_turn(METHODS, ("dtype", [torch.bfloat16, torch.float16]))
 def test_half_precision_runs_on_padded_batches(method, dtype):
     model = tiny_model().to(dtype)
     with foveate.attached(model, spec(method)):
@@ -495,8 +483,7 @@ def test_a_trainer_in_mixed_precision(method, tmp_path):
         assert 0 < trainer.evaluate()["eval_loss"] < 20
 
 
-@every_method
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@in_turn(METHODS, ("context", [torch.no_grad, torch.inference_mode, torch.enable_grad]))
 def test_a_loop_of_forward_calls_gives_the_greedy_tokens(method, context):
     model = tiny_model()
     with context(), foveate.attached(model, spec(method)):
@@ -524,8 +511,7 @@ def test_a_prompt_fed_by_hand_gives_the_greedy_tokens(method):
 # Several turns
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@every_method
+@in_turn(METHODS, ("family", ["llama", "qwen3"]))
 def test_two_turns_of_a_padded_batch_equal_each_row_alone(family, method):
     """Not for Gemma 3: its own sliding-window layers count padding between turns, in the stock model too."""
     model, batch, said = tiny_model(family), left_padded([PROMPT, 8, 40]), left_padded([3, 12, 7], seed=50)
@@ -536,8 +522,7 @@ def test_two_turns_of_a_padded_batch_equal_each_row_alone(family, method):
             assert torch.equal(row[None], decode_from(model, *alone, more))
 
 
-@every_method
-@pytest.mark.parametrize("new", [4, 5, 6, 7])
+@in_turn(METHODS, ("new", [4, 5, 6, 7]))
 def test_two_turns_in_chunks_equal_whole_turns(method, new):
     """Chunked by hand, as generate of the oldest supported release cannot chunk onto a cache."""
     model, said = tiny_model(), tokens(13, seed=50)
@@ -554,12 +539,12 @@ def test_two_turns_in_chunks_equal_whole_turns(method, new):
         torch.testing.assert_close(talk([5, 13]), talk([]), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["streaming", "streaming_share"])
+@pytest.mark.parametrize("method", [SPECS["streaming"], "streaming:sinks=2,window=0.3"])
 @pytest.mark.parametrize("new", [4, 5, 6, 7, 8])
 def test_turns_of_a_window_equal_one_long_prompt(method, new):
     """What a query sees under a window depends on its position alone, so turns leave no trace."""
     model, said = tiny_model(), tokens(9, seed=50)
-    with foveate.attached(model, spec(method)):
+    with foveate.attached(model, method):
         out = model.generate(**single(), max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
         everything = torch.cat([out.sequences, said], 1)
         expected = generate(model, everything)

@@ -17,7 +17,6 @@ from tests.problems import in_buffer
 pytestmark = pytest.mark.usefixtures("poisoned")
 FORMS = [PageRecord(64, 16), PageRecord(80, 7, 1), PageRecord(128, 8, 4), PageRecord(5, 3), PageRecord(16, 64, 3)]
 FORMS += [PageRecord(64, 16, 8, 8), PageRecord(24, 7, 2, 8)]
-HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
@@ -38,9 +37,9 @@ def check_records(found, expected, form, keys, weights=None, bytes_off=0.02):
     torch.testing.assert_close(left, least, rtol=2e-2, atol=1e-4)
 
 
-@EACH_FORM
-@HALF
-@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+@every_pair(
+    ("form", FORMS), ("dtype", [torch.float32, torch.float16]), ("layout", ["slots", "tokens_first", "padded_rows"])
+)
 def test_pages(form, dtype, layout):
     keys = in_buffer(draw(2, 2, 3 * form.page_size, form.head_dim, dtype=dtype), layout)
     for weights in (None, powers(2, 2, form.head_dim)):
@@ -111,10 +110,14 @@ def check(rows, records, form, softcap=None, **more):
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6 * float(rows.abs().max()) * 300)
 
 
-@EACH_FORM
-@HALF
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@every_pair(
+    ("form", FORMS),
+    ("dtype", [torch.float32, torch.float16]),
+    ("group", [1, 4, 7]),
+    ("lengths", list(LENGTHS.values())),
+    ("splits", [1, 100]),
+    indirect=["splits"],
+)
 def test_masses(form, dtype, group, lengths, splits):
     keys, number = draw(2, 2, 75 * form.page_size, form.head_dim), 75
     records = summaries.compress_pages(keys, form)
@@ -156,6 +159,8 @@ def test_masses_of_given_pages(branch, group, of_layer):
     ("group", [1, 4, 7]),
     ("lengths", list(LENGTHS.values())),
     (("pooling", "pool"), POOLS),
+    ("splits", [1, 100]),
+    indirect=["splits"],
 )
 def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
     records = summaries.compress_pages(draw(2, 2, 75 * form.page_size, form.head_dim), form)

@@ -1,10 +1,12 @@
 """Run by torchrun on each rank: λ is the same everywhere, sharded gates stay in fp32, and training by two ranks is
 training by one.
 
-Arguments: a folder with a configuration (JSON) for each run; a run's folder is named like its configuration.
+Arguments: a folder with a configuration (JSON) for each run; a run's folder is named like its configuration. The run
+``whole`` is then gone on with from its last but one checkpoint, as ``parts``.
 """
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from foveate.layers import GatedDeltaNet
 from foveate.models import HybridForCausalLM, make_config
+from foveate.training import checkpoints
 from foveate.training.configuration import load
 from foveate.training.distributed import Place, shard
 from foveate.training.loop import train
@@ -60,9 +63,16 @@ def main():
     dist.init_process_group("gloo")
     synchronised_weights()
     exact_gates()
-    for config in sorted(Path(sys.argv[1]).glob("*.json")):
-        outcome = train(load(config), config.with_suffix(""), resume=True)
+    folder = Path(sys.argv[1])
+    for config in sorted(folder.glob("*.json")):
+        outcome = train(load(config), config.with_suffix(""))
         print(f"{config.stem} done: {outcome.step}\n", end="", flush=True)
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "whole", folder / "parts")
+        (checkpoints.folders(folder / "parts")[-1] / "state.json").unlink()  # as if it had not been finished
+    dist.barrier()
+    outcome = train(load(folder / "whole.json"), folder / "parts", resume=True)
+    print(f"parts done: {outcome.step}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

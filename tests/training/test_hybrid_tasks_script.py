@@ -3,10 +3,13 @@
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import hybrid_task_tables as hybrid_tasks
+from foveate.cli import app
 from foveate.results.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +42,7 @@ def script(monkeypatch):
     return made
 
 
-def test_it_trains_answers_and_gathers(script, store_folder, tmp_path):
+def test_it_trains_answers_and_gathers(script, store_folder, tmp_path, monkeypatch):
     out, file = tmp_path / "out", tmp_path / "rows.jsonl"
     places = ["--text", str(store_folder), "--data", str(SAMPLE), "--out", str(out), "--gather", str(file)]
     command = [*places, "--presets", "gdn_attn", "--seeds", "3", "--batch-size", "2", "--set", *SETTINGS]
@@ -56,6 +59,12 @@ def test_it_trains_answers_and_gathers(script, store_folder, tmp_path):
     script["main"](command)  # nothing is left to do
     assert file.read_text(encoding="utf-8") == text
     assert (out / "models" / "gdn_attn-27M-3" / "model.safetensors").stat().st_mtime_ns == model
+
+    def run(command, check):  # as the process of the first model did
+        assert check
+        assert CliRunner().invoke(app, command[3:]).exit_code == 0
+
+    monkeypatch.setitem(script["main"].__globals__, "subprocess", SimpleNamespace(run=run))
     script["main"]([*command, "--label", "again", "--do", "train"])
     assert {path.name for path in (out / "models").iterdir()} == {"gdn_attn-27M-3", "gdn_attn_again-27M-3"}
 

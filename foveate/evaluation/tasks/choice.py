@@ -1,4 +1,4 @@
-"""Multiple choice by likelihood: PIQA, SIQA, BoolQ, ARC, WinoGrande, HellaSwag and SciQ, as lm-eval-harness asks them.
+"""Multiple choice by likelihood: PIQA, SIQA, BoolQ, ARC, WinoGrande and HellaSwag, as lm-eval-harness asks them.
 
 Every answer is scored teacher-forced after its prompt, with no example before it. The model's choice is the likeliest
 answer (`acc`), or the likeliest by log-likelihood over characters (`acc_norm`). Prompts are lm-eval-harness's, made
@@ -99,14 +99,6 @@ def _without_brackets(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def _sciq(value: Any, where: str) -> _Question:
-    support, question, right = (
-        reading.field(value, name, str, where) for name in ("support", "question", "correct_answer")
-    )
-    wrong = tuple(reading.field(value, f"distractor{number}", str, where) for number in (1, 2, 3))
-    return _question(f"{support.lstrip()}\nQuestion: {question}\nAnswer:", (*wrong, right), 3, where)
-
-
 _CHOICES = "an object a line, with 'query' (text), 'choices' (texts) and 'gold' (number)"
 _SETS = {
     "piqa": _Set("piqa.jsonl", _CHOICES, f"{_FOUNDRY}/commonsense_reasoning/piqa.jsonl", _asked("\nAnswer:")),
@@ -134,12 +126,6 @@ _SETS = {
         "https://github.com/rowanz/hellaswag, data/hellaswag_val.jsonl or lines of it",
         _hellaswag,
         "acc_norm",
-    ),
-    "sciq": _Set(
-        "sciq.jsonl",
-        "an object a line, with the texts 'support', 'question', 'correct_answer' and 'distractor1' to 'distractor3'",
-        "https://huggingface.co/datasets/allenai/sciq, its test split as JSON Lines",
-        _sciq,
     ),
 }
 

@@ -1,10 +1,10 @@
-"""Reading a fact off a passage: SQuAD, DROP, NaturalQuestions, TriviaQA, FDA and SWDE as Arora et al. (2024) ask them.
+"""Reading a fact off a passage: SQuAD, DROP, NaturalQuestions and TriviaQA as Arora et al. (2024) ask them.
 
 The prompt is the passage, ". " and the question, raw text without an example or a chat template; the answer has up to
 48 tokens and ends with its line. It is right if it contains one of the answers, ignoring case. As in laLTE/laNSA only
 inputs beyond `max_length` are cut: to a window of the passage with half of it before the answer's place and the rest
-after it. That place is the first occurrence of an answer (FDA and SWDE: or of the attribute's name), and the beginning
-of the passages of DROP and TriviaQA. What differs from the published evaluation:
+after it. That place is the first occurrence of an answer, and the beginning of the passages of DROP and TriviaQA. What
+differs from the published evaluation:
 
 - SQuAD's and NaturalQuestions' questions are the data sets' own on their own paragraphs. The published SQuAD rewords
   them as statements to complete, and the published NaturalQuestions has longer passages.
@@ -29,7 +29,6 @@ from foveate.inputs.prompting import encode
 from foveate.inputs.squad import find_squad, read_squad
 from foveate.results.errors import DataError, UserError
 
-_SUMMARY = "Summary of information above..."
 _TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 _DROP = re.compile(r"Passage: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
 
@@ -88,17 +87,6 @@ def _triviaqa(path: Path) -> Iterator[_Record]:
         yield _Record(f"{line}", _TRIVIAQA_MARKS.sub("", passage), _asked(question, where), answers)
 
 
-def _attributes(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        text, key, answer = (reading.field(value, name, str, where) for name in ("text", "key", "value"))
-        (answer,) = _answers([answer], "value", where)
-        if not key.strip():
-            raise DataError(f"{where}: 'key' is empty")
-        passage = text.split(_SUMMARY, 1)[0]
-        yield _Record(f"{line}", passage, f"{key[0].upper()}{key[1:]}:", (answer,), (key, answer))
-
-
 def _asked(question: str, where: str) -> str:
     if not question.strip():
         raise DataError(f"{where}: the question is empty")
@@ -127,11 +115,6 @@ class _Set:
         return reading.find_data_file(reading.subfolder(data, self.folder), self.file, self.content, self.source)
 
 
-def _hub(name: str) -> str:
-    return f"https://huggingface.co/datasets/hazyresearch/{name}, its validation split as JSON Lines"
-
-
-_ATTRIBUTES = "an object a line, with the texts 'text', 'key' and 'value'"
 _SETS = {
     "squad": _Set("squad", "", "", "", _squad),
     "drop": _Set(
@@ -152,11 +135,9 @@ _SETS = {
         "evaporate",
         "triviaqa.jsonl",
         "an object a line, with 'context', 'question' (texts) and 'answers' (texts)",
-        _hub("based_triviaqa"),
+        "https://huggingface.co/datasets/hazyresearch/based_triviaqa, its validation split as JSON Lines",
         _triviaqa,
     ),
-    "fda": _Set("evaporate", "fda.jsonl", _ATTRIBUTES, _hub("based-fda"), _attributes),
-    "swde": _Set("evaporate", "swde.jsonl", _ATTRIBUTES, _hub("based-swde-v2"), _attributes),
 }
 
 
