@@ -230,9 +230,7 @@ class _Run:
             self.opened.fill_(self.config.sparsity.opened(self.step, self.config.steps))
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
-            torch.manual_seed(
-                _seed(self.config.seed, self.step, micro, self.place.rank)
-            )  # of dropout and of the release
+            torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's, the release's
             with self.parallel.accumulating(micro == len(parts) - 1):
                 with self._autocast():
                     made = self.parallel.model(**part, **self.forward_options)

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from foveate import methods
 from foveate.cli import app
 from foveate.evaluation import lens
+from foveate.ops import Logits
 from foveate.results import lens as lens_file
 from foveate.results.errors import DataError, UserError
-from foveate.runtime import handed_on
+from foveate.runtime import handover
 from tests.matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 
 SMOLLM = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m"
@@ -29,7 +30,7 @@ EACH_VERB = (
         "kascade/first_layer_layer",
         "kascade/pages_layer",
     ),
-    *("quest", "pages", "pages/rank", "sparq/no_mean", "lined_as_published", "lte/learned", "adakv/no_floor"),
+    *("quest", "pages", "pages/rank", "sparq/no_mean", "h2o_as_published", "lte/learned", "adakv/no_floor"),
     *("luka", "luka/layer", "luka/lowrank_levels", "luka/three_levels", "luka/none_refined", "luka/levels_share"),
 )
 """Variants that reach each verb in each of its forms: by head and by layer, without and with holes, by level."""
@@ -42,10 +43,10 @@ class Watched(Driver):
         policies = {0: SimpleNamespace(method=self.layer.method, look=None)}
         attachment = SimpleNamespace(policies=policies, unchanged={}, cache=SimpleNamespace(layers=[self.layer]))
         with lens.recording(SimpleNamespace(foveate=attachment)) as recorder:
-            handed_on.begin("driver", self.layer.phase)
+            handover.begin("driver", self.layer.phase)
             key, value = self.layer.update(tokens.k, tokens.v)
             recorder.look(0)
-            self.layer.attend(tokens.q, key, value, None, SCALING)
+            self.layer.attend(tokens.q, key, value, None, Logits(SCALING))
         assert policies[0].look is None
         return recorder
 
