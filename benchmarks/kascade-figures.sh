@@ -9,10 +9,14 @@ ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
 own=dense_anchor_prefill=false # in prompts anchors read their own choice
 swept=(streaming:window=0.3)
-for method in "$ours,decode_only=true,top_k" "$ours,rest=mean,$own,top_k" "$ours,$own,top_k" "$ten,decode_only=true,top_k" \
-  "$ten,rest=mean,top_k" "$paper,decode_only=true,top_k" \
+for method in "$ours,decode_only=true,top_k" "$ours,$own,top_k" "$ten,decode_only=true,top_k" "$paper,decode_only=true,top_k" \
   oracle_topk:decode_only=true,top_k quest:top_k omnikv:top_k lessismore:top_k streaming:window; do
   for share in 0.025 0.05 0.1 0.2; do swept+=("$method=$share"); done
+done
+# rows of a setting that is gone are named as they were written
+swept+=('kascade:exact_anchors=true,pool=layer,pooling=sqrt,rest=mean,calibration="together-10.json"')
+for share in top_k=0.025, top_k=0.05, '' top_k=0.2,; do
+  swept+=("kascade:${share}pool=layer,rest=mean,calibration=\"divergence.json\"")
 done
 families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
 for length in 8192 16384 30720; do families+=(--where "length=$length"); done

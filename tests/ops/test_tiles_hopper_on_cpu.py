@@ -110,6 +110,6 @@ def test_mass(seed):
     begins = torch.randint(0, number + 100, (count,), generator=generator)
     kernel = gluon_on_cpu.load_kernel(MASS)
     kernel._SPAN = draw.choice([1, 2, 128])
-    found = kernel.tile_block_mass(queries, k, lse, begins, logits=Logits(0.09))
+    found = kernel.tile_block_mass(queries, k, lse, begins, scaling=0.09)
     exact = reference.tile_block_mass(queries.double(), k.double(), lse.double(), begins, logits=Logits(0.09))
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-7)

@@ -87,6 +87,7 @@ def test_steps_are_replayed_where_transformers_is_not_installed():
         sys.modules["transformers"] = None
         import torch
         from foveate import methods
+        from foveate.ops import Logits
         from foveate.runtime import Layer, Phase, Recording, ReplayedSteps, Use
         from foveate.state import Counters
 
