@@ -77,7 +77,6 @@ def prepare(
         int | None, typer.Option(help="Training tokens, taken alike from all files; else all.", show_default=False)
     ] = None,
     held_out: Annotated[float, typer.Option(help="Share of the documents that training never sees.")] = 0.005,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of a shard file.")] = 25_000_000,
     leave_out: Annotated[
         list[Path] | None,
         typer.Option(help="Titles to leave out: a SQuAD file, or one a line; may be repeated.", show_default=False),
@@ -86,16 +85,11 @@ def prepare(
         list[Path] | None,
         typer.Option(help="A train set for the cloze source; may be repeated.", show_default=False),
     ] = None,
-    held_out_words: Annotated[
-        list[Path] | None,
-        typer.Option(help="Words (one a line) that no key has; may be repeated.", show_default=False),
-    ] = None,
 ) -> None:
     """Tokenise a folder of text, once: memory-mapped shards, all that a run reads."""
     from foveate.training.prepare import Preparation
     from foveate.training.prepare import prepare as prepare_text
 
-    of_files = {"leave_out": leave_out, "questions": questions, "held_out_words": held_out_words}
     plan = Preparation(
         text,
         tokenizer=tokenizer,
@@ -103,8 +97,8 @@ def prepare(
         sample=sample,
         limit=limit,
         held_out=held_out,
-        shard_tokens=shard_tokens,
-        **{name: tuple(paths or ()) for name, paths in of_files.items()},
+        leave_out=tuple(leave_out or ()),
+        questions=tuple(questions or ()),
     )
     prepare_text(plan, out, typer.echo)
 

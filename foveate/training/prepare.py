@@ -45,9 +45,8 @@ class Preparation:
         shard_tokens: tokens of a shard file, at most.
         leave_out: files with titles of documents that are left out (SQuAD's, or one title a line).
         questions: files of train sets for the cloze source (SQuAD's, or multi-hop ones).
-        held_out_words: files with words, one a line, of which no key of training needles is made. The words of the
-            evaluation's own keys are always left out.
-        words: how many of the most frequent words keys are made of.
+        words: how many of the most frequent words keys of training needles are made of, without those of the
+            evaluation's own keys.
     """
 
     text: Path
@@ -59,7 +58,6 @@ class Preparation:
     shard_tokens: int = 25_000_000
     leave_out: tuple[Path, ...] = ()
     questions: tuple[Path, ...] = ()
-    held_out_words: tuple[Path, ...] = ()
     words: int = 16_000
 
     def __post_init__(self) -> None:
@@ -75,7 +73,7 @@ class Preparation:
 def fingerprint(plan: Preparation) -> dict[str, Any]:
     """What the tokenised text depends on: digests of all files that are read, and the settings."""
     settings = asdict(plan)
-    for name in ("leave_out", "questions", "held_out_words"):
+    for name in ("leave_out", "questions"):
         settings[name] = reading.digest(list(getattr(plan, name)))
     settings["text"] = reading.digest(text_files(plan.text))
     if plan.tokenizer is not None:
@@ -231,8 +229,6 @@ def _write_words(sample: Sequence[str], plan: Preparation, folder: Path) -> None
     for text in sample:
         counts.update(_WORD.findall(text))
     taken = {*ADJECTIVES, *NOUNS}
-    for path in plan.held_out_words:
-        taken.update(line.strip() for line in reading.read_text(path).split("\n"))
     words = [word for word, _ in counts.most_common() if word not in taken][: plan.words]
     (folder / tokens.WORDS).write_text(json.dumps(words) + "\n", encoding="utf-8")
 

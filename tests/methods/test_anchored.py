@@ -12,6 +12,7 @@ from foveate.methods import kascade
 from foveate.ops.compress.low_rank import factors
 from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters, SlotCache
+from tests.combinations import every_pair
 from tests.helpers import assert_close
 
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3
@@ -502,13 +503,14 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
     assert different > 3, "keys are random, and some of the best are in other pages"
 
 
-@pytest.mark.parametrize("top_k", [9, 40, 0.1], ids=str)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 16}],
-    ids=str,
+@every_pair(
+    ("anchors", [[0, 2], [1], [0, 1]]),
+    (
+        "settings",
+        [{}, {"pooling": "sqrt"}, {"pool": "layer"}, {"pool": "layer", "pooling": "sqrt"}, {"page_size": 16}],
+    ),
+    ("top_k", [9, 40, 0.1]),
 )
-@pytest.mark.parametrize("anchors", [[0, 2], [1], [0, 1]], ids=str)
 def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, top_k):
     """Where it has readers; its prompt is dense, as are the layers that come before any anchor."""
     layers, prompt, total = 3, 150, 163

@@ -73,17 +73,19 @@ def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     if methods.replay_obstacle(method):
         return
     monkeypatch.setattr(replay, "ROOM", 1)
-    given = Tokens.random(2, PROMPT + 120)
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)  # it grows within a few tokens
+    given = Tokens.random(2, PROMPT + 45)
     driver, dense, sparse = (Driver(one, PROMPT) for one in (method, methods.make("dense"), method))
     for one in (driver, dense, sparse):
         one.feed(given[:PROMPT])
-    fits = 37
+    fits = 27
     driver.layer.dense_below = 2 * (PROMPT + fits) + 1
     replayed = Replayed(driver)
     found, whole, expected = (one.feed_steps(given[PROMPT:]) for one in (replayed, dense, sparse))
     close(found[:, :, :fits], whole[:, :, :fits])
     assert driver.layer.counters.dense_steps == fits
-    assert replayed.use.replayed > 80
+    assert replayed.use.replayed > 35
+    assert replayed.use.captured > 1
     if tracks_recent(method):
         assert torch.any((found - whole)[:, :, fits:].abs() > 1e-3)
     else:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from foveate import ops
 from foveate.ops import Logits, _math
+from tests.combinations import every_pair
 from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
 from tests.problems import listed
 
@@ -459,10 +460,7 @@ def test_merging_keeps_the_dtype():
 LONG = Shape(batch=1, kv_heads=2, group=3, queries=4096, offset=0, dim=16, value_dim=16)
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("need_lse", [False, True])
-@pytest.mark.parametrize("offset", [0, 1024])
-@pytest.mark.parametrize("value_dim", [16, 24], ids=["equal_dims", "other_value_dim"])
+@every_pair(("grad", [False, True]), ("need_lse", [False, True]), ("offset", [0, 1024]), ("value_dim", [16, 24]))
 def test_causal_attention_makes_no_square_matrix(grad, need_lse, offset, value_dim):
     scratch = 4 << 20
     q, k, v = problem(LONG._replace(queries=4096 - offset, offset=offset, value_dim=value_dim), layout="slots")

@@ -14,11 +14,10 @@ import pytest
 FOLDER = Path(__file__).parent
 FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(FOLDER.rglob("interpreted_*.py"))}
 PROCESSES = [
-    ("summaries",),
+    ("summaries", "block_table"),
     ("decode", "boxes", "slots"),
     ("indexer", "selected", "until", "retention", "low_rank"),
     ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits", "softmax"),
-    ("block_table",),
 ]
 
 

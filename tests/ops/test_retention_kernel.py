@@ -6,14 +6,17 @@ import re
 import pytest
 import torch
 
+from tests.combinations import every_pair
 from tests.kernels import compile_for
 
 POINTERS = ("x", "y", "weight", "bias", "real", "slot", "cos", "sin", "head", "head_bias", "out")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("fp16", 128), ("bf16", 80), ("fp32", 64), ("fp32", 128)])
-@pytest.mark.parametrize("number", [0, 1, 2, "mlp"])
+@every_pair(
+    ("capability", [80, 90]),
+    (("dtype", "dim"), [("bf16", 64), ("fp16", 128), ("bf16", 80), ("fp32", 64), ("fp32", 128)]),
+    ("number", [0, 1, 2, "mlp"]),
+)
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, number):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.retention_kernel")

@@ -12,6 +12,12 @@ RECORDED = [(name, method) for name, method in VARIANTS if not methods.replay_ob
 each_recorded = pytest.mark.parametrize("method", [m for _, m in RECORDED], ids=[name for name, _ in RECORDED])
 
 
+@pytest.fixture(autouse=True)
+def _little_room(monkeypatch):
+    """A cache grows within a few tokens."""
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
+
+
 def assert_same_counts(a, b):
     for name in ("decode_steps", "decode_rows", "prompt_tokens", "keys_available", "dense_steps"):
         assert getattr(a, name) == getattr(b, name), name
@@ -27,14 +33,14 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     monkeypatch.setattr(replay, "ROOM", 1)
     prompts = [Tokens.random(1, length, seed=length) for length in lengths]
     batch, mask = padded(prompts, PROMPT)
-    tokens = Tokens.random(len(lengths), 90, seed=1)
+    tokens = Tokens.random(len(lengths), 35, seed=1)
     plain, driver = Driver(method), Driver(method)
     for one in (plain, driver):
         one.feed(batch, mask)
     replayed = Replayed(driver)
     close(replayed.feed_steps(tokens), plain.feed_steps(tokens))
-    assert replayed.use.replayed > 80
-    assert replayed.use.captured <= 3
+    assert replayed.use.replayed > 25
+    assert 1 < replayed.use.captured <= 3 or method.evicts
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)
 
@@ -46,13 +52,13 @@ KEEPING = [(name, method) for name, method in RECORDED if not method.evicts]
 def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
     """Also over growth, after which rows have more blocks."""
     monkeypatch.setattr(replay, "ROOM", 1)
-    tokens = Tokens.random(2, PROMPT + 75, seed=1)
+    tokens = Tokens.random(2, PROMPT + 30, seed=1)
     plain, driver = Driver(method), Driver(method, block_size=16)
     for one in (plain, driver):
         one.feed(tokens[:PROMPT])
     replayed = Replayed(driver)
     close(replayed.feed_steps(tokens[PROMPT:]), plain.feed_steps(tokens[PROMPT:]))
-    assert replayed.use.replayed > 40
+    assert replayed.use.replayed > 20
     assert replayed.use.captured > 1
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)

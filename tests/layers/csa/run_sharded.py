@@ -1,6 +1,10 @@
-"""Run by torchrun on each rank: the sharded indexer selects what one rank selects."""
+"""Run by torchrun on each rank: the sharded indexer selects what one rank selects.
+
+Argument: a file that is not there, by which the first two ranks meet once more, without the others.
+"""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -56,8 +60,18 @@ def refusals(rank, world):
             csa.sharded_lightning_indexer(**good, keys="ring" if rank else "gather")
 
 
-def main():
+def main(meeting=None):
     dist.init_process_group("gloo")
+    check()
+    if meeting and (rank := dist.get_rank()) < 2:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+        check()
+    dist.destroy_process_group()
+
+
+def check():
+    """Everything, over all ranks of the process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded._TOGETHER = 7
     settings = itertools.product(csa.sharded.KEYS, ((50, 1, 5), (97, 4, 6), (30, 3, 100)), (False, True))
@@ -85,9 +99,8 @@ def main():
         with pytest.raises(ValueError, match=f"{name} be finite"):
             csa.sharded_lightning_indexer(q[:, of_mine], share, weights[:, of_mine], 5, pieces=mine, keys=keys)
     refusals(rank, world)
-    dist.destroy_process_group()
     print(f"rank {rank} of {world}: all equal\n", end="", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -105,8 +105,10 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
     assert_compiled_well(compiled, dtype != "fp32", 96)
 
 
-@pytest.mark.parametrize(("held", "warps"), [(1024, 4), (4096, 8), (8192, 16)])
-@pytest.mark.parametrize("group", [1, 4, 16, 71])
+@pytest.mark.parametrize(
+    ("held", "warps", "group"),
+    [(1024, 4, 1), (1024, 4, 71), (4096, 8, 4), (4096, 8, 16), (8192, 16, 1), (8192, 16, 71)],
+)
 def test_selection_compiles_for_hopper(held, warps, group):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.summaries.select_kernel").select_nodes
