@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pictures of docs/decode.md, from the result file.
+# The pictures of docs/guide/speed.md, from the result file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures rows=benchmarks/results/decode.jsonl

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pictures of docs/kascade.md, from the result files.
+# The pictures of docs/papers/kascade.md, from the result files.
 #   benchmarks/kascade-figures.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -124,7 +124,7 @@ def compare(
     data: Annotated[
         Path,
         typer.Option(
-            help="Folder with the task's data (docs/data.md lists the files); of documents also one file.",
+            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file.",
             show_default=False,
         ),
     ],
@@ -207,7 +207,7 @@ def calibrate(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The tasks' data (docs/data.md lists the files).", show_default=False),
+        typer.Option(help="The tasks' data (docs/guide/data.md lists the files).", show_default=False),
     ] = None,
     anchors: Annotated[
         int | None, typer.Option(help="Anchor layers to choose; if left out, by a task 5, else a third of the layers.")
