@@ -318,10 +318,14 @@ def calibrate(
 
 
 class _Progress(Progress):
-    """A bar over items times methods, or over prompts."""
+    """A bar over items times methods, or over prompts; elsewhere a line for each tenth."""
 
     def __call__(self, method: str, items: int) -> None:
+        (task,) = self._bar.tasks
+        tenth = 10 * task.completed // task.total
         self._bar.update(self._task, advance=items, description=method)
+        if not self.on_terminal and 10 * task.completed // task.total > tenth:
+            self.say(f"{task.completed:,} of {task.total:,} answers, the last by {method}")
 
     def at(self, done: int, of: int) -> None:
         """So many steps are done: prompts read, answers compared."""
