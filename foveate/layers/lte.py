@@ -181,8 +181,9 @@ class LearnedEviction(SlidingWindowAttention):
     """
 
     opened: Tensor | None = None
-    """Bool scalar on the device: while it is true, training retains every token, and scores give keys and values no
-    gradient. None: it never is. A tensor, so that compiled layers stay compiled when it changes."""
+    """The share of tokens that training retains whatever their scores are, drawn anew in each pass; fp32 scalar on the
+    device. While it is 1, scores give keys and values no gradient. None: always 0. A tensor, so that compiled layers
+    stay compiled when it changes."""
 
     def __init__(
         self,
@@ -218,12 +219,12 @@ class LearnedEviction(SlidingWindowAttention):
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         opened = self.opened
-        scored = (k, v) if opened is None else (torch.where(opened, x.detach(), x) for x in (k, v))
+        scored = (k, v) if opened is None else (torch.where(opened == 1, x.detach(), x) for x in (k, v))
         scores = self.scores(*scored, real)
         retained = (scores > THRESHOLD).detach()
         retained[:, :, : self.sinks].fill_(True)
         if opened is not None:
-            retained = retained | opened
+            retained = retained | (torch.rand_like(scores.detach()) < opened)
         dim = v.shape[3]
         if self.gradient == "logit":  # a column of ones: each query's probabilities, which add up to one
             v = F.pad(F.pad(v, (0, 1), value=1.0), (0, dim - 1))  # FlexAttention wants a power of two

@@ -99,9 +99,12 @@ def _check_sparsity(config: TrainingConfig) -> str | None:
     mixers = getattr(network.configuration(config.model), "mixers", None)
     if mixers is None:  # not a hybrid
         return None
-    budget, hold = config.sparsity.budget, config.sparsity.hold
-    if round(hold * config.steps) >= config.steps:
-        raise UserError(f"sparsity.hold is {hold:g}: of {config.steps:,} steps none is left that trains scores")
+    budget = config.sparsity.budget
+    if config.sparsity.opened(config.steps - 1, config.steps):
+        raise UserError(
+            f"sparsity.hold is {config.sparsity.hold:g} and sparsity.release {config.sparsity.release:g}: of "
+            f"{config.steps:,} steps none is left in which scores alone decide"
+        )
     if budget is not None and "lte" not in mixers:
         raise UserError(
             f"sparsity.budget is {budget:,}, and no layer of the model evicts by learned scores: its mixers are "
@@ -137,8 +140,8 @@ class _Run:
         self.parallel = Parallel(made, place, config.run.parallel, self.half)
         if config.run.compile:
             made.compile()
-        self.held = round(config.sparsity.hold * config.steps)
-        self.opened = network.open_layers(made) if self.held else None
+        self.held = config.sparsity.held(config.steps)
+        self.opened = network.open_layers(made) if config.sparsity.opened(0, config.steps) else None
         self.optimizer = adamw(made, config.optim)
         self.feedback = None if config.sparsity.budget is None else SparsityFeedback(config.sparsity)
         self.forward_options: dict[str, Any] = {"use_cache": False}
@@ -224,10 +227,12 @@ class _Run:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
         held = self.step < self.held
         if self.opened is not None:
-            self.opened.fill_(held)
+            self.opened.fill_(self.config.sparsity.opened(self.step, self.config.steps))
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
-            torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
+            torch.manual_seed(
+                _seed(self.config.seed, self.step, micro, self.place.rank)
+            )  # of dropout and of the release
             with self.parallel.accumulating(micro == len(parts) - 1):
                 with self._autocast():
                     made = self.parallel.model(**part, **self.forward_options)

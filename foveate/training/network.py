@@ -129,13 +129,14 @@ def evicting_layers(network: Any) -> list[torch.nn.Module]:
 
 
 def open_layers(network: Any) -> torch.Tensor:
-    """A bool on the network's device: while it is true, layers that retain tokens by learned scores retain all.
+    """The share of tokens that layers with learned scores retain whatever these are: 1, on the network's device.
 
     Raises `UserError` for a network without such layers.
     """
     if not (layers := evicting_layers(network)):
-        raise UserError(f"sparsity.hold is set, and {type(network).__name__} has no scores of foveate's layers")
-    opened = torch.ones((), dtype=torch.bool, device=layers[0].scores.head.weight.device)
+        name = type(network).__name__
+        raise UserError(f"sparsity.hold or sparsity.release is set, and {name} has no scores of foveate's layers")
+    opened = torch.ones((), device=layers[0].scores.head.weight.device)
     for layer in layers:
         layer.opened = opened
     return opened

@@ -45,7 +45,8 @@ class SparsitySettings:
 
     λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval and larger factors: `interval` 8,
     `up` 2. `hold` is the published code's warm-up: attention first learns to find what is far away, and the scores
-    learn from it what deserves to stay.
+    learn from it what deserves to stay. `release` is ours: a token whose score is too low is still seen now and then,
+    so that its score can learn that it is needed.
     """
 
     budget: int | None = _setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
@@ -59,6 +60,11 @@ class SparsitySettings:
     hold: float = _setting(
         0.0,
         "share of the run at first in which every token is retained and λ rests; scores learn without moving the model",
+    )
+    release: float = _setting(
+        0.0,
+        "share of the run after the hold in which more and more tokens need their scores to be retained; the others, "
+        "from all to none of them, are drawn at random",
     )
     ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
     variant: str = _setting("code", "code or paper: whose rules where they differ")
@@ -77,6 +83,7 @@ class SparsitySettings:
             "least": 0 < self.least <= self.most,
             "start": 0 <= self.start <= self.most,
             "hold": 0 <= self.hold < 1,
+            "release": 0 <= self.release < 1 - self.hold,
             "ema": self.ema is None or 0 < self.ema <= 1,
         }
         allowed = {
@@ -86,18 +93,29 @@ class SparsitySettings:
             "least": f"above 0 and at most {self.most:g}",
             "start": f"from 0 to {self.most:g}",
             "hold": "in [0, 1)",
+            "release": f"at least 0 and below {1 - self.hold:g}, what sparsity.hold leaves of the run",
             "ema": "in (0, 1]",
         }
         for name, right in bounds.items():
             if not right:
                 raise UserError(f"sparsity.{name} must be {allowed[name]}, got {getattr(self, name)}")
-        if self.hold and self.budget is None:
-            raise UserError(f"sparsity.hold is {self.hold:g}, and sparsity.budget is none; set one, or no hold")
+        for name in ("hold", "release"):
+            if (share := getattr(self, name)) and self.budget is None:
+                raise UserError(f"sparsity.{name} is {share:g}, and sparsity.budget is none; set one, or no {name}")
 
     @property
     def weight(self) -> float:
         """The weight a of the moving average."""
         return 2 / (1 + self.interval / 2) if self.ema is None else self.ema
+
+    def held(self, steps: int) -> int:
+        """The steps of the hold, in a run of so many."""
+        return round(self.hold * steps)
+
+    def opened(self, step: int, steps: int) -> float:
+        """The share of tokens that a step, counted from 0, of a run of so many retains whatever their scores are."""
+        held, last = self.held(steps), round((self.hold + self.release) * steps)
+        return 1.0 if step < held else max(0.0, (last - step) / (last - held + 1))
 
 
 class SparsityFeedback:

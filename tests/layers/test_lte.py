@@ -431,7 +431,7 @@ def test_a_cap_bounds_scores_in_training_and_leaves_their_order():
 def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gradient):
     """The same compiled layer serves before and after; keys and values learn what full attention teaches."""
     layer = eviction(scores={"dropout": 0.0}, gradient=gradient).train()
-    layer.opened = torch.ones((), dtype=torch.bool)
+    layer.opened = torch.ones(())
     x, at = hidden(90)
     wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     (layer(x, at)[0] * wanted).sum().backward()
@@ -444,6 +444,34 @@ def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gra
     (layer.o_proj(whole.transpose(1, 2).flatten(2)) * wanted).sum().backward()
     for name in ("q_proj", "k_proj", "v_proj"):
         torch.testing.assert_close(moved[f"{name}.weight"], layer.get_submodule(name).weight.grad, atol=1e-4, rtol=1e-4)
-    layer.opened.fill_(False)
+    layer.opened.fill_(0)
     with torch.no_grad():
         torch.testing.assert_close(layer(x, at)[0], written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
+
+
+def test_a_partly_opened_layer_retains_tokens_at_random_besides(monkeypatch):
+    """Each head its own, new ones in each pass, at the share; all that are retained by their scores, too."""
+    seen = []
+
+    def attend(q, k, v, sees, scaling):
+        length, heads = k.shape[2], torch.arange(4)
+        at = torch.arange(length)
+        last = sees(torch.zeros((), dtype=torch.long), heads[:, None], torch.full((1, 1), length), at)  # [Hq, L]
+        seen.append(last[::2])
+        return torch.zeros_like(q[..., : v.shape[3]])
+
+    monkeypatch.setattr("foveate.layers.lte.attend_masked", attend)
+    layer = eviction(scores={"dropout": 0.0}).train()
+    layer.opened = torch.tensor(0.0)
+    x, at = hidden(400)
+    for share in (0.0, 0.25, 0.25, 1.0):
+        layer.opened.fill_(share)
+        layer(x, at)
+    chosen, some, others, everything = (row[:, : 400 - layer.window] for row in seen)
+    assert 0.1 < chosen.float().mean() < 0.9
+    assert everything.all()
+    for drawn in (some, others):
+        assert (drawn | ~chosen).all()
+        assert 0.15 < drawn[~chosen].float().mean() < 0.35
+    assert not torch.equal(some, others)
+    assert not torch.equal(some[0] & ~chosen[0], some[1] & ~chosen[1])

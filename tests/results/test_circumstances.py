@@ -3,7 +3,6 @@ import sys
 
 from foveate.results import circumstances
 
-
 PEAK = """
 import torch
 

@@ -333,6 +333,27 @@ def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
     assert rows[-1]["lambda_max"] > rows[0]["lambda_max"]
 
 
+def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
+    """Killed in its midst and resumed: tokens are drawn alike. λ acts from its first step on."""
+    monkeypatch.setattr("foveate.layers.lte.THRESHOLD", 0.63)  # a new model's scores retain nearly all above 0.5
+    changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
+    config = make({**changes, "sparsity.hold": 0.25, "sparsity.release": 0.5})
+    train(config, tmp_path / "run", say=quiet)
+
+    def kill(step, steps, row):
+        if step == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, tmp_path / "parts", say=quiet, progress=kill)
+    train(config, tmp_path / "parts", resume=True, say=quiet)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
+    rows = [row for row in curve(tmp_path / "run") if "loss" in row]
+    assert [row["penalty"] > 0 for row in rows] == 2 * [False] + 6 * [True]
+    train(make({**changes, "sparsity.release": 0}), tmp_path / "at_once", say=quiet)
+    assert not same(weights(tmp_path / "run"), weights(tmp_path / "at_once"))
+
+
 def test_a_run_says_what_the_feedback_warns_of(make, evicting_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("foveate.training.sparsity.SparsityFeedback.warning", lambda self: "a head is silent")
     said = []
@@ -359,7 +380,14 @@ def test_answers_are_measured_near_and_far(make, tmp_path):
     ("changes", "message"),
     [
         ({"sparsity.budget": 9}, "sparsity.budget is set, and LlamaForCausalLM has no layer that evicts"),
-        ({"model": TINY, "sparsity": {"budget": 9, "hold": 0.99}}, "sparsity.hold is 0.99: of 12 steps none is left"),
+        (
+            {"model": TINY, "sparsity": {"budget": 9, "hold": 0.99}},
+            "sparsity.hold is 0.99 and .* of 12 steps none is left",
+        ),
+        (
+            {"model": TINY, "sparsity": {"budget": 9, "hold": 0.5, "release": 0.49}},
+            "sparsity.hold is 0.5 and sparsity.release 0.49: of 12 steps none is left in which scores alone decide",
+        ),
         ({"model.changes": {"vocab_size": 100}}, "the model has 100 tokens, the text 800; use its tokenizer"),
         ({"model.changes": {"max_position_embeddings": 100}}, "rows of 128 tokens are longer than .* 100 positions"),
         ({"model.changes": {"hidden": 3}}, "model.changes.hidden: a configuration of type llama has no such field"),

@@ -141,6 +141,10 @@ def test_bad_input():
         SparsitySettings(variant="papr")
     with pytest.raises(ValueError, match=r"sparsity\.hold is 0\.5, and sparsity\.budget is none"):
         SparsitySettings(hold=0.5)
+    with pytest.raises(ValueError, match=r"sparsity\.release is 0\.1, and sparsity\.budget is none"):
+        SparsitySettings(release=0.1)
+    with pytest.raises(ValueError, match=r"sparsity\.release must be at least 0 and below 0\.6, .*, got 0\.7"):
+        SparsitySettings(budget=6, hold=0.4, release=0.7)
     for name, value, allowed in (
         ("up", 1.0, "above 1"),
         ("floor", 0.0, r"in \(0, 1\]"),
@@ -149,6 +153,22 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=f"sparsity.{name} must be {allowed}, got {value}"):
             SparsitySettings(budget=6, **{name: value})
+
+
+def test_the_share_that_is_retained_whatever_the_scores():
+    settings = SparsitySettings(budget=6, hold=0.2, release=0.4)
+    assert [settings.opened(step, 10) for step in range(10)] == [
+        1,
+        1,
+        *(pytest.approx(x) for x in (0.8, 0.6, 0.4, 0.2)),
+        0,
+        0,
+        0,
+        0,
+    ]
+    at_once = SparsitySettings(budget=6, hold=0.2)
+    assert [at_once.opened(step, 10) for step in range(10)] == 2 * [1] + 8 * [0]
+    assert not any(SparsitySettings(budget=6).opened(step, 10) for step in range(10))
 
 
 def test_the_last_tokens_are_those_whose_scores_lack_followers():
