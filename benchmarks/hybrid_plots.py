@@ -17,7 +17,6 @@ from foveate.report.plots import figure
 from foveate.report.rows import Row, checked
 from foveate.results.errors import DataError, UserError
 
-
 _LINES = 6
 """Most models of a panel."""
 _COLORS = ("#222222", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
