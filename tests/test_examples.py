@@ -1,6 +1,7 @@
 """The examples run."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,33 @@ def test_a_batch_of_unequal_prompts(model):
     answers = [list(itertools.takewhile(lambda line: "decode steps" not in line, one)) for one in (together, *alone)]
     assert answers[0] == answers[1] + answers[2]
     assert len(answers[0]) < len(together)
+
+
+def test_the_demo_in_words(tmp_path):
+    rows = [
+        {
+            "method": spec.partition(":")[0],
+            "spec": spec,
+            "settings": settings,
+            "n": 8,
+            "score": score,
+            "keys_read_share": share,
+        }
+        for spec, settings, score, share in (
+            ("dense", {}, 87.5, 1.0),
+            ("kascade:anchors=8", {"anchors": 8}, 0.0, 0.4),
+            ("kascade:calibration=a.json", {"calibration": "a.json"}, 75.0, 0.4),
+            ("luka", {}, 100.0, 0.38),
+            ("snapkv", {}, 0.0, 0.15),
+        )
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert run("seen.py", tmp_path / "rows.jsonl") == [
+        "Seen: dense attention reads all keys and finds 7 of 8 hidden numbers.",
+        "As many or more: luka (8, 38% of the keys).",
+        "Some: kascade with calibrated anchors (6, 40% of the keys).",
+        "None: kascade with evenly spaced anchors (0, 40% of the keys), snapkv (0, 15% of the keys).",
+    ]
 
 
 def test_an_adapter(model, tmp_path):
