@@ -1,5 +1,6 @@
 """What the documentation says is what the result files and the program say."""
 
+import ast
 import importlib.metadata
 import json
 import re
@@ -185,6 +186,20 @@ def test_sentences_are_short(path):
     found = [one for block in blocks(path.read_text(encoding="utf-8")) for one in sentences(block)]
     assert len(found) > 20
     assert [one for one in found if len(one.split()) > 40] == []
+
+
+def test_the_page_of_errors_quotes_what_the_code_says():
+    page = (GUIDE / "errors.md").read_text(encoding="utf-8")
+    quoted = [one for line in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for one in re.findall(r"`(.*?)`", line)]
+    said = {
+        "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in getattr(node, "values", [node]))
+        for path in (ROOT / "foveate").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    }
+    assert len(quoted) > 20
+    for part in (part.strip() for one in quoted for part in one.split("…")):
+        assert any(part in message for message in said), part
 
 
 def test_sentences_are_those_of_paragraphs_items_and_cells():
