@@ -22,6 +22,7 @@ demo: $(VENV)/.installed $(MODEL)/config.json
 	  --method dense --method $(CALIBRATED) --method kascade:anchors=8,$(KASCADE) --method luka --method mixed \
 	  --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
 	  --dtype float32 --show-answers --out runs/demo.jsonl
+	@echo; $(BIN)/python examples/seen.py runs/demo.jsonl
 	@printf '%s\n' '' 'What next:' \
 	  '  longer contexts      the same command with --length 4096 and another --out' \
 	  '  your own model       foveate calibrate --model DIR ... and foveate compare --model DIR ... (README.md, quick start)' \
@@ -76,7 +77,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(MODEL)/config.json: | $(VENV)/.installed
-	$(BIN)/foveate fetch smollm2-135m --out $(MODEL)
+	TQDM_DISABLE=1 $(BIN)/foveate fetch smollm2-135m --out $(MODEL)
 
 tables: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.tables

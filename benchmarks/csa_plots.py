@@ -24,32 +24,41 @@ _LOOKS = {
     "deepgemm+flashinfer": Look("#D55E00", "D"),
 }
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
-_PAPER, _PAPER_MATERIALISED = "#CC79A7", "#882255"
+_PAPER = "#CC79A7"
+_MARKS = {"chunked": ((_PAPER, "x"), (_PAPER, "+")), "materialised": (("#882255", "P"), ("#882255", "P"))}
+"""Colours and markers of the paper's values, by path and k."""
 
 
 def lengths(rows: Sequence[Row], out: Path) -> None:
     """Time and peak memory against the length of the context: a line for each implementation, k, dtype and number of
-    GPUs, and marks where the paper has a value.
+    GPUs, and marks where the paper has a value. The upper panels have V4-Flash's case (k = 512, bf16), the lower ones
+    the others.
     """
     series = grouped(rows, lambda row: (row["impl"], _named(row)))
     impls = [impl for impl, _ in series]
-    with figure.drawing(out, figure.height(2, len(series) + 3)) as page:
-        time, memory = figure.panels(page, 2)
-        for index, ((impl, name), own) in enumerate(series.items()):
-            look, variant = _LOOKS.get(impl, figure.look(impl)), impls[:index].count(impl)
-            figure.line(time, _points(own, _tokens, "ms"), name, look, variant)
-            figure.line(memory, _points(own, _tokens, "peak_bytes"), name, look, variant)
-        for axis, value in ((time, _ms), (memory, _gb)):
-            for (k, found), marker in zip(PAPER["chunked"].items(), "x+"):
-                of_k = [(int(tokens), value(cost)) for tokens, cost in found.items()]
-                _marks(axis, of_k, f"paper: chunked, k = {int(k):,}", _PAPER, marker)
-            of_512 = [(int(tokens), value(cost)) for tokens, cost in PAPER["materialised"]["512"].items()]
-            _marks(axis, of_512, "paper: materialised, k = 512; beyond out of memory", _PAPER_MATERIALISED, "P")
-            _lengths_axis(axis, {row["case"]["tokens"] for row in rows})
-            _log_axis(axis)
-        time.set_ylabel("ms")
-        memory.set_ylabel("peak above the inputs, GB")
-        figure.legend(page, [time])
+    paper = [
+        (_flash(int(k), "bfloat16"), f"paper: {path}, k = {int(k):,}{beyond}", found, style)
+        for path, beyond in (("chunked", ""), ("materialised", "; beyond out of memory"))
+        for (k, found), style in zip(PAPER[path].items(), _MARKS[path])
+    ]
+    with figure.drawing(out, figure.height(4, len(series) + len(paper))) as page:
+        axes = figure.panels(page, 4, sharex=True)
+        for column, (field, words, value) in enumerate(
+            (("ms", "ms", _ms), ("peak_bytes", "peak above the inputs, GB", _gb))
+        ):
+            above, below = axes[column], axes[2 + column]
+            for index, ((impl, name), own) in enumerate(series.items()):
+                axis = above if _flash(own[0]["case"]["top_k"], own[0]["case"]["dtype"]) else below
+                look, variant = _LOOKS.get(impl, figure.look(impl)), impls[:index].count(impl)
+                figure.line(axis, _points(own, _tokens, field), name, look, variant)
+            for flash, name, found, style in paper:
+                points = [(int(tokens), value(cost)) for tokens, cost in found.items()]
+                _marks(above if flash else below, points, name, *style)
+            for axis in (above, below):
+                _lengths_axis(axis, {row["case"]["tokens"] for row in rows})
+                _log_axis(axis)
+                axis.set_ylabel(words)
+        figure.legend(page, axes)
         figure.title(page, "The lightning indexer against the length of the context", _facts(rows))
 
 
@@ -91,6 +100,10 @@ def _named(row: Row) -> str:
     case = row["case"]
     gpus = f", {case['gpus']} GPUs" if case.get("gpus", 1) > 1 else ""
     return f"{row['impl']}, k = {case['top_k']:,}, {_DTYPES[case['dtype']]}{gpus}"
+
+
+def _flash(top_k: int, dtype: str) -> bool:
+    return top_k == 512 and dtype == "bfloat16"
 
 
 def _points(rows: Iterable[Row], place: Any, field: str) -> list[Point]:

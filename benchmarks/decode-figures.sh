@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# The pictures of docs/decode.md, from the result file.
+# The pictures of docs/guide/speed.md, from the result file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures rows=benchmarks/results/decode.jsonl
-foveate plot decode "$rows" --out "$figures/decode-layer.png" # figure 3 of LuKA, figure 8 of Kascade
-foveate plot decode "$rows" --level model --out "$figures/decode-model.png"
+layer=() model=()
+for method in dense kascade:decode_only=true luka pages quest lessismore; do layer+=(--where "method=$method"); done
+for method in dense kascade:decode_only=true luka:score=spread h2o streaming transformers-sdpa; do
+  model+=(--where "method=$method")
+done
+foveate plot decode "$rows" "${layer[@]}" --out "$figures/decode-layer.png" # figure 3 of LuKA, figure 8 of Kascade
+foveate plot decode "$rows" --level model "${model[@]}" --out "$figures/decode-model.png"

@@ -2,7 +2,7 @@
 # Learned eviction on a frozen model: train it, then compare it with other methods at the same memory.
 #   benchmarks/frozen-lte.sh MODEL TEXT DATA [OUT_FOLDER]
 # MODEL: a Hugging Face folder; TEXT: plain text to learn on (`foveate train lte`), without the novels of DATA, a folder
-# with books/ and multihop/ (docs/data.md). Writes OUT_FOLDER/frozen-lte.jsonl; 15 minutes of one H100. CELLS: see
+# with books/ and multihop/ (docs/guide/data.md). Writes OUT_FOLDER/frozen-lte.jsonl; 15 minutes of one H100. CELLS: see
 # luka-methods.sh. Every method keeps the same number of tokens of a KV head, its window included: 3, 5, 10 and 25 % of
 # 4,096; with allocation=global this is the mean over KV heads.
 set -euo pipefail

@@ -17,6 +17,12 @@ from foveate.report.plots import figure
 from foveate.report.rows import Row, checked
 from foveate.results.errors import DataError, UserError
 
+_LINES = 6
+"""Most models of a panel."""
+_COLORS = ("#222222", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+_STYLES = [figure.Look(color, dashes) for color, dashes in zip(_COLORS, ("-", "--", "-.", ":", "-", "--"), strict=True)]
+"""Colours, and dashes for those who cannot tell these apart."""
+
 
 def read(files: Sequence[Path]) -> list[Row]:
     """Rows of `benchmarks/hybrid_curves.py`. Raises `DataError` for others, or for files without any."""
@@ -29,25 +35,27 @@ def read(files: Sequence[Path]) -> list[Row]:
 
 
 def losses(rows: Sequence[Row], out: Path) -> None:
-    """Training loss by tokens, a line for each model, and the held-out loss as points."""
-    with figure.drawing(out, 4.8, 8.0) as drawn:
-        axis = drawn.subplots()
+    """Training loss by tokens, a line for each model, and the held-out loss as points; panels of at most six models."""
+    count = -(-len(rows) // _LINES)
+    each = -(-len(rows) // count)
+    late = [loss for row in rows for loss in (*row["loss"][len(row["loss"]) // 8 :], *row["held_out"])]
+    with figure.drawing(out, figure.height(count, 0)) as drawn:
+        axes = figure.panels(drawn, count, sharey=True)
         for place, row in enumerate(rows):
-            color = f"C{place % 10}"
+            axis, style = axes[place // each], _STYLES[place % each]
             tokens = [number / 1e6 for number in row["tokens"]]
-            axis.plot(tokens, row["loss"], color=color, label=row["model"])
+            axis.plot(tokens, row["loss"], style.marker, color=style.color, label=row["model"])
             x = [number / 1e6 for number in row["held_out_tokens"]]
-            axis.plot(x, row["held_out"], "o", color=color, alpha=0.6)
-        late = [loss for row in rows for loss in (*row["loss"][len(row["loss"]) // 8 :], *row["held_out"])]
-        axis.set_ylim(min(late) * 0.97, max(late) * 1.02)
-        axis.set_xlabel("tokens, millions")
-        axis.set_ylabel("loss, nats a token")
-        axis.legend()
+            axis.plot(x, row["held_out"], "o", color=style.color, alpha=0.6)
+        axes[0].set_ylim(min(late) * 0.97, max(late) * 1.02)
+        for axis in axes:
+            axis.legend()
+        figure.name_axes(axes, "tokens, millions", "loss, nats a token")
         figure.title(drawn, "Training loss (lines) and loss on held-out text (marks)", _facts(rows))
 
 
 def retention(rows: Sequence[Row], out: Path) -> None:
-    """Share of the tokens older than the window that each KV head of each LTE layer retains, a panel for each model.
+    """Share of the tokens before the window that each KV head of each LTE layer retains, a panel for each model.
 
     Raises `UserError` if no model has LTE layers.
     """
@@ -73,7 +81,7 @@ def retention(rows: Sequence[Row], out: Path) -> None:
         drawn.colorbar(image, ax=axes, label="share retained", format=lambda value, _: f"{value:.0%}")
         kept = drawn_rows[0]["retention"]
         words = f"{kept['sequences']} held-out sequences of {kept['length']:,} tokens"
-        figure.title(drawn, "Tokens older than the window that a KV head retains", f"{words}; {_facts(rows)}")
+        figure.title(drawn, "Tokens before the window that a KV head retains", f"{words}; {_facts(rows)}")
 
 
 def _facts(rows: Sequence[Row]) -> str:

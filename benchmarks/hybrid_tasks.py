@@ -3,7 +3,7 @@
     python benchmarks/hybrid_tasks.py --text TEXT --data DATA --out OUT
 
 TEXT is a folder of tokenised text (`foveate train prepare`, as `hybrids/27m.toml` says), DATA a data folder
-(docs/data.md) with novels, SQuAD, DROP, NaturalQuestions and the multiple-choice sets. All presets of a seed are
+(docs/guide/data.md) with novels, SQuAD, DROP, NaturalQuestions and the multiple-choice sets. All presets of a seed are
 trained by `hybrids/27m.toml` on the same rows in the same order; all models answer the same items. OUT gets `runs/NAME`
 with the log, `models/NAME` and `rows/NAME/`, a file for each comparison; NAME is preset-size-seed. `--gather FILE`
 joins the rows. What `--set` changes is told apart by `--label WORD`: NAME is then preset_WORD-size-seed.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pictures of docs/kascade.md, from the result files.
+# The pictures of docs/papers/kascade.md, from the result files.
 #   benchmarks/kascade-figures.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,22 +7,17 @@ figures=docs/figures results=benchmarks/results
 rows=$results/kascade-accuracy.jsonl
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
-own=dense_anchor_prefill=false # in prompts anchors read their own choice
-swept=(streaming:window=0.3)
-for method in "$ours,decode_only=true,top_k" "$ours,$own,top_k" "$ten,decode_only=true,top_k" "$paper,decode_only=true,top_k" \
-  oracle_topk:decode_only=true,top_k quest:top_k omnikv:top_k lessismore:top_k streaming:window; do
-  for share in 0.025 0.05 0.1 0.2; do swept+=("$method=$share"); done
-done
-# rows of a setting that is gone are named as they were written
-swept+=('kascade:exact_anchors=true,pool=layer,pooling=sqrt,rest=mean,calibration="together-10.json"')
-for share in top_k=0.025, top_k=0.05, '' top_k=0.2,; do
-  swept+=("kascade:${share}pool=layer,rest=mean,calibration=\"divergence.json\"")
-done
 families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
 for length in 8192 16384 30720; do families+=(--where "length=$length"); done
-for spec in "${swept[@]}"; do families+=(--where "spec=$spec"); done
 for model in $(grep -oh '"model": "[^"]*"' "$rows" | cut -d'"' -f4 | sort -u); do
-  foveate plot frontier "$rows" --where "model=$model" "${families[@]}" --over-splits --margin 1 --against kv_bytes_per_step \
+  best=$ours
+  [[ $model == *1.5b* ]] && best=$ten # which needs more anchors
+  swept=(--where spec=streaming:window=0.3)
+  for method in "$best,decode_only=true,top_k" "$paper,decode_only=true,top_k" \
+    quest:top_k omnikv:top_k lessismore:top_k streaming:window; do
+    for share in 0.025 0.05 0.1 0.2; do swept+=(--where "spec=$method=$share"); done
+  done
+  foveate plot frontier "$rows" --where "model=$model" "${families[@]}" "${swept[@]}" --over-splits --margin 1 --against kv_bytes_per_step \
     --out "$figures/kascade-frontier-$model.png"
   foveate plot calibration "$results/calibrations/$model/musique.json" \
     --out "$figures/kascade-calibration-$model.png" # figures 1, 3 and 4

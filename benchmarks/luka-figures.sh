@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pictures of docs/luka.md, from the result files; the attention map (figure 1 of the paper) needs a model.
+# The pictures of docs/papers/luka.md, from the result files; the attention map (figure 1 of the paper) needs a model.
 #   benchmarks/luka-figures.sh [MODEL]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -3,7 +3,7 @@
 # dense attention's score, beside LOCKS, Quest and the oracle, at an eighth of the keys; and `pages` at 2 to 25 %.
 #   benchmarks/pages-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder whose calibrations benchmarks/results has; DATA: a folder with ruler/, books/, multihop/ and
-# wikisalad/ (docs/data.md); TOKENS: of a batch, 1.2 million on 80 GB for half a billion parameters; ITEMS: of each RULER
+# wikisalad/ (docs/guide/data.md); TOKENS: of a batch, 1.2 million on 80 GB for half a billion parameters; ITEMS: of each RULER
 # task at each length. Prompts are dense, so each is read once for all methods. The cells `settings-*` are of other task
 # families than those reported: pages of 8 to 32 keys and one to four directions are compared there.
 # Writes OUT_FOLDER/pages-accuracy.jsonl. CELLS: see luka-methods.sh.

@@ -2,7 +2,7 @@
 # Measures ten cells of the accuracy rows again, one of each kind of method at 2K to 8K tokens, and compares them.
 #   benchmarks/recheck.sh MODEL DATA [OUT_FOLDER]
 # MODEL: the folder of Qwen2.5-Coder-0.5B-Instruct; DATA: a folder with ruler/, books/, squad/ and wikisalad/
-# (docs/data.md). Writes OUT_FOLDER/recheck.jsonl, and ends with 1 if a score differs. CELLS: see luka-methods.sh. Needs 80
+# (docs/guide/data.md). Writes OUT_FOLDER/recheck.jsonl, and ends with 1 if a score differs. CELLS: see luka-methods.sh. Needs 80
 # GB; a smaller --batch-size in the place of the rows' pads prompts otherwise.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

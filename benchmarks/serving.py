@@ -3,10 +3,10 @@
     python benchmarks/serving.py --out runs/serving.jsonl
     python benchmarks/serving.py --tiny --out runs/tiny.jsonl     # on a CPU: does it run?
 
-Needs vLLM (docs/serving.md). The model has the shape of Llama-3.1-8B and random weights, or is the folder --model. An
-engine at a time runs in a process of its own. A case is so many requests of so many tokens: their prompts are read in
-chunks, and when all of them decode, --steps steps are timed. A row has milliseconds and tokens a second of these, the
-time to the first token of a request alone, and the share of keys that was read. A case for which the engine has too
+Needs vLLM (docs/guide/serve.md). The model has the shape of Llama-3.1-8B and random weights, or is the folder --model.
+An engine at a time runs in a process of its own. A case is so many requests of so many tokens: their prompts are read
+in chunks, and when all of them decode, --steps steps are timed. A row has milliseconds and tokens a second of these,
+the time to the first token of a request alone, and the share of keys that was read. A case for which the engine has too
 little memory is left out, and named.
 """
 

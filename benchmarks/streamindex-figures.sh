@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pictures of docs/streamindex.md, from the result files.
+# The pictures of docs/papers/streamindex.md, from the result files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures results=benchmarks/results

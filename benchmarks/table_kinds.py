@@ -232,14 +232,13 @@ decode_models = Table(
         "ms a step": MODELS["ms a step"],
         "tokens/s": MODELS["tokens/s"],
         "over dense": speedup,
-        "prompt, s": MODELS["prompt, s"],
         "cache": lambda row: _stats(row, "resident_bytes", lambda count: f"{count / 1e9:.2f} GB"),
         "peak": MODELS["peak"],
     },
     rows=lambda rows: [row for row in rows if row["case"]["level"] == "model"],
     apart=lambda row: (shape(row), row["case"]["batch"], row["case"]["context"]),
 )
-"""What a whole model does, in short: keys read, tokens a second, prompt and memory."""
+"""What a whole model does, in short: keys read, tokens a second and memory."""
 
 
 def decode_speedups(rows: Sequence[Row]) -> str:

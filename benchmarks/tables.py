@@ -92,7 +92,7 @@ def main(words: Sequence[str]) -> int:
         print(marked(words, Path()))
         return 0
     stale = []
-    for path in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if text != written(text):
             stale.append(path.name)

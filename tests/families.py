@@ -1,4 +1,4 @@
-"""Tiny random models of the families that people run, by the name that docs/models.md gives them."""
+"""Tiny random models of the families that people run, by the name that docs/guide/models.md gives them."""
 
 from __future__ import annotations
 

@@ -108,6 +108,8 @@ def test_compare_from_items_to_table(model, out):
     done = call(*compare(model, out, *methods, "--batch-size", 2, "--split", "single", "--show-answers"))
     assert done.exit_code == 0, done.output
     assert "dense runs too" in done.stderr
+    said = [line for line in done.stderr.splitlines() if " of 9 answers, the last by " in line]
+    assert said[-1] == "9 of 9 answers, the last by luka"
     assert "niah / single · 300 tokens · 3 items · tiny-llama · float32 · cpu · batch 2" in done.stdout
     assert "gold" in done.stdout
     assert [row["spec"] for row in rows(out)] == ["dense", "h2o:window=16", "luka"]

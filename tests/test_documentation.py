@@ -1,5 +1,6 @@
 """What the documentation says is what the result files and the program say."""
 
+import ast
 import importlib.metadata
 import json
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from evaluation import tiny
 
 import foveate
 from benchmarks import tables
@@ -18,7 +20,8 @@ from foveate.results.measurements import needed
 from foveate.results.rows import LATER_FIELDS, ROW_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+GUIDE = ROOT / "docs" / "guide"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 _MADE = {"model", "device", "versions", "commit"}
 KINDS = {
@@ -27,6 +30,28 @@ KINDS = {
     | {"task", "task_settings", "spec", "n", "score", "dense_score", "diff_to_dense", "diff_low"},
 }
 """What rows of programs in `benchmarks/` have, beside those of commands."""
+
+
+def blocks(text: str) -> list[str]:
+    """The paragraphs, items of lists and cells of tables that people wrote: no headings, code or generated tables."""
+    text = re.sub(r"```.*?```|<!-- report:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    found = [""]
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("|"):
+            found += [*line.strip("|").split(" | "), ""]
+        elif not line or line.startswith("#"):
+            found.append("")
+        elif item := re.fullmatch(r"(?:[-*]|\d+\.) (.*)", line):
+            found.append(item[1])
+        else:
+            found[-1] += f" {line}"
+    return [block.strip() for block in found if re.search(r"[^\W_]", block)]
+
+
+def sentences(block: str) -> list[str]:
+    """The sentences of a block, without what marks code, links and bold words; code is one word."""
+    plain = re.sub(r"\]\([^)]*\)", "", re.sub(r"`[^`]*`", "Code", block))
+    return re.split(r"(?<=[.?!])\s+(?=[^a-z])", re.sub(r"[*\[]|(?<!\w)!", "", plain).strip())
 
 
 def test_tables_are_those_of_the_result_files():
@@ -81,7 +106,7 @@ def test_the_demos_calibration_is_of_its_model_and_made_as_described():
 
 
 def test_every_method_has_its_line():
-    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in page for name in methods.names())
 
 
@@ -94,16 +119,101 @@ def test_packages_are_named_without_the_host_of_a_registry():
 
 
 def test_every_extra_has_its_line():
-    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
     extras = importlib.metadata.metadata("foveate").get_all("Provides-Extra")
     assert {"dev", "plot"} <= set(extras)
     assert all(f"| `{name}` |" in page for name in extras)
 
 
-def test_the_readme_is_one_page_that_leads_to_all_others():
+def test_the_readme_is_one_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 120
-    assert all(f"](docs/{path.name})" in readme for path in (ROOT / "docs").glob("*.md"))
+    assert len(readme.split()) <= 1200
+    assert "](docs/README.md)" in readme
+
+
+def test_the_index_leads_to_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "docs").glob("*/*.md"):
+        assert f"]({path.relative_to(ROOT / 'docs')})" in index, path
+
+
+QUESTIONS = {
+    "Several questions about one document?": r"copy.*\]\(#",
+    "Several documents on one GPU?": r"GB.*`foveate\.save_cache`",
+    "How much memory does a prompt take?": r"[\d,]+ tokens in chunks of [\d,]+.*GB.*GB",
+    "How long does a prompt take?": r"[\d.]+ s for",
+    "Short prompts?": r"below [\d,]+ tokens.*`dense_below=0`",
+    "LoRA?": r"\[tested\]\(",
+    "bitsandbytes?": r"Not tested.*\]\(",
+    "70B over several GPUs?": r"`device_map` is tested.*not on several GPUs",
+    "500K tokens?": r"\d+ GB.*\]\(",
+    "vLLM?": r"\[serve\.md\]\(",
+    "Does it hold for my data?": r"`foveate compare --model",
+    "Turn it off?": r"`foveate\.detach\(model\)`.*`with foveate\.attached\(",
+}
+"""What newcomers ask, and what the answer must hold: a number, a command or a link."""
+
+
+def test_the_readme_answers_what_newcomers_ask():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    answers = dict(re.findall(r"^\| (.*\?) \| (.*) \|$", readme, re.MULTILINE))
+    assert answers.keys() == QUESTIONS.keys()
+    assert [question for question, answer in answers.items() if not re.search(QUESTIONS[question], answer)] == []
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    start, calibrated, questions = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len([line for line in start.splitlines() if line]) <= 9
+    assert "calibration=kascade.json" in calibrated
+    methods.parse(re.search(r'"(.*)"', calibrated)[1].replace("calibration=kascade.json,", ""))
+    use, detach = start.replace('"cuda"', '"cpu"').rsplit("\n", 2)[:2]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "document.txt").write_text("The whale swam on. " * 20, encoding="utf-8")
+    names = {"DIR": str(tiny.build(tmp_path / "tiny-llama")), "questions": ["Who swam?", "Where to?"]}
+    exec(use, names)
+    exec(questions, names)
+    assert "decode steps" in capsys.readouterr().out
+    assert names["cache"].get_seq_length() == names["inputs"].input_ids.shape[1]
+    assert (tmp_path / "document.safetensors").exists()
+    exec(detach, names)
+    assert "foveate" not in names["model"].__dict__
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))], ids=lambda path: path.stem)
+def test_sentences_are_short(path):
+    found = [one for block in blocks(path.read_text(encoding="utf-8")) for one in sentences(block)]
+    assert len(found) > 20
+    assert [one for one in found if len(one.split()) > 40] == []
+
+
+def test_the_page_of_errors_quotes_what_the_code_says():
+    page = (GUIDE / "errors.md").read_text(encoding="utf-8")
+    quoted = [one for line in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for one in re.findall(r"`(.*?)`", line)]
+    said = {
+        "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in getattr(node, "values", [node]))
+        for path in (ROOT / "foveate").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    }
+    assert len(quoted) > 20
+    for part in (part.strip() for one in quoted for part in one.split("…")):
+        assert any(part in message for message in said), part
+
+
+def test_sentences_are_those_of_paragraphs_items_and_cells():
+    text = (
+        "# A heading\n\nOne, `a. B`. Two\nand\n- a [link](x.md). **Three** goes on\n  here\n\n| cell. Four | five |\n"
+        "|---|--:|\n```\nno. Code\n```\n<!-- report: a -->\n\nmade. By a tool\n\n<!-- end -->\n1. six"
+    )
+    assert [sentences(block) for block in blocks(text)] == [
+        ["One, Code.", "Two and"],
+        ["a link.", "Three goes on here"],
+        ["cell.", "Four"],
+        ["five"],
+        ["six"],
+    ]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -126,7 +236,7 @@ def test_changelog_and_citation_are_of_this_version():
 
 def test_every_task_has_its_files_explained(tmp_path):
     """By the page on data, which every error names, and by the error: format and public source."""
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "data.md").read_text(encoding="utf-8")
     for name in tasks.names():
         for split in tasks.get(name).splits:
             task = tasks.parse(name, split=split)
@@ -134,7 +244,7 @@ def test_every_task_has_its_files_explained(tmp_path):
                 task.files(tmp_path)
             except DataError as error:
                 message = str(error)
-                assert "docs/data.md" in message, message
+                assert "docs/guide/data.md" in message, message
                 assert "source: " in message, message
                 assert (named := re.search(r"([\w.-]+): no such file", message)) is None or f"`{named[1]}`" in page
             else:

@@ -108,7 +108,7 @@ def doctor(as_json: AsJson = False) -> None:
         "kernels": kernel_status(),
         "gated delta rule": _delta_rule(torch.cuda.is_available()),
         "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",
-        "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/models.md)",
+        "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/guide/models.md)",
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=2))

@@ -158,7 +158,7 @@ def compare(
     data: Annotated[
         Path,
         typer.Option(
-            help="Folder with the task's data (docs/data.md lists the files); of documents also one file.",
+            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file.",
             show_default=False,
         ),
     ],
@@ -241,7 +241,7 @@ def calibrate(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The tasks' data (docs/data.md lists the files).", show_default=False),
+        typer.Option(help="The tasks' data (docs/guide/data.md lists the files).", show_default=False),
     ] = None,
     anchors: Annotated[
         int | None, typer.Option(help="Anchor layers to choose; if left out, by a task 5, else a third of the layers.")
@@ -352,10 +352,14 @@ def calibrate(
 
 
 class _Progress(Progress):
-    """A bar over items times methods, or over prompts."""
+    """A bar over items times methods, or over prompts; elsewhere a line for each tenth."""
 
     def __call__(self, method: str, items: int) -> None:
+        (task,) = self._bar.tasks
+        tenth = 10 * task.completed // task.total
         self._bar.update(self._task, advance=items, description=method)
+        if not self.on_terminal and 10 * task.completed // task.total > tenth:
+            self.say(f"{task.completed:,} of {task.total:,} answers, the last by {method}")
 
     def at(self, done: int, of: int) -> None:
         """So many steps are done: prompts read, answers compared."""

@@ -17,7 +17,7 @@ _INTERRUPTED = 130
 
 def tune(
     model: Model,
-    data: Annotated[Path, typer.Option(help="Folder or file with your documents (docs/data.md).", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Folder or file of documents (docs/guide/data.md).", show_default=False)],
     out: Annotated[
         Path, typer.Option(help="File for the setting, which attach takes in the place of a method.", callback=announce)
     ] = Path("foveate.json"),

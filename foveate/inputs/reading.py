@@ -92,7 +92,7 @@ def find_data_file(folder: Path, stem: str, content: str = "", source: str = "")
             return path
     content = content and f"; it should hold {content}"
     source = source and f"; source: {source}"
-    raise DataError(f"{folder / stem}: no such file (nor {stem}.xz){content}{source} (docs/data.md)")
+    raise DataError(f"{folder / stem}: no such file (nor {stem}.xz){content}{source} (docs/guide/data.md)")
 
 
 def field(value: Any, name: str, kind: type, where: str) -> Any:
@@ -116,7 +116,7 @@ def novel_files(data: Path) -> list[Path]:
             return found
     raise DataError(
         f"{data}: no novels found; expected .txt, .txt.xz or .tar.xz files in {data / 'books'}; source: such as "
-        "https://www.gutenberg.org (docs/data.md)"
+        "https://www.gutenberg.org (docs/guide/data.md)"
     )
 
 

@@ -72,7 +72,8 @@ def find_squad(data: Path, name: str = "") -> Path:
     if not found:
         place = Path(data) / "squad"
         raise DataError(
-            f"{data}: no SQuAD file found; expected .json or .json.xz in {place}; source: {_SOURCE} (docs/data.md)"
+            f"{data}: no SQuAD file found; expected .json or .json.xz in {place}; "
+            f"source: {_SOURCE} (docs/guide/data.md)"
         )
     return min(found, key=lambda path: (not ("v2" in path.name and "dev" in path.name), path.name))
 

@@ -23,7 +23,7 @@ from foveate.state import Channel, Geometry, RowNumber, SlotCache
 REGISTRY: dict[str, type[Method]] = {}
 
 SPARSE_FROM_TOKENS = 16384
-"""Usual :attr:`Method.sparse_from_tokens` (docs/decode.md)."""
+"""Usual :attr:`Method.sparse_from_tokens` (docs/guide/speed.md)."""
 
 _LOGITS = 1 << 26
 """Logits that a later turn of a prompt computes at once beside empty slots."""

@@ -156,8 +156,8 @@ class Kascade(TopKByMass):
         if not isinstance(self.anchors, int) or self.top_k == 1.0:
             return ""
         return (
-            f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up (docs/kascade.md); "
-            "`foveate calibrate --model DIR --out FILE` chooses them, for calibration=FILE"
+            f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up; "
+            "`foveate calibrate --model DIR --out FILE` chooses them, for calibration=FILE (docs/guide/calibrate.md)"
         )
 
     def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:

@@ -52,12 +52,13 @@ def decode(
     files: Files,
     out: Out,
     level: Annotated[str, typer.Option(help="kernel: a layer's kernels; model: a model's whole step.")] = "kernel",
+    where: Where = None,
 ) -> None:
     """What a decode step goes to, by method: kernels of `foveate bench decode`."""
     from foveate.report.plots import decode as plots
-    from foveate.report.rows import read_bench
+    from foveate.report.rows import of_cases, read_bench
 
-    plots.parts(read_bench(files, "decode"), out, level)
+    plots.parts(of_cases(read_bench(files, "decode"), where or []), out, level)
     _say(out)
 
 

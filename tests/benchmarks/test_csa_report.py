@@ -113,11 +113,12 @@ class TestPlots:
         pages = pages_of(figure)
         rows = [of_indexer(), of_indexer(tokens=65536, ms=16.0), of_indexer(dtype="float8_e4m3fn"), of_indexer(gpus=2)]
         csa_plots.lengths(rows, tmp_path / "a.png")
-        time, memory = pages[0].axes
+        time, memory, others_time, others_memory = pages[0].axes
         assert drawn(time)["foveate, k = 512, bf16"] == [[32768, 4], [65536, 16]]
-        assert drawn(memory)["foveate, k = 512, fp8"] == [[32768, 0.5]]
+        assert drawn(others_memory)["foveate, k = 512, fp8"] == [[32768, 0.5]]
+        assert not drawn(time).keys() & drawn(others_time).keys()
         assert "foveate, k = 512, bf16, 2 GPUs" in entries(pages[0])
-        assert drawn(time)["paper: chunked, k = 1,024"][-1] == [1048576, 31973]
+        assert drawn(others_time)["paper: chunked, k = 1,024"][-1] == [1048576, 31973]
         assert drawn(memory)["paper: chunked, k = 512"][-1] == [1048576, pytest.approx(6.21 * 2**30 / 1e9)]
 
     def test_tiles_of_each_length(self, pages_of, tmp_path):

@@ -1,4 +1,4 @@
-"""Decode steps that docs/models.md says are replayed on a GPU: they are, with the tokens of ordinary steps."""
+"""Decode steps that docs/guide/models.md says are replayed on a GPU: they are, with the tokens of ordinary steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The families in docs/models.md: each decodes to Transformers' own tokens where a method leaves nothing out."""
+"""The families in docs/guide/models.md: each decodes to Transformers' own tokens where a method leaves nothing out."""
 
 import copy
 import functools
@@ -51,7 +51,7 @@ def test_a_small_budget_is_applied(name):
 
 
 def row(name):
-    """The family's line in docs/models.md."""
+    """The family's line in docs/guide/models.md."""
     with foveate.attached(family(name), "dense") as attachment:
         unchanged = set(attachment.unchanged.values()) - {"attention-free"}  # which 5.17 does not tell apart
         kinds = ", ".join(sorted({"full attention", *unchanged}))
@@ -60,7 +60,7 @@ def row(name):
 
 
 def test_the_documented_table():
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "models.md").read_text()
     assert [line for line in page.splitlines() if "ForCausalLM` |" in line] == [row(name) for name in FAMILIES]
 
 

@@ -102,7 +102,7 @@ def test_sequences_packed_into_one_row(name):
 
 
 def row(name):
-    """The model's line in docs/models.md."""
+    """The model's line in docs/guide/models.md."""
     with foveate.attached(wrapper(name), "dense") as attachment:
         kinds = ", ".join(sorted({"full attention", *attachment.unchanged.values()}))
     images = "refused" if name == "Gemma 3" else "yes" if name in IMAGES else "not tested"
@@ -110,7 +110,7 @@ def row(name):
 
 
 def test_the_documented_table():
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "models.md").read_text()
     assert [line for line in page.splitlines() if "ForConditionalGeneration` |" in line] == [*map(row, WRAPPERS)]
 
 

@@ -1,4 +1,4 @@
-"""Models within others: pipelines, compiled models, and PEFT's with adapters or virtual tokens."""
+"""Models within others (pipelines, compiled models, those of PEFT), and models that `device_map` spreads."""
 
 import pytest
 import torch
@@ -111,6 +111,25 @@ def test_a_compiled_model_and_a_pipeline():
     with foveate.attached(Pipeline(), "dense"):
         assert "foveate" in model.__dict__
     assert "foveate" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    "spec", ["dense", "kascade:anchors=1,top_k=4,min_k=1", "luka:page_size=4,top_k=1,sinks=1,tail=4"]
+)
+def test_a_model_that_device_map_spreads(tmp_path, spec):
+    tiny().save_pretrained(tmp_path)
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places["model.layers.1"] = "disk"
+    spread = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for model in (whole, spread):
+        foveate.attach(model, spec)
+    assert answer(spread) == answer(whole)
+    assert foveate.stats(spread).layers[1].decode_steps
+    with pytest.raises(ValueError, match="the model is spread over several devices"):
+        foveate.attach(spread, "dense", cuda_graph=True)
 
 
 @pytest.mark.parametrize("act", [foveate.stats, foveate.detach, lambda model: foveate.attach(model, "dense")])

@@ -18,7 +18,7 @@ KEYS, TILE = 64, 128
 FEWEST_PROMPTS = 2
 _FEWEST_TOKENS, _ANCHORS, _ANSWER_TOKENS, _ROUNDS = 2, 5, 16, 1
 _LENGTH, _ROOM, _ANCHOR_SHARE = 4096, 64, 10 / 28
-"""Without data: tokens of a prompt and of an answer, and anchors among the layers (docs/kascade.md)."""
+"""Without data: tokens of a prompt and of an answer, and anchors among the layers (docs/guide/calibrate.md)."""
 PROMPTS = ("dense", "sparse")
 """How prompts are read before answers are compared."""
 _OF_PROMPTS = ("tile", "dense_anchor_prefill")

@@ -66,10 +66,11 @@ class Documents(Task):
         elif data.is_dir():
             files = sorted(path for path in data.rglob("*") if path.is_file() and _kind(path) in _TEXTS + _RECORDS)
         else:
-            raise DataError(f"{data}: no such file or folder; source: your own texts (docs/data.md)")
+            raise DataError(f"{data}: no such file or folder; source: your own texts (docs/guide/data.md)")
         if not files or _kind(files[0]) not in _TEXTS + _RECORDS:
             raise DataError(
-                f"{data}: no documents found; expected files of {_KINDS}, plain or .xz; source: your own (docs/data.md)"
+                f"{data}: no documents found; expected files of {_KINDS}, plain or .xz; "
+                "source: your own (docs/guide/data.md)"
             )
         return files
 

@@ -1,7 +1,7 @@
 """The lightning indexer over ranks of torch.distributed: queries are sharded, selections equal those of one rank.
 
-Any partition of the keys gives the same set (docs/streamindex.md). A rank can therefore select from the keys of one
-rank after the other and merge the selections.
+Any partition of the keys gives the same set (docs/papers/streamindex.md). A rank can therefore select from the keys of
+one rank after the other and merge the selections.
 """
 
 from collections.abc import Sequence

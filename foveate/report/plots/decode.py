@@ -27,7 +27,9 @@ LEVELS = {"kernel": ("µs a layer", 1e3), "model": ("ms a step", 1.0)}
 
 
 def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
-    """Panels for each number of sequences, one for each length, a bar for each method: what its time goes to.
+    """Panels for each number of sequences and each length, a bar for each method: what its time goes to.
+
+    Lengths with the same methods are beside each other.
 
     Args:
         rows: of `foveate bench decode`; those of other levels, or without a profile of their kernels, are left out.
@@ -44,12 +46,14 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
         bench = "decode" if level == "kernel" else "decode-model"
         raise UserError(f"nothing to draw: no row of foveate bench {bench} with a profile of its kernels")
     unit, scale = LEVELS[level]
-    groups = grouped(profiled, _group)
-    heights = [0.75 + 0.26 * len(_methods(rows)) for rows in groups.values()]
+    profiled.sort(key=lambda row: row["case"]["context"])
+    cells = grouped(profiled, lambda row: (_group(row), row["case"]["context"]))
+    groups = grouped(profiled, lambda row: (_group(row), *_methods(cells[_group(row), row["case"]["context"]])))
+    heights = [0.75 + 0.26 * len(methods) for _, *methods in groups]
     with figure.drawing(out, 1.0 + sum(heights)) as page:
         axes = []
-        for part, (group, rows) in zip(figure.stacked(page, heights), groups.items()):
-            methods, contexts = _methods(rows), sorted({row["case"]["context"] for row in rows})
+        for part, ((group, *methods), rows) in zip(figure.stacked(page, heights), groups.items()):
+            contexts = dict.fromkeys(row["case"]["context"] for row in rows)
             own = part.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
             part.suptitle(group, x=0.01, ha="left", fontsize=8.5)
             for axis, context in zip(own, contexts):
@@ -66,7 +70,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
 
 
 def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, float]], scale: float) -> None:
-    """A bar for each method, and what all of it takes; that of another library may leave the panel."""
+    """A bar for each method, and what all of it takes; that of another library may be cut, which two strokes show."""
     places = [methods.index(name) for name in times]
     totals = [scale * sum(parts.values()) for parts in times.values()]
     limit = 1.2 * max((total for name, total in zip(times, totals) if name != TRANSFORMERS), default=max(totals))
@@ -76,8 +80,11 @@ def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, fl
         axis.barh(places, widths, left=below, color=COLORS[part], label=WORDS[part], height=0.7)
         below = [sum(pair) for pair in zip(below, widths)]
     for place, total in zip(places, totals):
-        end = {"x": limit, "ha": "right"} if total > limit else {"x": total, "ha": "left"}
+        cut = total > limit
+        end = {"x": limit, "ha": "right", "backgroundcolor": "white"} if cut else {"x": total, "ha": "left"}
         axis.text(y=place, s=f" {total:,.{0 if total >= 100 else 1}f} ", va="center", fontsize=6.5, **end)
+        for x in (0.85, 0.865) if cut else ():
+            axis.plot([(x - 0.01) * limit, (x + 0.01) * limit], [place + 0.5, place - 0.5], color="white", linewidth=2)
     axis.set_xlim(0, limit)
     axis.grid(visible=False, axis="y")
 

@@ -71,7 +71,7 @@ _LOOKS = {
     "oracle_topk": Look("#661100", "*"),
     "quest": Look("#117733", "D"),
     "omnikv": Look("#AA4499", "^"),
-    "lessismore": Look("#44AA99", "v"),
+    "lessismore": Look("#DDAA33", "v"),
 }
 SPARE = [Look(color, marker) for marker in "*d>" for color in ("#117733", "#AA4499", "#661100", "#44AA99")]
 """For lines and methods without a look of their own."""
@@ -132,7 +132,7 @@ def stacked(figure: Any, heights: Sequence[float]) -> list[Any]:
 
 def columns(count: int) -> int:
     """Panels side by side."""
-    return count if count <= 2 else 2 if count == 4 else 3
+    return count if count <= 2 else 2 if count in (4, 8) else 3
 
 
 def legend(figure: Any, axes: Sequence[Any]) -> None:

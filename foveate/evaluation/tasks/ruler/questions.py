@@ -113,7 +113,7 @@ def find_hotpotqa(data: Path) -> Path:
     if not found:
         raise DataError(
             f"{folder}: no HotpotQA file found; expected .json or .jsonl, plain or .xz, with 'hotpot' in its name, "
-            "such as hotpot_dev_distractor_v1.json; source: https://hotpotqa.github.io (docs/data.md)"
+            "such as hotpot_dev_distractor_v1.json; source: https://hotpotqa.github.io (docs/guide/data.md)"
         )
     return min(found, key=lambda path: ("train" in path.name, path.name))
 
