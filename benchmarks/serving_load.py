@@ -27,7 +27,7 @@ from foveate.results import measurements
 METHODS = [serving.METHODS[1], "pages:weighted=false"]
 PROGRAM = ("-m", "benchmarks.serving_load")
 PERCENTILES = (50, 90, 99)
-BLOCK = 16
+BLOCK = 32
 """Tokens of a block of the KV cache on a CPU."""
 TINY = {"requests": 40, "rates": [2.0, 4.0, 8.0], "least": 16, "most": 256, "new": 24, "rows": 8}
 FULL = {"requests": 500, "rates": [1.0, 4.0, 16.0], "least": 512, "most": 65536, "new": 256, "rows": 64}

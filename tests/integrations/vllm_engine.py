@@ -42,6 +42,7 @@ def main() -> None:
 
 def read() -> dict[str, float]:
     """What foveate has counted in this process, to the last step."""
+    gc.unfreeze()  # vLLM has hidden what it made at the start
     steps = [one for one in gc.get_objects() if type(one).__name__ == "EngineSteps"]
     totals = [dataclasses.asdict(one.totals) | {"keys_read": float(one.keys_read())} for one in steps]
     return {name: sum(one[name] for one in totals) for name in totals[0]} if totals else {}

@@ -166,7 +166,7 @@ def test_the_pages_that_new_tokens_fill(form, dtype, layout):
     assert torch.equal(found[there], expected[there])
     its = found.clone()
     summaries.compress_written(keys, its, slots, form)
-    check_records(found[2:3], its[2:3], form, keys[2:3], None)
+    check_records(found[2:3], its[2:3], form, keys[2:3], bytes_off=0.04)  # of as few as 128
 
 
 @pytest.mark.parametrize("number", [1, 4, 16])
