@@ -29,8 +29,8 @@ NEW, VOCAB, LAYERS = 24, 512, 6
 FULL = "kascade:top_k=1.0,anchors=[0,3],decode_only=true"
 SMALL = "kascade:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
 FULL_PAGES = "pages:top_k=1.0,weighted=false"
-PAGES = "pages:top_k=32,weighted=false"
-LOCKS = "locks:top_k=32,page_size=16"
+PAGES = "pages:top_k=64,weighted=false"
+LOCKS = "locks:top_k=64,page_size=16"
 BY_PAGES = f"{SMALL},score_keys=pages,first_layer=pages,weighted=false"
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
 """Prompts in chunks of at most 64 tokens, shared with the rows that decode."""

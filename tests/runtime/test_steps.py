@@ -24,7 +24,7 @@ SPECS = [
     "omnikv:top_k=6,filters=[0,3],wait=1",
     "lessismore:top_k=9,sinks=2,selections=[1,3]",
     "pages:top_k=24,page_size=2,rank=1,weighted=false",
-    "locks:top_k=9,page_size=4,rank=2",
+    "locks:top_k=18,page_size=4,rank=2",
     "kascade:top_k=7,anchors=[1,3],score_keys=pages,page_size=2,weighted=false,decode_only=true",
     "kascade:top_k=7,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
 ]
