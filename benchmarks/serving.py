@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     methods = given.method or ([METHODS[1]] if given.tiny else METHODS)
     with tempfile.TemporaryDirectory() as folder:
         name = "tiny" if given.tiny else "llama-3.1-8b"
-        job = {"model": given.model or _written(Path(folder), name, cases), "dummy": given.model is None}
+        job = {"model": given.model or written(Path(folder), name, cases), "dummy": given.model is None}
         job |= {"cases": cases, "steps": given.steps, "repeats": given.repeats, "memory": given.memory}
         name = Path(given.model).name if given.model else f"{name}-shape"
         own = run(job | {"method": None})
@@ -78,9 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
                 print(_line(row), flush=True)
 
 
-def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, dict[str, Any]]:
     """What an engine's process has measured, by case."""
-    command = [sys.executable, __file__, "--measure"]
+    command = [sys.executable, *program, "--measure"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -89,7 +90,7 @@ def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:
+def written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:
     """A folder with the configuration of a shape, for contexts as long as the cases need."""
     most = max(tokens for tokens, _ in cases) + ROOM
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, **SHAPES[name]}
@@ -128,13 +129,12 @@ def _line(row: dict[str, Any]) -> str:
 # In an engine's process
 
 
-def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def engine(job: dict[str, Any], **how: Any) -> Any:
+    """vLLM by a job's method, or its own attention for None; ``how`` are its options."""
     import torch
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
-    longest, most = (max(case[n] for case in job["cases"]) for n in (0, 1))
-    how: dict[str, Any] = {"max_model_len": longest + ROOM, "max_num_seqs": most, "enable_prefix_caching": False}
     how |= {"skip_tokenizer_init": True, "disable_log_stats": True}
     how |= (
         {"gpu_memory_utilization": job["memory"], "max_num_batched_tokens": 8192} if cuda else {"enforce_eager": True}
@@ -144,7 +144,15 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["method"]}}
     elif cuda:
         how |= {"attention_backend": "FLASH_ATTN"}
-    llm = LLM(model=job["model"], **how)
+    return LLM(model=job["model"], **how)
+
+
+def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    longest, most = (max(case[n] for case in job["cases"]) for n in (0, 1))
+    llm = engine(job, max_model_len=longest + ROOM, max_num_seqs=most, enable_prefix_caching=False)
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size
     found = {}

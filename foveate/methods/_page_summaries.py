@@ -50,6 +50,12 @@ class PageSummaries:
     # Hooks
 
     @property
+    def of_keys_alone(self) -> bool:
+        """Whether the summary of a full page follows from its keys, so that requests may share it; :meth:`write_filled`
+        makes it."""
+        return False
+
+    @property
     def observation(self) -> Observation | None:
         """What is learned from prompt queries."""
         return None
@@ -76,6 +82,10 @@ class PageSummaries:
 
     def write_newest(self, cache: SlotCache) -> None:
         """Bring the summaries of the pages that hold the rows' newest keys up to date."""
+        raise NotImplementedError
+
+    def write_filled(self, cache: SlotCache, slots: Tensor) -> None:
+        """Write the summaries of the pages that new tokens fill, see :meth:`Method.written`."""
         raise NotImplementedError
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -143,6 +153,10 @@ class LowRankPages(PageSummaries):
     pooling: str = "post_softmax"
 
     @property
+    def of_keys_alone(self) -> bool:
+        return not self.weighted
+
+    @property
     def observation(self) -> Observation | None:
         return Observation(("queries", _OBSERVED)) if self.weighted else None
 
@@ -189,10 +203,15 @@ class LowRankPages(PageSummaries):
     # Decode
 
     def write_newest(self, cache: SlotCache) -> None:
-        """Write the records of the pages that the rows' newest keys have filled."""
+        """Write the records of the pages that the rows' newest keys have filled, unless :meth:`write_filled` has."""
+        if cache.channels_in_blocks:
+            return
         lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
         how = {"weights": self._weights(cache), "block_table": cache.block_table}
         ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
+
+    def write_filled(self, cache: SlotCache, slots: Tensor) -> None:
+        ops.compress_written(cache.memory[0], cache.tensors["records"], slots, self.form(cache.geometry))
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self.mass(cache, q, scaling, self.pooling)
@@ -203,10 +222,10 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share.
         """
-        records = cache.channel("records")[:, :, : cache.most(self.pages)]
+        records, table = cache.entries("records", cache.most(self.pages))
         lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full)
         how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
-        how |= {"pooling": pooling, "pool": pool}
+        how |= {"pooling": pooling, "pool": pool, "block_table": table}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
 
     def _weights(self, cache: SlotCache) -> Tensor | None:

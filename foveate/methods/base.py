@@ -109,6 +109,10 @@ class Method(Settings):
     """Whether a decoded token changes more than cropping the cache undoes, such as channels without ``recomputed`` or
     evicted slots. Undoing tokens then needs snapshots. Per class."""
 
+    summarises_blocks: ClassVar[bool] = False
+    """Whether all channels are summaries of full pages that follow from their keys, and :meth:`written` makes them.
+    Requests that share an engine's blocks then share the summaries. Per settings."""
+
     # What outputs depend on
 
     needs_prompt_end: ClassVar[bool] = False
@@ -239,6 +243,13 @@ class Method(Settings):
         from those after :meth:`decode`.
         """
         raise NotImplementedError
+
+    def written(self, cache: SlotCache, slots: Tensor) -> None:
+        """Write the channels of the pages that new tokens fill, in blocks of an engine; see :attr:`summarises_blocks`.
+
+        Args:
+            slots: int ``[T]``, where the new tokens are: block times its size plus the place in it; negative for none.
+        """
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value; 0 by default.

@@ -75,6 +75,11 @@ class Kascade(TopKByMass):
         later=True,
     )
     page_size: int = setting(_PAGE_SIZE, "under score_keys=pages, tokens of a page", later=True)
+    weighted: bool = setting(
+        True,
+        "under score_keys=pages, weigh the channels of keys, before they are rounded, by a prompt's last queries",
+        later=True,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,6 +93,8 @@ class Kascade(TopKByMass):
         check_records(self)
         summarised = self.score_keys == "pages" or self.page_size == _PAGE_SIZE
         self._check("page_size", summarised, f"{_PAGE_SIZE} without score_keys=pages")
+        self._check("weighted", isinstance(self.weighted, bool), "true or false")
+        self._check("weighted", self.score_keys == "pages" or self.weighted, "true without score_keys=pages")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
         if self.calibration and (isinstance(self.anchors, int) or self.heads is None):
             self._read_calibration()
@@ -189,7 +196,7 @@ class Kascade(TopKByMass):
     @functools.cached_property
     def summaries(self) -> LowRankPages:
         """What is kept of pages under ``score_keys=pages``."""
-        return LowRankPages(self.page_size, self.rank)
+        return LowRankPages(self.page_size, self.rank, self.weighted)
 
     @property
     def scores_summaries(self) -> bool:
@@ -211,7 +218,7 @@ class Kascade(TopKByMass):
     @property
     def exact(self) -> Method:
         """This method with keys scored exactly."""
-        return self.changed(score_keys="exact", first_layer="dense", page_size=_PAGE_SIZE)
+        return self.changed(score_keys="exact", first_layer="dense", page_size=_PAGE_SIZE, weighted=True)
 
     @property
     def scores_keys_of_pages(self) -> bool:
@@ -237,6 +244,13 @@ class Kascade(TopKByMass):
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return self.summaries.channels(geometry) if self.scores_summaries else {}
+
+    @property
+    def summarises_blocks(self) -> bool:  # type: ignore[override]
+        return self.scores_summaries and self.summaries.of_keys_alone
+
+    def written(self, cache: SlotCache, slots: Tensor) -> None:
+        self.summaries.write_filled(cache, slots)
 
     @property
     def observation(self) -> Observation | None:

@@ -70,6 +70,13 @@ class PageMethod(Method):
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         self.summaries.prompt_end(cache)
 
+    @property
+    def summarises_blocks(self) -> bool:  # type: ignore[override]
+        return self.summaries.of_keys_alone
+
+    def written(self, cache: SlotCache, slots: Tensor) -> None:
+        self.summaries.write_filled(cache, slots)
+
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         return self.summaries.scored(tokens, geometry, dtype)
 

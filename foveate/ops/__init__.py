@@ -44,6 +44,7 @@ from foveate.ops.compress import (
     channel_weights,
     compress_newest,
     compress_pages,
+    compress_written,
     importance_weights,
     summarise,
 )
@@ -148,6 +149,7 @@ __all__ = [
     "column_mass",
     "compress_newest",
     "compress_pages",
+    "compress_written",
     "dense_obstacles",
     "first_keys",
     "first_of",

@@ -23,8 +23,13 @@ def obstacle(method: Method, geometry: Geometry) -> str:
     """Why an engine that owns the keys cannot decode by the method of a layer; empty when it can."""
     if method.evicts:
         return f"{method.name} evicts tokens, and the engine keeps them until a request ends"
-    if method.stateful or method.channels(geometry):
-        return f"{method.name} keeps state beside the keys, which the engine's blocks have no room for"
+    if getattr(method, "weighted", False) and method.channels(geometry):
+        return (
+            f"{method.name} weighs channels of keys by the queries of a request, and requests share blocks: "
+            "add weighted=false"
+        )
+    if method.stateful or (method.channels(geometry) and not method.summarises_blocks):
+        return f"{method.name} keeps state beside the keys that requests which share the engine's blocks cannot share"
     if method.sparse_prompt:
         fix = ": add decode_only=true" if hasattr(method, "decode_only") else ""
         return f"{method.name} reads prompts sparsely, and the engine reads them densely{fix}"
@@ -53,7 +58,8 @@ class EngineSteps:
     """Runs the decode steps of an engine's layers by their methods, which stay as they are.
 
     In each step :meth:`begin` comes first and then :meth:`attend` for every layer, in their order. Buffers keep their
-    addresses, one set for each number of rows.
+    addresses, one set for each number of rows. Whenever the engine has written tokens of a layer, those of prompts
+    included, :meth:`written` comes before the layer's :meth:`attend`.
 
     Args:
         methods: the layers' methods, see :meth:`Method.for_layer`, by index.
@@ -71,9 +77,9 @@ class EngineSteps:
             self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=device)
         self._counters = {layer: Counters(keys_read=self._read[n]) for n, layer in enumerate(self.methods)}
         for layer, counters in self._counters.items():
-            counters.declare(self.methods[layer].counters)
+            counters.declare(self.methods[layer].counters).on_device(device)
         self._sparse_from = self._first_sparse(dense_below)
-        self._choosing = sum("choosing" in method.role for method in self.methods.values())
+        self._choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
         self._last = max(self.methods)
         self._stores: dict[int, SlotCache] = {}
         self._rows: dict[int, DeviceRows] = {}
@@ -122,6 +128,39 @@ class EngineSteps:
         totals.keys_available += tokens * len(self.methods)
         totals.selections += 0 if self.dense else real * self._choosing
 
+    def allocate(self, layer: int, geometry: Geometry, memory: Tensor) -> None:
+        """Allocate what a layer's method keeps of the pages in an engine's blocks; otherwise the first tokens do.
+
+        Args:
+            memory: shape and dtype of the blocks, ``[N, Hkv, n, any]``; may be on the meta device.
+
+        Raises:
+            ValueError: when pages do not divide blocks.
+        """
+        channels = self.methods[layer].channels(geometry)
+        store = SlotCache.over_blocks(geometry, memory, self.device, channels, self._counters[layer])
+        store.forward = self._forward
+        self._stores[layer] = store
+
+    def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
+        store = self._stores.get(layer)
+        fits = store is not None and store.block_size == k.shape[2]
+        if not fits or any(len(store.tensors[name]) != len(k) for name in store.specs):
+            self.allocate(layer, Geometry(heads, k.shape[1], k.shape[3], v.shape[3]), k)
+        self._stores[layer].tensors |= {"keys": k, "values": v}
+        return self._stores[layer]
+
+    def written(self, layer: int, heads: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Summarise the pages that new tokens of a layer fill, of prompts and of decode steps alike.
+
+        Args:
+            heads: query heads of the layer.
+            k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
+            slots: int ``[T]``, where these are: block times n plus the place in it; negative for none.
+        """
+        if self.methods[layer].summarises_blocks:
+            self.methods[layer].written(self._store(layer, heads, k, v), slots)
+
     def attend(
         self,
         layer: int,
@@ -138,12 +177,7 @@ class EngineSteps:
             logits: how the layer's logits are made.
         """
         rows, block_table, _ = self._step
-        method, store = self.methods[layer], self._stores.get(layer)
-        if store is None or store.block_size != k.shape[2]:
-            geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-            store = self._stores[layer] = SlotCache.over_blocks(geometry, k, v, self._counters[layer])
-            store.forward = self._forward
-        store.tensors |= {"keys": k, "values": v}
+        method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
         store.enter(rows, block_table)
         dense = self.dense and method.sparse_from_tokens is not None

@@ -116,17 +116,25 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return cache
 
     @classmethod
-    def over_blocks(cls, geometry: Geometry, k: Tensor, v: Tensor, counters: Counters | None = None) -> SlotCache:
+    def over_blocks(
+        cls,
+        geometry: Geometry,
+        memory: Tensor,
+        device: torch.device,
+        channels: Mapping[str, Channel] | None = None,
+        counters: Counters | None = None,
+    ) -> SlotCache:
         """A cache over blocks that an engine owns, for decode steps alone: it never copies, grows or writes them.
 
-        :meth:`enter` says which rows and blocks a step has.
+        :meth:`enter` says which rows and blocks a step has. The caller sets ``keys`` and ``values`` of :attr:`tensors`.
 
         Args:
-            k, v: ``[N, Hkv, n, D(v)]``, read through their strides.
+            memory: shape and dtype of the blocks, ``[N, Hkv, n, any]``.
+            channels: state per page, allocated beside each block: ``[N, Hkv, n / per, *shape]``.
             counters: where to count what is read; None: new ones.
         """
-        cache = cls(geometry, 0, k.dtype, k.device, counters=counters, block_size=k.shape[2])
-        cache.tensors |= {"keys": k, "values": v}
+        cache = cls(geometry, 0, memory.dtype, device, channels, counters=counters, block_size=memory.shape[2])
+        cache._add_channels(len(memory))
         return cache
 
     def enter(self, rows: DeviceRows, block_table: Tensor) -> None:

@@ -21,6 +21,9 @@ class Storage:
     Contiguous keys and values are ``[B, Hkv, capacity, D(v)]``. In blocks they are ``[N, Hkv, block_size, D(v)]``, and
     the int32 tensor ``block_table [B, M]`` names each row's blocks (:class:`~foveate.ops.BlockTable`). A row owns
     blocks for its whole capacity; no two rows share a block. Channels are contiguous in both cases.
+
+    Blocks of an engine (:meth:`~foveate.state.SlotCache.over_blocks`) may be shared by rows. Channels are then per page
+    and in blocks, too, under the same table.
     """
 
     geometry: Geometry
@@ -33,6 +36,8 @@ class Storage:
     """Slots of a block; 0: keys and values are contiguous."""
     free_blocks: list[int]
     """Blocks that no row owns; the last one is taken first."""
+    channels_in_blocks: bool = False
+    """Whether channels are those of an engine's blocks, ``[N, Hkv, block_size / per, *shape]``."""
     borrowed: bool
     """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
 
@@ -65,6 +70,16 @@ class Storage:
     def _contiguous(self, name: str) -> Tensor:
         tensor, blocks = self.tensors[name], self.block_table
         return tensor[:, :, : self.used] if blocks is None else blocks.gather(blocks.table, tensor)[0]
+
+    def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
+        """The first ``number`` entries of a channel per page, for verbs that take a ``block_table``.
+
+        Returns:
+            A view ``[B, Hkv, number, *shape]`` and None; or the channel in blocks and the table of the rows' entries.
+        """
+        if self.channels_in_blocks:
+            return self.tensors[name], BlockTable(self.tensors["block_table"], number)
+        return self.tensors[name][:, :, :number], None
 
     # Capacity
 
@@ -108,6 +123,23 @@ class Storage:
         added = self._as_table(self._take_blocks(self.batch_size * more)).view(self.batch_size, more)
         with torch.inference_mode(False):
             self.tensors["block_table"] = added if held is None else torch.cat([held, added], 1)
+
+    def _add_channels(self, blocks: int) -> None:
+        """Allocate channels per page beside so many of an engine's blocks.
+
+        Raises:
+            ValueError: when the pages of a channel do not divide a block.
+        """
+        self.channels_in_blocks = True
+        for name, spec in self.specs.items():
+            if not spec.per or self.block_size % spec.per:
+                raise ValueError(
+                    f"pages of {spec.per} tokens do not divide the engine's blocks of {self.block_size}: choose a "
+                    "page_size, or blocks of a size, so that they do"
+                )
+            shape = (blocks, self.geometry.num_kv_heads, self.block_size // spec.per, *spec.shape)
+            with torch.inference_mode(False):
+                self.tensors[name] = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
 
     def _take_blocks(self, number: int) -> list[int]:
         """Take ``number`` free blocks; allocates more memory when there are too few."""

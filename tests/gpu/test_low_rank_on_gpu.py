@@ -131,3 +131,30 @@ def test_masses_of_given_pages(dtype, heads, kv_heads, branch, of_layer):
     slots = ops.page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
     records = ops.gather_slots(records, slots)
     assert torch.equal(found, ops.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths))
+
+
+@every_pair(DTYPES, SIZES, ("pages", [1, 2, 8]), ("layout", ["slots", "tokens_first"]))
+def test_records_in_blocks(dtype, sizes, pages, layout):
+    """Made of the pages that new tokens fill, also when that is replayed, and read as if they were in one piece."""
+    dim, size = sizes[:2]
+    form, room = ops.PageRecord(*sizes), 40 // pages
+    keys = in_buffer(draw(3 * room + 1, 2, pages * size, dim, dtype=dtype), layout)
+    table = torch.randperm(3 * room, device="cuda").view(3, room).int() + 1
+    slots = torch.arange(pages * size, len(keys) * pages * size, device="cuda")
+    slots = torch.cat([torch.full((5,), -1, device="cuda"), slots])
+    records = torch.full((len(keys), 2, pages, form.bytes), 7, dtype=torch.uint8, device="cuda")
+    replayed, graph = records.clone(), torch.cuda.CUDAGraph()
+    ops.compress_written(keys, records, slots, form)
+    with torch.cuda.graph(graph):
+        ops.compress_written(keys, replayed, slots, form)
+    graph.replay()
+    assert torch.equal(records, replayed)
+    assert (records[0] == 7).all()
+    assert torch.equal(records[1:], ops.compress_pages(keys, form)[1:])
+    in_blocks = ops.BlockTable(table, room * pages)
+    alone = in_blocks.gather(records[:3], records)[0]
+    q, lengths = draw(3, 8, 1, dim, dtype=dtype, seed=1), torch.tensor([room * pages, 1, 0], device="cuda")
+    for pooling in ("post_softmax", "of_largest"):
+        how = {"logits": Logits(dim**-0.5), "lengths": lengths, "pooling": pooling}
+        found = ops.pooled_mass_of_records(q, records, form, block_table=in_blocks, **how)
+        assert torch.equal(found, ops.pooled_mass_of_records(q, alone, form, **how))

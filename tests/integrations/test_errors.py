@@ -435,6 +435,15 @@ def test_a_cache_implementation(h2o, implementation):
         generate(h2o, tokens(20), cache_implementation=implementation)
 
 
+def test_continuous_batching(h2o):
+    with pytest.raises(ValueError, match=r"does not run continuous batching .* serve with vLLM"):
+        h2o.generate_batch([[5, 6, 7]], max_new_tokens=2, warmup=False)
+    foveate.detach(h2o)
+    assert type(h2o.init_continuous_batching(transformers.GenerationConfig(eos_token_id=1))).__module__.startswith(
+        "transformers."
+    )
+
+
 def test_the_dynamic_cache_implementation_is_ours(h2o):
     expected = generate(h2o, tokens(20))
     assert torch.equal(generate(h2o, tokens(20), cache_implementation="dynamic"), expected)

@@ -28,6 +28,10 @@ from tests.integrations.vllm_engine import ENVIRONMENT, ONE_BY_ONE  # noqa: E402
 NEW, VOCAB, LAYERS = 24, 512, 6
 FULL = "kascade:top_k=1.0,anchors=[0,3],decode_only=true"
 SMALL = "kascade:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
+FULL_PAGES = "pages:top_k=1.0,weighted=false"
+PAGES = "pages:top_k=64,weighted=false"
+LOCKS = "locks:top_k=64,page_size=16"
+BY_PAGES = f"{SMALL},score_keys=pages,first_layer=pages,weighted=false"
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
 """Prompts in chunks of at most 64 tokens, shared with the rows that decode."""
 
@@ -64,8 +68,11 @@ PROMPTS = [drawn(96, 0) + drawn(n, n) for n in (150, 40, 104, 201)] + [drawn(n, 
 """Four begin alike. A prompt of 65 tokens ends with a chunk of one token."""
 
 
-def attached(folder, spec, prompts, new=NEW):
-    """What Transformers generates, by a method of `attach`; None: without one."""
+def attached(folder, spec, prompts, new=NEW, counts=None):
+    """What Transformers generates, by a method of `attach`; None: without one.
+
+    ``counts`` gets the number of decode steps, and that of the keys that all layers have read in them.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if spec is not None:
         foveate.attach(model, spec)
@@ -74,6 +81,11 @@ def attached(folder, spec, prompts, new=NEW):
     for ids in prompts:
         given = torch.tensor([ids])
         found.append(model.generate(given, attention_mask=torch.ones_like(given), **how)[0, len(ids) :].tolist())
+    if counts is not None:
+        layers = foveate.stats(model).layers
+        counts["rows"] = layers[0].decode_steps
+        counts["keys_read"] = sum(layer.keys_read_per_step * layer.decode_steps for layer in layers)
+        counts["keys_available"] = sum(layer.keys_available_per_step * layer.decode_steps for layer in layers)
     return found
 
 
@@ -102,29 +114,42 @@ def own(folder):
 
 @pytest.fixture(scope="module")
 def small(folder, own):
-    """The tokens of a small budget."""
-    found = attached(folder, SMALL, PROMPTS)
-    differing = sum(a != b for one, other in zip(found, own) for a, b in zip(one, other))
-    assert differing > NEW, "the budget must be small enough to be seen"
-    return found
+    """The tokens of a small budget of a method, and what `attach` counts."""
+
+    @functools.cache
+    def of_method(spec):
+        counts = {}
+        found = attached(folder, spec, PROMPTS, counts=counts)
+        differing = sum(a != b for one, other in zip(found, own) for a, b in zip(one, other))
+        assert differing > NEW, "the budget must be small enough to be seen"
+        return found, counts
+
+    return of_method
 
 
-@pytest.mark.parametrize("spec", ["dense", FULL])
+@pytest.mark.parametrize("spec", ["dense", FULL, FULL_PAGES])
 def test_all_keys_give_the_tokens_of_vllm_itself(folder, own, spec):
     assert run(folder, spec, **CHUNKS)["tokens"] == [own]
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_few_keys_give_the_tokens_of_attach(folder, small, block_size):
-    """In mixed batches, with prompts in chunks and, the second time, from cached blocks."""
-    found = run(folder, SMALL, times=2, **CHUNKS | {"block_size": block_size})
+@pytest.mark.parametrize(
+    ("spec", "block_size", "choosing"),
+    [(SMALL, 16, 2), (SMALL, 32, 2), (PAGES, 32, LAYERS), (LOCKS, 16, LAYERS), (BY_PAGES, 16, 2)],
+)
+def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, choosing):
+    """In mixed batches, with prompts in chunks and, the second time, from cached blocks; and its counts."""
+    found, (tokens, counts) = run(folder, spec, times=2, **CHUNKS | {"block_size": block_size}), small(spec)
     assert sum(found["cached"]) > len(PROMPTS) * block_size
-    assert found["tokens"] == [small, small]
+    assert found["tokens"] == [tokens, tokens]
+    assert {name: found["read"][name] for name in counts} == pytest.approx({name: 2 * x for name, x in counts.items()})
+    assert found["read"]["selections"] == 2 * counts["rows"] * choosing
+    assert found["read"]["dense_steps"] == 0
 
 
-def test_two_ranks_give_the_tokens_of_one(folder, small):
-    found = run(folder, SMALL, environment=ONE_BY_ONE, tensor_parallel_size=2, **CHUNKS)
-    assert found["tokens"] == [small]
+@pytest.mark.parametrize("spec", [SMALL, PAGES])
+def test_two_ranks_give_the_tokens_of_one(folder, small, spec):
+    found = run(folder, spec, environment=ONE_BY_ONE, tensor_parallel_size=2, **CHUNKS)
+    assert found["tokens"] == [small(spec)[0]]
 
 
 def test_requests_that_are_preempted_go_on_with_all_keys(folder):
@@ -135,9 +160,16 @@ def test_requests_that_are_preempted_go_on_with_all_keys(folder):
     assert found["tokens"] == [attached(folder, None, prompts, new)]
 
 
-def test_what_cannot_be_served_is_an_error_at_start(folder):
-    with pytest.raises(AssertionError, match="h2o evicts tokens"):
-        run(folder, "h2o", [[5, 6, 7]], 1)
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("h2o", "h2o evicts tokens"),
+        (f"{PAGES},page_size=12", "pages of 12 tokens do not divide the engine's blocks of 32"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_at_start(folder, spec, why):
+    with pytest.raises(AssertionError, match=why):
+        run(folder, spec, [[5, 6, 7]], 1, **CHUNKS)
 
 
 def test_without_the_option_nothing_is_ours(folder):

@@ -27,8 +27,8 @@ MIXED = ([1, 1, 1, 5], [30, 9, 17, 12], [False, False, True, True])
 """Two rows decode; the last token of a prompt, and a chunk of another, do not."""
 
 
-def steps(dense_below=0):
-    method = methods.parse(SPEC)
+def steps(dense_below=0, spec=SPEC):
+    method = methods.parse(spec)
     return EngineSteps({n: method.for_layer(n, LAYERS) for n in range(LAYERS)}, torch.device("cpu"), dense_below)
 
 
@@ -52,16 +52,16 @@ def read(monkeypatch):
     return calls
 
 
-def run(rows, dense_below=0, serves=True):
+def run(rows, dense_below=0, serves=True, spec=SPEC):
     """The outputs of each layer by the backend, what they should be of each row, and the steps."""
     common, generator = batch(*rows), torch.Generator().manual_seed(0)
-    builder, ours = object.__new__(gpu.Builder), steps(dense_below)
+    builder, ours = object.__new__(gpu.Builder), steps(dense_below, spec)
     builder.steps, builder.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
     metadata = builder.build(0, common)
     cache = torch.randn(LAYERS, 50, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     tokens = int(common.query_start_loc[-1])
     found, sparse, dense = [], [], []
-    alone = steps()
+    alone = steps(spec=spec)
     decodes = next((n for n, new in enumerate(rows[2]) if new), len(rows[2]))
     if decodes:
         lengths = common.seq_lens[:decodes]
@@ -69,6 +69,7 @@ def run(rows, dense_below=0, serves=True):
     for n in range(LAYERS):
         impl = object.__new__(gpu.Impl)
         impl.__dict__ |= {"index": None, "serves_foveate": serves, "head_size": DIM, "scale": 0.3, "sinks": None}
+        impl.num_heads = HEADS
         impl.logits_soft_cap = 0
         layer = SimpleNamespace(layer_name=f"model.layers.{n}.self_attn.attn")
         q, k, v = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -127,3 +128,19 @@ def test_nothing_is_read_while_memory_is_measured(read):
     out = torch.full((3, HEADS, DIM), 9.0)
     assert impl.forward(None, out, None, None, None, None, out.clone()).abs().max() == 0
     assert read == []
+
+
+@pytest.mark.parametrize("dense_below", [0, 100])
+@pytest.mark.parametrize(
+    ("rows", "filled"),
+    [
+        (([1, 1], [32, 9], [False, False]), [(8, 0)]),
+        (([1, 6], [29, 13], [False, True]), [(12, 0), (13, 0)]),
+        (([8], [8], [True]), [(1, 0), (2, 0)]),
+    ],
+)
+def test_pages_that_new_tokens_fill_are_summarised_in_every_batch(read, rows, filled, dense_below):
+    ours = run(rows, dense_below, spec="locks:top_k=8,page_size=4,rank=2")[-1]
+    for n in range(LAYERS):
+        records = ours._stores[n].tensors["records"]
+        assert records.any(-1).any(1).nonzero().tolist() == [list(place) for place in filled]

@@ -24,10 +24,15 @@ def engine(spec=KASCADE, **changes):
     config = SimpleNamespace(
         additional_config={"foveate": spec},
         speculative_config=None,
+        kv_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(use_mla=False, dtype=torch.bfloat16, hf_text_config=CONFIGS["llama"]()),
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=1, rank=0
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            tensor_parallel_size=1,
+            use_ubatching=False,
+            rank=0,
         ),
     )
     for path, value in changes.items():
@@ -106,6 +111,7 @@ def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
         ("h2o", "h2o evicts tokens"),
         ("kascade:anchors=[0,2]", "add decode_only=true"),
         ("quest", "keeps state beside the keys"),
+        ("pages", "requests share blocks: add weighted=false"),
         ("luka", "keeps state beside the keys"),
         ("kascade:anchors=[0,7],decode_only=true", "not 7"),
     ],
@@ -114,6 +120,20 @@ def test_methods_that_cannot_be_served_are_refused_before_weights_are_loaded(spe
     check_early(engine())
     with pytest.raises(ValueError, match=why):
         check_early(engine(spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_transfer_config": object()}, "a KV connector or KV offloading"),
+        ({"parallel_config__use_ubatching": True}, "microbatches"),
+    ],
+)
+def test_blocks_that_would_come_without_their_summaries_are_refused(changes, why):
+    check_early(engine(**changes))
+    check_early(engine("pages:weighted=false"))
+    with pytest.raises(ValueError, match=f"foveate does not support pages with {why}"):
+        check_early(engine("pages:weighted=false", **changes))
 
 
 @pytest.mark.filterwarnings("ignore:calibration .* holds no weights")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
 import sys
@@ -34,7 +36,16 @@ def main() -> None:
         outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         found.append([list(out.outputs[0].token_ids) for out in outs])
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
-    print(json.dumps({"tokens": found, "cached": [out.num_cached_tokens for out in outs], "counts": counts}))
+    found = {"tokens": found, "cached": [out.num_cached_tokens for out in outs], "counts": counts, "read": read()}
+    print(json.dumps(found))
+
+
+def read() -> dict[str, float]:
+    """What foveate has counted in this process, to the last step."""
+    gc.unfreeze()  # vLLM has hidden what it made at the start
+    steps = [one for one in gc.get_objects() if type(one).__name__ == "EngineSteps"]
+    totals = [dataclasses.asdict(one.totals) | {"keys_read": float(one.keys_read())} for one in steps]
+    return {name: sum(one[name] for one in totals) for name in totals[0]} if totals else {}
 
 
 if __name__ == "__main__":

@@ -311,6 +311,7 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
         ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
         ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
+        ("kascade", {"weighted": False}, "weighted must be true without score_keys=pages, not False"),
         ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be 2 to 64, not 1"),
         ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be 2 to 64, not 65"),
         ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),

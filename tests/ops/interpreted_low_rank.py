@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from foveate.ops import Logits, page_lse
+from foveate.ops import BlockTable, Logits, page_lse
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
@@ -151,6 +151,53 @@ def test_masses_of_given_pages(branch, group, of_layer):
     assert torch.equal(
         ~expected.isneginf(), low_rank.first_keys(lengths, 5 * branch)[:, :, None].expand(expected.shape)
     )
+
+
+@EACH_FORM
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+def test_the_pages_that_new_tokens_fill(form, dtype, layout):
+    size = form.page_size
+    keys = in_buffer(draw(4, 2, 2 * size, form.head_dim, dtype=dtype), layout)
+    slots = torch.tensor([2 * size - 1, -1, size - 2, 6 * size - 1, -size - 1, 5 * size - 1], dtype=torch.int32)
+    found = torch.full((4, 2, 2, form.bytes), 7, dtype=torch.uint8)
+    summaries_kernel.compress_written(keys, found, slots, form)
+    written = torch.zeros(4, 2, dtype=torch.bool)
+    written[0, 1] = written[2] = True
+    assert (found[~written[:, None].expand(-1, 2, -1)] == 7).all()
+    expected = summaries_kernel.compress_pages(keys, form)
+    there = written[:, None].expand(-1, 2, -1)
+    assert torch.equal(found[there], expected[there])
+    its = found.clone()
+    summaries.compress_written(keys, its, slots, form)
+    check_records(found[2:3], its[2:3], form, keys[2:3], bytes_off=0.04)  # of as few as 128
+
+
+@pytest.mark.parametrize("number", [1, 4, 16])
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1]], ids=str)
+@pytest.mark.parametrize("splits", [1, 100], indirect=True)
+def test_masses_of_records_in_blocks(form, number, splits):
+    """What the table names no record for is NaN, or lies outside of memory."""
+    records = summaries.compress_pages(draw(2, 2, 37 * form.page_size, form.head_dim), form)
+    room = -(-37 // number)
+    order = torch.randperm(2 * room, generator=torch.Generator().manual_seed(2))
+    table = order.view(2, room).int()
+    blocks = torch.full((2 * room, 2, number, form.bytes), 255, dtype=torch.uint8)
+    for place in range(37):
+        blocks[table[:, place // number].long(), :, place % number] = records[:, :, place]
+    lengths = torch.tensor([37, 11])
+    table[1, -(-11 // number) :] = 1 << 20
+    blocks[table[1, 10 // number], :, 10 % number + 1 :] = 255
+    rows, in_blocks = draw(2, 2, 3, form.head_dim, seed=1), {"block_table": BlockTable(table, 37)}
+    q, how = rows.flatten(1, 2)[:, :, None], {"logits": Logits(0.3), "lengths": lengths}
+    found = low_rank_kernel.page_lse(rows, blocks, form, **how, **in_blocks)
+    assert torch.equal(found, low_rank_kernel.page_lse(rows, records, form, **how))
+    found = low_rank_kernel.pooled_mass_of_records(q, blocks, form, **how, **in_blocks)
+    assert torch.equal(found, low_rank_kernel.pooled_mass_of_records(q, records, form, **how))
+    pages = torch.tensor([[[3, 0, -1, 17]], [[1, 4, 0, -1]]])
+    how = {"logits": Logits(0.3), "pages": pages, "branch": 2}
+    found = low_rank_kernel.page_lse(rows, blocks, form, **how, **in_blocks)
+    assert torch.equal(found, low_rank_kernel.page_lse(rows, records, form, **how))
 
 
 @every_pair(

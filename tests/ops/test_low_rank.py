@@ -168,6 +168,54 @@ def test_the_newest_page_is_written_when_it_is_full(form):
 
 
 @EACH_FORM
+def test_the_pages_that_new_tokens_fill(form):
+    """Whether they come at once or one by one; blocks of three pages, and padding between the tokens."""
+    size = form.page_size
+    keys = draw(5, 2, 3 * size, form.head_dim)
+    records = torch.zeros(5, 2, 3, form.bytes, dtype=torch.uint8)
+    bulk, single = records.clone(), records.clone()
+    tokens = torch.cat(
+        [torch.arange(3 * size, 5 * size + 1), torch.tensor([-1, -1]), torch.arange(12 * size, 13 * size)]
+    )
+    ops.compress_written(keys, bulk, tokens, form)
+    for token in tokens:
+        ops.compress_written(keys, single, token[None], form)
+    expected = ops.compress_pages(keys, form)
+    for found in (bulk, single):
+        filled = (found != 0).any(-1)
+        assert filled.all(1).nonzero().tolist() == filled.any(1).nonzero().tolist() == [[1, 0], [1, 1], [4, 0]]
+        assert (found[filled] != expected[filled]).float().mean() < 0.01
+    with pytest.raises(ValueError, match="do not hold 2 whole pages"):
+        ops.compress_written(keys, records[:, :, :2], tokens, form)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_masses_of_records_in_blocks(pages):
+    """Blocks of four records; entries of the table that hold no record of a row name no block."""
+    form, rows, weights = FORMS[3], draw(2, 2, 3, 5, seed=1), draw(2, 2, 5, seed=2).round().exp2()
+    records = ops.compress_pages(draw(2, 2, 10 * 3, 5), form, weights)
+    blocks = torch.full((9, 2, 4, form.bytes), 255, dtype=torch.uint8)
+    table = torch.tensor([[7, 0, 3], [2, 5, 99]], dtype=torch.int32)
+    for row, numbers in enumerate(([7, 0, 3], [2, 5])):
+        for place, block in enumerate(numbers):
+            part = records[row, :, 4 * place : 4 * place + 4]
+            blocks[block, :, : part.shape[1]] = part
+    how = {"weights": weights, "lengths": torch.tensor([10, 8]), "scaling": 0.3}
+    in_blocks = {"block_table": ops.BlockTable(table, 10)}
+    chosen = {"pages": torch.tensor([[[3, 0, 4]], [[1, -1, 0]]]), "branch": 2} if pages else {}
+    if pages:
+        how["lengths"] = torch.tensor([6, 6])
+    expected = ops.page_lse(rows, records, form, **how, **chosen)
+    assert torch.equal(ops.page_lse(rows, blocks, form, **how, **chosen, **in_blocks), expected)
+    if not pages:
+        q = rows.flatten(1, 2)[:, :, None]
+        found = ops.pooled_mass_of_records(q, blocks, form, **how, **in_blocks)
+        assert torch.equal(found, ops.pooled_mass_of_records(q, records, form, **how))
+    with pytest.raises(ValueError, match="a block table of 1 rows does not fit"):
+        ops.page_lse(rows, blocks, form, 0.3, block_table=ops.BlockTable(table[:1], 10))
+
+
+@EACH_FORM
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_masses_are_those_of_the_approximated_keys(form, softcap, weighted):

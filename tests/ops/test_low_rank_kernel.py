@@ -35,12 +35,15 @@ def of_form(form):
             ("fp32", (256, 64, 4)),
         ],
     ),
-    (("newest", "block_size"), [(True, 0), (True, 1), (True, 16), (True, 24), (False, 0)]),
+    (
+        ("newest", "written", "block_size"),
+        [*((True, 0, size) for size in (0, 1, 16, 24)), (False, 0, 0), (False, 64, 0)],
+    ),
     ("weighted", [True, False]),
     # LOCKS's record takes many times as long to compile
-    besides=[(90, "bf16", (128, 16, 8, 8), True, 16, True), (80, "bf16", (128, 16, 8, 8), False, 0, False)],
+    besides=[(90, "bf16", (128, 16, 8, 8), True, 0, 16, True), (80, "bf16", (128, 16, 8, 8), False, 0, 0, False)],
 )
-def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, block_size, weighted):
+def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, written, block_size, weighted):
     triton = pytest.importorskip("triton")
     kernel, form = importlib.import_module("foveate.ops.compress.low_rank_kernel"), PageRecord(*sizes)
     block_d, block_s = (triton.next_power_of_2(x) for x in (form.head_dim, form.page_size))
@@ -51,7 +54,7 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
             "key_ptr": f"*{dtype}:16",
             "record_ptr": "*u8:16",
             "weight_ptr": "*fp32:16" if weighted else None,
-            "length_ptr": "*i64" if newest else None,
+            "length_ptr": "*i64" if newest or written else None,
             "table_ptr": "*i32" if block_size else None,
             "table_stride": "i32" if block_size else None,
             **{f"key_stride_{axis}": "i32:16" for axis in "bhs"},
@@ -60,6 +63,7 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
             **dict.fromkeys(("length_stride", "heads"), "i32"),
             "WEIGHTED": weighted,
             "NEWEST": newest,
+            "WRITTEN": written,
             "BLOCK_SIZE": block_size,
             **of_form(form),
             "ITERATIONS": low_rank.ITERATIONS,
@@ -91,14 +95,15 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
     ("weighted", [True, False]),
     ("bounded", [True, False]),
     (("branch", "totals", "largest"), [(0, True, False), (0, True, True), (0, False, False), (8, False, False)]),
+    ("block_size", [0, 2]),
     ("softcap", [0.0, 30.0]),
     besides=[
-        (90, "bf16", (128, 16, 8, 8), 4, True, True, 0, True, True, 0.0),
-        (80, "bf16", (128, 16, 8, 8), 4, True, True, 0, False, False, 30.0),
+        (90, "bf16", (128, 16, 8, 8), 4, True, True, 0, True, True, 0, 0.0),
+        (80, "bf16", (128, 16, 8, 8), 4, True, True, 0, False, False, 2, 30.0),
     ],
 )
 def test_masses_compile_for_ampere_and_hopper(
-    capability, dtype, sizes, heads, weighted, bounded, branch, totals, largest, softcap
+    capability, dtype, sizes, heads, weighted, bounded, branch, totals, largest, block_size, softcap
 ):
     pytest.importorskip("triton")
     kernel, form = importlib.import_module("foveate.ops.score.low_rank_kernel"), PageRecord(*sizes)
@@ -115,6 +120,8 @@ def test_masses_compile_for_ampere_and_hopper(
             "page_ptr": "*i32:16" if branch else None,
             "lse_ptr": "*fp32:16",
             "total_ptr": "*fp32:16",
+            "table_ptr": "*i32" if block_size else None,
+            "table_stride": "i32" if block_size else None,
             "q_strides": ("i32:16", "i32:16", "i32:16", 1),
             "record_strides": ("i32:16", "i32:16", "i32:16"),
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
@@ -124,6 +131,7 @@ def test_masses_compile_for_ampere_and_hopper(
             "scale": "fp32",
             "WEIGHTED": weighted,
             "BRANCH": branch,
+            "BLOCK_SIZE": block_size,
             "TOTALS": totals,
             "LARGEST": largest,
             "SOFTCAP": softcap,

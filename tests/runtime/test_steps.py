@@ -23,7 +23,12 @@ SPECS = [
     "oracle_topk:top_k=5,decode_only=true",
     "omnikv:top_k=6,filters=[0,3],wait=1",
     "lessismore:top_k=9,sinks=2,selections=[1,3]",
+    "pages:top_k=24,page_size=2,rank=1,weighted=false",
+    "locks:top_k=18,page_size=4,rank=2",
+    "kascade:top_k=7,anchors=[1,3],score_keys=pages,page_size=2,weighted=false,decode_only=true",
+    "kascade:top_k=7,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
 ]
+OF_PAGES = SPECS[-4:]
 
 
 def of_layers(spec):
@@ -48,12 +53,15 @@ class Engine:
         sizes = (HEADS, KV_HEADS, KV_HEADS)
         return [torch.randn(LAYERS, len(PROMPTS), h, tokens, DIM, generator=self.generator) for h in sizes]
 
-    def write(self, row, k, v, first):
-        """Keys ``[layers, Hkv, n, D]`` of one request."""
+    def write(self, row, k, v, first, steps=None):
+        """Keys ``[layers, Hkv, n, D]`` of one request, and between their slots those of padding."""
         places = first + torch.arange(k.shape[2])
         block, slot = self.table[self.real[row]].long()[places // BLOCK], places % BLOCK
         self.memory[:, block, :, slot] = torch.cat([k, v], -1).permute(2, 0, 1, 3)
         self.lengths[self.real[row]] = first + k.shape[2]
+        slots = torch.cat([torch.tensor([-1]), block * BLOCK + slot, torch.tensor([-1])])
+        for n in range(LAYERS if steps else 0):
+            steps.written(n, HEADS, self.memory[n, ..., :DIM], self.memory[n, ..., DIM:], slots)
 
 
 def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
@@ -64,15 +72,17 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
     own = [[Layer(m, Counters(), phase, dense_below) for m in of_layers(spec).values()] for phase in phases]
     for row, length in enumerate(PROMPTS):
         q, k, v = (x[:, row] for x in engine.draw(length))
-        engine.write(row, k, v, 0)
+        for first, end in ((0, length // 3), (length // 3, length)):  # chunks
+            engine.write(row, k[:, :, first:end], v[:, :, first:end], first, steps)
         for n, layer in enumerate(own[row]):
             layer.announce(length)
             layer.attend(q[n][None], k[n][None], v[n][None], None, logits)
+    assert spec not in OF_PAGES or any(store.specs for store in steps._stores.values())
     expected, found = [], []
     for step in range(STEPS):
         q, k, v = engine.draw(1)
         for row, length in enumerate(PROMPTS):
-            engine.write(row, k[:, row], v[:, row], length + step)
+            engine.write(row, k[:, row], v[:, row], length + step, steps)
         now = []
         for row, phase in enumerate(phases):
             phase.forward.clear()
@@ -136,6 +146,64 @@ def test_short_contexts_are_dense_and_counted():
     assert steps.totals.selections == (STEPS - 5) * 3 * 2
 
 
+def one_step(spec, steps, engine, row, k, v, first):
+    """The outputs of a request's next token, and those that a request alone would have had, ``[layers, Hq, D]``."""
+    length = k.shape[2]
+    q = torch.randn(LAYERS, HEADS, length, DIM, generator=engine.generator)
+    engine.write(row, k[:, :, first:], v[:, :, first:], first, steps)
+    phase, expected, found = Phase(prompt_end=length - 1), [], []
+    for n, method in of_layers(spec).items():
+        layer = Layer(method, Counters(), phase, 0)
+        for part in (slice(length - 1), slice(length - 1, length)):
+            layer.announce(part.stop - (part.start or 0))
+            out = layer.attend(q[n, None, :, part], k[n, None, :, part], v[n, None, :, part], None, SCALING)
+        expected.append(out[0].flatten(0, 1))
+    steps.begin(engine.lengths[row : row + 1], engine.table[row : row + 1], length, length)
+    for n in range(LAYERS):
+        blocks = engine.memory[n]
+        out = steps.attend(n, q[n, None, :, -1:], blocks[..., :DIM], blocks[..., DIM:], SCALING)
+        found.append(out[0, :, 0])
+    return torch.stack(found), torch.stack(expected)
+
+
+@pytest.mark.parametrize("spec", OF_PAGES)
+def test_summaries_belong_to_blocks_and_not_to_requests(spec):
+    """A block is filled again by another request, and one that is full is shared with a request that never wrote it."""
+    engine, steps = Engine(padding=(), width=10), EngineSteps(of_layers(spec), torch.device("cpu"))
+    first, second = (engine.draw(40)[1:] for _ in range(2))
+    old, its = one_step(spec, steps, engine, 0, *(x[:, 0, :, :33] for x in first), 0)
+    torch.testing.assert_close(old, its)
+    engine.table[1] = engine.table[0].flip(0)  # the first request has ended
+    new, its = one_step(spec, steps, engine, 1, *(x[:, 1, :, :38] for x in second), 0)
+    torch.testing.assert_close(new, its)
+    engine.table[2, :6] = engine.table[1, :6]  # 24 tokens of its prompt are in the cache
+    shared = [torch.cat([x[:, 1, :, :24], x[:, 2, :, :12]], 2) for x in second]
+    found, its = one_step(spec, steps, engine, 2, *shared, 24)
+    torch.testing.assert_close(found, its)
+    dense, _ = one_step("dense", EngineSteps(of_layers("dense"), torch.device("cpu")), engine, 2, *shared, 24)
+    assert not torch.allclose(found, dense, atol=1e-3)
+
+
+def test_pages_divide_blocks():
+    steps = EngineSteps(of_layers("locks:page_size=3,rank=2"), torch.device("cpu"))
+    with pytest.raises(ValueError, match="pages of 3 tokens do not divide the engine's blocks of 4"):
+        steps.allocate(0, GEOMETRY, torch.empty(9, KV_HEADS, BLOCK, DIM, device="meta"))
+
+
+def test_summaries_are_allocated_once():
+    """Before the first token where the engine tells how many blocks there are; later cache tensors are as many."""
+    engine, steps = Engine(), EngineSteps(of_layers("locks:page_size=4,rank=2"), torch.device("cpu"))
+    memory = engine.memory[0]
+    steps.allocate(0, GEOMETRY, memory.to("meta"))
+    records = steps._stores[0].tensors["records"]
+    assert records.shape[:3] == (len(memory), KV_HEADS, 1)
+    slots = torch.arange(4, 12)
+    for blocks in (memory.normal_(generator=engine.generator), memory.clone()):
+        steps.written(0, HEADS, blocks[..., :DIM], blocks[..., DIM:], slots)
+        assert steps._stores[0].tensors["records"] is records
+    assert records.flatten(1).any(1).nonzero()[:, 0].tolist() == [1, 2]
+
+
 def test_layers_that_the_engine_reads_itself_are_counted():
     steps = EngineSteps(of_layers(SPECS[2]), torch.device("cpu"), dense_below=100)
     assert [n for n in range(LAYERS) if steps.reads_all(n)] == [0]
@@ -174,7 +242,7 @@ def test_buffers_of_a_number_of_rows_keep_their_addresses():
     assert [counts for _, counts in found] == [[3, 4], [1, 2, 3], [9, 0]]
 
 
-CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore"}
+CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore", "pages", "locks"}
 
 
 @pytest.mark.parametrize("name", methods.names())
@@ -183,6 +251,9 @@ def test_methods_that_cannot_run_say_why(name):
     if name in CAN and "decode_only" in {field.name for field in dataclasses.fields(small)}:
         assert "add decode_only=true" in obstacle(small.for_layer(1, 4), GEOMETRY)
         small = small.changed(decode_only=True)
+    if name == "pages":
+        assert "requests share blocks: add weighted=false" in obstacle(small, GEOMETRY)
+        small = small.changed(weighted=False)
     reasons = [obstacle(small.for_layer(n, 4), GEOMETRY) for n in range(4)]
     assert any(reasons) == (name not in CAN)
     assert all(small.name in reason or reason == "" or name in ("per_layer", "mixed") for reason in reasons)
@@ -190,4 +261,5 @@ def test_methods_that_cannot_run_say_why(name):
 
 def test_state_that_a_setting_adds_is_refused():
     spec = "kascade:score_keys=pages,anchors=[1],decode_only=true"
-    assert "state beside the keys" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
+    assert "requests share blocks: add weighted=false" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
+    assert "state beside the keys" in obstacle(methods.parse("sparq"), GEOMETRY)

@@ -14,7 +14,7 @@ from torch import nn
 
 from foveate.integrations.transformers import attention, csa, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
-from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall
+from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, BeforeWhole, Prefill, PrepareCache
@@ -237,6 +237,7 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
         model._prefill = Prefill(model, attachment)
         model._valid_auto_compile_criteria = EnableCompiledCall(model, attachment)
         model.get_compiled_call = GetDecodeCall(model, attachment)
+        model.init_continuous_batching = RefuseContinuousBatching()
 
 
 def _take_off(attachment: Attachment, model: nn.Module) -> None:

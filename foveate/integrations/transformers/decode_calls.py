@@ -87,6 +87,16 @@ class GetDecodeCall:
         return self.call
 
 
+class RefuseContinuousBatching:
+    """Replaces the model's ``init_continuous_batching``, which `generate_batch` calls."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise ValueError(
+            "an attached model does not run continuous batching (generate_batch): Transformers' paged attention reads "
+            "the cache there, without the method. Use generate, serve with vLLM (docs/serving.md), or detach the model"
+        )
+
+
 def _is_step(cache: Cache, inputs: dict[str, Any]) -> bool:
     """Whether each sequence gets one token, but not the first after a prompt, which may set up a method's state."""
     ids = inputs.get("input_ids")

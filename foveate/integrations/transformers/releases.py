@@ -40,8 +40,9 @@ GENERATE = {
     "_prefill": ("input_ids", "generation_config", "model_kwargs"),
     "_valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
     "get_compiled_call": ("compile_config",),
+    "init_continuous_batching": (),
 }
-"""Methods that `generate` calls and foveate stands in for, with arguments that it reads."""
+"""Methods that `generate`, or `generate_batch`, calls and foveate stands in for, with arguments that it reads."""
 _MASK = ("attention_mask", "local_size", "allow_is_causal_skip")
 
 

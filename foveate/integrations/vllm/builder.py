@@ -17,16 +17,22 @@ from foveate.state import Geometry
 
 @dataclass
 class Step:
-    """The decoding rows of a batch: its first rows, of one token each."""
+    """A batch. Its decoding rows are the first ones, of one token each."""
 
     steps: EngineSteps
+    slots: torch.Tensor
+    """int ``[T]``: where the new tokens of all rows are."""
     decodes: int
+    """How many rows decode."""
     prompts: Any
-    """What attends to the other rows; None without any."""
+    """What attends to the other rows; None without any, and where no row decodes."""
 
 
-def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device) -> EngineSteps | None:
+def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> EngineSteps | None:
     """The steps of a group of layers; None where the group has no layers of full attention.
+
+    Args:
+        block_size: tokens of a block that block tables name.
 
     Raises:
         ValueError: for what cannot be served.
@@ -52,7 +58,15 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device)
                 "into another group of layers"
             )
     chosen = {index: method for index, method in methods.items() if index in own}
-    return EngineSteps(chosen, device, settings.dense_below) if chosen else None
+    if not chosen:
+        return None
+    steps, cache = EngineSteps(chosen, device, settings.dense_below), vllm_config.cache_config
+    for index, geometry in geometries.items():  # before memory is given to others
+        if index in own and chosen[index].summarises_blocks:
+            number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
+            shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
+            steps.allocate(index, geometry, torch.empty(shape, dtype=model.dtype, device="meta"))
+    return steps
 
 
 class StepBuilder:
@@ -60,25 +74,33 @@ class StepBuilder:
 
     reorder_batch_threshold = 1
 
-    def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
-        self.steps = engine_steps(vllm_config, layer_names, device)
+    def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
+        self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
 
     def step_of(self, common: Any) -> Step | None:
-        """Start the step of a batch; None when no row decodes, or nothing is foveate's."""
-        decodes = 0 if self.steps is None else decoding_rows(common)
-        if not decodes:
+        """Start the step of a batch; None when nothing is foveate's."""
+        if self.steps is None:
             return None
+        decodes = decoding_rows(common)
+        if not decodes:
+            return Step(self.steps, common.slot_mapping, 0, None)
         lengths = common.seq_lens_cpu_upper_bound[:decodes]
         how = {"bound": int(lengths.max()), "tokens": int(lengths.sum())}
         self.meter.update()
         self.steps.begin(common.seq_lens[:decodes], common.block_table_tensor[:decodes], **how)
         prompts = self.prompts_of(common, decodes) if decodes < common.num_reqs else None
-        return Step(self.steps, decodes, prompts)
+        return Step(self.steps, common.slot_mapping, decodes, prompts)
 
     def prompts_of(self, common: Any, decodes: int) -> Any:
         """What attends to the rows after the first ``decodes``."""
         raise NotImplementedError
+
+
+def summarise(impl: Any, layer: Any, kv_cache: torch.Tensor, step: Step) -> None:
+    """Summarise the pages that a batch's new tokens fill, after these have been written to ``kv_cache``."""
+    keys, values = kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
+    step.steps.written(index_of(impl, layer), impl.num_heads, keys, values, step.slots)
 
 
 def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Step, out: torch.Tensor) -> None:

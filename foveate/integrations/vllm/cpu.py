@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, logits_of
+from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, logits_of, summarise
 from foveate.integrations.vllm.rows import Prompt, attend_prompt, prompts_from, write_tokens
 
 
@@ -63,12 +63,12 @@ class Builder(StepBuilder, AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.prepare(vllm_config, layer_names, device)
+        self.prepare(vllm_config, layer_names, device, kv_cache_spec.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         common = common_attn_metadata
         step = self.step_of(common)
-        prompts = self.prompts_of(common, 0) if step is None else step.prompts or []
+        prompts = step.prompts or [] if step is not None and step.decodes else self.prompts_of(common, 0)
         return Metadata(common.num_actual_tokens, step, prompts)
 
     def prompts_of(self, common: Any, decodes: int) -> list[Prompt]:
@@ -121,6 +121,8 @@ class Impl(AttentionImpl):
         if attn_metadata is None:  # vLLM measures memory
             return output.zero_()
         if attn_metadata.foveate is not None:
+            summarise(self, layer, kv_cache, attn_metadata.foveate)
+        if attn_metadata.foveate is not None and attn_metadata.foveate.decodes:
             decode(self, layer, query, kv_cache, attn_metadata.foveate, output)
         for row in attn_metadata.prompts:
             attend_prompt(row, query, kv_cache, output, logits_of(self))

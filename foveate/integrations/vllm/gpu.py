@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of
+from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of, summarise
 from foveate.integrations.vllm.rows import rows_from
 
 
@@ -56,7 +56,7 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.use_full_cuda_graph = False  # two metadata of a batch must not share the buffer of full graphs
-        self.prepare(vllm_config, layer_names, device)
+        self.prepare(vllm_config, layer_names, device, kv_cache_spec.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -90,10 +90,13 @@ class Impl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         step: Step | None = getattr(attn_metadata, "foveate", None) if self.serves_foveate else None
-        whole = step is not None and step.steps.reads_all(index_of(self, layer))
+        if step is not None:
+            summarise(self, layer, kv_cache, step)
+        decodes = step is not None and step.decodes
+        whole = decodes and step.steps.reads_all(index_of(self, layer))
         if whole:
             step.steps.read_by_engine(index_of(self, layer))
-        if step is None or whole:
+        if not decodes or whole:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )

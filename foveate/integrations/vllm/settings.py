@@ -72,7 +72,23 @@ def check_early(vllm_config: Any) -> None:
     facts, ranks = facts_of(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
     heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
     geometries = dict.fromkeys(range(facts["layers"]), Geometry(heads, kv_heads, size, size))
-    layer_methods(settings.method, geometries, facts["layers"], facts)
+    methods = layer_methods(settings.method, geometries, facts["layers"], facts)
+    if any(method.summarises_blocks for method in methods.values()):
+        check_summaries(vllm_config, settings.method.name)
+
+
+def check_summaries(vllm_config: Any, name: str) -> None:
+    """Raise ValueError for blocks whose summaries would not be where their keys are."""
+    refused = {
+        "a KV connector or KV offloading: blocks would come without their summaries": vllm_config.kv_transfer_config
+        is not None,
+        "microbatches, of which each would have its own summaries": getattr(
+            vllm_config.parallel_config, "use_ubatching", False
+        ),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"foveate does not support {name} with {what}")
 
 
 def check_engine(vllm_config: Any) -> None:

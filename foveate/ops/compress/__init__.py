@@ -8,6 +8,7 @@ from foveate.ops.compress.reference import Nodes, importance_weights, summarise
 bound_newest = dispatch(boxes.bound_newest, "foveate.ops.compress.boxes_kernel")
 compress_newest = dispatch(low_rank.compress_newest, "foveate.ops.compress.low_rank_kernel")
 compress_pages = dispatch(low_rank.compress_pages, "foveate.ops.compress.low_rank_kernel")
+compress_written = dispatch(low_rank.compress_written, "foveate.ops.compress.low_rank_kernel")
 
 __all__ = [
     "Nodes",
@@ -16,6 +17,7 @@ __all__ = [
     "channel_weights",
     "compress_newest",
     "compress_pages",
+    "compress_written",
     "importance_weights",
     "summarise",
 ]

@@ -111,21 +111,26 @@ class PageRecord:
         keys: Tensor,
         weights: Tensor | None = None,
         block_table: BlockTable | None = None,
+        of_records: bool = False,
     ) -> None:
-        """Raise unless ``records`` are of this kind and ``keys``, or queries, and ``weights`` fit them."""
+        """Raise unless ``records`` are of this kind and ``keys``, or queries, and ``weights`` fit them.
+
+        ``block_table`` says where the keys are or, with ``of_records``, the records.
+        """
         if records.dtype != torch.uint8 or records.dim() != 4 or records.shape[3] != self.bytes:
             raise ValueError(
                 f"records must be uint8 [B, Hkv, P, {self.bytes}], not {records.dtype} {list(records.shape)}"
             )
+        rows, memory = (keys, records) if of_records else (records, keys)
         if block_table is not None:
-            block_table.check(records, keys)
+            block_table.check(rows, memory)
         shared = slice(2) if block_table is None else slice(1, 2)
         if keys.shape[3] != self.head_dim or keys.shape[shared] != records.shape[shared]:
             raise ValueError(
                 f"keys or queries {list(keys.shape)} do not fit records {list(records.shape)} of head dim "
                 f"{self.head_dim}"
             )
-        self._check_weights(records, weights)
+        self._check_weights(rows, weights)
 
     def check_pages(self, keys: Tensor, weights: Tensor | None = None) -> None:
         """Raise unless ``keys`` are whole pages of this kind, which ``weights`` fit."""
@@ -134,6 +139,14 @@ class PageRecord:
                 f"keys {list(keys.shape)} must be whole pages of {self.page_size} keys of {self.head_dim} numbers"
             )
         self._check_weights(keys, weights)
+
+    def check_blocks(self, keys: Tensor, records: Tensor) -> None:
+        """Raise unless blocks of ``records`` have one for each page of the blocks of ``keys``."""
+        self.check(records, keys)
+        if keys.shape[2] != records.shape[2] * self.page_size:
+            raise ValueError(
+                f"blocks of {keys.shape[2]} keys do not hold {records.shape[2]} whole pages of {self.page_size}"
+            )
 
     def _check_weights(self, rows: Tensor, weights: Tensor | None) -> None:
         shape = [*rows.shape[:2], self.head_dim]
@@ -241,6 +254,26 @@ def compress_newest(
     place = page[:, None, None, None].expand(-1, keys.shape[1], 1, form.bytes)
     made = _record(of_page[:, :, None], form)
     records.scatter_(2, place, torch.where(full[:, None, None, None], made, records.gather(2, place)))
+
+
+def compress_written(keys: Tensor, records: Tensor, slots: Tensor, form: PageRecord) -> None:
+    """Write the summaries of the pages that new tokens fill, into blocks beside those of the keys.
+
+    A page is filled by the token in its last slot; the tokens before it are in the block already. Tokens that fill no
+    page write nothing.
+
+    Args:
+        keys: blocks ``[N, Hkv, n, D]`` that hold the new tokens, n a multiple of the page size.
+        records: uint8 ``[N, Hkv, n / page_size, form.bytes]``, written to.
+        slots: int ``[T]``, where the new tokens are: block times n plus the place in it; negative for none.
+
+    Raises:
+        ValueError: for records of another form or of other blocks.
+    """
+    form.check_blocks(keys, records)
+    last = slots[(slots >= 0) & (slots % form.page_size == form.page_size - 1)].long()
+    block, page = last // keys.shape[2], last % keys.shape[2] // form.page_size
+    records[block, :, page] = _record(keys.unflatten(2, (-1, form.page_size))[block, :, page].float(), form)
 
 
 def factors(records: Tensor, form: PageRecord) -> Factors:

@@ -1,4 +1,5 @@
-"""Low-rank summaries of pages: Triton kernel of :func:`compress_pages` and :func:`compress_newest`."""
+"""Low-rank summaries of pages: Triton kernel of :func:`compress_pages`, :func:`compress_newest` and
+:func:`compress_written`."""
 
 from __future__ import annotations
 
@@ -48,6 +49,13 @@ def compress_newest(
     _launch(keys, records, lengths, form, weights, block_table)
 
 
+def compress_written(keys: Tensor, records: Tensor, slots: Tensor, form: PageRecord) -> None:
+    """See :func:`foveate.ops.compress.low_rank.compress_written`. One launch; a program owns a token and a KV head, and
+    ends at once where its token fills no page."""
+    form.check_blocks(keys, records)
+    _launch(keys, records, slots, form, None, written=True)
+
+
 def _launch(
     keys: Tensor,
     records: Tensor,
@@ -55,7 +63,9 @@ def _launch(
     form: PageRecord,
     weights: Tensor | None,
     block_table: BlockTable | None = None,
+    written: bool = False,
 ) -> None:
+    """``written``: the new tokens' slots are in ``lengths``."""
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"keys in {keys.dtype}")
     if form.head_dim > _LARGEST:
@@ -63,7 +73,9 @@ def _launch(
     if records.stride(3) != 1 or records.data_ptr() % 4 or any(x % 4 for x in records.stride()[:3]):
         raise UnsupportedError("records that do not begin at multiples of 4 bytes")
     batch, heads, pages, _ = records.shape
-    if lengths is not None:
+    if written:
+        batch, pages = 1, len(lengths)
+    elif lengths is not None:
         pages = 1
     if not batch * heads * pages:
         return
@@ -79,7 +91,8 @@ def _launch(
         0 if lengths is None else lengths.stride(0),
         heads,
         WEIGHTED=weights is not None,
-        NEWEST=lengths is not None,
+        NEWEST=lengths is not None and not written,
+        WRITTEN=keys.shape[2] if written else 0,
         BLOCK_SIZE=block_size(block_table, keys),
         DIM=form.head_dim,
         SIZE=form.page_size,
@@ -136,6 +149,7 @@ def _compress(
     heads,
     WEIGHTED: tl.constexpr,
     NEWEST: tl.constexpr,
+    WRITTEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -151,7 +165,8 @@ def _compress(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Writes the record of page ``program_id(0)``, or (``NEWEST``) of the page that the row's last key fills.
+    """Writes the record of page ``program_id(0)``, or (``NEWEST``) of the page that the row's last key fills, or
+    (``WRITTEN``, slots of a block) of the page that token ``program_id(0)`` fills, whose slot is in ``length``.
 
     ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots, and ``table`` has the blocks of each row.
     """
@@ -163,6 +178,11 @@ def _compress(
         if length % SIZE != 0:
             return
         page = length // SIZE - 1
+    if WRITTEN:
+        last = tl.load(length_ptr + page.to(tl.int64) * length_stride).to(tl.int64)
+        if last < 0 or last % SIZE != SIZE - 1:
+            return
+        batch, page = last // WRITTEN, last % WRITTEN // SIZE
     dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     exists = (places < SIZE)[:, None] & (dims < DIM)[None, :]
     slot = page.to(tl.int64) * SIZE + places

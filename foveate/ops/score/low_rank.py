@@ -5,6 +5,7 @@ from torch import Tensor
 
 from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32
 from foveate.ops.attend.gather import gather_slots, page_slots
+from foveate.ops.block_table import BlockTable
 from foveate.ops.compress.low_rank import PageRecord, factors
 from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import check, pool_logits
@@ -20,6 +21,7 @@ def page_lse(
     lengths: Tensor | None = None,
     pages: Tensor | None = None,
     branch: int = 1,
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """Log-sum-exp of the logits of each page's keys as its summary approximates them: the log of the page's mass.
 
@@ -35,6 +37,8 @@ def page_lse(
             None: all are.
         pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads: only the records ``branch * p`` to ``branch * p +
             branch - 1`` of each page p are read, -1 for none, and these are the pages that are meant elsewhere.
+        block_table: where the records are when ``records`` is blocks that all rows share, ``[N, Hkv, n, form.bytes]``:
+            the table counts records in place of keys. None: in one piece.
 
     Returns:
         fp32 ``[B, Hkv, G, P]``, P being ``N * branch`` of given pages; -inf where no page is.
@@ -42,9 +46,11 @@ def page_lse(
     Raises:
         ValueError: for records of another form, or records, weights or pages that do not fit the queries.
     """
-    form.check(records, rows, weights)
-    check_pages(records, pages, branch)
+    form.check(records, rows, weights, block_table, of_records=True)
+    check_pages(rows, pages, branch)
     there = None
+    if block_table is not None:
+        records = block_table.gather(rows, records)[0]
     if pages is not None:
         slots = page_slots(pages, branch).flatten(2).expand(-1, records.shape[1], -1)
         records, there = gather_slots(records, slots), slots >= 0
@@ -76,6 +82,7 @@ def pooled_mass_of_records(
     lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """The attention that query heads pay to each page, pooled: :func:`page_lse` in place of the logits of
     :func:`~foveate.ops.pooled_mass`.
@@ -84,7 +91,7 @@ def pooled_mass_of_records(
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        records, form, logits, weights, lengths: see :func:`page_lse`.
+        records, form, logits, weights, lengths, block_table: see :func:`page_lse`.
         pooling, pool: see :func:`~foveate.ops.pooled_mass`; or (``of_largest``) the mean of each head's masses over
             its largest, as LOCKS sums them.
 
@@ -96,14 +103,14 @@ def pooled_mass_of_records(
     """
     check(pooling, pool, "of_largest")
     rows = fold_group(q, records.shape[1])
-    lse = page_lse(rows, records, form, logits=logits, weights=weights, lengths=lengths)
-    mask = None if lengths is None else first_keys(lengths, records.shape[2])
+    lse = page_lse(rows, records, form, logits=logits, weights=weights, lengths=lengths, block_table=block_table)
+    mask = None if lengths is None else first_keys(lengths, lse.shape[3])
     return pool_logits(lse, mask, pooling, pool)
 
 
-def check_pages(records: Tensor, pages: Tensor | None, branch: int) -> None:
-    """Raise unless pages are of the records' rows and KV heads, or the same for all of them."""
+def check_pages(rows: Tensor, pages: Tensor | None, branch: int) -> None:
+    """Raise unless pages are of the queries' rows and KV heads, or the same for all of them."""
     if pages is None:
         return
-    if pages.dim() != 3 or len(pages) != len(records) or pages.shape[1] not in (1, records.shape[1]) or branch < 1:
-        raise ValueError(f"pages {tuple(pages.shape)} of {branch} do not fit records {tuple(records.shape)}")
+    if pages.dim() != 3 or len(pages) != len(rows) or pages.shape[1] not in (1, rows.shape[1]) or branch < 1:
+        raise ValueError(f"pages {tuple(pages.shape)} of {branch} do not fit records of queries {tuple(rows.shape)}")

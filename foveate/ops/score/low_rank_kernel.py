@@ -10,7 +10,9 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._math import fold_group
+from foveate.ops.block_table import BlockTable
 from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
@@ -29,7 +31,7 @@ _RESIDENT = 3
 _FAR = tl.constexpr(120.0)
 """How far from the mean's logit those of a page may be, to the base 2, for 2^x of the difference to stay in fp32."""
 _VARYING = ["length_stride_b", "length_stride_h", "page_stride_b", "page_stride_h", "page_stride_p"]
-_VARYING += ["num_kv_heads", "parts", "number", "each"]
+_VARYING += ["table_stride", "num_kv_heads", "parts", "number", "each"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -78,14 +80,15 @@ def page_lse(
     lengths: Tensor | None = None,
     pages: Tensor | None = None,
     branch: int = 1,
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.score.low_rank.page_lse`.
 
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
     are multiplied as such, in the queries' dtype, and summed in fp32. Repeats are equal bit for bit.
     """
-    kept = _kept(rows, records, form, logits, weights, lengths, pages, branch)
-    return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch)]
+    kept = _kept(rows, records, form, logits, weights, lengths, pages, branch, block_table)
+    return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch, block_table)]
 
 
 def pooled_mass_of_records(
@@ -98,18 +101,21 @@ def pooled_mass_of_records(
     lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
+    block_table: BlockTable | None = None,
 ) -> Tensor:
     """See :func:`foveate.ops.score.low_rank.pooled_mass_of_records`: :func:`page_lse`, and a pass that pools it."""
     check(pooling, pool, "of_largest")
-    num_kv_heads, number = records.shape[1:3]
+    num_kv_heads = records.shape[1]
     rows = fold_group(q, num_kv_heads)
-    kept = _kept(rows, records, form, logits, weights, lengths, None, 1, pooling)
+    kept = _kept(rows, records, form, logits, weights, lengths, None, 1, block_table, pooling)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
-    return pooled(kept, num_kv_heads, number, None, lengths, pooling, pool)
+    return pooled(kept, num_kv_heads, _number_of(records, None, 1, block_table), None, lengths, pooling, pool)
 
 
-def _number_of(records: Tensor, pages: Tensor | None, branch: int) -> int:
-    return records.shape[2] if pages is None else pages.shape[2] * branch
+def _number_of(records: Tensor, pages: Tensor | None, branch: int, block_table: BlockTable | None) -> int:
+    if pages is not None:
+        return pages.shape[2] * branch
+    return records.shape[2] if block_table is None else block_table.length
 
 
 def _kept(
@@ -121,13 +127,14 @@ def _kept(
     lengths: Tensor | None,
     pages: Tensor | None,
     branch: int,
+    block_table: BlockTable | None,
     pooling: str | None = None,
 ) -> Kept:
     """The log-sum-exp of each page; ``pooling``: to the base 2, and of the parts of each head what it divides by."""
-    form.check(records, rows, weights)
-    check_pages(records, pages, branch)
+    form.check(records, rows, weights, block_table, of_records=True)
+    check_pages(rows, pages, branch)
     batch, num_kv_heads, group, dim = rows.shape
-    number = _number_of(records, pages, branch)
+    number = _number_of(records, pages, branch, block_table)
     if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {rows.dtype}")
     if dim > _LARGEST:
@@ -153,6 +160,7 @@ def _kept(
             pages,
             kept.logits,
             of_parts,
+            *arguments(block_table),
             rows.stride(),
             records.stride()[:3],
             *((0, 0) if lengths is None else lengths.stride()),
@@ -166,6 +174,7 @@ def _kept(
             logits.scaling,
             WEIGHTED=weights is not None,
             BRANCH=0 if pages is None else branch,
+            BLOCK_SIZE=block_size(block_table, records),
             TOTALS=pooling is not None,
             LARGEST=pooling == "of_largest",
             SOFTCAP=constant(logits.softcap),
@@ -180,16 +189,7 @@ def _kept(
 
 @triton.jit
 def _queries(
-    q_ptr,
-    q_stride_d,
-    weight_ptr,
-    weight_row,
-    units,
-    first,
-    end,
-    exist,
-    WEIGHTED: tl.constexpr,
-    LANES: tl.constexpr,
+    q_ptr, q_stride_d, weight_ptr, weight_row, units, first, end, exist, WEIGHTED: tl.constexpr, LANES: tl.constexpr
 ):
     """Dimensions of the queries from ``first`` to ``end``, divided by the channels' weights.
 
@@ -255,6 +255,8 @@ def _page_lse(
     page_ptr,
     lse_ptr,
     total_ptr,
+    table_ptr,
+    table_stride,
     q_strides,
     record_strides,
     length_stride_b,
@@ -271,6 +273,7 @@ def _page_lse(
     scale,
     WEIGHTED: tl.constexpr,
     BRANCH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TOTALS: tl.constexpr,
     LARGEST: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -292,7 +295,8 @@ def _page_lse(
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
     pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
     how many of the first pages are there. ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1
-    for none.
+    for none. ``BLOCK_SIZE``, where it is not 0: records are in blocks of so many, and ``table`` has the blocks of each
+    row.
 
     Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
     ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes
@@ -321,7 +325,11 @@ def _page_lse(
     whole = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, wholes, 0, DIM, exist, WEIGHTED, LANES)
     low = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, halves, 0, HALF, exist, WEIGHTED, LANES)
     high = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, halves, HALF, DIM, exist, WEIGHTED, LANES)
-    record_ptr += batch * record_stride_b + head * record_stride_h
+    record_ptr += head * record_stride_h
+    if BLOCK_SIZE:
+        table_ptr += batch * table_stride
+    else:
+        record_ptr += batch * record_stride_b
     there = number
     if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
@@ -345,7 +353,11 @@ def _page_lse(
         if BRANCH:
             page = tl.load(page_ptr + place // BRANCH * page_stride_p, mask=stored, other=-1).to(tl.int32)
             slot, stored = page * BRANCH + place % BRANCH, page >= 0
-        ptr = record_ptr + slot.to(tl.int64) * record_stride_p
+        ptr = record_ptr
+        if BLOCK_SIZE:
+            ptr += tl.load(table_ptr + slot // BLOCK_SIZE, mask=stored, other=0).to(tl.int64) * record_stride_b
+            slot = slot % BLOCK_SIZE
+        ptr += slot.to(tl.int64) * record_stride_p
         scale_ptr = ptr.to(tl.pointer_type(tl.float32), bitcast=True)
         code = words(ptr[:, None] + MEAN, wholes[None, :], stored[:, None] & (wholes < DIM // LANES)[None, :], LANES)
         middle = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
