@@ -30,8 +30,13 @@ GROUP = [
 """Methods whose prompts are dense, in every layer."""
 LENGTHS = [61, 23, 40]
 STEPS = 12
-FAR = 70
+FAR = 24
 """Steps past the room behind the prompt."""
+
+
+@pytest.fixture(autouse=True)
+def _little_room(monkeypatch):
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
 
 
 def inputs(batch: str) -> dict[str, torch.Tensor]:
