@@ -11,6 +11,7 @@ from foveate.methods import SharedPrompt
 from tests.combinations import every_pair
 from tests.helpers import cached, left_padded, tiny_model, tokens
 
+pytestmark = pytest.mark.usefixtures("little_room")
 GROUP = [
     "dense",
     "uniform:top_k=9,window=8",
@@ -32,11 +33,6 @@ LENGTHS = [61, 23, 40]
 STEPS = 12
 FAR = 24
 """Steps past the room behind the prompt."""
-
-
-@pytest.fixture(autouse=True)
-def _little_room(monkeypatch):
-    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
 
 
 def inputs(batch: str) -> dict[str, torch.Tensor]:
