@@ -29,3 +29,9 @@ def poisoned():
     """Fresh memory holds NaN, so that what a kernel fails to write is seen."""
     with poisoned_memory():
         yield
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache grows within a few tokens."""
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)

@@ -140,10 +140,7 @@ VARIANTS = [
 each_variant = pytest.mark.parametrize("method", [m for _, m in VARIANTS], ids=[name for name, _ in VARIANTS])
 
 
-@pytest.fixture(autouse=True)
-def _little_room(monkeypatch):
-    """A cache grows within a few tokens."""
-    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
+pytestmark = pytest.mark.usefixtures("little_room")
 
 
 @dataclasses.dataclass

@@ -52,7 +52,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     if not ragged:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     plain, model = attached(spec, cuda_graph=False), attached(spec)
-    more = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 70, "min_new_tokens": 70}
+    more = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 30, "min_new_tokens": 30}
     expected, found = (one.generate(**batch, do_sample=False, **more) for one in (plain, model))
     assert torch.equal(found.sequences, expected.sequences)
     for step, wanted in zip(found.logits, expected.logits, strict=True):
@@ -61,7 +61,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     used = foveate.stats(model).graphs
     assert used.reason == ""
     # the prompt gives the first token; then come a step in which methods settle and one that makes ready
-    assert used.replayed >= (40 if "luka" in spec else 64)
+    assert used.replayed >= 25
     assert used.captured <= 2
     assert foveate.stats(plain).graphs.replayed == 0
 

@@ -11,6 +11,7 @@ from foveate.methods import SharedPrompt
 from tests.combinations import every_pair
 from tests.helpers import cached, left_padded, tiny_model, tokens
 
+pytestmark = pytest.mark.usefixtures("little_room")
 GROUP = [
     "dense",
     "uniform:top_k=9,window=8",
@@ -30,7 +31,7 @@ GROUP = [
 """Methods whose prompts are dense, in every layer."""
 LENGTHS = [61, 23, 40]
 STEPS = 12
-FAR = 70
+FAR = 24
 """Steps past the room after the prompt."""
 
 

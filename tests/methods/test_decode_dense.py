@@ -69,11 +69,11 @@ def test_longer_ones_find_what_they_need(method):
 
 
 @each_that_can
+@pytest.mark.usefixtures("little_room")
 def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     if methods.replay_obstacle(method):
         return
     monkeypatch.setattr(replay, "ROOM", 1)
-    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)  # it grows within a few tokens
     given = Tokens.random(2, PROMPT + 45)
     driver, dense, sparse = (Driver(one, PROMPT) for one in (method, methods.make("dense"), method))
     for one in (driver, dense, sparse):

@@ -8,14 +8,9 @@ from foveate import methods
 from foveate.runtime import replay
 from tests.recorded import Replayed, record
 
+pytestmark = pytest.mark.usefixtures("little_room")
 RECORDED = [(name, method) for name, method in VARIANTS if not methods.replay_obstacle(method)]
 each_recorded = pytest.mark.parametrize("method", [m for _, m in RECORDED], ids=[name for name, _ in RECORDED])
-
-
-@pytest.fixture(autouse=True)
-def _little_room(monkeypatch):
-    """A cache grows within a few tokens."""
-    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
 
 
 def assert_same_counts(a, b):
