@@ -30,7 +30,6 @@ FULL = "kascade:top_k=1.0,anchors=[0,3],decode_only=true"
 SMALL = "kascade:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
 FULL_PAGES = "pages:top_k=1.0,weighted=false"
 PAGES = "pages:top_k=64,weighted=false"
-LOCKS = "locks:top_k=64,page_size=16"
 BY_PAGES = f"{SMALL},score_keys=pages,first_layer=pages,weighted=false"
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
 """Prompts in chunks of at most 64 tokens, shared with the rows that decode."""
@@ -134,7 +133,7 @@ def test_all_keys_give_the_tokens_of_vllm_itself(folder, own, spec):
 
 @pytest.mark.parametrize(
     ("spec", "block_size", "choosing"),
-    [(SMALL, 16, 2), (SMALL, 32, 2), (PAGES, 32, LAYERS), (LOCKS, 16, LAYERS), (BY_PAGES, 16, 2)],
+    [(SMALL, 16, 2), (SMALL, 32, 2), (PAGES, 32, LAYERS), (BY_PAGES, 16, 2)],
 )
 def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, choosing):
     """In mixed batches, with prompts in chunks and, the second time, from cached blocks; and its counts."""
