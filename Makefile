@@ -23,7 +23,10 @@ demo: $(VENV)/.installed $(MODEL)/config.json
 	  --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
 	  --dtype float32 --show-answers --out runs/demo.jsonl
 	@echo; $(BIN)/python examples/seen.py runs/demo.jsonl
-	@printf '%s\n' '' 'What next:' \
+	@printf '%s\n' \
+	  'snapkv keeps what the end of the prompt attends to. Its answers begin right here (873 for 8737866) and go wrong: the' \
+	  'later digits are attended to, probably, only once the first are said. Larger models keep them (docs/papers/luka.md).' \
+	  '' 'What next:' \
 	  '  longer contexts      the same command with --length 4096 and another --out' \
 	  '  your own model       foveate calibrate --model DIR ... and foveate compare --model DIR ... (README.md, quick start)' \
 	  '  a method for a goal  README.md, "Which method?"; all methods and settings: foveate methods' \
