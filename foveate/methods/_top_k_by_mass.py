@@ -63,7 +63,7 @@ class TopKByMass(SharedSelection):
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         mask, lengths = cache.stored()
-        cache.count_read(cache.held(mask, lengths))
+        cache.count_read()
         mask = None if mask is None else mask[:, :, None]
         how = {"pooling": self.pooling, "pool": self.pool, "mask": mask, "lengths": lengths}
         how |= {"sink_logits": cache.sink_logits, "softcap": cache.softcap, "block_table": cache.block_table}
