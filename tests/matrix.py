@@ -93,7 +93,7 @@ VARIANTS = [
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),
     ("adakv/floor", methods.make("adakv", top_k=0.3, window=4, kernel_size=3, pooling="max", floor=0.9)),
     ("adakv/no_floor", methods.make("adakv", top_k=9, window=5, kernel_size=1, floor=0.0)),
-    ("rocketkv/share", methods.make("rocketkv", keep=0.6, top_k=17, page_size=5, window=3, kernel_size=1)),
+    ("rocketkv/share", methods.make("rocketkv", keep=0.25, top_k=11, page_size=5, window=3, kernel_size=1)),
     ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
     *(
         (f"lte/{name}", methods.make("lte", **LTE | settings).for_layer(1, 3))
@@ -497,7 +497,7 @@ PROMISED = {
     "h2o": lambda method, prompt, length: range(length - method.window, length),
     "uniform": lambda method, prompt, length: range(length - method.window, length),
     "lte": lambda method, prompt, length: {*range(method.sinks), *range(length - method.window, length)},
-    "pages": lambda method, prompt, length: {*range(method.sinks), *range(length + 1 - method.window, length)},
+    "pages": lambda method, prompt, length: {*range(method.sinks), *range(length + 1 - method.tail, length)},
     "locks": lambda method, prompt, length: {
         *range(method.page_size),
         *range(length // method.page_size * method.page_size, length),
