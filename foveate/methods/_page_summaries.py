@@ -108,16 +108,18 @@ class PageBoxes(PageSummaries):
     def write_newest(self, cache: SlotCache) -> None:
         corners = cache.channel("low"), cache.channel("high")
         how = {"block_table": cache.block_table}
-        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("lengths"), self.size, **how)
+        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("counts"), self.size, **how)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The largest logit that a key in the page's box can have, for each query head.
 
         Bounds are not capped where a model caps its logits: the order of pages is the same.
         """
-        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
+        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages, of="counts")
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        return ops.largest_logit(rows, low, high, scaling, lengths=cache.each_row(self.pages)).flatten(1, 2)
+        return ops.largest_logit(rows, low, high, scaling, lengths=cache.each_row(self.pages, of="counts")).flatten(
+            1, 2
+        )
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class LowRankPages(PageSummaries):
 
     def write_newest(self, cache: SlotCache) -> None:
         """Write the records of the pages that the rows' newest keys have filled."""
-        lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
+        lengths, form = cache.row_tensor("counts"), self.form(cache.geometry)
         how = {"weights": self._weights(cache), "block_table": cache.block_table}
         ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
 
@@ -203,9 +205,9 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share.
         """
-        records = cache.channel("records")[:, :, : cache.most(self.pages)]
-        lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full)
-        how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
+        records = cache.channel("records")[:, :, : cache.most(self.pages, of="counts")]
+        lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full, of="counts")
+        how = {"weights": self._weights(cache), "lengths": lengths, "logits": cache.logits(scaling)}
         how |= {"pooling": pooling, "pool": pool}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
 
