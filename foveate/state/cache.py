@@ -282,8 +282,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         step = self.step
         if step is not None:
             newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
-            freed = self.device_state.freed_slots
-            self._put(step.slots, freed, k, v, newest, take=freed is not None)
+            self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
         if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
