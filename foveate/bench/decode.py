@@ -71,7 +71,7 @@ class Plan:
         for spec in self.methods:
             method = parsed(spec)
             if method.evicts and self.level == "kernel":
-                raise UserError(f"{method.name} gives up tokens as it decodes, which is seen at level layer alone")
+                raise UserError(f"{method.name} evicts tokens, which is seen at level layer alone")
 
     @property
     def scaling(self) -> float:

@@ -167,6 +167,7 @@ def _end(plan: Plan, policy: Method, prompt: _Prompt, forward: dict[Any, Any]) -
         keep = policy.prompt_end(branch, plan.scaling)
         if keep is not None:
             branch.retain(keep, policy.uneven)
+        policy.prompt_packed(branch)
 
     return _timed(end, plan.device)
 

@@ -14,7 +14,7 @@ from foveate.state import SlotCache
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
     """Attention of one token per row over every token that the cache holds, counted."""
     mask, lengths = cache.stored()
-    cache.count_read(cache.held(mask, lengths))
+    cache.count_read()
     mask = None if mask is None else mask[:, :, None]
     how = {"mask": mask, "lengths": lengths, "need_mass": need_mass, "block_table": cache.block_table}
     return ops.attend(q, *cache.memory, logits=cache.logits(scaling), **how)

@@ -118,16 +118,18 @@ class PageBoxes(PageSummaries):
     def write_newest(self, cache: SlotCache) -> None:
         corners = cache.channel("low"), cache.channel("high")
         how = {"block_table": cache.block_table}
-        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("lengths"), self.size, **how)
+        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("counts"), self.size, **how)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The largest logit that a key in the page's box can have, for each query head.
 
         Bounds are not capped where a model caps its logits: the order of pages is the same.
         """
-        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages)
+        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages, of="counts")
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        return ops.largest_logit(rows, low, high, scaling, lengths=cache.each_row(self.pages)).flatten(1, 2)
+        return ops.largest_logit(rows, low, high, scaling, lengths=cache.each_row(self.pages, of="counts")).flatten(
+            1, 2
+        )
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class LowRankPages(PageSummaries):
         """Write the records of the pages that the rows' newest keys have filled, unless :meth:`write_filled` has."""
         if cache.channels_in_blocks:
             return
-        lengths, form = cache.row_tensor("lengths"), self.form(cache.geometry)
+        lengths, form = cache.row_tensor("counts"), self.form(cache.geometry)
         how = {"weights": self._weights(cache), "block_table": cache.block_table}
         ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
 
@@ -222,8 +224,8 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share.
         """
-        records, table = cache.entries("records", cache.most(self.pages))
-        lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full)
+        records, table = cache.entries("records", cache.most(self.pages, of="counts"))
+        lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full, of="counts")
         how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
         how |= {"pooling": pooling, "pool": pool, "block_table": table}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)

@@ -29,12 +29,10 @@ class Settings:
 
     name: ClassVar[str] = ""
     """Registered name."""
-    former_name: ClassVar[str] = ""
-    """A name by which specs and rows may still call the method."""
     retired: ClassVar[Mapping[str, Any]] = {}
     """Removed settings that older rows record, each with the value under which it had no effect."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Former names of settings, which specs and rows may still use, each with its present name."""
+    """Former names of the method and of its settings, which specs and rows may still use, each with the present one."""
 
     def __deepcopy__(self, memo):
         return self
@@ -84,6 +82,11 @@ class Settings:
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
         share = isinstance(value, float) and 0.0 < value <= 1.0
         self._check(name, whole or share, f"an integer of at least {least} (a number) or a float in (0, 1] (a share)")
+
+    def _check_odd(self, name: str) -> None:
+        value = getattr(self, name)
+        odd = isinstance(value, int) and not isinstance(value, bool) and value > 0 and value % 2 == 1
+        self._check(name, odd, "odd and positive")
 
     def _check_choice(self, name: str, *choices: str) -> None:
         self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))

@@ -52,7 +52,7 @@ class TopKByMass(SharedSelection):
 
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         _, lengths = cache.stored()
-        cache.count_read(cache.held(None, lengths))
+        cache.count_read()
         attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, attended.mass, lengths), attended.out
 

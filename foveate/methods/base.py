@@ -18,7 +18,7 @@ from foveate import ops
 from foveate.methods._settings import Settings
 from foveate.methods._settings import setting as setting
 from foveate.methods.budgets import Number
-from foveate.state import Channel, Geometry, RowNumber, SlotCache
+from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
 
 REGISTRY: dict[str, type[Method]] = {}
 
@@ -101,8 +101,9 @@ class Method(Settings):
 
     # What the cache may assume
 
-    evicts: ClassVar[bool] = False
-    """Whether the method removes tokens from the cache, so that slots are reused. Per class."""
+    evicts: ClassVar[Evicts] = Evicts.NEVER
+    """When the method removes tokens from the cache: at the end of a prompt alone, or in decode steps too. The latter
+    excludes channels per page, and keys in blocks. Per class."""
     uneven: ClassVar[bool] = False
     """Whether the KV heads of a layer may hold different numbers of tokens. Per settings."""
     stateful: ClassVar[bool] = True
@@ -123,9 +124,6 @@ class Method(Settings):
 
     # How decode steps may be run
 
-    decodes_in_blocks: ClassVar[bool] = False
-    """Whether :meth:`prompt` may be called for several decoded tokens at once instead of :meth:`decode` for each. Per
-    class."""
     sparse_from_tokens: ClassVar[int | None] = None
     """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`. None:
     the method has no :meth:`decode_dense`. Per settings."""
@@ -225,11 +223,15 @@ class Method(Settings):
         return None if type(self).observe is Method.observe else Observation(self)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]``; None: all.
+        """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]`` or, for all rows and
+        heads, ``[K]``; None: all.
 
         A method that is :attr:`uneven` may give -1 for none, and other numbers of slots to each KV head.
         """
         return None
+
+    def prompt_packed(self, cache: SlotCache) -> None:
+        """Called after :meth:`prompt_end`, when the kept tokens fill the first slots: fill channels per page."""
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``; updates state, evicts and counts."""

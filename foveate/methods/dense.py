@@ -18,7 +18,6 @@ class Dense(Method):
     source: ClassVar[str] = "Vaswani et al. 2017"
     stateful: ClassVar[bool] = False
     replay: ClassVar[Replay] = Replay()
-    decodes_in_blocks: ClassVar[bool] = True
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out

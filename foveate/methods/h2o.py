@@ -9,7 +9,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Evicts, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class H2O(Method):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1"
-    evicts: ClassVar[bool] = True
+    evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}

@@ -26,7 +26,7 @@ class H2OAsPublished(Method):
     """
 
     name: ClassVar[str] = "h2o_as_published"
-    former_name: ClassVar[str] = "lined_as_published"
+    renamed: ClassVar[dict] = {"lined_as_published": "h2o_as_published"}
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay()

@@ -33,7 +33,7 @@ class Locks(PageMethod):
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages that are read."""
     sinks: ClassVar[int] = 1
-    window: ClassVar[int] = 1
+    tail: ClassVar[int] = 1
 
     top_k: int | float = setting(
         2048, f"keys read: a number, or a share of the tokens so far, at least {LEAST_KEYS}; in whole pages"

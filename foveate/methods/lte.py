@@ -17,7 +17,7 @@ from foveate.layers import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, keep_heavy, recent
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Evicts, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LTE(Method):
 
     name: ClassVar[str] = "lte"
     source: ClassVar[str] = "laLTE, He and Garner 2025, section 3.1, on a frozen model"
-    evicts: ClassVar[bool] = True
+    evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0, "score": "key_norm"}
     small_budget: ClassVar[dict] = {"top_k": 0.25, "window": 13, "sinks": 2, "score": "key_norm"}

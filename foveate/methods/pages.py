@@ -35,7 +35,7 @@ class PageMethod(Method):
     replay: ClassVar[Replay] = Replay()
     sinks: ClassVar[int] = 0
     """First tokens whose pages are always read."""
-    window: ClassVar[int] = 0
+    tail: ClassVar[int] = 0
     """Newest tokens whose pages are always read; 0: all pages compete, the one that is being filled by the keys that it
     has."""
     fewest: ClassVar[int] = 0
@@ -86,7 +86,7 @@ class PageMethod(Method):
         self.summaries.write_newest(cache)
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
-        how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
+        how = {"lengths": cache.row_tensor("counts"), "block_table": cache.block_table}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -102,16 +102,16 @@ class PageMethod(Method):
         of a group that read it.
         """
         scores = ranked = self.summaries.scores(cache, q, scaling)
-        ends, counts = cache.each_row(self.summaries.pages), cache.each_row(self.count)
-        if self.window:
-            newest = cache.each_row(self.first_newest)
+        ends, counts = cache.each_row(self.summaries.pages, of="counts"), cache.each_row(self.count, of="counts")
+        if self.tail:
+            newest = cache.each_row(self.first_newest, of="counts")
             ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
-        pages = ops.topk_rows(ranked, counts, cache.most(self.most_pages), lengths=ends, dtype=torch.int32)
+        pages = ops.topk_rows(ranked, counts, cache.most(self.most_pages, of="counts"), lengths=ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
             cache.count("pages_refined", counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
-        heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("lengths")
+        heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("counts")
         cache.count_read(ops.keys_of_pages(pages, heads, self.page_size, lengths))
         return pages
 
@@ -119,11 +119,11 @@ class PageMethod(Method):
 
     def first_newest(self, length: Number) -> Number:
         """The page of the first of the newest tokens."""
-        return clamp(length - self.window, 0, length) // self.page_size
+        return clamp(length - self.tail, 0, length) // self.page_size
 
     def least(self, length: Number) -> Number:
         """Pages that a row reads at least, if it has them: those that are always read."""
-        if not self.window:
+        if not self.tail:
             return self.fewest
         pages = self.summaries.pages(length)
         return pages - clamp(self.first_newest(length) - self.summaries.pages(self.sinks), 0, pages)
@@ -137,7 +137,7 @@ class PageMethod(Method):
     def most_pages(self, length: int) -> int:
         """No row that is no longer may read more pages."""
         pages, allowed = self.summaries.pages, clamp(budget(self.top_k, length, LEAST_KEYS), 0, length)
-        newest = (self.window + self.page_size - 2) // self.page_size + 1 if self.window else 0
+        newest = (self.tail + self.page_size - 2) // self.page_size + 1 if self.tail else 0
         return clamp(pages(allowed), max(self.fewest, pages(self.sinks) + newest), pages(length))
 
 
@@ -166,7 +166,7 @@ class Pages(PageMethod):
     counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
     """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
     sinks: ClassVar[int] = 4
-    window: ClassVar[int] = 16
+    tail: ClassVar[int] = 16
 
     page_size: int = setting(8, "tokens of a page")
     rank: int = setting(2, "directions of a page's summary, 1 to 8")

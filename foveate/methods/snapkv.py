@@ -10,7 +10,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, keep_heavy, note_queries, observed_mass
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import budget
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Evicts, Geometry, SlotCache
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SnapKV(Method):
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, Li et al. 2024, arXiv:2404.14469"
-    evicts: ClassVar[bool] = True
+    evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}
@@ -40,8 +40,7 @@ class SnapKV(Method):
         self._check_budget("top_k")
         self._check_count("min_k")
         self._check_count("window", 1)
-        odd = isinstance(self.kernel_size, int) and self.kernel_size > 0 and self.kernel_size % 2 == 1
-        self._check("kernel_size", odd and not isinstance(self.kernel_size, bool), "odd and positive")
+        self._check_odd("kernel_size")
         self._check_choice("pooling", "avg", "max")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:

@@ -29,8 +29,8 @@ def get(name: str) -> type[Method]:
     Raises:
         ValueError: when the name is unknown; names the nearest.
     """
-    found = next((cls for cls in REGISTRY.values() if name in (cls.name, cls.former_name)), None)
-    if not name or found is None:
+    found = next((cls for cls in REGISTRY.values() if cls.renamed.get(name, name) == cls.name), None)
+    if found is None:
         raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
     return found
 

@@ -11,7 +11,7 @@ from foveate import ops
 from foveate.methods._common import attend_all
 from foveate.methods.base import Method, Replay, setting
 from foveate.methods.budgets import Number, budget
-from foveate.state import SlotCache
+from foveate.state import Evicts, SlotCache
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Streaming(Method):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, Xiao et al. 2024, arXiv:2309.17453"
-    evicts: ClassVar[bool] = True
+    evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     replay: ClassVar[Replay] = Replay()
     full_budget: ClassVar[dict] = {"window": 1.0}
     small_budget: ClassVar[dict] = {"sinks": 2, "window": 13}
@@ -54,7 +54,7 @@ class Streaming(Method):
         kept = (cache.positions < self.sinks) | (cache.positions >= lower)
         if bool(kept.all()):
             return None
-        return kept[0, 0].nonzero()[:, 0].expand(*kept.shape[:2], -1)
+        return kept[0, 0].nonzero()[:, 0]
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out

@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate.methods._common import attend_all, evict_weakest
 from foveate.methods.base import Method, Replay, setting
 from foveate.methods.budgets import Number, budget
-from foveate.state import SlotCache
+from foveate.state import Evicts, SlotCache
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Uniform(Method):
 
     name: ClassVar[str] = "uniform"
     source: ClassVar[str] = "baseline"
-    evicts: ClassVar[bool] = True
+    evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"top_k": 1.0}

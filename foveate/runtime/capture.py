@@ -53,12 +53,12 @@ def maintenance(groups: Sequence[DeviceRows]) -> Iterator[None]:
 
 def device_rows(store: SlotCache) -> DeviceRows:
     """Allocate row numbers on the device for a cache; :func:`write_rows` fills them."""
-    return DeviceRows(store.batch_size, store.evicts, store.device, store.own_numbers)
+    return DeviceRows(store.batch_size, store.reuses_slots, store.device, store.own_numbers)
 
 
 def freed_slots(store: SlotCache) -> Tensor | None:
-    """Allocate int64 ``[B, Hkv]``, -1, for the slots that a step evicts; None for a method that never evicts."""
-    if not store.evicts:
+    """Allocate int64 ``[B, Hkv]``, -1, for the slots that a step evicts; None if steps never evict."""
+    if not store.reuses_slots:
         return None
     with torch.inference_mode(False):
         return torch.full((store.batch_size, store.geometry.num_kv_heads), -1, device=store.device)
@@ -72,13 +72,13 @@ def write_rows(rows: DeviceRows, store: SlotCache) -> None:
 def move_to_device(stores: Sequence[SlotCache]) -> DeviceRows:
     """Move the row numbers of caches whose rows have the same numbers to the device, where steps advance them.
 
-    Borrowed keys and values of a method that evicts are copied first (:meth:`SlotCache.own_memory`), since its steps
-    overwrite slots.
+    Borrowed keys and values of a method that evicts in decode are copied first (:meth:`SlotCache.own_memory`), since
+    its steps overwrite slots.
     """
     rows = device_rows(stores[0])
     write_rows(rows, stores[0])
     for store in stores:
-        if store.evicts:
+        if store.reuses_slots:
             store.own_memory()
         store.move_to_device(rows, freed_slots(store))
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.methods import Method
+from foveate.methods import Dense, Method
 from foveate.ops import Logits, PromptHeads
 from foveate.ops._dispatch import runs_kernel
 from foveate.runtime.phase import Phase
@@ -190,7 +190,7 @@ class Layer:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
-        if n > 1 and self.method.decodes_in_blocks and store.uniform:
+        if n > 1 and isinstance(self.method, Dense) and store.uniform:
             store.append(k, v)
             for missing in range(n - 1, -1, -1):
                 store.count_read(store.used - missing, available=store.used - missing)
@@ -206,19 +206,19 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
-        if not (self.captured_dense if store.step is not None else self.decodes_densely(max(store.lengths))):
+        if not (self.captured_dense if store.step is not None else self.decodes_densely(store.used)):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.decode_dense(store, q, scaling)
 
-    def decodes_densely(self, longest: int) -> bool:
-        """Whether ``dense_below`` makes a decode step dense when the longest sequence has ``longest`` tokens."""
+    def decodes_densely(self, held: int) -> bool:
+        """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
         below, store, sparse_from = self.dense_below, self.store, self.method.sparse_from_tokens
         if sparse_from is None:
             return False
         if below == "auto":
             below = sparse_from if store.device.type == "cuda" and runs_kernel("attend") else 0
-        return store.batch_size * longest < below
+        return store.batch_size * held < below
 
     # Undo
 
@@ -270,12 +270,15 @@ class Layer:
 
 
 def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
-    """Call ``Method.prompt_end``, row by row if lengths differ, and evict the slots that it does not keep.
+    """Call ``Method.prompt_end``, evict the slots that it does not keep, and call ``Method.prompt_packed``.
+
+    Both hooks are called row by row if lengths differ.
 
     Args:
         store: the cache, which holds the prompt and nothing after it.
     """
-    if store.uniform and len(set(store.rows["observed"])) == 1:
+    together = store.uniform and len(set(store.rows["observed"])) == 1
+    if together:
         keep = method.prompt_end(store, scaling)
     else:
         kept = []
@@ -283,12 +286,13 @@ def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
             row = store.row(b)
             kept.append(method.prompt_end(row, scaling) if row.used else None)
             store.put_back(b, row)
-        slots = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
-        everything = [every.expand(1, store.geometry.num_kv_heads, -1) for every in slots]
+        everything = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
         keep = [every if one is None else one for one, every in zip(kept, everything)]
         keep = keep if any(one is not None for one in kept) else None
     if keep is not None:
         store.retain(keep, method.uneven)
+    for row in [store] if together else map(store.row, range(store.batch_size)):
+        method.prompt_packed(row)
     store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
 
 

@@ -72,7 +72,7 @@ class ReplayedSteps:
         self._totals: list[int] = []
         """For each group, the sum of its rows' lengths at the last :meth:`_enter`."""
         self._longest: list[int] = []
-        """For each group, the length of its longest row at that time."""
+        """For each group, the tokens in its fullest row at that time."""
 
     def __deepcopy__(self, memo):  # a copied cache has other memory: it captures its own steps
         return None
@@ -167,12 +167,12 @@ class ReplayedSteps:
             used = store.used
             if store.capacity - used < (1 if self._warm else ROOM):
                 store.reserve(used + ROOM)
-            if store.evicts:
+            if store.reuses_slots:
                 store.own_memory()
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method.spec if store.evicts or layer.method.replay.maintains else None,
+                layer.method.spec if store.reuses_slots or layer.method.replay.maintains else None,
                 store.capacity,
                 *((name, tuple(numbers)) for name, numbers in store.rows.items()),
                 None if store.freed is None else tuple(store.freed.rows),
@@ -191,7 +191,7 @@ class ReplayedSteps:
             store = stores[self._grouping.index(group)]
             capture.write_rows(rows, store)
             self._totals.append(sum(store.lengths))
-            self._longest.append(max(store.lengths))
+            self._longest.append(store.used)
         memory = [tensor for store in stores for tensor in store.tensors.values()]
         memory += [count for store in stores for count in store.counters.on_device(store.device)]
         memory += written

@@ -2,6 +2,6 @@
 
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters
-from foveate.state.description import Channel, Geometry, RowNumber
+from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 
-__all__ = ["Channel", "Counters", "Geometry", "RowNumber", "SlotCache"]
+__all__ = ["Channel", "Counters", "Evicts", "Geometry", "RowNumber", "SlotCache"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foveate.ops import Logits, first_keys, put_token
 from foveate.state.counters import Counters, Tally, over_rows
-from foveate.state.description import Channel, Geometry, RowNumber
+from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed
 from foveate.state.row_numbers import DeviceState, RowNumbers
@@ -33,12 +33,12 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         batch_size: number of sequences.
         dtype, device: of keys and values.
         channels: state that the method keeps, by name, its own row numbers included.
-        evicts: whether the method evicts, so that positions are kept for each slot.
+        evicts: when the method evicts; if ever, positions are kept for each slot.
         counters: where to count what is read; None: new ones.
         block_size: slots of a block of keys and values, see :class:`Storage`; 0: they are contiguous.
 
     Raises:
-        ValueError: for a method that evicts with a ``block_size``, or with channels per page.
+        ValueError: for a method that evicts in decode with a ``block_size``, or with channels per page.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         dtype: torch.dtype,
         device: torch.device,
         channels: Mapping[str, Channel | RowNumber] | None = None,
-        evicts: bool = False,
+        evicts: Evicts = Evicts.NEVER,
         counters: Counters | None = None,
         block_size: int = 0,
     ):
@@ -68,17 +68,17 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.uneven = False  # KV heads of a row may hold different numbers of tokens
         self.record_past = False  # tokens may be undone: see eviction.py and snapshots.py
         self.snapshots = {}
-        self.borrowed = False  # see branch
+        self._borrowed = False  # see branch
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass, see hand_on
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
         self._row: int | None = None  # which row of a batch this is, see row
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
-        self.block_size, self.free_blocks = block_size, []
-        if evicts and any(spec.per > 1 for spec in self.specs.values()):
-            raise ValueError("a method that evicts cannot have channels per page: the tokens of a page would move")
-        if evicts and block_size:
-            raise ValueError("a method that evicts keeps its slots in one piece, not in blocks")
+        self.block_size, self._free_blocks = block_size, []
+        if self.reuses_slots and any(spec.per > 1 for spec in self.specs.values()):
+            raise ValueError("a method that evicts in decode cannot have channels per page: a page's tokens would move")
+        if self.reuses_slots and block_size:
+            raise ValueError("a method that evicts in decode keeps its slots in one piece, not in blocks")
         for name, spec in self.specs.items():
             if spec.per == 0:
                 with torch.inference_mode(False):
@@ -189,14 +189,15 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             counts = self.rows["counts"]
             if counts == self.rows["live"] and min(counts) == max(counts) and not self.uneven:
                 return None, None
-        if "positions" in self.tensors:
+        if self.reuses_slots or self.uneven:
             return self.positions >= 0, None
         return None, self.row_tensor("counts")
 
-    def held(self, mask: Tensor | None, lengths: Tensor | None) -> int | Tensor:
-        """Tokens held, as an argument of :meth:`count_read`, from the results of :meth:`stored`."""
+    def _held(self) -> int | Tensor:
+        """Tokens held, as an argument of :meth:`count_read`."""
         if self.step is not None and not self.uneven:  # the same number in every layer
             return self.step.once("held", functools.partial(self.step["live"].sum, dtype=torch.float64))
+        mask, lengths = self.stored()
         if mask is not None:
             return mask.sum(-1)
         return self.used if lengths is None else lengths[:, None]
@@ -206,19 +207,19 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
-    def count_read(self, keys: float | Tensor, available: int | None = None) -> None:
+    def count_read(self, keys: float | Tensor | None = None, available: int | None = None) -> None:
         """Count one decode step and the keys that it read, from the sizes or masks of the selection.
 
         Args:
             keys: keys read by a KV head, raw or summary: a number for every row and head; a tensor ``[B, Hkv or 1]``;
-                or a tensor ``[]``, already summed over the rows as the mean over the KV heads.
+                or a tensor ``[]``, already summed over the rows as the mean over the KV heads. None: all that it holds.
             available: keys that dense attention would read in each row; None: all tokens so far.
         """
         counters = self.counters
         if self.step is None:  # ReplayedSteps counts captured steps
             available = sum(self.lengths) if available is None else available * self.batch_size
             counters.count_steps(1, self.batch_size, available)
-        self.count("keys_read", keys)
+        self.count("keys_read", self._held() if keys is None else keys)
 
     def count(self, name: str, number: float | Tensor) -> None:
         """Add to a counter.
@@ -242,8 +243,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
         The value stored for these under the name ``instead_of`` is dropped.
         """
-        self.forward.pop((instead_of, self._row, self.now), None)
-        self.forward[name, self._row, self.now] = value
+        self.forward.pop((instead_of, self._row, self._now), None)
+        self.forward[name, self._row, self._now] = value
 
     def handed_on(self, name: Hashable) -> Any:
         """The value that an earlier layer of this forward pass has stored with :meth:`hand_on`.
@@ -251,7 +252,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         Raises:
             LookupError: when none has.
         """
-        key = (name, self._row, self.now)
+        key = (name, self._row, self._now)
         if key not in self.forward:
             raise LookupError(f"no earlier layer of this forward pass has left {name!r}")
         return self.forward[key]
@@ -381,30 +382,30 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return one
 
     def branch(
-        self, channels: Mapping[str, Channel | RowNumber], evicts: bool, counters: Counters, filled: dict[str, str]
+        self, channels: Mapping[str, Channel | RowNumber], evicts: Evicts, counters: Counters, filled: dict[str, str]
     ) -> SlotCache:
         """A cache of the same tokens for another method, which shares the memory of keys and values.
 
         A branch writes its new tokens to the slots after the shared ones, and so does the next branch: use one at a
-        time. A branch that evicts copies keys and values first.
+        time. A branch that evicts in decode copies keys and values before it overwrites them.
 
         Args:
             channels, evicts, counters: of the other method.
             filled: channels to copy from this cache: for each name in the branch, the name here. Others are empty.
         """
-        size = 0 if evicts else self.block_size
+        size = 0 if evicts is Evicts.IN_DECODE else self.block_size
         one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
         one.rows = one.rows | {name: list(self.rows[name]) for name in one.rows if name not in one.own_numbers}
-        one.capacity, one.borrowed = self.capacity, True
+        one.capacity, one._borrowed = self.capacity, True
         one.sink_logits, one.softcap = self.sink_logits, self.softcap
         shared = ("keys", "values", "block_table") if size == self.block_size else ()
         one.tensors |= {name: self.tensors[name] for name in shared if name in self.tensors}
-        one.free_blocks = self.free_blocks if shared else []
+        one._free_blocks = self._free_blocks if shared else []
         for name, spec in one._slot_specs().items():
             if name not in shared:
                 one.tensors[name] = one._buffer(name, spec, self.capacity)
         if not shared:  # copy from blocks into contiguous memory
-            one.borrowed = False
+            one._borrowed = False
             one._write(0, self.keys, self.values)
         for name, here in filled.items():
             one.tensors[name].copy_(self.tensors[here])

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
+
+
+class Evicts(enum.Enum):
+    """When a method removes tokens from the cache. Only :attr:`NEVER` is false."""
+
+    NEVER = ""
+    AT_PROMPT_END = "at the end of a prompt"
+    """The tokens that are left are packed into the first slots in their order, and decoded tokens follow them."""
+    IN_DECODE = "in decode steps"
+    """Later tokens reuse slots, so that slots have no order; likely at the end of a prompt, too."""
+
+    def __bool__(self) -> bool:
+        return self is not Evicts.NEVER
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class DeviceRows:
 
     Args:
         batch_size: number of rows.
-        evicts: whether the method evicts.
+        evicts: whether the method evicts in decode.
         device: of the tensors.
         own: names of the method's own row numbers.
     """
@@ -151,7 +151,7 @@ class DeviceRows:
     def read(self) -> tuple[dict[str, list[int]], list[bool]]:
         """The row numbers now, on the host, and the rows that have evicted a slot for the next token to reuse.
 
-        Waits for the device only if the method evicts; otherwise the numbers follow from the count of steps.
+        Waits for the device only if the method evicts in decode; otherwise the numbers follow from the count of steps.
         """
         if not self.steps or not self.evicts:
             moved = {name: [number + self.steps for number in self._rows[name]] for name in NAMES[:3]}

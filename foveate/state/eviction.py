@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops import first_keys, gather_slots, give_up, weakest
+from foveate.state.description import Evicts
 
 
 class Freed(NamedTuple):
@@ -27,6 +29,11 @@ class Freed(NamedTuple):
 
 class Eviction:
     """The operations of a :class:`~foveate.state.SlotCache` that remove tokens."""
+
+    @property
+    def reuses_slots(self) -> bool:
+        """Whether decoded tokens may take the slots of evicted ones."""
+        return self.evicts is Evicts.IN_DECODE
 
     def evict(
         self,
@@ -96,22 +103,29 @@ class Eviction:
     def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
         """Keep only the given slots, packed in the order of their positions, and free the memory of the others.
 
+        Channels per page are 0 afterwards, for their pages hold other tokens.
+
         A row uses as many slots as its KV head with the most tokens. Heads with fewer leave their first slots empty, so
         that the newest tokens of a row are in its last slots in every head.
 
         Args:
-            keep: slots, int64 ``[B, Hkv, K]``, or one ``[1, Hkv, K_b]`` for each row; -1 for none.
+            keep: slots, int64 ``[B, Hkv, K]`` or ``[K]`` for all rows and heads; or for each row ``[1, Hkv, K_b]`` or
+                ``[K_b]``. -1 for none.
             uneven: whether KV heads may keep different numbers of slots. Counting them then waits for the device.
         """
-        kept = [keep.shape[2]] * self.batch_size if isinstance(keep, Tensor) else [one.shape[2] for one in keep]
-        if isinstance(keep, list):
-            width = max(kept)
-            keep = torch.cat([torch.nn.functional.pad(one, (0, width - one.shape[2]), value=-1) for one in keep])
+        heads = self.geometry.num_kv_heads
+        if isinstance(keep, Tensor):
+            keep = keep.expand(self.batch_size, heads, -1)
+            kept = [keep.shape[2]] * self.batch_size
+        else:
+            kept = [one.shape[-1] for one in keep]
+            each = (one.expand(1, heads, -1) for one in keep)
+            keep = torch.cat([F.pad(one, (0, max(kept) - one.shape[2]), value=-1) for one in each])
         positions = gather_slots(self.positions, keep).masked_fill(keep < 0, -1)
         if uneven:
             there = (positions >= 0).sum(-1)
             kept = there.amax(-1).tolist()
-            evicted = int((self.positions >= 0).sum() - there.sum()) / self.geometry.num_kv_heads
+            evicted = int((self.positions >= 0).sum() - there.sum()) / heads
         else:
             evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
         width = keep.shape[2]
@@ -121,14 +135,16 @@ class Eviction:
         keep, positions = keep.gather(2, order), positions.gather(2, order)
         self.counters.add("tokens_evicted", evicted)
         self.uneven = uneven
-        packed = {name: gather_slots(self.tensors[name], keep) for name in self._slot_specs() if name in self.tensors}
-        packed["positions"] = positions
-        self.capacity = 0
-        for name in packed:
+        k, v = gather_slots(self.keys, keep), gather_slots(self.values, keep)
+        per_slot = [name for name, spec in self.specs.items() if spec.per == 1]
+        packed = {name: gather_slots(self.tensors[name], keep) for name in per_slot} | {"positions": positions}
+        self.capacity, self._free_blocks = 0, []
+        for name in (*self._slot_specs(), "block_table"):
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
         self.freed, self.ordered, self.snapshots = None, True, {}
         self.reserve(max(1, *kept))
+        self._write(0, k, v)
         for name, tensor in packed.items():
             self.tensors[name][:, :, : tensor.shape[2]] = tensor
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters
-from foveate.state.description import Channel, Geometry, RowNumber
+from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.eviction import Freed
 
 
@@ -38,7 +38,7 @@ def unpack(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     channels: Callable[[Geometry], Mapping[str, Channel | RowNumber]],
-    evicts: bool,
+    evicts: Evicts,
     counters: Counters,
     block_size: int,
 ) -> SlotCache:

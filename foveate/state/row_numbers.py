@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.state.description import Evicts
 from foveate.state.device_rows import DeviceRows
 
 
@@ -27,7 +28,7 @@ class DeviceState(NamedTuple):
     rows: DeviceRows
     freed_slots: Tensor | None
     """int64 ``[B, Hkv]``: the slot that each KV head evicted last and the next token reuses, -1 for none. None: the
-    method never evicts."""
+    method never evicts in decode."""
 
 
 class RowNumbers:
@@ -47,6 +48,9 @@ class RowNumbers:
         numbers: a list ``[B]`` for each name.
         device: of the tensors that are returned.
     """
+
+    evicts: Evicts = Evicts.NEVER
+    """When the method evicts."""
 
     def __init__(self, numbers: dict[str, list[int]], device: torch.device):
         self.device = device
@@ -110,7 +114,7 @@ class RowNumbers:
         return self._rows["lengths"][0] + steps - self._rows["prompt"][0]
 
     @property
-    def now(self) -> int | None:
+    def _now(self) -> int | None:
         """Distinguishes single-token steps within one forward pass: a row's length; None in a captured step."""
         return self.rows["lengths"][0] if self.step is None else None
 
@@ -149,12 +153,14 @@ class RowNumbers:
         The rule must not decrease as the number grows.
 
         Raises:
-            RuntimeError: in a captured step of a method that evicts: the lengths of its rows can exceed the capacity.
+            RuntimeError: for ``lengths`` in a captured step of a method that evicts: they can exceed the capacity, the
+                bound of ``counts`` and ``live``.
         """
         step = self.step
-        if step is not None and step.evicts:
+        if step is not None and self.evicts and of == "lengths":
             raise RuntimeError(
-                "in a captured step of a method that evicts, row lengths have no bound from which a width could follow"
+                "in a captured step of a method that evicts, row lengths have no bound from which a width could "
+                "follow: ask for a rule of counts"
             )
         return max(map(rule, self.rows[of])) if step is None else rule(step.bound)
 

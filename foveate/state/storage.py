@@ -34,11 +34,11 @@ class Storage:
     """Slots allocated for each row."""
     block_size: int
     """Slots of a block; 0: keys and values are contiguous."""
-    free_blocks: list[int]
+    _free_blocks: list[int]
     """Blocks that no row owns; the last one is taken first."""
     channels_in_blocks: bool = False
     """Whether channels are those of an engine's blocks, ``[N, Hkv, block_size / per, *shape]``."""
-    borrowed: bool
+    _borrowed: bool
     """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
 
     # What methods read
@@ -105,7 +105,7 @@ class Storage:
         if self.block_size:
             self._add_blocks(-(-capacity // self.block_size))
         else:
-            self.borrowed = False
+            self._borrowed = False
         self.capacity = capacity
         self.counters.resident_bytes = self.resident_bytes
 
@@ -143,7 +143,7 @@ class Storage:
 
     def _take_blocks(self, number: int) -> list[int]:
         """Take ``number`` free blocks; allocates more memory when there are too few."""
-        missing = number - len(self.free_blocks)
+        missing = number - len(self._free_blocks)
         if missing > 0:
             for name, dim in (("keys", self.geometry.head_dim), ("values", self.geometry.value_dim)):
                 old = self.tensors.get(name)
@@ -153,10 +153,10 @@ class Storage:
                     self.tensors[name] = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 if old is not None:
                     self.tensors[name][:count] = old
-            self.free_blocks = [*self.free_blocks, *range(count, count + missing)]
-            self.borrowed = False
-        split = len(self.free_blocks) - number
-        taken, self.free_blocks = self.free_blocks[split:][::-1], self.free_blocks[:split]
+            self._free_blocks = [*self._free_blocks, *range(count, count + missing)]
+            self._borrowed = False
+        split = len(self._free_blocks) - number
+        taken, self._free_blocks = self._free_blocks[split:][::-1], self._free_blocks[:split]
         return taken
 
     def _as_table(self, blocks: list[int]) -> Tensor:
@@ -179,10 +179,10 @@ class Storage:
 
     def own_memory(self) -> None:
         """Replace borrowed keys and values by copies. Called before a slot in use is overwritten or evicted."""
-        if self.borrowed:
+        if self._borrowed:
             with torch.inference_mode(False):
                 self.tensors |= {name: self.tensors[name].clone() for name in ("keys", "values")}
-            self.borrowed = False
+            self._borrowed = False
 
     # Rows of a batch
 
@@ -198,8 +198,8 @@ class Storage:
         """
         self.own_memory()
         table = self.tensors["block_table"].tolist()
-        self.free_blocks = [
-            *self.free_blocks,
+        self._free_blocks = [
+            *self._free_blocks,
             *(block for b, blocks in enumerate(table) if b not in chosen for block in blocks),
         ]
         first = {b: new for new, b in reversed(list(enumerate(chosen)))}

@@ -8,11 +8,14 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
+from foveate.state import Evicts
 from tests.combinations import in_turn
 from tests.helpers import FAMILIES, left_padded, repetitive, returned_cache, tiny_model
 
 SMALL = {name: methods.make(name, **methods.get(name).small_budget) for name in methods.names()}
-EVICTING = [name for name, method in SMALL.items() if any(method.for_layer(n, 4).evicts for n in range(4))]
+EVICTING = [
+    name for name, method in SMALL.items() if any(method.for_layer(n, 4).evicts is Evicts.IN_DECODE for n in range(4))
+]
 SPECS = {name: method for name, method in SMALL.items() if name not in EVICTING}
 SPECS = {name: method.spec for name, method in SPECS.items() if method.prompt_tile(1) is not None}
 SPECS |= {
@@ -67,7 +70,7 @@ def test_a_copy_of_a_model_keeps_its_keys_in_blocks():
 @pytest.mark.parametrize("name", EVICTING)
 def test_methods_that_evict_in_some_layer_refuse_blocks(name):
     model = tiny_model()
-    with pytest.raises(ValueError, match=r"block_size=16: \w+ evicts, and keeps its slots in one piece"):
+    with pytest.raises(ValueError, match=r"block_size=16: \w+ evicts in decode, with its slots in one piece"):
         foveate.attach(model, SMALL[name], block_size=16)
     assert not hasattr(model, "foveate")
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import foveate
+from foveate.state import Evicts
 from tests.helpers import VOCAB, cached, tiny_model
 
 METHODS = sorted({*foveate.methods.names()} - {"lte", "h2o_as_published"})
@@ -51,7 +52,7 @@ def test_a_cache_read_from_disk_goes_on_alike(name, tmp_path):
 def test_padded_prompts_and_blocks(name, tmp_path):
     model = tiny_model()
     method = small(name)
-    foveate.attach(model, method, **({} if method.evicts else {"block_size": 16}))
+    foveate.attach(model, method, **({} if method.evicts is Evicts.IN_DECODE else {"block_size": 16}))
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :23] = 0
     ids = tokens(2, 60).masked_fill(mask == 0, 0)

@@ -37,8 +37,8 @@ SETTINGS = {
     "kv_head": {},
     "share": {"top_k": 0.4},
     "unweighted": {"weighted": False, "rank": 1},
-    "no_sinks": {"sinks": 0, "window": 1},
-    "many_sinks": {"sinks": 9, "top_k": 20, "window": 7},
+    "no_sinks": {"sinks": 0, "tail": 1},
+    "many_sinks": {"sinks": 9, "top_k": 20, "tail": 7},
     "larger_pages": {"page_size": 7, "top_k": 24},
     "little": {"top_k": 1},
 }
@@ -48,8 +48,8 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_heads_of_a_group_read_the_pages_of_most_estimated_attention(settings, softcap, monkeypatch):
     monkeypatch.setattr("foveate.methods.pages.LEAST_KEYS", 5)
-    given = {"top_k": 17, "page_size": 4, "window": 6, "sinks": 3} | settings
-    for name in ("sinks", "window"):  # smaller than they are, for short contexts
+    given = {"top_k": 17, "page_size": 4, "tail": 6, "sinks": 3} | settings
+    for name in ("sinks", "tail"):  # smaller than they are, for short contexts
         monkeypatch.setattr(methods.get("pages"), name, given.pop(name))
     method = methods.make("pages", **given)
     size, driver = method.page_size, Driver(method, softcap)
@@ -59,7 +59,7 @@ def test_the_heads_of_a_group_read_the_pages_of_most_estimated_attention(setting
         out, length = driver.feed(position, position + 1), position + 1
         number = math.ceil(length / size)
         tokens = max(int(method.top_k * length), 5) if isinstance(method.top_k, float) else method.top_k
-        always = {*range(math.ceil(method.sinks / size)), *range((length - method.window) // size, number)}
+        always = {*range(math.ceil(method.sinks / size)), *range((length - method.tail) // size, number)}
         count = max(tokens // size, len(always))
         mass = masses(driver, method, position).unflatten(0, (KV_HEADS, GROUP)).mean(1)
         for own in range(KV_HEADS):
@@ -121,7 +121,7 @@ def test_summaries_are_made_when_pages_are_full():
 def test_rows_of_several_lengths_count_what_they_read(monkeypatch):
     """The shortest has no full page, and reads all that it has."""
     lengths, geometry = [54, 37, 3, 48], Geometry(HEADS, KV_HEADS, DIM, 2 * DIM)
-    monkeypatch.setattr(methods.get("pages"), "window", 2)
+    monkeypatch.setattr(methods.get("pages"), "tail", 2)
     method = methods.make("pages", top_k=13, page_size=4, weighted=False)
     cache = SlotCache(geometry, 4, torch.float32, torch.device("cpu"), method.channels(geometry))
     cache.counters.declare(method.counters)
@@ -142,7 +142,7 @@ def test_rows_of_several_lengths_count_what_they_read(monkeypatch):
 
 
 def test_stats_tell_the_estimated_share_of_attention(monkeypatch):
-    monkeypatch.setattr(methods.get("pages"), "window", 4)
+    monkeypatch.setattr(methods.get("pages"), "tail", 4)
     model, found = tiny_model(), {}
     for top_k in (8, 24, 1.0):
         with foveate.attached(model, f"pages:page_size=4,top_k={top_k}"):

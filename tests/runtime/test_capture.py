@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from foveate.runtime import capture
-from foveate.state import Counters, Geometry, RowNumber, SlotCache
+from foveate.state import Counters, Evicts, Geometry, RowNumber, SlotCache
 
 LENGTH = 9
 
 
-def filled(evicts=False):
+def filled(evicts=Evicts.NEVER):
     """A cache of two rows that hold the same tokens, with a row number of its own."""
     own = {"pages": RowNumber()}
     cache = SlotCache(Geometry(4, 2, 8, 8), 2, torch.float32, torch.device("cpu"), own, evicts, Counters())

@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 
-from foveate.state import Channel, Counters, Geometry, RowNumber, SlotCache
+from foveate.state import Channel, Counters, Evicts, Geometry, RowNumber, SlotCache
 from foveate.state.counters import Tally
 from foveate.state.device_rows import DeviceRows
 
@@ -14,7 +14,7 @@ GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
 MASS = {"mass": Channel()}
 
 
-def make(batch: int = 2, channels=None, evicts: bool = False) -> SlotCache:
+def make(batch: int = 2, channels=None, evicts: Evicts = Evicts.NEVER) -> SlotCache:
     return SlotCache(GEOMETRY, batch, torch.float32, torch.device("cpu"), channels, evicts)
 
 
@@ -89,7 +89,7 @@ def test_tokens_are_packed_and_read_without_a_copy():
     assert cache.values.data_ptr() == cache.tensors["values"].data_ptr()
 
 
-@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("evicts", [*Evicts])
 def test_growth_keeps_everything(evicts):
     channels = {"mass": Channel(), "queries": Channel((6, 4), per=0, dtype=None)}
     channels |= {} if evicts else {"page": Channel((4,), per=8)}
@@ -141,7 +141,7 @@ def test_rows_of_different_lengths():
         append(cache, 2)
 
 
-@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("evicts", [*Evicts])
 def test_a_step_goes_to_the_end_of_each_row(evicts):
     cache = ragged([3, 7, 64], evicts=evicts)
     step(cache)
@@ -152,7 +152,7 @@ def test_a_step_goes_to_the_end_of_each_row(evicts):
 
 def test_a_page_channel_cannot_be_kept_where_slots_move():
     with pytest.raises(ValueError, match="evicts cannot have channels per page"):
-        make(channels={"page": Channel((4,), per=8)}, evicts=True)
+        make(channels={"page": Channel((4,), per=8)}, evicts=Evicts.IN_DECODE)
 
 
 def test_of_wraps_given_tensors_without_a_copy():
@@ -168,7 +168,7 @@ def test_of_wraps_given_tensors_without_a_copy():
 
 
 def test_the_next_token_takes_the_freed_slot_of_each_head():
-    cache = filled(6, evicts=True, channels=MASS)
+    cache = filled(6, evicts=Evicts.IN_DECODE, channels=MASS)
     cache.channel("mass").fill_(5)
     evict(cache, [[2, 4], [0, 5]])
     assert held(cache, 0, 0) == [0, 1, -1, 3, 4, 5]
@@ -186,8 +186,42 @@ def test_the_next_token_takes_the_freed_slot_of_each_head():
     assert cache.counters.tokens_evicted == 2
 
 
+def test_what_evicts_at_the_end_of_a_prompt_alone_appends_in_order_and_bounds_its_counts_by_the_capacity():
+    """Also in captured steps, which give up no slot."""
+    cache = filled(70, evicts=Evicts.AT_PROMPT_END, channels={"page": Channel((4,), per=8)})
+    cache.channel("page").fill_(5)
+    cache.retain(torch.tensor([1, 4, 69]))
+    assert cache.channel("page").eq(0).all()
+    step(cache)
+    rows = DeviceRows(2, cache.reuses_slots, cache.device)
+    rows.write(cache.rows, None, cache.capacity)
+    cache.move_to_device(rows, None)
+    rows.begin()
+    rows.capturing = True
+    cache.write_step(*kv(71, 1, [0, 1]))
+    mask, counts = cache.stored()
+    assert (mask, counts.tolist()) == (None, [5, 5])
+    assert cache.most(operator.pos, of="counts") == cache.capacity
+    with pytest.raises(RuntimeError, match="have no bound from which a width could follow: ask for a rule of counts"):
+        cache.most(operator.pos)
+    rows.capturing, rows.steps = False, 1
+    assert cache.rows["lengths"] == [72, 72]
+    for head in range(2):
+        assert held(cache, 0, head) == [1, 4, 69, 70, 71]
+
+
+@pytest.mark.parametrize("keep", [[1, 3], [[[1, 3], [1, 3]]] * 2])
+def test_slots_to_keep_are_those_of_all_heads_or_of_each(keep):
+    cache = filled(4, evicts=Evicts.AT_PROMPT_END)
+    cache.retain(torch.tensor(keep) if isinstance(keep[0], int) else torch.tensor(keep).view(2, 2, 2))
+    assert [held(cache, b, head) for b in range(2) for head in range(2)] == [[1, 3]] * 4
+    ragged_cache = ragged([3, 6], evicts=Evicts.AT_PROMPT_END)
+    ragged_cache.retain([torch.tensor([0, 2]), torch.tensor([5])])
+    assert [held(ragged_cache, b, 1)[:count] for b, count in enumerate((2, 1))] == [[0, 2], [5]]
+
+
 def test_a_freed_slot_is_used_once():
-    cache = filled(6, evicts=True)
+    cache = filled(6, evicts=Evicts.IN_DECODE)
     evict(cache, [[2, 4], [0, 5]])
     step(cache)
     step(cache)
@@ -195,7 +229,7 @@ def test_a_freed_slot_is_used_once():
 
 
 def test_only_some_rows_evict():
-    cache = filled(6, evicts=True, batch=3)
+    cache = filled(6, evicts=Evicts.IN_DECODE, batch=3)
     evict(cache, [[2, 4], [0, 0], [1, 1]], [True, False, True])
     assert cache.rows["live"] == [5, 6, 5]
     assert held(cache, 1, 0) == [0, 1, 2, 3, 4, 5]
@@ -210,7 +244,7 @@ def test_only_some_rows_evict():
 
 
 def test_evicting_in_no_row_changes_nothing():
-    cache = filled(6, evicts=True)
+    cache = filled(6, evicts=Evicts.IN_DECODE)
     evict(cache, [[2, 4], [0, 5]], [False, False])
     step(cache)
     assert held(cache, 0, 0) == list(range(7))
@@ -218,7 +252,7 @@ def test_evicting_in_no_row_changes_nothing():
 
 
 def test_evicting_from_rows_of_different_lengths():
-    cache = ragged([3, 6], evicts=True)
+    cache = ragged([3, 6], evicts=Evicts.IN_DECODE)
     evict(cache, [[1, 2], [0, 5]])
     step(cache)
     assert cache.lengths == [4, 7]
@@ -228,7 +262,7 @@ def test_evicting_from_rows_of_different_lengths():
 
 
 def test_retain_orders_by_position_and_frees_memory():
-    cache = filled(1000, evicts=True, channels=MASS)
+    cache = filled(1000, evicts=Evicts.IN_DECODE, channels=MASS)
     cache.channel("mass").copy_(torch.arange(1000.0))
     before = cache.resident_bytes
     cache.retain(torch.tensor([[[7, 999, 3], [500, 0, 1]], [[5, 6, 4], [8, 2, 9]]]))
@@ -245,13 +279,15 @@ def test_retain_orders_by_position_and_frees_memory():
 
 
 def test_resident_bytes_are_those_of_the_tensors_held():
-    cache = filled(40, evicts=True, channels=MASS | {"queries": Channel((6, 4), per=0, dtype=torch.float64)})
+    cache = filled(
+        40, evicts=Evicts.IN_DECODE, channels=MASS | {"queries": Channel((6, 4), per=0, dtype=torch.float64)}
+    )
     slot = 2 * 2 * (4 * 4 + 4 * 3 + 4 + 4)  # rows, heads; keys, values, position, mass
     assert cache.resident_bytes == cache.capacity * slot + 2 * 6 * 4 * 8
 
 
 def test_retain_of_a_different_number_in_each_row():
-    cache = filled(6, evicts=True, batch=3)
+    cache = filled(6, evicts=Evicts.IN_DECODE, batch=3)
     keep = [torch.tensor(one)[None] for one in ([[5, 0], [1, 2]], [[0, 1, 2, 3], [2, 3, 4, 5]], [[], []])]
     cache.retain([one.long() for one in keep])
     assert cache.rows["counts"] == cache.rows["live"] == [2, 4, 0]
@@ -265,7 +301,7 @@ def test_retain_of_a_different_number_in_each_row():
 
 
 def test_compact_closes_holes():
-    cache = filled(6, evicts=True, batch=3)
+    cache = filled(6, evicts=Evicts.IN_DECODE, batch=3)
     evict(cache, [[2, 4], [0, 0], [1, 1]], [True, False, True])
     cache.compact()
     assert cache.freed is None
@@ -278,7 +314,7 @@ def test_compact_closes_holes():
 
 @pytest.mark.parametrize("last_evicts", [True, False], ids=["with_a_hole", "without_a_hole"])
 def test_compact_leaves_slots_in_the_order_of_their_positions(last_evicts):
-    cache = filled(6, evicts=True)
+    cache = filled(6, evicts=Evicts.IN_DECODE)
     evict(cache, [[2, 2], [2, 2]])
     step(cache)
     if last_evicts:
@@ -298,7 +334,7 @@ def test_compact_of_a_cache_that_never_evicts_does_nothing():
 
 
 def test_take_rows_repeats_selects_and_reorders():
-    cache = ragged([3, 6, 4], evicts=True, channels=MASS | {"seen": Channel((2,), per=0)})
+    cache = ragged([3, 6, 4], evicts=Evicts.IN_DECODE, channels=MASS | {"seen": Channel((2,), per=0)})
     cache.tensors["seen"].copy_(torch.arange(6.0).reshape(3, 2))
     cache.channel("mass").copy_(torch.arange(3.0)[:, None, None].expand(3, 2, 6))
     evict(cache, [[0, 1], [2, 3], [1, 2]], [True, True, False])
@@ -358,7 +394,7 @@ def test_a_row_cannot_grow():
 # Other methods
 
 
-def branched(cache: SlotCache, evicts: bool = False, channels=None) -> SlotCache:
+def branched(cache: SlotCache, evicts: Evicts = Evicts.NEVER, channels=None) -> SlotCache:
     return cache.branch(channels or {}, evicts, Counters(), {})
 
 
@@ -392,13 +428,13 @@ def test_branches_write_behind_shared_keys_one_after_the_other():
 
 def test_a_branch_that_evicts_knows_positions_and_copies_before_it_writes():
     cache = ragged([5, 3])
-    branch = branched(cache, evicts=True)
+    branch = branched(cache, evicts=Evicts.IN_DECODE)
     assert branch.keys.data_ptr() == cache.keys.data_ptr()
     evict(branch, [[1, 2], [0, 0]], [True, False])
     step(branch)
     assert [held(branch, b, 0) for b in range(2)] == [[0, 5, 2, 3, 4], [0, 1, 2, 3, -1]]
     assert [held(cache, b, 0) for b in range(2)] == [list(range(5)), [0, 1, 2, -1, -1]]
-    kept = branched(cache, evicts=True)
+    kept = branched(cache, evicts=Evicts.IN_DECODE)
     kept.retain(torch.tensor([[[0, 4]] * 2, [[1, 2]] * 2]))
     copied = kept.keys.data_ptr()
     evict(kept, [[0, 0], [0, 0]])
@@ -433,7 +469,7 @@ def state(cache: SlotCache):
 
 
 def test_restore_gives_back_what_was_saved():
-    cache = filled(6, evicts=True, channels=MASS)
+    cache = filled(6, evicts=Evicts.IN_DECODE, channels=MASS)
     cache.record_past = True
     saved = {}
     for clock in range(6, 10):
@@ -455,7 +491,7 @@ def test_restore_gives_back_what_was_saved():
 
 
 def test_restore_may_be_repeated():
-    cache = filled(4, evicts=True, channels=MASS)
+    cache = filled(4, evicts=Evicts.IN_DECODE, channels=MASS)
     cache.record_past = True
     cache.save(4)
     for _ in range(2):
@@ -479,7 +515,7 @@ def test_restore_brings_back_state_of_sequences_but_not_what_is_recomputed():
 
 
 def test_restore_after_growth():
-    cache = filled(60, evicts=True, channels=MASS)
+    cache = filled(60, evicts=Evicts.IN_DECODE, channels=MASS)
     cache.record_past = True
     cache.channel("mass").fill_(2)
     cache.save(60)
@@ -493,7 +529,7 @@ def test_restore_after_growth():
 
 
 def test_restore_of_rows_of_different_lengths():
-    cache = ragged([3, 6], evicts=True)
+    cache = ragged([3, 6], evicts=Evicts.IN_DECODE)
     cache.record_past = True
     cache.save(6)
     for _ in range(5):
@@ -506,13 +542,13 @@ def test_restore_of_rows_of_different_lengths():
 
 
 def test_nothing_is_saved_unless_tokens_may_be_undone():
-    cache = filled(4, evicts=True)
+    cache = filled(4, evicts=Evicts.IN_DECODE)
     cache.save(4)
     assert cache.snapshots == {}
 
 
 def test_an_eviction_that_may_be_undone_frees_no_slot():
-    cache = filled(6, evicts=True)
+    cache = filled(6, evicts=Evicts.IN_DECODE)
     cache.record_past = True
     evict(cache, [[2, 2], [2, 2]])
     step(cache)
@@ -581,7 +617,7 @@ def test_reset_counters_still_know_sizes():
 
 
 def test_a_copied_cache_has_its_own_memory_and_counts_together():
-    cache = filled(4, evicts=True)
+    cache = filled(4, evicts=Evicts.IN_DECODE)
     twin = copy.deepcopy(cache)
     step(twin)
     twin.keys.fill_(0)
@@ -592,7 +628,9 @@ def test_a_copied_cache_has_its_own_memory_and_counts_together():
 
 def test_a_token_in_a_reused_slot_starts_with_cleared_state():
     geometry = Geometry(2, 2, 4, 4)
-    cache = SlotCache(geometry, 1, torch.float32, torch.device("cpu"), {"state": Channel((3,))}, evicts=True)
+    cache = SlotCache(
+        geometry, 1, torch.float32, torch.device("cpu"), {"state": Channel((3,))}, evicts=Evicts.IN_DECODE
+    )
     cache.append(torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4))
     cache.channel("state").fill_(7.0)
     evict(cache, [[1, 2]])
@@ -614,7 +652,7 @@ def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
 
 
 def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
-    cache = filled(8, evicts=True)
+    cache = filled(8, evicts=Evicts.IN_DECODE)
     freed_slots, rows = torch.full((2, 2), -1), DeviceRows(2, True, cache.device)
     rows.write(cache.rows, None, cache.capacity)
     cache.move_to_device(rows, freed_slots)

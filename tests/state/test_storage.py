@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Evicts, Geometry, SlotCache
 
 GEOMETRY = Geometry(4, 2, 8, 6)
 
@@ -28,7 +28,7 @@ def blocks_of(store):
     """The blocks of each row; no two rows hold one, and every block is held or free."""
     rows = store.block_table.table.tolist()
     held = [block for row in rows for block in row]
-    assert sorted([*held, *store.free_blocks]) == list(range(len(store.memory[0])))
+    assert sorted([*held, *store._free_blocks]) == list(range(len(store.memory[0])))
     return rows
 
 
@@ -94,7 +94,7 @@ def test_rows_keep_their_blocks_and_repeated_ones_take_free_ones():
     assert sorted(after[2]) == sorted(before[1]), "the blocks of the row that has gone"
     assert store.memory[0] is memory
     store.take_rows(torch.tensor([1]))
-    assert len(store.free_blocks) == 2 * len(before[0])
+    assert len(store._free_blocks) == 2 * len(before[0])
     assert_holds(store, k[:1], v[:1])
     store.take_rows(torch.tensor([0, 0, 0, 0]))
     assert len(store.memory[0]) == 4 * len(before[0]), "one row's worth more than there were"
@@ -111,19 +111,33 @@ def test_a_repeated_row_goes_its_own_way():
     assert torch.equal(store.keys[1, :, :50], k[0, :, :50])
 
 
-@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("evicts", [*Evicts])
 def test_branches(evicts):
-    """A branch that evicts has slots in one piece; what one does with its rows leaves the other as it is."""
+    """A branch that evicts in decode has slots in one piece; what one does with its rows leaves the other as it is."""
     store, (k, v), more = cache(16), tokens(50), tokens(100, seed=1)
     store.append(k, v)
     branch = store.branch({}, evicts, copy.deepcopy(store.counters), {})
-    assert branch.block_size == (0 if evicts else 16)
+    assert branch.block_size == (0 if evicts is Evicts.IN_DECODE else 16)
     assert_holds(branch, k, v)
-    assert (branch.memory[0] is store.memory[0]) == (not evicts)
+    assert (branch.memory[0] is store.memory[0]) == (evicts is not Evicts.IN_DECODE)
     branch.take_rows(torch.tensor([2, 2, 1]))
     branch.append(*more)
     assert torch.equal(branch.keys, torch.cat([k[[2, 2, 1]], more[0]], 2))
     assert_holds(store, k, v)
+
+
+def test_what_is_kept_of_a_prompt_gets_blocks_of_its_own():
+    """Those of the prompt stay with the cache that it was branched from."""
+    store, (k, v) = cache(16), tokens(50)
+    store.append(k, v)
+    branch = store.branch({}, Evicts.AT_PROMPT_END, copy.deepcopy(store.counters), {})
+    branch.retain(torch.tensor([40, 2, 30]))
+    assert_holds(branch, k[:, :, [2, 30, 40]], v[:, :, [2, 30, 40]])
+    assert len(branch.memory[0]) * 16 == 3 * branch.capacity < len(store.memory[0]) * 16
+    blocks_of(branch)
+    branch.append(*tokens(100, seed=1))
+    assert_holds(store, k, v)
+    blocks_of(store)
 
 
 def test_state_of_a_method_is_in_one_piece():
@@ -137,4 +151,4 @@ def test_state_of_a_method_is_in_one_piece():
 
 def test_what_evicts_is_refused():
     with pytest.raises(ValueError, match="keeps its slots in one piece"):
-        cache(16, evicts=True)
+        cache(16, evicts=Evicts.IN_DECODE)

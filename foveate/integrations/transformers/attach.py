@@ -24,6 +24,7 @@ from foveate.integrations.transformers.support import around, attention_modules,
 from foveate.methods import Method, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
+from foveate.state import Evicts
 
 _LARGEST_BLOCK = 1 << 16
 """Slots of a block at most: every row of every layer takes whole blocks."""
@@ -61,7 +62,7 @@ def attach(
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
             ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` without a method, or
-            ``block_size`` of a method that evicts; the model is left as it was.
+            ``block_size`` of a method that evicts in decode; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
@@ -103,9 +104,9 @@ def attach(
         )
         for index in modules
     }
-    evicting = next((policy.method for policy in policies.values() if policy.method.evicts), None)
+    evicting = next((one.method for one in policies.values() if one.method.evicts is Evicts.IN_DECODE), None)
     if block_size and evicting is not None:
-        raise ValueError(f"block_size={block_size}: {evicting.name} evicts, and keeps its slots in one piece")
+        raise ValueError(f"block_size={block_size}: {evicting.name} evicts in decode, with its slots in one piece")
     _check_artefacts(policies, config, modules)
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
     if cuda_graph is True:

@@ -1,0 +1,87 @@
+"""RocketKV: SnapKV's eviction when the prompt ends, and the best pages of the kept keys for each decoded token."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods._common import keep_heavy, note_queries, observed_mass
+from foveate.methods._page_summaries import PageBoxes
+from foveate.methods.base import Observation, setting
+from foveate.methods.budgets import budget
+from foveate.methods.pages import PageMethod
+from foveate.state import Channel, Evicts, Geometry, SlotCache
+
+
+@dataclass(frozen=True)
+class GroupBoxes(PageBoxes):
+    """Boxes around a page's keys, by which the heads of a group choose together."""
+
+    def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """The softmax over a row's pages of each query head's largest logit, the mean over the heads of a group.
+
+        fp32 ``[B, Hkv, P]``; 0 where a row has no page.
+        """
+        bounds = super().scores(cache, q, scaling)
+        return bounds.softmax(-1).unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2)
+
+
+@dataclass(frozen=True)
+class RocketKV(PageMethod):
+    """Keeps the prompt tokens that its last tokens attend to; a decoded token reads the best pages of the kept tokens.
+
+    Pages are runs of kept tokens in their order, and tokens decoded later follow them. The heads of a group vote and
+    choose together. The page that is being filled competes with the others, by the keys that it has. The prefill is
+    dense. Every prompt of a conversation evicts, also tokens of those before it.
+    """
+
+    name: ClassVar[str] = "rocketkv"
+    source: ClassVar[str] = "RocketKV, Behnam et al. 2025, arXiv:2502.14051"
+    evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
+    stateful: ClassVar[bool] = True
+    full_budget: ClassVar[dict] = {"keep": 1.0, "top_k": 1.0}
+    small_budget: ClassVar[dict] = {"keep": 24, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3}
+
+    top_k: int | float = setting(256, "keys read: a number, or a share of those kept, at least 128; in whole pages")
+    page_size: int = setting(4, "tokens of a page")
+    keep: int | float = setting(2048, "tokens kept at the end of a prompt: a number, or a share of the tokens so far")
+    window: int = setting(32, "observation window: the last tokens of the prompt, which vote and are kept")
+    kernel_size: int = setting(63, "neighbourhood over which votes are pooled by their maximum, odd")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_budget("keep")
+        self._check_count("window", 1)
+        self._check_odd("kernel_size")
+
+    @functools.cached_property
+    def summaries(self) -> PageBoxes:
+        return GroupBoxes(self.page_size)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        queries = Channel((geometry.num_heads, self.window, geometry.head_dim), per=0, dtype=None)
+        return super().channels(geometry) | {"queries": queries}
+
+    @property
+    def observation(self) -> Observation:
+        return Observation(("queries", self.window))
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        note_queries(cache, q, self.window)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        allowed = max(budget(self.keep, cache.lengths[0]), self.window)
+        votes, observing = observed_mass(cache, self.window, scaling)
+        if cache.used <= allowed or not observing:
+            return None
+        votes = votes[:, :, : cache.used - self.window].unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
+        votes = F.max_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
+        return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
+
+    def prompt_packed(self, cache: SlotCache) -> None:
+        self.summaries.write(cache, 0, cache.used // self.page_size)
