@@ -106,7 +106,7 @@ def test_a_method_that_attends_by_itself_is_refused():
 
 
 def generate(model, out, method, *more):
-    arguments = ["generate", "--model", model, "--method", method, "--max-new-tokens", 12, "--lens", out, *more]
+    arguments = ["generate", "--model", model, "--method", method, "--max-new-tokens", 5, "--lens", out, *more]
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
