@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from evaluation import tiny
+from matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 from typer.testing import CliRunner
 
 from foveate import methods
@@ -15,7 +16,6 @@ from foveate.evaluation import lens
 from foveate.results import lens as lens_file
 from foveate.results.errors import DataError, UserError
 from foveate.runtime import handed_on
-from tests.matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 
 SMOLLM = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m"
 TEXT = tiny.SAMPLE / "books" / "moby_dick.txt"
