@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from evaluation import tiny
+from matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 from typer.testing import CliRunner
 
 from foveate import methods
@@ -16,7 +17,6 @@ from foveate.ops import Logits
 from foveate.results import lens as lens_file
 from foveate.results.errors import DataError, UserError
 from foveate.runtime import handover
-from tests.matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 
 SMOLLM = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m"
 TEXT = tiny.SAMPLE / "books" / "moby_dick.txt"
@@ -107,7 +107,7 @@ def test_a_method_that_attends_by_itself_is_refused():
 
 
 def generate(model, out, method, *more):
-    arguments = ["generate", "--model", model, "--method", method, "--max-new-tokens", 12, "--lens", out, *more]
+    arguments = ["generate", "--model", model, "--method", method, "--max-new-tokens", 5, "--lens", out, *more]
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
