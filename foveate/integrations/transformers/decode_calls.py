@@ -93,7 +93,7 @@ class RefuseContinuousBatching:
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise ValueError(
             "an attached model does not run continuous batching (generate_batch): Transformers' paged attention reads "
-            "the cache there, without the method. Use generate, serve with vLLM (docs/guide/serve.md), or detach the model"
+            "the cache there, without the method. Use generate, serve with vLLM (docs/guide/serve.md), or detach it"
         )
 
 
