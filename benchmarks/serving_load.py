@@ -5,10 +5,10 @@ beside vLLM's own attention.
     python -m benchmarks.serving_load --tiny --out runs/tiny-load.jsonl     # on a CPU: does it hold?
 
 Needs vLLM (docs/guide/serve.md). The model is that of `serving.py`. An engine runs in a process of its own. For each
-rate --requests arrive at random times, with prompts of --least to --most tokens, evenly spread by the logarithm, and --new
-tokens to generate. Times count from a request's arrival, waiting included. A row has them as percentiles, the requests
-that failed, and by how much the process's memory has grown during the rate. A first pass, which is not measured,
-compiles kernels and uses every block of the KV cache.
+rate --requests arrive at random times, with prompts of --least to --most tokens, evenly spread by the logarithm, and
+--new tokens to generate. Times count from a request's arrival, waiting included. A row has them as percentiles, the
+requests that failed, and by how much the process's memory has grown during the rate. A first pass, which is not
+measured, compiles kernels and uses every block of the KV cache.
 """
 
 import argparse
