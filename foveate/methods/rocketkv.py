@@ -45,7 +45,7 @@ class RocketKV(PageMethod):
     evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     stateful: ClassVar[bool] = True
     full_budget: ClassVar[dict] = {"keep": 1.0, "top_k": 1.0}
-    small_budget: ClassVar[dict] = {"keep": 24, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3}
+    small_budget: ClassVar[dict] = {"keep": 25, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3}
 
     top_k: int | float = setting(256, "keys read: a number, or a share of those kept, at least 128; in whole pages")
     page_size: int = setting(4, "tokens of a page")

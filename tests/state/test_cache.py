@@ -151,7 +151,7 @@ def test_a_step_goes_to_the_end_of_each_row(evicts):
 
 
 def test_a_page_channel_cannot_be_kept_where_slots_move():
-    with pytest.raises(ValueError, match="evicts cannot have channels per page"):
+    with pytest.raises(ValueError, match="evicts in decode cannot have channels per page"):
         make(channels={"page": Channel((4,), per=8)}, evicts=Evicts.IN_DECODE)
 
 
