@@ -28,7 +28,7 @@ demo: $(VENV)/.installed $(MODEL)/config.json
 	  'later digits are attended to, probably, only once the first are said. Larger models keep them (docs/papers/luka.md).' \
 	  '' 'What next:' \
 	  '  longer contexts      the same command with --length 4096 and another --out' \
-	  '  your own model       foveate calibrate --model DIR ... and foveate compare --model DIR ... (README.md, quick start)' \
+	  '  your own model       foveate calibrate --model DIR ... and foveate compare --model DIR ... (docs/guide/calibrate.md)' \
 	  '  a method for a goal  README.md, "Which method?"; all methods and settings: foveate methods' \
 	  '  this machine         foveate doctor; on a GPU: foveate bench decode'
 

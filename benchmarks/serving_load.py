@@ -50,9 +50,11 @@ def main(arguments: list[str] | None = None) -> None:
     measurements.check_out(given.out, "serving-load")
     asked = {name: value for name in TINY if (value := vars(given).get(name)) is not None}
     job = (TINY if given.tiny else FULL) | asked | ({"rates": given.rate} if given.rate else {})
+    if job["new"] < 2:
+        parser.error(f"--new must be at least 2, between which a token's time is, not {job['new']}")
     with tempfile.TemporaryDirectory() as folder:
         shape = "tiny" if given.tiny else "llama-3.1-8b"
-        model = given.model or serving.written(Path(folder), shape, [(job["most"], 1)])
+        model = given.model or serving.written(Path(folder), shape, [(job["most"] + job["new"], 1)])
         name = Path(given.model).name if given.model else f"{shape}-shape"
         job |= {"model": model, "dummy": given.model is None, "memory": given.memory}
         own = serving.run(job | {"method": None}, PROGRAM)

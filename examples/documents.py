@@ -5,6 +5,7 @@
 """
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import torch
@@ -31,16 +32,19 @@ def main() -> None:
         for file, question in given.ask:
             text = Path(file).read_text(encoding="utf-8")
             document = tokenizer(text, return_tensors="pt").input_ids[:, : given.tokens].to(model.device)
-            kept = given.folder / f"{Path(file).stem}.safetensors"
+            read = repr((given.model, given.method, document.tolist())).encode()
+            kept = given.folder / f"{Path(file).stem}-{hashlib.sha256(read).hexdigest()[:16]}.safetensors"
             if not kept.exists():
                 cache = foveate.Cache(model)
                 model(document, past_key_values=cache, logits_to_keep=1)
                 foveate.save_cache(model, cache, kept)
+                del cache  # one cache at a time is in memory
             asked = tokenizer(f"\n\n{question}", return_tensors="pt", add_special_tokens=False).input_ids
             ids = torch.cat([document, asked.to(model.device)], 1)
             cache = foveate.load_cache(model, kept)  # of the document alone, so that no copy is needed
             out = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)
             print(f"{file}: {question} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()}")
+            del cache
 
 
 if __name__ == "__main__":

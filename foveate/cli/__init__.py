@@ -174,6 +174,7 @@ def report(
     from foveate.report.tables import calibrations
     from foveate.report.tables import general as markdown
     from foveate.report.tables import summary as summaries
+    from foveate.results import lens
     from foveate.results.errors import DataError, UserError
 
     if out is not None or csv is not None:
@@ -190,6 +191,8 @@ def report(
             page.write(files, out)
         terminal.console(stderr=True).print(f"wrote {', '.join(str(one) for one in (out, csv) if one)}", style="dim")
         return
+    if lenses := [str(file) for file in files if lens.is_lens(file)]:
+        raise UserError(f"{', '.join(lenses)}: a lens is shown by a page alone; add --out page.html")
     if all(file.suffix == ".json" for file in files):
         typer.echo(calibrations.table([load(file) for file in files]) + "\n")
         return

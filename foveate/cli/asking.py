@@ -134,7 +134,7 @@ def generate(
         summary = foveate.stats(network).summary()
         if lens is not None:
             steps, layers = recorder.steps(), recorder.layers()
-            texts = [tokenizer.decode([token]) for token in made.sequences[0, : len(ids) + len(steps)].tolist()]
+            texts = lens_file.texts(tokenizer, made.sequences[0, : len(ids) + len(steps)].tolist())
             made_with = {
                 "model": model.resolve().name,
                 "method": chosen.spec,

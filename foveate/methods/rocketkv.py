@@ -44,6 +44,7 @@ class RocketKV(PageMethod):
     source: ClassVar[str] = "RocketKV, Behnam et al. 2025, arXiv:2502.14051"
     evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     stateful: ClassVar[bool] = True
+    sparse_from_tokens: ClassVar[int | None] = None  # what is kept is always short
     full_budget: ClassVar[dict] = {"keep": 1.0, "top_k": 1.0}
     small_budget: ClassVar[dict] = {"keep": 25, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3}
 

@@ -93,8 +93,8 @@ def reference_only() -> Iterator[None]:
 
 
 @contextmanager
-def watched(watch: Callable[[str, dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``watch(name, arguments)`` before each call of a verb inside the block (in this thread)."""
+def watched(watch: Callable[[str, dict[str, Any]], None] | None) -> Iterator[None]:
+    """Call ``watch(name, arguments)`` before each call of a verb inside the block (in this thread); None: call nothing."""
     token = _watch.set(watch)
     try:
         yield

@@ -12,7 +12,9 @@ from foveate.results.errors import UserError
 
 
 def check(out: Path) -> None:
-    """Raises `UserError` if no CSV can be written there: no file can, or pandas is missing."""
+    """Raises `UserError` if no CSV can be written there: another suffix, no file can, or pandas is missing."""
+    if out.suffix != ".csv":
+        raise UserError(f"--csv must be a file that ends in .csv, not {out}")
     outfile.check(out)
     _pandas()
 

@@ -35,6 +35,23 @@ def letters(runs: str) -> str:
     return "".join(letter * int(number) for letter, number in re.findall(r"([a-z])(\d+)", runs))
 
 
+def texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token. Some tokenizers leave out the space before a token that is decoded alone."""
+    first = tokenizer.decode(tokens[:1])
+    found = [tokenizer.decode([tokens[0], token])[len(first) :] for token in tokens[1:]]
+    return [first, *found]
+
+
+def is_lens(path: Path) -> bool:
+    """Whether a file begins as :func:`write` writes it."""
+    begin = json.dumps({"kind": KIND})[:-1].encode()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(begin)) == begin
+    except OSError:
+        return False
+
+
 def write(
     out: Path,
     tokens: Sequence[str],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.ops import PromptHeads
 
-_DTYPES = {"keys_read": torch.float64, "tokens_evicted": torch.int64}
+_DTYPES = {"keys_read": torch.float64, "tokens_evicted": torch.float64}
 """Counters of every method that a captured step adds to, and their dtypes on the device."""
 
 
@@ -28,7 +28,7 @@ class Counters:
     """Keys that dense attention would have read in the same steps and rows."""
     prompt_tokens: int = 0
     """Tokens of all prompts and rows, padding left out."""
-    tokens_evicted: int | Tensor = 0
+    tokens_evicted: float | Tensor = 0
     """Tokens evicted: the mean over KV heads, summed over rows."""
     dense_steps: int = 0
     """Decode steps that were dense because the context was short."""

@@ -10,6 +10,7 @@ from evaluation import tiny
 from matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 from typer.testing import CliRunner
 
+import foveate
 from foveate import methods
 from foveate.cli import app
 from foveate.evaluation import lens
@@ -188,6 +189,33 @@ def test_a_prompt_that_is_too_long_is_refused(tiny_folder, tmp_path, monkeypatch
     done = generate(tiny_folder, tmp_path / "lens.json", "dense", "--prompt", "one two three four five six seven")
     assert done.exit_code == 2
     assert "the lens takes prompts of 4 tokens at most, this one has" in " ".join(done.output.split())
+
+
+def test_layers_that_stay_as_they_are_are_not_recorded(tmp_path):
+    """Gemma 2's sliding-window layers run foveate's verbs, too, for their cap."""
+    model = tiny_model("gemma2")
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    foveate.attach(model, "oracle_topk:top_k=2,min_k=1,dense_layers=0", cuda_graph=False)
+    with lens.recording(model) as recorder:
+        model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    own = [place for place, layer in enumerate(recorder.layers()) if "unchanged" not in layer]
+    assert 0 < len(own) < len(recorder.layers())
+    for step in recorder.steps():
+        assert all(lens_file.letters(head).count("r") == 2 for place in own for head in step[place])
+
+
+def test_a_lens_without_a_page_is_refused(tmp_path):
+    done = CliRunner().invoke(app, ["report", str(written(tmp_path / "lens.json"))])
+    assert done.exit_code == 2
+    assert "a lens is shown by a page alone; add --out page.html" in " ".join(done.output.split())
+
+
+def test_texts_of_a_tokenizer_that_begins_without_a_space():
+    class Stripping:
+        def decode(self, tokens):
+            return "".join([" the", " cat", "s"][token] for token in tokens).removeprefix(" ")
+
+    assert lens_file.texts(Stripping(), [0, 1, 2]) == ["the", " cat", "s"]
 
 
 # The file

@@ -76,6 +76,7 @@ def parts() -> dict[str, Callable[[], None]]:
     found = {"selection": select, "lightning indexer": index, "tiles of a prompt": read_tiles}
     for dtype in (torch.float16, torch.float32):
         found[f"chosen keys, {dtype}"] = partial(attend_chosen, dtype)
+        found[f"pages in blocks, {dtype}"] = partial(summarise_blocks, dtype)
         found[f"learned eviction, {dtype}"] = partial(evict, dtype)
         found[f"native sparse attention, {dtype}"] = partial(attend_blocks, dtype)
         for spec in SPECS:
@@ -114,6 +115,14 @@ def attend_chosen(dtype: torch.dtype) -> None:
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
     ops.attend_indices(rows, keys, keys, chosen, logits=Logits(0.25), heads=torch.tensor([1, 0], device="cuda"))
+
+
+def summarise_blocks(dtype: torch.dtype) -> None:
+    """Of pages that new tokens fill; some tokens are padding."""
+    form, keys = ops.PageRecord(16, 8), torch.randn(6, 2, 16, 16, device="cuda").to(dtype)
+    records = torch.zeros(6, 2, 2, form.bytes, dtype=torch.uint8, device="cuda")
+    slots = torch.tensor([-1, *range(16, 40), 95, -1], dtype=torch.int32, device="cuda")
+    ops.compress_written(keys, records, slots, form)
 
 
 def read_tiles() -> None:

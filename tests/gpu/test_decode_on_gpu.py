@@ -218,7 +218,7 @@ def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number):
                 beyond = torch.arange(number, device="cuda") >= lengths.view(batch, -1, 1)
                 beyond = beyond.expand(-1, kv_heads, -1)
                 low[beyond], high[beyond] = torch.nan, torch.inf
-            how = {"logits": Logits(0.1), "lengths": lengths}
+            how = {"scaling": 0.1, "lengths": lengths}
             with poisoned_memory("cuda"):
                 found = ops.largest_logit(rows, low, high, **how)
             expected = nodes.largest_logit(rows.double(), low.double(), high.double(), **how).float()

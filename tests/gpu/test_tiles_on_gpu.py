@@ -199,9 +199,13 @@ def test_heads_that_read_the_choice_of_others(dtype, hopper):
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
 @pytest.mark.parametrize("dim", [80, 128])
 def test_strides_among_nan(dtype, layout, dim, hopper):
-    chosen = selection(2, 2, 300, 77, 32, 50)
-    every_other = torch.stack([chosen, torch.full_like(chosen, 5)], -1)[..., 0]
-    check(*(in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, dim, dtype)), every_other, 32, 77)
+    given = [in_buffer(x, layout) for x in problem(2, 6, 2, 300, 77, dim, dtype)]
+    chosen, how = listed(selection(2, 2, 300, 77, 32, 50)), {"tile": 32, "logits": Logits(0.125), "offset": 77}
+    check(*given, selection(2, 2, 300, 77, 32, 50), 32, 77)
+    indices = chosen.pop("indices")
+    every_other = torch.stack([indices, torch.full_like(indices, 5)], -1)[..., 0]
+    found = ops.attend_tiles(*given, every_other, **chosen, **how).out
+    assert torch.equal(found, ops.attend_tiles(*given, indices, **chosen, **how).out)
 
 
 @pytest.mark.usefixtures("much_memory", "hopper")

@@ -42,6 +42,13 @@ def test_one_path_is_enough(files):
     assert to_dataframe(files[0]).equals(to_dataframe(files[:1]))
 
 
+def test_rows_are_not_written_over(files):
+    before = files[0].read_bytes()
+    with pytest.raises(UserError, match=r"--csv must be a file that ends in \.csv, not"):
+        frame.check(files[0])
+    assert files[0].read_bytes() == before
+
+
 def test_csv_is_the_frame_without_its_lists(files, tmp_path):
     frame.write_csv(files, tmp_path / "rows.csv")
     found, whole = pandas.read_csv(tmp_path / "rows.csv"), to_dataframe(files)

@@ -60,6 +60,22 @@ def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
     assert_same_state(plain.store, driver.store)
 
 
+@pytest.mark.parametrize("method", [m for _, m in KEEPING if m.evicts], ids=[name for name, m in KEEPING if m.evicts])
+def test_a_prompt_after_replays_evicts_and_counts(method):
+    """Counters are the layer's own; a captured step has put them on the device."""
+    plain, driver = Driver(method), Driver(method)
+    first, other = Tokens.random(1, PROMPT + 6, seed=1), Tokens.random(1, PROMPT, seed=2)
+    steps = Replayed(driver)
+    for one, feed in ((plain, plain.feed_steps), (driver, steps.feed_steps)):
+        one.feed(first[:PROMPT])
+        feed(first[PROMPT:])
+        again = Driver(method)
+        again.layer.counters = one.layer.counters
+        again.feed(other)
+    assert float(plain.layer.counters.tokens_evicted) > 0
+    assert_same_counts(plain.layer.counters, driver.layer.counters)
+
+
 @pytest.mark.parametrize(
     "method",
     [m for _, m in KEEPING if not m.name.startswith("luka")],

@@ -56,7 +56,7 @@ def attach(
             elsewhere 0, which means never. Methods that evict never do. :func:`stats` counts these steps. Comparisons
             of methods want 0.
         block_size: slots of a block in which caches keep keys and values (paged KV), with the same results; 0: in one
-            piece. Methods that evict keep theirs in one piece.
+            piece. Methods that evict in decode keep theirs in one piece.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:

@@ -15,6 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from foveate import ops
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
+from foveate.ops._dispatch import watched
 from foveate.runtime import Policy, handover, without_cache
 from foveate.runtime.layer import Layer
 
@@ -74,7 +75,8 @@ def _attention(
     if policy is None and own:
         if dropout > 0:
             raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
-        out = _with_mask(query, key, value, attention_mask, logits, kwargs.get("sliding_window"))
+        with watched(None):  # what is watched are layers with a method
+            out = _with_mask(query, key, value, attention_mask, logits, kwargs.get("sliding_window"))
         return out.transpose(1, 2).contiguous(), None
     if policy is None:  # a layer that stays as it is (sliding window)
         return sdpa_attention_forward(

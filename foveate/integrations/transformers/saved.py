@@ -17,6 +17,7 @@ from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.json_text import parse_json
+from foveate.methods import present
 from foveate.state.packing import pack, unpack
 
 _KIND, _SCHEMA = "foveate_cache", 1
@@ -90,7 +91,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
         raise ValueError(f"cache {str(path)!r} is for other rotary positions than the model's; {_AGAIN}")
     cache = Cache(model)
     layers = _layers(cache, model)
-    specs = [layer["method"] for layer in described["layers"]]
+    specs = [present(layer["method"]) for layer in described["layers"]]
     own = [layer.method.spec for layer in layers]
     if specs != own:
         index = next((i for i, pair in enumerate(zip(specs, own)) if pair[0] != pair[1]), 0)
