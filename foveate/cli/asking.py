@@ -64,7 +64,7 @@ def generate(
         Path | None,
         typer.Option(
             help="File (.json) for what each of the first 8 decoded tokens reads, token by token: foveate report "
-            "shows it.",
+            "FILE --out page.html shows it.",
             show_default=False,
             callback=announce,
         ),

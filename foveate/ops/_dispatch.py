@@ -94,7 +94,7 @@ def reference_only() -> Iterator[None]:
 
 @contextmanager
 def watched(watch: Callable[[str, dict[str, Any]], None] | None) -> Iterator[None]:
-    """Call ``watch(name, arguments)`` before each call of a verb inside the block (in this thread); None: call nothing."""
+    """Call ``watch(name, arguments)`` before each verb's call inside the block (in this thread); None: nothing."""
     token = _watch.set(watch)
     try:
         yield

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from evaluation import tiny
 from matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influences
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from foveate.ops import Logits
 from foveate.results import lens as lens_file
 from foveate.results.errors import DataError, UserError
 from foveate.runtime import handover
+from tests.families import family
 
 SMOLLM = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m"
 TEXT = tiny.SAMPLE / "books" / "moby_dick.txt"
@@ -193,10 +195,9 @@ def test_a_prompt_that_is_too_long_is_refused(tiny_folder, tmp_path, monkeypatch
 
 def test_layers_that_stay_as_they_are_are_not_recorded(tmp_path):
     """Gemma 2's sliding-window layers run foveate's verbs, too, for their cap."""
-    model = tiny_model("gemma2")
+    model = family("Gemma 2")
     ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(1))
-    foveate.attach(model, "oracle_topk:top_k=2,min_k=1,dense_layers=0", cuda_graph=False)
-    with lens.recording(model) as recorder:
+    with foveate.attached(model, "oracle_topk:top_k=2,min_k=1,dense_layers=0"), lens.recording(model) as recorder:
         model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     own = [place for place, layer in enumerate(recorder.layers()) if "unchanged" not in layer]
     assert 0 < len(own) < len(recorder.layers())

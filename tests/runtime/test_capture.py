@@ -53,7 +53,7 @@ def test_row_numbers_that_maintenance_changes_are_changed_at_its_end():
 
 def test_steps_that_free_slots_get_memory_for_them_and_keys_of_their_own():
     read = filled()
-    branch = read.branch({}, True, Counters(), {})
+    branch = read.branch({}, Evicts.IN_DECODE, Counters(), {})
     assert branch.tensors["keys"] is read.tensors["keys"]
     capture.move_to_device([branch])
     assert branch.device_state.freed_slots.tolist() == [[-1, -1]] * 2
