@@ -590,7 +590,7 @@ def test_models_that_cannot_be_measured(changed, message):
     ("changed", "message"),
     [
         ({"methods": ("kascada",)}, "did you mean 'kascade'"),
-        ({"methods": ("h2o",)}, "h2o gives up tokens"),
+        ({"methods": ("h2o",)}, "h2o evicts tokens"),
         ({"heads": 9}, "heads must be a multiple of kv-heads, 2, not 9"),
         ({"dtype": "float8"}, "unknown dtype 'float8'. .*Allowed: bfloat16, float16, float32"),
         ({"device": "tpu"}, "unknown device 'tpu'. Did you mean 'cpu'"),
