@@ -200,7 +200,7 @@ def test_masses_of_records_in_blocks(pages):
         for place, block in enumerate(numbers):
             part = records[row, :, 4 * place : 4 * place + 4]
             blocks[block, :, : part.shape[1]] = part
-    how = {"weights": weights, "lengths": torch.tensor([10, 8]), "scaling": 0.3}
+    how = {"weights": weights, "lengths": torch.tensor([10, 8]), "logits": Logits(0.3)}
     in_blocks = {"block_table": ops.BlockTable(table, 10)}
     chosen = {"pages": torch.tensor([[[3, 0, 4]], [[1, -1, 0]]]), "branch": 2} if pages else {}
     if pages:
@@ -212,7 +212,7 @@ def test_masses_of_records_in_blocks(pages):
         found = ops.pooled_mass_of_records(q, blocks, form, **how, **in_blocks)
         assert torch.equal(found, ops.pooled_mass_of_records(q, records, form, **how))
     with pytest.raises(ValueError, match="a block table of 1 rows does not fit"):
-        ops.page_lse(rows, blocks, form, 0.3, block_table=ops.BlockTable(table[:1], 10))
+        ops.page_lse(rows, blocks, form, logits=Logits(0.3), block_table=ops.BlockTable(table[:1], 10))
 
 
 @EACH_FORM
