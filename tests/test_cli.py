@@ -278,7 +278,8 @@ def test_a_full_disk_is_one_line(model, out):
     with full_disk(2000):
         done = call(*compare(model, out, "--limit", 5))
     assert done.exit_code == 2
-    (line,) = done.stderr.strip().splitlines()
+    *progress, line = done.stderr.strip().splitlines()
+    assert not any("error" in one for one in progress)
     assert line.startswith(f"error: {resultfile.partial_path(out)}: cannot be written to (File too large); the results")
     assert call(*compare(model, out, "--limit", 5)).exit_code == 0
 

@@ -249,7 +249,7 @@ def test_the_command_writes_a_page_and_a_table(niah, tmp_path):
     [
         (["--out", "page.png"], "--out must end in .html"),
         (["--out", "page.html", "--summary"], "--summary is a table on its own"),
-        (["--csv", "."], "is a folder"),
+        (["--csv", "page.txt"], "--csv must be a file that ends in .csv"),
     ],
 )
 def test_what_cannot_be_written_is_refused(options, said, niah, tmp_path):
@@ -273,7 +273,8 @@ def test_without_the_extra_the_error_names_it(missing, option, niah, tmp_path, m
         return plain(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", guarded)
-    done = call(written(tmp_path / "a.jsonl", niah[:2]), option, tmp_path / "page.html")
+    out = tmp_path / ("page.html" if option == "--out" else "rows.csv")
+    done = call(written(tmp_path / "a.jsonl", niah[:2]), option, out)
     assert done.exit_code == 2
     assert f"{missing}, which is not installed: pip install 'foveate[report]'" in " ".join(done.output.split())
-    assert not (tmp_path / "page.html").exists()
+    assert not out.exists()

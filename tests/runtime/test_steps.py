@@ -156,12 +156,12 @@ def one_step(spec, steps, engine, row, k, v, first):
         layer = Layer(method, Counters(), phase, 0)
         for part in (slice(length - 1), slice(length - 1, length)):
             layer.announce(part.stop - (part.start or 0))
-            out = layer.attend(q[n, None, :, part], k[n, None, :, part], v[n, None, :, part], None, SCALING)
+            out = layer.attend(q[n, None, :, part], k[n, None, :, part], v[n, None, :, part], None, Logits(SCALING))
         expected.append(out[0].flatten(0, 1))
     steps.begin(engine.lengths[row : row + 1], engine.table[row : row + 1], length, length)
     for n in range(LAYERS):
         blocks = engine.memory[n]
-        out = steps.attend(n, q[n, None, :, -1:], blocks[..., :DIM], blocks[..., DIM:], SCALING)
+        out = steps.attend(n, q[n, None, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING))
         found.append(out[0, :, 0])
     return torch.stack(found), torch.stack(expected)
 
