@@ -61,6 +61,17 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
     return ops.query_mass(queries, cache.keys, logits=cache.logits(scaling), **how), observing
 
 
+def window_votes(cache: SlotCache, window: int, allowed: int, scaling: float) -> Tensor | None:
+    """What the last queries of a prompt attend to before its window, fp32 ``[B, Hq, used - window]``.
+
+    None where nothing is to be evicted: a row holds no more than ``allowed`` tokens, or the turn has none.
+    """
+    if cache.used <= allowed:
+        return None
+    mass, observing = observed_mass(cache, window, scaling)
+    return mass[:, :, : cache.used - window] if observing else None
+
+
 def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:
     """Slots to keep when a prompt ends: the recent window and the best of the others, ``allowed`` in all."""
     if cache.used <= allowed:

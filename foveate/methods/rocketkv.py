@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import keep_heavy, note_queries, observed_mass
+from foveate.methods._common import keep_heavy, note_queries, window_votes
 from foveate.methods._page_summaries import PageBoxes
 from foveate.methods.base import Observation, setting
 from foveate.methods.budgets import budget
@@ -77,10 +77,10 @@ class RocketKV(PageMethod):
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         allowed = max(budget(self.keep, cache.lengths[0]), self.window)
-        votes, observing = observed_mass(cache, self.window, scaling)
-        if cache.used <= allowed or not observing:
+        votes = window_votes(cache, self.window, allowed, scaling)
+        if votes is None:
             return None
-        votes = votes[:, :, : cache.used - self.window].unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
+        votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
         votes = F.max_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
         return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, keep_heavy, note_queries, observed_mass
+from foveate.methods._common import attend_all, keep_heavy, note_queries, window_votes
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -55,12 +55,9 @@ class SnapKV(Method):
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         allowed = budget(self.top_k, cache.lengths[0], self.min_k) + self.window
-        if cache.used <= allowed:
+        votes = window_votes(cache, self.window, allowed, scaling)
+        if votes is None:
             return None
-        votes, observing = observed_mass(cache, self.window, scaling)
-        if not observing:
-            return None
-        votes = votes[:, :, : cache.used - self.window]
         padding = self.kernel_size // 2
         if self.pooling == "avg":
             votes = F.avg_pool1d(votes, self.kernel_size, 1, padding)

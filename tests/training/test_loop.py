@@ -56,6 +56,17 @@ class Killed(BaseException):
     """Stands for a process that ends at once."""
 
 
+def interrupted(config, out, killed_after):
+    """A run of which the process ends after so many steps."""
+
+    def kill(step, steps, row):
+        if step == killed_after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, out, say=quiet, progress=kill)
+
+
 @pytest.mark.parametrize("evicting", [False, True])
 @pytest.mark.parametrize(("killed_after", "goes_on_from"), [(5, 4), (9, 8)])
 def test_kill_and_resume_give_the_same_curve(make, evicting_folder, tmp_path, evicting, killed_after, goes_on_from):
@@ -64,13 +75,8 @@ def test_kill_and_resume_give_the_same_curve(make, evicting_folder, tmp_path, ev
     assert whole.finished
     assert whole.step == 12
 
-    def kill(step, steps, row):
-        if step == killed_after:
-            raise Killed
-
     said = []
-    with pytest.raises(Killed):
-        train(config, tmp_path / "parts", say=quiet, progress=kill)
+    interrupted(config, tmp_path / "parts", killed_after)
     assert train(config, tmp_path / "parts", resume=True, say=said.append).finished
     assert f"going on from step-{goes_on_from:08d}" in said
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
@@ -311,13 +317,7 @@ def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
     changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.75})
     train(config, tmp_path / "run", say=quiet)
-
-    def kill(step, steps, row):
-        if step == 5:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(config, tmp_path / "parts", say=quiet, progress=kill)
+    interrupted(config, tmp_path / "parts", 5)
     train(config, tmp_path / "parts", resume=True, say=quiet)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
     halfway = load_file(checkpoints.folders(tmp_path / "run")[0] / checkpoints.MODEL)
@@ -339,13 +339,7 @@ def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
     changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.25, "sparsity.release": 0.5})
     train(config, tmp_path / "run", say=quiet)
-
-    def kill(step, steps, row):
-        if step == 5:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(config, tmp_path / "parts", say=quiet, progress=kill)
+    interrupted(config, tmp_path / "parts", 5)
     train(config, tmp_path / "parts", resume=True, say=quiet)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
     rows = [row for row in curve(tmp_path / "run") if "loss" in row]
