@@ -70,6 +70,13 @@ def test_an_engine_that_answers_nothing_is_an_error(clock):
         serving_load._pass(engine, job, 1.0, seed=0)
 
 
+def test_one_token_has_no_time_between(tmp_path, capsys):
+    """Said before an engine starts."""
+    with pytest.raises(SystemExit):
+        serving_load.main(["--out", str(tmp_path / "rows.jsonl"), "--tiny", "--new", "1"])
+    assert "--new must be at least 2" in capsys.readouterr().err
+
+
 def test_rows_are_beside_vllms_own(tmp_path, monkeypatch, capsys):
     def run(job, program):
         assert program == serving_load.PROGRAM

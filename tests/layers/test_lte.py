@@ -449,6 +449,23 @@ def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gra
         torch.testing.assert_close(layer(x, at)[0], written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
 
 
+def test_scores_move_keys_again_once_the_layer_is_not_opened_to_all():
+    """Of a hair less than all no token is lost; what keys and values then learn is more than before."""
+    layer = eviction(scores={"dropout": 0.0}).train()
+    x, at = hidden(90)
+    moved = []
+    for share in (1.0, 1 - 1e-6):
+        layer.opened = torch.tensor(share)
+        layer.zero_grad()
+        out = layer(x, at)[0]
+        out.square().sum().backward()
+        moved.append((out.detach(), layer.k_proj.weight.grad.clone(), layer.scores.head.weight.grad.clone()))
+    (held, keys, scores), (released, more, again) = moved
+    torch.testing.assert_close(released, held)
+    torch.testing.assert_close(again, scores)
+    assert (more - keys).abs().max() > 1e-3 * keys.abs().max()
+
+
 def test_a_partly_opened_layer_retains_tokens_at_random_besides(monkeypatch):
     """Each head its own, new ones in each pass, at the share; all that are retained by their scores, too."""
     seen = []
