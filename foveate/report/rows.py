@@ -106,7 +106,7 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     conditions on methods.
 
     Raises:
-        UserError: for a condition of another form, a name that no row has, or when no row is left.
+        UserError: for a condition of another form, a name, spec or method that no row has, or when no row is left.
     """
 
     def fields(row: Row) -> tuple[Row, ...]:
@@ -120,7 +120,7 @@ def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows of a bench whose cases meet the conditions ``NAME=VALUE``; several on one name are as in :func:`chosen`.
 
     Raises:
-        UserError: for a condition of another form, a name that no case has, or when no row is left.
+        UserError: for a condition of another form, a name, spec or method that no case has, or when no row is left.
     """
 
     def present(row: Row) -> Row:
@@ -149,6 +149,10 @@ def _meeting(
             raise unknown("name", name, sorted(names), where)
         spell = {"spec": _spelling, "method": methods.present}.get(name, str)
         wanted.setdefault(name, []).append(spell(text).replace(" ", ""))
+    for name in wanted.keys() & {"spec", "method"}:
+        there = {value(row, name) for row in rows}
+        if lost := [text for text in wanted[name] if text not in there]:
+            raise UserError(f"{where} {name}={lost[0]}: no row has it")
     for name, values in reversed(wanted.items()):  # sorting is stable: the first name decides first
         of_row = any(name in some for row in rows for some in fields(row)[:2])
         beside = name in ("method", "spec") or not of_row  # dense is compared with, whatever the method

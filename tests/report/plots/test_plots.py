@@ -371,6 +371,9 @@ class TestFiles:
         assert specs("length=8192", "spec=luka:expand=0.3,top_k=0.2") == ["dense", "luka:top_k=0.2"]
         with pytest.raises(UserError, match="--where length=5 or length=6: no row is left"):
             specs("length=5", "length=6")
+        for lost in ("spec=quest:top_k=0.2", "method=quest"):  # one that has rows does not hide that another has none
+            with pytest.raises(UserError, match=f"--where {lost}: no row has it"):
+                specs(lost, lost.partition("=")[0] + "=luka")
         elsewhere = {**row("kascade:top_k=0.2"), "spec": 'kascade:top_k=0.2,calibration="no.json"'}
         assert chosen([elsewhere], ['spec=kascade:calibration="no.json",top_k=0.2,min_k=128']) == [elsewhere]
         levels = [row("luka:page_size=[16, 64]"), row("luka:page_size=16"), row("luka")]
