@@ -235,7 +235,7 @@ class _Questions(Prompt):
         return Sampled(paused, self._items, keep)
 
     def _text(self, row: list[int]) -> str:
-        return _text(self._tokenizer, row, self._ends, self._stop)
+        return answer_text(self._tokenizer, row, self._ends, self._stop)
 
 
 def _pause(
@@ -336,7 +336,7 @@ class _StopAt(StoppingCriteria):
         return torch.tensor([self._stop in text.lstrip() for text in texts], device=input_ids.device)
 
 
-def _text(tokenizer: Any, ids: list[int], ends: Sequence[int], stop: str) -> str:
+def answer_text(tokenizer: Any, ids: list[int], ends: Sequence[int], stop: str) -> str:
     """The answer: what comes before the first end token and the stop string, without surrounding white space."""
     length = next((n for n, token in enumerate(ids) if token in ends), len(ids))
     text = tokenizer.decode(ids[:length], skip_special_tokens=True).strip()

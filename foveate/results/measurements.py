@@ -41,7 +41,11 @@ PAGE_SCORE_FIELDS = (
     "commit",
 )
 """Fields of every row of the bench `page-scores`."""
-
+ANSWER_FIELDS = (
+    *("bench", "case", "n", "score", "low", "high", "baseline", "baseline_score", "diff", "diff_low", "diff_high"),
+    *("item_values", "device", "versions", "commit"),
+)
+"""Fields of every row of the bench `serving-accuracy`."""
 
 PARTS = ("score", "select", "attend", "other")
 """The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
@@ -61,7 +65,7 @@ def bench_of(row: Mapping[str, Any]) -> str | None:
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that a row must have, by its bench."""
-    return PAGE_SCORE_FIELDS if row.get("bench") == "page-scores" else FIELDS
+    return {"page-scores": PAGE_SCORE_FIELDS, "serving-accuracy": ANSWER_FIELDS}.get(row.get("bench"), FIELDS)
 
 
 def speed_row(
