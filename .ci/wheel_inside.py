@@ -32,6 +32,7 @@ def main() -> None:
     home = Path(foveate.__file__).parent
     assert home.is_relative_to(sys.prefix), f"foveate is not the wheel's but that of {home}"
     assert (home / "py.typed").is_file(), "the wheel has no py.typed"
+    assert list((home / "calibrations").glob("*.json")), "the wheel has no calibrations"
     logging.disable_progress_bar()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -59,7 +59,7 @@ tenth=(
 )
 variants=(
   "$ours,$own" "$paper,$own" "$ours,$own,tile=32" "$heads,decode_only=true"
-  "$heads,$own" kascade:pool=layer,decode_only=true
+  "$heads,$own" kascade:anchors=5,pool=layer,decode_only=true
 )
 # Other shares for the frontier; a tenth is above.
 shares=() oracle=() choices=() pooled=()

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate.inputs import model_folder
+from foveate.methods import parse
 from foveate.results import measurements
 
 METHODS = [f"kascade:decode_only=true,pool=layer,pooling=sqrt,anchors={number}" for number in (10, 5)]
@@ -72,6 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         name = Path(given.model).name if given.model else f"{name}-shape"
         own = run(job | {"method": None})
         for method in methods:
+            method = settled(given.model, method) if given.model else method
             found = run(job | {"method": method})
             rows = [_row(name, method, case, found[case], own[case]) for case in found if case in own]
             measurements.write(given.out, rows)
@@ -88,6 +91,12 @@ def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, 
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def settled(model: Path | str, spec: str) -> str:
+    """A spec that names the calibration which comes with foveate for a model folder, if the method is to use it."""
+    own = model_folder.method_for(Path(model), parse(spec))
+    return own.spec if own.artefact is not None and own != parse(spec) else spec
 
 
 def written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:

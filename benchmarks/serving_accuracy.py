@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     job["questions"] = {spec: [(item.prompt_ids, item.max_new_tokens) for item in items[spec]] for spec in asked}
     own = serving.run(job | {"method": None}, PROGRAM)
     for method in given.method or serving.METHODS[:1]:
+        method = serving.settled(given.model, method)
         found = serving.run(job | {"method": method}, PROGRAM)
         rows = []
         for spec, task in asked.items():

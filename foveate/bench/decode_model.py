@@ -24,7 +24,7 @@ from foveate.bench import breakdown
 from foveate.bench import cold_cache_timing as cold
 from foveate.bench.layer_kinds import share_of
 from foveate.bench.models import TimedModel, generate
-from foveate.bench.plan import Keep, Row, Say, check, command, specs
+from foveate.bench.plan import Keep, Row, Say, check, command
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.results.measurements import TRANSFORMERS, speed_row
@@ -95,7 +95,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
             shape = (batch, context)
             ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
-            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*specs(plan.methods), TRANSFORMERS)}
+            rounds: dict[str, list[_Round]] = {spec: [] for spec in (*plan.of_model.specs(plan.methods), TRANSFORMERS)}
             for number in range(plan.rounds):
                 for spec in rounds:
                     rounds[spec].append(one := _generated(plan, model, spec, ids, number + 1 == plan.rounds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from foveate.bench.plan import parsed, specs
 from foveate.inputs import loading, model_folder
 from foveate.results.errors import unknown
 
@@ -62,6 +64,12 @@ class TimedModel(NamedTuple):
     @property
     def weights(self) -> str:
         return "random" if self.model in SHAPES else "trained"
+
+    def specs(self, methods: Sequence[str]) -> list[str]:
+        """The methods as :func:`foveate.bench.plan.specs` spells them, settled for a folder's weights."""
+        if self.model in SHAPES:
+            return specs(methods)
+        return specs([model_folder.method_for(Path(self.model), parsed(spec)).spec for spec in methods])
 
     def check(self, needs: str) -> None:
         """Raise UserError for a model that there is not, or that has too few positions; ``needs`` says what for."""

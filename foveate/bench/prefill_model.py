@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import foveate
 from foveate.bench.layer_kinds import share_of
 from foveate.bench.models import TimedModel, generate
-from foveate.bench.plan import Keep, Row, Say, check, command, specs
+from foveate.bench.plan import Keep, Row, Say, check, command
 from foveate.results import circumstances
 from foveate.results.measurements import TRANSFORMERS, speed_row
 
@@ -74,7 +74,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator, device=plan.device)
         for chunk in plan.chunks:
             found = {}
-            for spec in [*specs(plan.methods), TRANSFORMERS]:
+            for spec in [*plan.of_model.specs(plan.methods), TRANSFORMERS]:
                 if (one := _read(plan, model, spec, ids, chunk)) is None:
                     say(f"{spec}: left out in chunks of {chunk:,}, it reads a prompt in one piece")
                     continue

@@ -16,7 +16,7 @@ from foveate.calibration.anchors import (
     improved,
     objective,
 )
-from foveate.calibration.artefact import Calibration, check_facts, load
+from foveate.calibration.artefact import Calibration, check_facts, load, say_once, shipped
 from foveate.calibration.similarity import Measured, Similarity, least_tokens
 
 __all__ = [
@@ -37,4 +37,6 @@ __all__ = [
     "least_tokens",
     "load",
     "objective",
+    "say_once",
+    "shipped",
 ]

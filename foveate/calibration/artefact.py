@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,6 +16,7 @@ from typing import Any
 from foveate.json_text import parse_json
 
 KIND, SCHEMA = "foveate calibration", 1
+SHIPPED, _SHIPPED_AS = Path(__file__).parent.parent / "calibrations", "shipped:"
 _RELATIVE, _ABSOLUTE = 2**-8, 2**-20  # of two number formats of one checkpoint's weights
 _LARGEST, _SLACK = sys.float_info.max, 1e-3
 _FOUND = {"similarity": 1.0, "mean_similarity": 1.0, "coverage": 1.0, "importance": 2.0, "divergence": _LARGEST}
@@ -77,7 +79,7 @@ def check_facts(model: Mapping[str, Any], facts: Mapping[str, Any], what: str, a
     for key in ("model_type", "layers", "heads", "kv_heads", "head_dim"):
         _check_fact(model, key, facts.get(key), what, again)
     if not any(model.get("weights") or ()):
-        _say_once(f"{what} holds no weights: whether it was made for this model is known by the shape alone")
+        say_once(f"{what} holds no weights: whether it was made for this model is known by the shape alone")
     for ours, theirs in zip(model.get("weights") or [], facts.get("weights") or []):
         pairs = zip(ours, theirs) if ours and theirs else ()
         if not all(math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in pairs):
@@ -85,7 +87,8 @@ def check_facts(model: Mapping[str, Any], facts: Mapping[str, Any], what: str, a
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Warns, once for each text."""
     warnings.warn(text, stacklevel=5)
 
 
@@ -95,14 +98,15 @@ def _check_fact(model: Mapping[str, Any], key: str, value: Any, what: str, again
 
 
 def load(path: Path | str) -> Calibration:
-    """Reads a calibration.
+    """Reads a calibration: a file, or ``shipped:NAME``, one that comes with this package.
 
     Raises:
         ValueError: if there is no such file, or it is something else, damaged, or of another schema.
     """
-    path = Path(path)
+    path, name = Path(path), str(path).removeprefix(_SHIPPED_AS)
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        file = path if name == str(path) else SHIPPED / f"{name}.json"
+        value = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such calibration; {_AGAIN}") from None
     except OSError as error:
@@ -144,6 +148,23 @@ def load(path: Path | str) -> Calibration:
     if beyond:
         raise ValueError(f"{path}: a damaged calibration ({'; '.join(beyond)}); {_AGAIN}")
     return found
+
+
+def shipped(facts: Mapping[str, Any]) -> Calibration | None:
+    """The calibration in this package for the model that `facts` are of; None if there is none.
+
+    Args:
+        facts: as of :meth:`Calibration.check_model`; without weights of each layer nothing is found.
+    """
+    weights = facts.get("weights") or [None]
+    for path in sorted(SHIPPED.glob("*.json")) if all(weights) else ():
+        found = load(f"{_SHIPPED_AS}{path.stem}")
+        theirs = found.model.get("weights") or [None]
+        with contextlib.suppress(ValueError):
+            if all(theirs) and len(theirs) == len(weights):
+                found.check_model(facts)
+                return found
+    return None
 
 
 def _in(value: Any, least: float, most: float = _LARGEST) -> bool:

@@ -119,7 +119,7 @@ def generate(
     tensor = torch.tensor([ids], device=place)
     graphs = "auto" if lens is None else False  # whose steps nobody sees
     with (
-        foveate.attached(network, chosen, dense_below=0, cuda_graph=graphs),
+        foveate.attached(network, chosen, dense_below=0, cuda_graph=graphs) as attachment,
         recorded.recording(network) if lens is not None else contextlib.nullcontext() as recorder,
         torch.inference_mode(),
     ):
@@ -137,12 +137,12 @@ def generate(
             texts = lens_file.texts(tokenizer, made.sequences[0, : len(ids) + len(steps)].tolist())
             made_with = {
                 "model": model.resolve().name,
-                "method": chosen.spec,
+                "method": attachment.method.spec,
                 "dtype": str(form).removeprefix("torch."),
             }
             lens_file.write(lens, texts, len(ids), layers, steps, **made_with, **circumstances.of(str(place)))
         del made  # the statistics are of the live cache
-    line = f"{chosen.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
+    line = f"{attachment.method.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
     terminal.console(stderr=True).print(line, style="dim", markup=False)
 
 

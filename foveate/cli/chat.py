@@ -56,12 +56,12 @@ def chat(
     network = loading.load_model(model, form, place)
     notes = terminal.console(stderr=True)
 
-    with foveate.attached(network, chosen):
+    with foveate.attached(network, chosen) as attachment:
         talk = Conversation(network, tokenizer, text, max_new_tokens, facts.get("max_positions"))
         if text:
             with notes.status(f"reading {file}"):
                 read = talk.read()
-            notes.print(f"{chosen.spec} · read {read:,} tokens of {file}", style="dim", markup=False)
+            notes.print(f"{attachment.method.spec} · read {read:,} tokens of {file}", style="dim", markup=False)
         while question := _asked():
             start = time.perf_counter()
             try:

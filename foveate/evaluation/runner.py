@@ -138,6 +138,10 @@ def prepare(plan: Comparison) -> Prepared:
     plan = dataclasses.replace(
         plan, model=plan.model.resolve(), device=device, dtype=loading.choose_dtype(plan.dtype, plan.model, device)
     )
+    methods = (
+        one if isinstance(one, NativeModel) else model_folder.method_for(plan.model, one) for one in plan.methods
+    )
+    plan = dataclasses.replace(plan, methods=tuple({_method_key(one): one for one in methods}.values()))
     files = plan.task.files(plan.data)
     settings = plan.task.settings()
     asked = sum(settings.get(name, 0) for name in ("length", "continuation", "max_new_tokens"))

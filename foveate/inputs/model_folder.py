@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate.integrations.transformers.facts import folder_weights
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.json_text import parse_json
+from foveate.methods import Method
 from foveate.results.errors import UserError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,6 +38,11 @@ def model_facts(folder: Path) -> dict[str, Any]:
         "max_positions": max_positions(text) or None,
     }
     return {key: value for key, value in facts.items() if value is not None}
+
+
+def method_for(folder: Path, method: Method) -> Method:
+    """A method as :func:`foveate.attach` settles it for a model folder's weights, before they are loaded."""
+    return method.for_model(lambda: model_facts(folder) | {"weights": folder_weights(folder)})
 
 
 def _decoder_config(folder: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class FoveateLM(HFLM):
             self.likelihoods = "the context as a prompt, then the continuation token by token"
         else:
             self.likelihoods = "as model 'hf' reads them"
-        _log.info("%s: log-likelihoods: %s", method.spec, self.likelihoods)
+        _log.info("%s: log-likelihoods: %s", self.attachment.method.spec, self.likelihoods)
 
     def get_model_info(self) -> dict[str, Any]:
         """HFLM's entries of the results' `config`, and `foveate`: the method, and :meth:`Stats.summary` of all tasks.

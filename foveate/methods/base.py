@@ -7,7 +7,7 @@ to the facts that the class declares.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -157,6 +157,14 @@ class Method(Settings):
             REGISTRY[cls.name] = cls
 
     # Hooks
+
+    def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
+        """The method for one model, by default the same for all; called before :meth:`for_layer`.
+
+        Args:
+            facts: gives what tells the model from others, as :meth:`foveate.calibration.Calibration.check_model` takes.
+        """
+        return self
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         """The method of one layer, by default the same for all.

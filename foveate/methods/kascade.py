@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.calibration import load
+from foveate.calibration import load, say_once, shipped
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
 from foveate.methods._common import count_scored
 from foveate.methods._page_summaries import LowRankPages, check_records
@@ -26,6 +26,7 @@ _PAGE_SIZE = 8
 ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 _ANCHORS = 5
+"""Evenly spaced, where nothing says which."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,15 @@ class Kascade(TopKByMass):
     rank: ClassVar[int] = 2
     """Directions of a page's summary."""
 
-    anchors: Any = setting(_ANCHORS, "anchor layers: their numbers, or how many, evenly spaced from layer 0 on")
+    anchors: Any = setting(
+        None,
+        "anchor layers: their numbers, or how many, evenly spaced from layer 0 on; null: those of a calibration, else "
+        f"{_ANCHORS}",
+    )
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
-    calibration: str = setting("", "file of `foveate calibrate` with both")
+    calibration: str = setting(
+        "", "file of `foveate calibrate` with both; left out, the one that comes with foveate for the model, if any"
+    )
 
     dense_anchor_prefill: bool = setting(
         True,
@@ -96,11 +103,11 @@ class Kascade(TopKByMass):
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
         self._check("weighted", self.score_keys == "pages" or self.weighted, "true without score_keys=pages")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
-        if self.calibration and (isinstance(self.anchors, int) or self.heads is None):
+        if self.calibration and (not isinstance(self.anchors, (list, tuple)) or self.heads is None):
             self._read_calibration()
         if isinstance(self.anchors, (list, tuple)):
             self._check_layers("anchors")
-        else:
+        elif self.anchors is not None:
             self._check_count("anchors", 1)
         if self.heads is not None:
             maps = isinstance(self.heads, dict) and all(
@@ -114,7 +121,7 @@ class Kascade(TopKByMass):
 
     def _read_calibration(self) -> None:
         """Anchors and heads from the file; a method that has both already is as the file was when they were read."""
-        self._check("anchors", self.anchors == _ANCHORS, "left out beside a calibration, which has them")
+        self._check("anchors", self.anchors is None, "left out beside a calibration, which has them")
         self._check("heads", self.heads is None, "left out beside a calibration, which has them")
         try:
             artefact = load(self.calibration)
@@ -133,7 +140,7 @@ class Kascade(TopKByMass):
         if not self.calibration:
             return super().spec
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return self._spell(values | {"anchors": _ANCHORS, "heads": None})
+        return self._spell(values | {"anchors": None, "heads": None})
 
     def settings(self) -> dict[str, Any]:
         """As of any method; without `dense_anchor_prefill` under `decode_only`, which makes it idle, and with the size
@@ -144,8 +151,21 @@ class Kascade(TopKByMass):
         return found | ({"page_size": self.page_size} if self.score_keys == "pages" else {})
 
     def changed(self, **settings: Any) -> Method:
-        own = {"anchors": _ANCHORS, "heads": None} if self.calibration else {}
+        own = {"anchors": None, "heads": None} if self.calibration else {}
         return super().changed(**own | settings)
+
+    def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
+        """With anchors of the calibration that comes with foveate for the model's weights; else evenly spaced."""
+        if self.anchors is not None:
+            return self
+        found = shipped(facts()) if self.heads is None else None
+        if found is None:
+            return self.changed(anchors=_ANCHORS)
+        say_once(
+            f"{self.name}: {len(found.anchors)} anchors of calibration {found.source!r}, which comes with foveate for "
+            f"these weights; anchors={_ANCHORS} spaces {_ANCHORS} evenly"
+        )
+        return self.changed(calibration=found.source)
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         if self.calibration:
@@ -160,7 +180,7 @@ class Kascade(TopKByMass):
 
     @property
     def caution(self) -> str:
-        if not isinstance(self.anchors, int) or self.top_k == 1.0:
+        if isinstance(self.anchors, (list, tuple)) or self.top_k == 1.0:
             return ""
         return (
             f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up; "
@@ -168,10 +188,10 @@ class Kascade(TopKByMass):
         )
 
     def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
-        if isinstance(self.anchors, int):
-            number, layers = self.anchors, len(among)
+        if not isinstance(self.anchors, (list, tuple)):
+            number, layers = self.anchors or _ANCHORS, len(among)
             if number > layers:
-                default = " (the default)" if number == type(self).anchors else ""
+                default = " (the default)" if number == _ANCHORS else ""
                 raise ValueError(
                     f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not "
                     f"{number}{default}"

@@ -97,10 +97,9 @@ class Mixed(Method):
 
 
 def _spec(method: str | Method | dict[str, Any]) -> str:
-    """The spec of a method, which may be written as :func:`_complete` writes it."""
-    if isinstance(method, dict):
-        return recorded(**method).spec
-    return make(method).spec
+    """The spec of a method, which may be written as :func:`_complete` writes it; settled for no model in particular."""
+    made = recorded(**method) if isinstance(method, dict) else make(method)
+    return made.for_model(dict).spec
 
 
 def _complete(spec: str) -> dict[str, Any]:

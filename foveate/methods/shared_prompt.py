@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,9 @@ class SharedPrompt(Method):
     @functools.cached_property
     def spec(self) -> str:
         return " + ".join(method.spec for method in self.methods)
+
+    def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> SharedPrompt:
+        return SharedPrompt(tuple(method.for_model(facts) for method in self.methods))
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SharedPrompt:
         return SharedPrompt(tuple(method.for_layer(layer, num_layers, among) for method in self.methods))

@@ -8,9 +8,11 @@ from evaluation import tiny
 from safetensors.torch import load_file, save_file
 
 import foveate
+from foveate.calibration import Calibration
 from foveate.evaluation import generation, runner, tasks
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.inputs import loading
+from foveate.integrations.transformers.facts import kv_heads, model_facts
 from foveate.results import resultfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.rows import ROW_FIELDS
@@ -46,6 +48,23 @@ def stop_after(calls):
             raise StoppedError
 
     return progress
+
+
+def test_a_row_names_the_shipped_calibration_that_was_used(plan, tmp_path, monkeypatch):
+    """Also where it is asked for a second time by its name, and when the run goes on."""
+    model = loading.load_model(plan.model, "float32", "cpu")
+    layers = {number: layer.self_attn for number, layer in enumerate(model.model.layers)}
+    heads = {str(number): [0] * kv_heads(model.config) for number in list(layers)[1:]}
+    (shipped := tmp_path / "shipped").mkdir()
+    Calibration(model_facts(model.config, layers), (0,), heads).write(shipped / "tiny.json")
+    monkeypatch.setattr("foveate.calibration.artefact.SHIPPED", shipped)
+    specs = ["kascade:decode_only=true,top_k=9", 'kascade:decode_only=true,top_k=9,calibration="shipped:tiny"']
+    plan = dataclasses.replace(plan, methods=runner.parse_methods(specs)[0])
+    with pytest.warns(UserWarning, match="kascade: 1 anchors of calibration 'shipped:tiny'"):
+        rows = runner.run(runner.prepare(plan))
+    assert [row["spec"] for row in rows] == ["dense", 'kascade:top_k=9,decode_only=true,calibration="shipped:tiny"']
+    assert (rows[1]["settings"]["anchors"], rows[1]["settings"]["calibration"]) == ((0,), "shipped:tiny")
+    assert not runner.prepare(plan).missing
 
 
 def test_rows_say_what_happened(plan):

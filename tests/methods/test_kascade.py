@@ -88,7 +88,7 @@ class TestTheFile:
         wider = methods.make(method, top_k=20)
         assert (wider.top_k, wider.anchors, wider.artefact) == (20, (0, 1), method.artefact)
         assert methods.make(method, calibration=str(other)).anchors == (0, 2)
-        assert methods.make(method, calibration="").anchors == 5
+        assert methods.make(method, calibration="").anchors is None
         with pytest.raises(ValueError, match="anchors must be left out beside a calibration"):
             methods.make(method, anchors=[0, 2])
 

@@ -15,7 +15,7 @@ from torch import nn
 from foveate.integrations.transformers import attention, csa, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
 from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
-from foveate.integrations.transformers.facts import model_facts, rotary_facts
+from foveate.integrations.transformers.facts import adapted, model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, BeforeWhole, Prefill, PrepareCache
 from foveate.integrations.transformers.stats import LayerStats, Stats
@@ -92,6 +92,7 @@ def attach(
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = attention_modules(model, decoder, config)
     releases.check(model, decoder)
+    chosen = chosen.for_model(lambda: {} if adapted(model) else model_facts(config, modules))
     uid = new_uid()
     forward: dict[Hashable, Any] = {}
     policies = {

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 
 _SAMPLES = 4  # weights of a layer
+_FIRST = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.self_attn\.q_proj\.weight")
 
 
 def kv_heads(config: transformers.PreTrainedConfig) -> int:
@@ -40,16 +44,48 @@ def rotary_facts(config: transformers.PreTrainedConfig) -> dict[str, Any] | None
     return None if settings is None else json.loads(json.dumps(settings))
 
 
+def folder_weights(folder: Path) -> list[list[float]]:
+    """What :func:`model_facts` says of the weights, from the safetensors files of a model folder.
+
+    Of layers with another first matrix than ``q_proj``, and of quantised ones, there is none.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for layer, name in ((_FIRST.fullmatch(name), name) for name in file.keys()):  # noqa: SIM118
+                if layer and file.get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16"):
+                    one = file.get_slice(name)
+                    rows, columns = _places(*one.get_shape())
+                    values = [one[row : row + 1, column : column + 1].item() for row, column in zip(rows, columns)]
+                    found[int(layer[1])] = _rounded(values)
+    return [values for _, values in sorted(found.items())]
+
+
+def adapted(model: nn.Module) -> bool:
+    """Whether an adapter of PEFT is active in a model."""
+    layers = (one for one in model.modules() if hasattr(one, "get_delta_weight"))
+    return any(one.active_adapters and not one.disable_adapters for one in layers)
+
+
+def _places(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the weights that tell a matrix from another."""
+    at = torch.linspace(0, rows * columns - 1, _SAMPLES, dtype=torch.float64).long()
+    return at // columns, at % columns
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
 def _sampled(module: nn.Module) -> list[float] | None:
     """A few weights of a layer; None where they are not at hand (offloaded) or stand for others (quantised)."""
     weight = next((p for p in module.parameters() if p.dim() == 2), None)
     if weight is None or weight.is_meta or not weight.is_floating_point() or weight.itemsize < 2:
         return None
-    at = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    rows, columns = at // weight.shape[1], at % weight.shape[1]
+    rows, columns = _places(*weight.shape)
     values = weight.detach()[rows, columns].float()
     for layer in module.modules():  # adapters of PEFT count as if they were merged
         if getattr(layer, "weight", None) is weight and hasattr(layer, "get_delta_weight"):
             active = [] if layer.disable_adapters or layer.merged else layer.active_adapters
             values += sum(layer.get_delta_weight(name).detach()[rows, columns].float() for name in active)
-    return [float(f"{value:.5g}") for value in values.tolist()]
+    return _rounded(values.tolist())

@@ -9,7 +9,7 @@ import torch
 
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.rows import decoding_rows, layer_index
-from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, settings_of
+from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, served
 from foveate.ops import Logits
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
@@ -38,7 +38,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
         ValueError: for what cannot be served.
     """
     check_engine(vllm_config)
-    settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
+    settings, model = served(vllm_config), vllm_config.model_config
     layers = {
         name: layer
         for name, layer in vllm_config.compilation_config.static_forward_context.items()

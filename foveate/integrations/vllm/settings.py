@@ -6,10 +6,13 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
+from foveate.integrations.transformers.facts import folder_weights
 from foveate.json_text import parse_json
 from foveate.methods import Method, make
 from foveate.methods.spec import SETTING
@@ -56,6 +59,21 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
     return Settings(make(given["method"]), below)
 
 
+def served(vllm_config: Any) -> Settings:
+    """The settings, with the method as its model's weights settle it, see :meth:`Method.for_model`."""
+    settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
+
+    def facts() -> dict[str, Any]:
+        folder = Path(model.model)
+        if not folder.is_dir():  # a name of the hub
+            where = {"cache_dir": vllm_config.load_config.download_dir, "revision": model.revision}
+            cached = try_to_load_from_cache(model.model, "config.json", **where)
+            folder = Path(cached).parent if isinstance(cached, str) else folder
+        return facts_of(model) | {"weights": [] if vllm_config.lora_config else folder_weights(folder)}
+
+    return replace(settings, method=settings.method.for_model(facts))
+
+
 def _read(path: Path) -> Any:
     try:
         return parse_json(path.read_text(encoding="utf-8"))
@@ -67,7 +85,7 @@ def _read(path: Path) -> Any:
 
 def check_early(vllm_config: Any) -> None:
     """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
-    settings = settings_of(vllm_config.additional_config)
+    settings = served(vllm_config)
     check_engine(vllm_config)
     facts, ranks = facts_of(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
     heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]

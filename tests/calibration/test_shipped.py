@@ -1,0 +1,186 @@
+"""Calibrations that come with foveate, found by a model's weights."""
+
+import itertools
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import foveate
+from foveate import calibration, methods
+from foveate.calibration import artefact
+from foveate.inputs import model_folder
+from foveate.integrations.transformers.facts import folder_weights, model_facts
+from foveate.integrations.vllm.settings import check_early, served
+from tests.helpers import tiny_model, tokens
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "calibrations"
+SHIPPED = sorted(artefact.SHIPPED.glob("*.json"))
+FOUND = 'kascade:top_k=9,decode_only=true,calibration="shipped:tiny"'
+EVEN = "kascade:top_k=9,decode_only=true,anchors=2"
+
+
+@pytest.fixture(autouse=True)
+def two_anchors(monkeypatch):
+    """Evenly spaced in a model of three layers."""
+    monkeypatch.setattr("foveate.methods.kascade._ANCHORS", 2)
+    artefact.say_once.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With a calibration of the tiny model, and one of another model before it."""
+    monkeypatch.setattr(artefact, "SHIPPED", tmp_path)
+    write(tmp_path / "another.json", tiny_model(seed=1))
+    write(tmp_path / "tiny.json", tiny_model())
+    return tmp_path
+
+
+def write(path, model, **more):
+    facts = model_facts(model.config, {n: layer.self_attn for n, layer in enumerate(model.model.layers)})
+    calibration.Calibration(facts | more, (0, 1), {"2": [1, 1]}).write(path)
+
+
+def attached_spec(model, method="kascade", **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with foveate.attached(model, method, top_k=9, decode_only=True, **settings) as attachment:
+            return attachment.method.spec
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_each_shipped_file_is_one_of_the_results(path):
+    assert path.read_bytes() in [one.read_bytes() for one in RESULTS.glob("*/*.json")]
+    method = methods.make("kascade", calibration=f"shipped:{path.stem}")
+    assert methods.parse(method.spec) == method
+    assert calibration.shipped(method.artefact.model) == method.artefact
+    layers = range(method.artefact.model["layers"])
+    assert [n for n in layers if method.role_of(n, layers).chooses] == list(method.anchors)
+
+
+def test_no_two_shipped_files_are_of_one_model():
+    """Which of them would be used would depend on their names."""
+    assert SHIPPED
+    for one, other in itertools.permutations([calibration.load(path) for path in SHIPPED], 2):
+        with pytest.raises(ValueError, match="is for a"):
+            one.check_model(other.model)
+
+
+class TestAttach:
+    def test_uses_the_one_of_the_model_and_says_so_once(self, folder):
+        model, ids = tiny_model(), tokens(60)
+        with pytest.warns(UserWarning, match="kascade: 2 anchors of calibration 'shipped:tiny'") as said:
+            attachment = foveate.attach(model, "kascade:tile=12", top_k=9)
+        assert not any("evenly spaced anchors lose" in str(one.message) for one in said)
+        settings = attachment.method.settings()
+        assert (settings["calibration"], settings["heads"]) == ("shipped:tiny", {"2": [1, 1]})
+        assert list(settings["anchors"]) == [0, 1]
+        assert {layer.method for layer in foveate.stats(model).layers} == {attachment.method.spec}
+        with torch.no_grad():
+            found = model(ids).logits
+            foveate.attach(model, "kascade:tile=12", top_k=9, calibration=str(folder / "tiny.json"))
+            assert torch.equal(found, model(ids).logits)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            foveate.attach(model, "kascade:tile=12", top_k=9)
+
+    @pytest.mark.parametrize("settings", [{"pool": "layer", "pooling": "sqrt"}, {"score_keys": "pages"}])
+    def test_uses_it_under_other_settings(self, folder, settings):
+        assert 'calibration="shipped:tiny"' in attached_spec(tiny_model(), **settings)
+
+    def test_a_spec_that_names_it_is_the_same_method(self, folder):
+        assert attached_spec(tiny_model()) == FOUND
+        assert attached_spec(tiny_model(), FOUND) == FOUND
+
+    def test_in_another_number_format_too(self, folder):
+        assert attached_spec(tiny_model().to(torch.bfloat16)) == FOUND
+
+    def test_gives_a_prompt_read_for_several_methods_what_their_layers_have(self, folder):
+        shared = methods.SharedPrompt((methods.parse("kascade:decode_only=true,top_k=9"),))
+        with foveate.attached(tiny_model(), shared) as attachment:
+            assert attachment.method.spec == FOUND
+
+    @pytest.mark.parametrize("seed", [2, 3])
+    def test_leaves_other_weights_evenly_spaced_and_warns(self, folder, seed):
+        assert attached_spec(tiny_model(seed=seed)) == EVEN
+        assert "evenly spaced anchors lose" in methods.parse(EVEN).caution
+
+    @pytest.mark.parametrize(
+        "settings", [{"anchors": 2}, {"anchors": 1}, {"anchors": [0, 2]}, {"heads": {"1": [0, 0]}}]
+    )
+    def test_keeps_what_was_given(self, folder, settings):
+        assert "shipped" not in attached_spec(tiny_model(), **settings)
+        assert methods.make("kascade", anchors=2).spec == "kascade:anchors=2"
+
+    def test_knows_nothing_of_an_adapted_model(self, folder):
+        """Also where the adapter leaves the compared weights as they are."""
+        config = LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(tiny_model(), config)
+        assert attached_spec(model) == EVEN
+        with model.disable_adapter():
+            assert attached_spec(model) == FOUND
+
+    @pytest.mark.parametrize("weights", [[], [None] * 3, [[0.1] * 4, None, None]])
+    def test_wants_weights_of_every_layer(self, folder, weights):
+        write(folder / "tiny.json", tiny_model(), weights=weights)
+        assert attached_spec(tiny_model()) == EVEN
+
+    def test_spaces_anchors_of_some_layers_evenly(self, folder):
+        """A calibration is of all layers."""
+        composed = methods.make("per_layer", layers={"rest": "kascade:decode_only=true,top_k=9"})
+        assert composed.layers == {"rest": EVEN}
+        assert foveate.attach(tiny_model(), composed).policies[1].method.artefact is None
+
+
+class TestBeforeWeightsAreLoaded:
+    @pytest.fixture(params=["float32", "bfloat16"])
+    def model(self, tmp_path, request):
+        tiny_model().to(getattr(torch, request.param)).save_pretrained(tmp_path / "model", max_shard_size="100KB")
+        return tmp_path / "model"
+
+    def test_a_folder_has_the_weights_of_the_model(self, model):
+        layers = {n: layer.self_attn for n, layer in enumerate(tiny_model().model.layers)}
+        for read, own in zip(folder_weights(model), model_facts(tiny_model().config, layers)["weights"], strict=True):
+            assert read == pytest.approx(own, rel=2**-8)
+
+    def test_a_folder_finds_the_calibration(self, folder, model):
+        method = methods.parse("kascade:decode_only=true,top_k=9")
+        with pytest.warns(UserWarning, match="shipped:tiny"):
+            assert model_folder.method_for(model, method).spec == FOUND
+
+    def test_an_engine_finds_it_but_not_for_models_with_adapters(self, folder, model):
+        parts = dict.fromkeys(("lora_config", "speculative_config", "kv_transfer_config"))
+        parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "tensor_parallel_size": 1}
+        config = types.SimpleNamespace(
+            additional_config={"foveate": "kascade:decode_only=true,top_k=9"},
+            model_config=types.SimpleNamespace(
+                model=str(model), use_mla=False, dtype=torch.bfloat16, hf_text_config=tiny_model().config
+            ),
+            cache_config=types.SimpleNamespace(cache_dtype="auto"),
+            parallel_config=types.SimpleNamespace(**parallel),
+            **parts,
+        )
+        with pytest.warns(UserWarning, match="shipped:tiny"):
+            assert served(config).method.spec == FOUND
+        check_early(config)
+        config.lora_config = object()
+        assert served(config).method.spec == EVEN
+
+    def test_an_engine_looks_for_a_name_of_the_hub_among_what_was_loaded(self, folder, model, tmp_path):
+        config = types.SimpleNamespace(
+            additional_config={"foveate": "kascade:decode_only=true,top_k=9"},
+            model_config=types.SimpleNamespace(model="some/model", revision=None, hf_text_config=tiny_model().config),
+            load_config=types.SimpleNamespace(download_dir=str(tmp_path / "hub")),
+            lora_config=None,
+        )
+        assert served(config).method.spec == EVEN
+        cached = tmp_path / "hub" / "models--some--model"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("1234")
+        (cached / "snapshots").mkdir()
+        model.rename(cached / "snapshots" / "1234")
+        with pytest.warns(UserWarning, match="shipped:tiny"):
+            assert served(config).method.spec == FOUND
