@@ -1,5 +1,6 @@
 """Calibrations that come with foveate, found by a model's weights."""
 
+import importlib
 import itertools
 import types
 import warnings
@@ -105,8 +106,9 @@ class TestAttach:
 
     @pytest.mark.parametrize("seed", [2, 3])
     def test_leaves_other_weights_evenly_spaced_and_warns(self, folder, seed):
-        assert attached_spec(tiny_model(seed=seed)) == EVEN
-        assert "evenly spaced anchors lose" in methods.parse(EVEN).caution
+        importlib.import_module("foveate.integrations.transformers.attach")._warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="kascade without a calibration: evenly spaced anchors lose"):
+            assert foveate.attach(tiny_model(seed=seed), "kascade:top_k=9,decode_only=true").method.spec == EVEN
 
     @pytest.mark.parametrize(
         "settings", [{"anchors": 2}, {"anchors": 1}, {"anchors": [0, 2]}, {"heads": {"1": [0, 0]}}]
