@@ -179,6 +179,9 @@ class TestBeforeWeightsAreLoaded:
             lora_config=None,
         )
         assert served(config).method.spec == EVEN
+        config.model_config.model = "s3://place/of/model"
+        assert served(config).method.spec == EVEN
+        config.model_config.model = "some/model"
         cached = tmp_path / "hub" / "models--some--model"
         (cached / "refs").mkdir(parents=True)
         (cached / "refs" / "main").write_text("1234")

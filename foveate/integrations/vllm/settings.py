@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from foveate.integrations.transformers.facts import folder_weights
 from foveate.json_text import parse_json
@@ -65,10 +67,11 @@ def served(vllm_config: Any) -> Settings:
 
     def facts() -> dict[str, Any]:
         folder = Path(model.model)
-        if not folder.is_dir():  # a name of the hub
+        if not folder.exists():  # a name of the hub, or of another place
             where = {"cache_dir": vllm_config.load_config.download_dir, "revision": model.revision}
-            cached = try_to_load_from_cache(model.model, "config.json", **where)
-            folder = Path(cached).parent if isinstance(cached, str) else folder
+            with contextlib.suppress(HFValidationError):
+                cached = try_to_load_from_cache(model.model, "config.json", **where)
+                folder = Path(cached).parent if isinstance(cached, str) else folder
         return facts_of(model) | {"weights": [] if vllm_config.lora_config else folder_weights(folder)}
 
     return replace(settings, method=settings.method.for_model(facts))
