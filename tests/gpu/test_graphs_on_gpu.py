@@ -80,10 +80,10 @@ def test_half_precision(method):
 @each_captured
 @ROWS
 def test_a_replay_waits_for_nothing_and_allocates_nothing(method, lengths):
+    """Neither does what is done between steps, here every sixteenth step or more often; the second time captures it."""
     _, replayed, some = drivers(method, lengths)
-    """Neither does what is done between steps, here every fifth step or more often."""
-    replayed.feed_steps(some[:20])
-    following = [some[n : n + 1] for n in range(20, 26)]
+    replayed.feed_steps(some[:40])
+    following = [some[n : n + 1] for n in range(40, 57)]
     captured = replayed.use.captured
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
