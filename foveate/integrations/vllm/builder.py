@@ -77,20 +77,49 @@ class StepBuilder:
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
+        self.longest = vllm_config.model_config.max_model_len
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        self.layers = [layer for layer in layers if getattr(layer.impl, "serves_foveate", False)]
+        """Those of the group that are foveate's, in their order."""
+        self.layers.sort(key=lambda layer: index_of(layer.impl, layer))
 
     def step_of(self, common: Any) -> Step | None:
-        """Start the step of a batch; None when nothing is foveate's."""
+        """Start the step of a batch; None when nothing is foveate's.
+
+        The same for a batch whose step vLLM runs eagerly, or between piecewise graphs, as for one that it replays.
+        """
         if self.steps is None:
             return None
-        decodes = decoding_rows(common)
-        if not decodes:
+        found = decoding_rows(common)
+        if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
-        lengths = common.seq_lens_cpu_upper_bound[:decodes]
-        how = {"bound": int(lengths.max()), "tokens": int(lengths.sum())}
         self.meter.update()
-        self.steps.begin(common.seq_lens[:decodes], common.block_table_tensor[:decodes], **how)
-        prompts = self.prompts_of(common, decodes) if decodes < common.num_reqs else None
-        return Step(self.steps, common.slot_mapping, decodes, prompts)
+        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
+        self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
+        prompts = self.prompts_of(common, found.rows) if found.rows < common.num_reqs else None
+        return Step(self.steps, common.slot_mapping, found.rows, prompts)
+
+    def captured_step_of(self, common: Any) -> Step | None:
+        """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
+        if self.steps is None:
+            return None
+        step = Step(self.steps, common.slot_mapping, common.num_reqs, None)
+        for run in (self.run_once, lambda _: None):  # what the first run counts is forgotten
+            self.steps.begin_capture(common.seq_lens, common.block_table_tensor, self.longest)
+            run(step)
+        return step
+
+    def run_once(self, step: Step) -> None:
+        """Run the layers of a step on queries of zeros: kernels are compiled and loaded before a capture.
+
+        vLLM's own run before a capture may have rows of one key, for which other kernels serve than for long ones.
+        """
+        for layer in self.layers:
+            impl, memory = layer.impl, layer.kv_cache
+            summarise(impl, layer, memory, step)
+            if not step.steps.reads_all(index_of(impl, layer)):
+                out = memory.new_zeros(step.decodes, impl.num_heads, impl.head_size)
+                decode(impl, layer, torch.zeros_like(out), memory, step, out)
 
     def prompts_of(self, common: Any, decodes: int) -> Any:
         """What attends to the rows after the first ``decodes``."""

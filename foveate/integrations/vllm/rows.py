@@ -27,18 +27,44 @@ def layer_index(name: str) -> int:
     return int(numbers[0])
 
 
-def decoding_rows(common: Any) -> int:
-    """How many rows decode one token; vLLM puts them first.
+@dataclass
+class Decoding:
+    """The rows of a batch that decode one token, which vLLM puts first."""
 
-    A chunk of one token of a prompt is none, since it must read every key; nor is a row of padding, without a token.
+    rows: int
+    """How many they are. Where no row of the batch has more tokens, all: those of padding, without a token, and prompts
+    included. vLLM replays the graph of decoding rows for such a batch, whatever its tokens are."""
+    real: int
+    """Those that are no padding."""
+    prompts: list[bool] | None
+    """Which of them have a prompt's token, which must read all keys; None: no row."""
+    bound: int
+    """No row is longer."""
+    tokens: int
+    """The sum of the lengths, or a bound of it, of those that are neither padding nor prompts."""
+
+
+def decoding_rows(common: Any) -> Decoding:
+    """The decoding rows of a batch. A chunk of one token of a prompt is a prompt where other prompts are, too.
 
     Raises:
         ValueError: when vLLM does not tell which rows are prompts.
     """
     if common.is_prefilling is None:
         raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
-    other = (common.query_start_loc_cpu.diff() != 1) | common.is_prefilling[: common.num_reqs]
-    return int(other.int().argmax()) if bool(other.any()) else common.num_reqs
+    number = common.num_reqs
+    lengths, prefilling = common.seq_lens_cpu_upper_bound.tolist(), common.is_prefilling.tolist()
+    starts = common.query_start_loc_cpu.tolist()
+    tokens = [starts[b + 1] - starts[b] for b in range(number)]
+    prompts = (prefilling + [False] * number)[:number]  # model runner V2 leaves out rows of padding
+    if max(tokens) <= 1:
+        prompts = [one and n > 0 for one, n in zip(prompts, tokens)]
+    else:
+        number = next(b for b in range(number) if tokens[b] != 1 or prompts[b])
+        prompts = [False] * number
+    held = [length for length, n in zip(lengths, tokens[:number]) if n]
+    decoded = sum(length for length, n, one in zip(lengths, tokens, prompts) if n and not one)
+    return Decoding(number, len(held), prompts if any(prompts) else None, max(held, default=0), decoded)
 
 
 def rows_from(common: Any, first: int) -> Any:
