@@ -183,7 +183,7 @@ class EngineSteps:
     def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
         store = self._stores.get(layer)
         fits = store is not None and store.block_size == k.shape[2]
-        if not fits or any(len(store.tensors[name]) != len(k) for name in store.specs):
+        if not fits or any(store.tensors[name].shape[0] != k.shape[0] for name in store.specs):
             self.allocate(layer, Geometry(heads, k.shape[1], k.shape[3], v.shape[3]), k)
         self._stores[layer].tensors |= {"keys": k, "values": v}
         return self._stores[layer]

@@ -69,7 +69,14 @@ def run(rows, dense_below=0, serves=True, spec=SPEC):
         alone.begin(lengths, common.block_table_tensor[:decodes], int(lengths.max()), int(lengths.sum()))
     for n in range(LAYERS):
         impl = object.__new__(gpu.Impl)
-        impl.__dict__ |= {"index": None, "serves_foveate": serves, "head_size": DIM, "scale": 0.3, "sinks": None}
+        impl.__dict__ |= {
+            "index": None,
+            "memory": None,
+            "serves_foveate": serves,
+            "head_size": DIM,
+            "scale": 0.3,
+            "sinks": None,
+        }
         impl.num_heads = HEADS
         impl.logits_soft_cap = 0
         layer = SimpleNamespace(layer_name=f"model.layers.{n}.self_attn.attn")

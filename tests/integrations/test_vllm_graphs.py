@@ -60,7 +60,14 @@ class Engine:
         self.layers = []
         for n in range(LAYERS):
             impl = object.__new__(gpu.Impl)
-            impl.__dict__ |= {"index": None, "serves_foveate": True, "head_size": DIM, "scale": 0.3, "sinks": None}
+            impl.__dict__ |= {
+                "index": None,
+                "memory": None,
+                "serves_foveate": True,
+                "head_size": DIM,
+                "scale": 0.3,
+                "sinks": None,
+            }
             impl.__dict__ |= {"num_heads": HEADS, "logits_soft_cap": 0}
             name = f"model.layers.{n}.self_attn.attn"
             self.layers.append(SimpleNamespace(layer_name=name, impl=impl, kv_cache=self.memory[n]))

@@ -128,8 +128,9 @@ class StepBuilder:
 
 def summarise(impl: Any, layer: Any, kv_cache: torch.Tensor, step: Step) -> None:
     """Summarise the pages that a batch's new tokens fill, after these have been written to ``kv_cache``."""
-    keys, values = kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
-    step.steps.written(index_of(impl, layer), impl.num_heads, keys, values, step.slots)
+    index = index_of(impl, layer)
+    if step.steps.methods[index].summarises_blocks:
+        step.steps.written(index, impl.num_heads, *keys_and_values(impl, kv_cache), step.slots)
 
 
 def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Step, out: torch.Tensor) -> None:
@@ -139,10 +140,14 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
         query: ``[T, Hq, D]``, of which the first tokens decode; ``out`` alike.
         kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
     """
-    n, size = step.decodes, impl.head_size
-    keys, values = kv_cache[..., :size], kv_cache[..., size:]
-    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], keys, values, logits_of(impl))
+    n, memory = step.decodes, keys_and_values(impl, kv_cache)
+    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], *memory, logits_of(impl))
     out[:n] = found[:, :, 0]
+
+
+def keys_and_values(impl: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a layer's memory."""
+    return kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
 
 
 def logits_of(impl: Any) -> Logits:

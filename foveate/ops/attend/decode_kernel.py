@@ -14,7 +14,7 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
+from foveate.ops.gpu.tiles import capability, cdiv, group_tile, multiprocessors, next_power_of_2, split
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -175,9 +175,8 @@ def _decode(
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
     keys = k.shape[2] if block_table is None else block_table.length
     group = num_heads // sets
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
-    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    tile = group_tile(q.dtype, max(dim, value_dim), group, capability(q.device))
+    parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
     splits, _ = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
@@ -239,8 +238,8 @@ def _decode(
             splits,
             SINKS=logits.sinks is not None,
             VALUE_DIM=value_dim,
-            BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-            BLOCK=min(16, triton.next_power_of_2(splits)),
+            BLOCK_DV=max(16, next_power_of_2(value_dim)),
+            BLOCK=min(16, next_power_of_2(splits)),
             num_warps=4,
         )
     mass = pooled(kept.beside(logits.sinks), num_kv_heads, number, mask, lengths, *how) if how else None
