@@ -30,7 +30,7 @@ BATCHES = {
     "longer than ever": ([91, 320, 65, 121, 78], []),
     "shorter, and short rows among long ones": ([49, 300, 50, 51, 2], []),
     "all short": ([5, 2, 49, 17, 33], []),
-    "padding": ([130, 40, 200, 0, 0], []),
+    "padding": ([130, 60, 200, 0, 0], []),
     "one row": ([300, 0, 0, 0, 0], []),
     "chunks of one token of prompts": ([130, 310, 200, 55, 0], [1, 3]),
     "nothing else": ([130, 310, 0, 0, 0], [0, 1]),

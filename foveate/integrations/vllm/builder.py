@@ -40,9 +40,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     check_engine(vllm_config)
     settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
     layers = {
-        name: layer
-        for name, layer in vllm_config.compilation_config.static_forward_context.items()
-        if getattr(getattr(layer, "impl", None), "serves_foveate", False)
+        name: layer for name, layer in vllm_config.compilation_config.static_forward_context.items() if serves(layer)
     }
     geometries = {
         layer_index(name): Geometry(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size)
@@ -69,6 +67,11 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     return steps
 
 
+def serves(layer: Any) -> bool:
+    """Whether a layer of vLLM's is foveate's to attend."""
+    return getattr(getattr(layer, "impl", None), "serves_foveate", False)
+
+
 class StepBuilder:
     """A mixin of metadata builders. ``self.steps`` runs the group's layers."""
 
@@ -78,10 +81,9 @@ class StepBuilder:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.longest = vllm_config.model_config.max_model_len
-        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        self.layers = [layer for layer in layers if getattr(layer.impl, "serves_foveate", False)]
-        """Those of the group that are foveate's, in their order."""
-        self.layers.sort(key=lambda layer: index_of(layer.impl, layer))
+        layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
+        self.layers = sorted(filter(serves, layers), key=lambda layer: index_of(layer.impl, layer))
+        """Those of the group that are foveate's."""
 
     def step_of(self, common: Any) -> Step | None:
         """Start the step of a batch; None when nothing is foveate's.

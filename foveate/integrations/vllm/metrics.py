@@ -110,7 +110,7 @@ class _Increments:
 
     def set(self, counts: dict[str, float]) -> None:
         for key, counter in _counters().items():
-            counter.inc(counts[key] - self.last[key])
+            counter.inc(max(0.0, counts[key] - self.last[key]))  # a capture counts from 0 again
             self.last[key] = counts[key]
 
 
