@@ -27,6 +27,7 @@ SPECS = [
     "dense",
     "kascade:top_k=4,anchors=[1],decode_only=true",
     "kascade:top_k=0.2,min_k=4,anchors=[0,2],pool=layer,pooling=sqrt,decode_only=true",
+    'kascade:top_k=4,anchors=[1],heads={"2": [1, 0]},decode_only=true',  # numbers that the first run sends
     "omnikv:top_k=4,filters=[0],wait=1",
     "oracle_topk:top_k=4,decode_only=true",
 ]

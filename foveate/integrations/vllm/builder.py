@@ -105,10 +105,10 @@ class StepBuilder:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
         if self.steps is None:
             return None
-        step = Step(self.steps, common.slot_mapping, common.num_reqs, None)
-        for run in (self.run_once, lambda _: None):  # what the first run counts is forgotten
-            self.steps.begin_capture(common.seq_lens, common.block_table_tensor, self.longest)
-            run(step)
+        step, rows = Step(self.steps, common.slot_mapping, common.num_reqs, None), common.seq_lens[: common.num_reqs]
+        self.steps.begin_capture(rows, common.block_table_tensor, self.longest)
+        self.run_once(step)
+        self.steps.begin_capture(rows, common.block_table_tensor, self.longest)  # forgets what that has counted
         return step
 
     def run_once(self, step: Step) -> None:
