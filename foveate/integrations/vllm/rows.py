@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,18 +54,21 @@ def decoding_rows(common: Any) -> Decoding:
     if common.is_prefilling is None:
         raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
     number = common.num_reqs
-    lengths, prefilling = common.seq_lens_cpu_upper_bound.tolist(), common.is_prefilling.tolist()
-    starts = common.query_start_loc_cpu.tolist()
-    tokens = [starts[b + 1] - starts[b] for b in range(number)]
-    prompts = (prefilling + [False] * number)[:number]  # model runner V2 leaves out rows of padding
-    if max(tokens) <= 1:
-        prompts = [one and n > 0 for one, n in zip(prompts, tokens)]
-    else:
-        number = next(b for b in range(number) if tokens[b] != 1 or prompts[b])
-        prompts = [False] * number
-    held = [length for length, n in zip(lengths, tokens[:number]) if n]
-    decoded = sum(length for length, n, one in zip(lengths, tokens, prompts) if n and not one)
-    return Decoding(number, len(held), prompts if any(prompts) else None, max(held, default=0), decoded)
+    tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
+    lengths, prompts = (_of_rows(x, number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
+    if (tokens > 1).any():
+        number = int(((tokens != 1) | prompts).argmax())
+    there = tokens[:number] > 0
+    lengths, prompts = lengths[:number], prompts[:number] & there
+    marked = prompts.tolist() if prompts.any() else None
+    bound, decoded = (int(found) for found in (lengths[there].max(initial=0), lengths[there & ~prompts].sum()))
+    return Decoding(number, int(there.sum()), marked, bound, decoded)
+
+
+def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
+    """Numbers of the host of so many rows; model runner V2 leaves out those of padding."""
+    given = numbers.numpy()[:rows]
+    return np.pad(given, (0, rows - len(given)))
 
 
 def rows_from(common: Any, first: int) -> Any:
