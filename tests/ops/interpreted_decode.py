@@ -17,7 +17,7 @@ from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
 from tests.combinations import every_pair
 from tests.kernels import noted
-from tests.problems import in_buffer
+from tests.problems import in_blocks, in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -275,6 +275,10 @@ def test_rows_that_read_their_first_keys_instead_of_the_chosen_ones(dtype, whole
         how["lengths"] = torch.tensor([10, 3, 0]) if bounded else None
     found = getattr(decode_kernel, name)(q, k, v, chosen, *size, whole=whole, **how)
     close(found, getattr(decode, name)(q, k_, v_, chosen, *size, whole=whole, **how), dtype)
+    for block_size in (16, 40):
+        *memory, table = in_blocks(k, v, block_size, "side_by_side")
+        in_pieces = getattr(decode_kernel, name)(q, *memory, chosen, *size, whole=whole, block_table=table, **how)
+        assert torch.equal(in_pieces.out, found.out)
     sparse = getattr(decode, name)(q, k_, v_, chosen, *size, **how)
     dense = decode.attend(q, k_, v_, logits=Logits(0.3), lengths=whole, need_lse=True)
     rows = (whole > 0)[:, None, None]
