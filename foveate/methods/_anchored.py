@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored
+from foveate.methods._common import attend_all, count_scored, or_whole
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Geometry, SlotCache
@@ -116,12 +116,12 @@ class SharedSelection(Method):
             return attend_all(cache, q, scaling).out
         if role.chooses and role.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, SharedKeys(indices, self._read(cache, indices)))
+            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
             return out
         heads = None
         if role.chooses:
             indices = self.select(cache, q, scaling)
-            read = self._read(cache, indices)
+            read = or_whole(cache, self._read(cache, indices))
             self._hand_on(cache, SharedKeys(indices, read))
             cache.count_read(read)
             count_scored(self, cache)
@@ -129,7 +129,7 @@ class SharedSelection(Method):
             (indices, read), heads = self._handed_on(cache)
             cache.count("indices_reused", 1)
             cache.count_read(read if heads is None else read.index_select(1, heads))
-        how = {"logits": cache.logits(scaling), "heads": heads, "block_table": cache.block_table}
+        how = {"logits": cache.logits(scaling), "heads": heads, "whole": cache.whole, "block_table": cache.block_table}
         return ops.attend_indices(q, *cache.memory, indices, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -14,7 +14,7 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
+from foveate.ops.gpu.tiles import capability, cdiv, group_tile, multiprocessors, next_power_of_2, split
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -89,6 +89,7 @@ def attend_indices(
     logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
+    whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -101,7 +102,7 @@ def attend_indices(
     if indices.shape[:2] != (len(q), k.shape[1]):
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
     number, heads = indices.shape[2], None if heads is None else heads.contiguous()
-    more = {"heads": heads, "block_table": block_table}
+    more = {"heads": heads, "whole": whole, "block_table": block_table}
     return _decode(q, k, v, indices, None, lengths, number, logits, need_lse, **more)
 
 
@@ -114,6 +115,7 @@ def attend_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -128,7 +130,7 @@ def attend_pages(
     if need_mass:
         raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size, "block_table": block_table}
+    how = {"page_size": page_size, "whole": whole, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
 
 
@@ -159,6 +161,7 @@ def _decode(
     how: tuple[str, str] | None = None,
     page_size: int = 0,
     heads: Tensor | None = None,
+    whole: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
@@ -172,9 +175,8 @@ def _decode(
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
     keys = k.shape[2] if block_table is None else block_table.length
     group = num_heads // sets
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
-    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    tile = group_tile(q.dtype, max(dim, value_dim), group, capability(q.device))
+    parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
     splits, _ = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
@@ -194,6 +196,7 @@ def _decode(
         chosen,
         heads,
         lengths,
+        None if whole is None else whole.contiguous(),
         *arguments(block_table),
         *found,
         *(kept[:3] if kept else (None, None, None)),
@@ -235,8 +238,8 @@ def _decode(
             splits,
             SINKS=logits.sinks is not None,
             VALUE_DIM=value_dim,
-            BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-            BLOCK=min(16, triton.next_power_of_2(splits)),
+            BLOCK_DV=max(16, next_power_of_2(value_dim)),
+            BLOCK=min(16, next_power_of_2(splits)),
             num_warps=4,
         )
     mass = pooled(kept.beside(logits.sinks), num_kv_heads, number, mask, lengths, *how) if how else None
@@ -256,6 +259,7 @@ def _attend_decode(
     chosen_ptr,
     head_ptr,
     length_ptr,
+    whole_ptr,
     table_ptr,
     table_stride,
     out_ptr,
@@ -297,8 +301,9 @@ def _attend_decode(
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
     ``chosen`` holds the slots of the keys (``INDEXED``), -1 for none, or what is not 0 at the slots to read; ``head``
-    whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. With
-    ``logit``, ``top`` and ``kept_lse``: and what :class:`Kept` holds.
+    whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. ``whole
+    [B]``: a row where it is not 0 reads its first so many keys instead. With ``logit``, ``top`` and ``kept_lse``: and
+    what :class:`Kept` holds.
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
@@ -338,20 +343,23 @@ def _attend_decode(
             keys = tl.minimum(keys, length.to(tl.int32))
         else:
             number = tl.minimum(number, length.to(tl.int32))
+    first = None
+    if whole_ptr is not None:
+        first = tl.load(whole_ptr + batch).to(tl.int32)
+        number = tl.where(first == 0, number, first)
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     here = blocks
-    if length_ptr is not None and not PAGE_SIZE:  # all programs share the keys of a short row
+    if (length_ptr is not None and not PAGE_SIZE) or whole_ptr is not None:  # all programs share a row's keys
         here = tl.cdiv(number, BLOCK_N)
     each = tl.cdiv(here, tl.num_programs(1))
     begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
     if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
-        entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
-        following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
+        following = _chosen(chosen_ptr, chosen_stride_l, next_place, number, first, FILL, PAGE_SIZE)
     if BLOCK_SIZE:  # one block ahead, too
         next_place = begin * BLOCK_N + places
         chosen = following if INDEXED else next_place
@@ -361,8 +369,7 @@ def _attend_decode(
         slots, stored = place.to(tl.int64), place < number
         if chosen_ptr is not None:
             chosen, next_place = following, place + BLOCK_N
-            entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
-            following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
+            following = _chosen(chosen_ptr, chosen_stride_l, next_place, number, first, FILL, PAGE_SIZE)
             stored = chosen > FILL
             if PAGE_SIZE:
                 slot = tl.maximum(chosen.to(tl.int32), 0) * PAGE_SIZE + place % PAGE_SIZE
@@ -406,3 +413,15 @@ def _attend_decode(
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)
     tl.store(lse_ptr + rows, lse / LOG2E, mask=exist)
+
+
+@triton.jit
+def _chosen(chosen_ptr, stride, place, number, first, FILL: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """What a row has chosen at places below ``number``; where ``first`` is not 0, its first so many keys, or pages."""
+    entry = place // PAGE_SIZE if PAGE_SIZE else place
+    if first is None:
+        chosen = tl.load(chosen_ptr + entry * stride, mask=place < number, other=FILL)
+    else:
+        chosen = tl.load(chosen_ptr + entry * stride, mask=place < tl.where(first == 0, number, 0), other=FILL)
+        chosen = tl.maximum(chosen.to(tl.int32), tl.where(place < first, entry, FILL))
+    return chosen

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
+from foveate.ops.gpu.tiles import cdiv, next_power_of_2
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _STEPS = 2048.0
@@ -48,7 +49,7 @@ class Kept(NamedTuple):
 
 def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Kept:
     """Room for the logits of ``number`` keys, of a length of which many are moved at a time."""
-    (batch, num_heads), padded, coded = q.shape[:2], triton.cdiv(number, 16) * 16, q.dtype != torch.float32
+    (batch, num_heads), padded, coded = q.shape[:2], cdiv(number, 16) * 16, q.dtype != torch.float32
     return Kept(
         torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device),
         torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device),
@@ -87,7 +88,7 @@ def pooled(
     sets, splits = 1 if pool == "layer" else num_kv_heads, kept.lses.shape[2]
     scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=kept.logits.device)
     if scores.numel():
-        _pool_logits[triton.cdiv(number, _POOLED), batch * sets](
+        _pool_logits[cdiv(number, _POOLED), batch * sets](
             chosen,
             lengths,
             *kept[:3],
@@ -114,7 +115,7 @@ def pooled(
             LARGEST=pooling == "of_largest",
             KEYS=_POOLED,
             BLOCK_N=kept.block,
-            SPLITS=triton.next_power_of_2(splits),
+            SPLITS=next_power_of_2(splits),
             num_warps=4,
         )
     return scores[..., :number]
