@@ -125,8 +125,9 @@ class Method(Settings):
     # How decode steps may be run
 
     sparse_from_tokens: ClassVar[int | None] = None
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`. None:
-    the method has no :meth:`decode_dense`. Per settings."""
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`, where
+    a layer has eight KV heads of 128; see :meth:`Geometry.at_least`. None: the method has no :meth:`decode_dense`. Per
+    settings."""
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""

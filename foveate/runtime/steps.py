@@ -68,9 +68,16 @@ class EngineSteps:
         device: where keys and values are.
         dense_below: a row is read whole while the rows of its step, each taken as long as this one, hold fewer tokens
             than this. "auto": fewer than :attr:`Method.sparse_from_tokens` on a GPU; elsewhere no row is.
+        geometry: of a layer, for "auto"; None: eight KV heads of 128.
     """
 
-    def __init__(self, methods: Mapping[int, Method], device: torch.device, dense_below: int | str = "auto"):
+    def __init__(
+        self,
+        methods: Mapping[int, Method],
+        device: torch.device,
+        dense_below: int | str = "auto",
+        geometry: Geometry | None = None,
+    ):
         self.methods, self.device = dict(sorted(methods.items())), device
         self.dense = False
         """Whether the present step is dense because all its rows are short."""
@@ -80,7 +87,7 @@ class EngineSteps:
         self._counters = {layer: Counters(keys_read=self._read[n]) for n, layer in enumerate(self.methods)}
         for layer, counters in self._counters.items():
             counters.declare(self.methods[layer].counters).on_device(device)
-        self._sparse_from = self._first_sparse(dense_below)
+        self._sparse_from = self._first_sparse(dense_below, geometry)
         self._choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, SlotCache] = {}
@@ -91,12 +98,14 @@ class EngineSteps:
         self._step: tuple[DeviceRows, Tensor, bool] | None = None
         """Row numbers and block table of the present step, and whether it may have rows that are read whole."""
 
-    def _first_sparse(self, dense_below: int | str) -> int:
+    def _first_sparse(self, dense_below: int | str, geometry: Geometry | None) -> int:
         """Tokens from which a step is sparse."""
         if dense_below != "auto":
             return int(dense_below)
         known = [method.sparse_from_tokens or 0 for method in self.methods.values()]
-        return max(known) if self.device.type == "cuda" else 0
+        if self.device.type != "cuda":
+            return 0
+        return max(known) if geometry is None else geometry.at_least(max(known))
 
     def reads_all(self, layer: int) -> bool:
         """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""

@@ -10,6 +10,7 @@ import foveate
 from foveate import methods
 from foveate.ops import _dispatch
 from foveate.runtime import CudaRecorder, replay
+from foveate.state import Geometry
 from tests.helpers import FAMILIES, SLIDING, generate, left_padded, tiny_model, tokens
 from tests.recorded import Replayed
 
@@ -177,6 +178,7 @@ def test_short_contexts_are_read_whole(method):
 
 def test_steps_are_dense_by_themselves_until_a_method_pays(kernels, monkeypatch):
     monkeypatch.setattr(methods.get("quest"), "sparse_from_tokens", 2 * 70)
+    monkeypatch.setattr(Geometry, "at_least", lambda self, tokens: tokens)  # as if of eight KV heads of 128
     model = tiny_model().cuda()
     foveate.attach(model, "quest:top_k=16,page_size=4,dense_layers=0")
     generate(model, tokens(60, 2).cuda(), new=30)

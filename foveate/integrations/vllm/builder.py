@@ -58,7 +58,8 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     chosen = {index: method for index, method in methods.items() if index in own}
     if not chosen:
         return None
-    steps, cache = EngineSteps(chosen, device, settings.dense_below), vllm_config.cache_config
+    steps = EngineSteps(chosen, device, settings.dense_below, next(iter(geometries.values())))
+    cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
         if index in own and chosen[index].summarises_blocks:
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
