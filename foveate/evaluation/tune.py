@@ -6,10 +6,11 @@ trial is a row of `compare`, so that a search which was interrupted goes on, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ EVICTING = {
 KASCADE = "kascade:top_k={share},pool=layer,pooling=sqrt,decode_only=true,calibration={file}"
 _SHARES = (0.02, 0.5)
 """The least and the largest share of a context."""
+_FIRST = 0.125
+"""The share with which each method is tried first."""
+_FAILURES = (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
+"""What a setting may raise that cannot be applied to the model."""
 _STALE, _CONFIRMED = 8, 3
 """Trials without a better one that end a search, and the best ones that are measured on held-back data at most."""
 
@@ -127,7 +132,10 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     begun, tried = time.monotonic(), {}
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed))
     for name in plan.methods:
-        study.enqueue_trial({"method": name, f"{name}_share": 0.125})
+        study.enqueue_trial({"method": name, f"{name}_share": _FIRST})
+    say(f"dense attention and {len(plan.methods)} methods at {_FIRST:.0%} of the context, together")
+    with contextlib.suppress(*_FAILURES):  # together they read each prompt once; what fails is told one by one
+        _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in plan.methods)])
     dense = _measure(plan, "tune", "dense")
     best, stale = dense, 0
     say(f"dense: {_words(plan, dense)}")
@@ -144,7 +152,7 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
         if not known:
             try:
                 tried[spec] = _measure(plan, "tune", spec)
-            except (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError) as error:
+            except _FAILURES as error:
                 tried[spec] = None
                 say(f"{spec}: {str(error).splitlines()[0]}")
         found = tried[spec]
@@ -167,7 +175,10 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
 
 def _suggested(plan: Plan, trial: Any) -> str:
     name = trial.suggest_categorical("method", list(plan.methods))
-    share = trial.suggest_float(f"{name}_share", *_SHARES, log=True)
+    return _spec(plan, name, trial.suggest_float(f"{name}_share", *_SHARES, log=True))
+
+
+def _spec(plan: Plan, name: str, share: float) -> str:
     file = json.dumps(None if plan.calibration is None else str(plan.calibration.resolve()))
     return plan.methods[name].format(share=float(f"{share:.2g}"), file=file)
 
@@ -186,10 +197,16 @@ def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Tr
 
 def _measure(plan: Plan, split: str, spec: str) -> Trial:
     """A setting's row, made now or by an earlier search."""
+    row = _rows(plan, split, list(dict.fromkeys(("dense", spec))))[parse_method(spec).spec]
+    return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], row)
+
+
+def _rows(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of a split by their specs, those of these settings among them."""
     task = dataclasses.replace(plan.task, split=split)
     if task.needs_dense(plan.data):
         task = Fidelity(of=task)
-    methods = tuple(parse_method(one) for one in dict.fromkeys(("dense", spec)))
+    methods = tuple(map(parse_method, specs))
     comparison = Comparison(
         plan.model,
         task,
@@ -202,9 +219,7 @@ def _measure(plan: Plan, split: str, spec: str) -> Trial:
         plan.dtype,
         plan.device,
     )
-    rows = run(prepare(comparison))
-    (row,) = (row for row in rows if row["spec"] == methods[-1].spec)
-    return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], row)
+    return {row["spec"]: row for row in run(prepare(comparison))}
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:
