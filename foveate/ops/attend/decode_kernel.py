@@ -14,7 +14,7 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import group_tile, multiprocessors, split
+from foveate.ops.gpu.tiles import group_tile, multiprocessors, split, split_of_row
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -114,6 +114,7 @@ def attend_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -128,7 +129,7 @@ def attend_pages(
     if need_mass:
         raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size, "block_table": block_table}
+    how = {"page_size": page_size, "counts": counts, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
 
 
@@ -158,13 +159,14 @@ def _decode(
     need_lse: bool,
     how: tuple[str, str] | None = None,
     page_size: int = 0,
+    counts: Tensor | None = None,
     heads: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
     ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
-    ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all; 0 for none.
+    ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all, the first ``counts [B]`` of them; 0 for none.
     """
     _check(q, k, v, block_table)
     batch, num_heads, _, dim = q.shape
@@ -175,7 +177,8 @@ def _decode(
     capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
-    splits, _ = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    room = _RESIDENT * multiprocessors(q.device)
+    splits, _ = split(batch * sets * parts, blocks, room)
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
     kept = room_for(q, number, blocks, splits, tile.block_n) if how else None
@@ -184,6 +187,8 @@ def _decode(
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
     found, merged = (out, lse), splits > 1 or logits.sinks is not None
+    own = counts if page_size else lengths  # of rows of which each has a number of its own
+    used = None if own is None or splits == 1 else torch.empty(batch * sets, dtype=torch.int32, device=q.device)
     if merged:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
@@ -194,14 +199,17 @@ def _decode(
         chosen,
         heads,
         lengths,
+        counts,
         *arguments(block_table),
         *found,
+        used,
         *(kept[:3] if kept else (None, None, None)),
         (q.stride(0), q.stride(1), q.stride(3)),
         k.stride(),
         v.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
+        0 if counts is None else counts.stride(0),
         batch,
         sets,
         group,
@@ -210,6 +218,7 @@ def _decode(
         keys if page_size else None,
         kept.logits.shape[2] if kept else 0,
         blocks,
+        room,
         logits.scaling * LOG2E.value,
         steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
@@ -224,6 +233,7 @@ def _decode(
         merge_splits[num_heads, batch](
             *found,
             logits.sinks,
+            used,
             out,
             lse,
             *found[0].stride()[:3],
@@ -233,6 +243,7 @@ def _decode(
             num_heads,
             1,
             splits,
+            group,
             SINKS=logits.sinks is not None,
             VALUE_DIM=value_dim,
             BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
@@ -243,8 +254,8 @@ def _decode(
     return Attended(out, lse if need_lse else None, mass)
 
 
-_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "table_stride"]
-_VARYING += ["batches", "num_kv_heads", "parts", "number", "keys", "blocks"]
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "count_stride"]
+_VARYING += ["table_stride", "batches", "num_kv_heads", "parts", "number", "keys", "blocks", "room"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -256,10 +267,12 @@ def _attend_decode(
     chosen_ptr,
     head_ptr,
     length_ptr,
+    count_ptr,
     table_ptr,
     table_stride,
     out_ptr,
     lse_ptr,
+    used_ptr,
     logit_ptr,
     top_ptr,
     kept_lse_ptr,
@@ -271,6 +284,7 @@ def _attend_decode(
     chosen_stride_l,
     length_stride_b,
     length_stride_h,
+    count_stride,
     batches,
     num_kv_heads,
     group,
@@ -279,6 +293,7 @@ def _attend_decode(
     keys,
     padded,
     blocks,
+    room,
     scale,
     steps,
     INDEXED: tl.constexpr,
@@ -300,8 +315,13 @@ def _attend_decode(
     whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. With
     ``logit``, ``top`` and ``kept_lse``: and what :class:`Kept` holds.
 
+    Where ``used`` is not None, rows have numbers of keys or places of their own: a row takes as many of its splits as
+    its number is worth, and writes how many these are to ``used [B, num_kv_heads]``. The others write nothing but the
+    ``kept_lse`` of no keys.
+
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
-    places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
+    places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
+    keys are there. ``SHARED``: so many heads in a row,
     of the ``num_kv_heads`` that choose here, read the keys of one KV head.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
@@ -320,6 +340,27 @@ def _attend_decode(
     kept_rows = batch * num_kv_heads * group + heads
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
 
+    if length_ptr is not None:
+        length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
+        if PAGE_SIZE:
+            keys = tl.minimum(keys, length.to(tl.int32))
+        else:
+            number = tl.minimum(number, length.to(tl.int32))
+    if count_ptr is not None:
+        number = tl.minimum(number, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
+    here = tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, tl.num_programs(1))
+    if used_ptr is not None:
+        used, each = split_of_row(here, tl.num_programs(0), tl.num_programs(1), room)
+        if split >= used:
+            if logit_ptr is not None:
+                none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, none, mask=exist)
+            return
+        if part + split == 0:
+            tl.store(used_ptr + row, used)
+    begin, end = split * each, tl.minimum((split + 1) * each, here)
+
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
     if BLOCK_SIZE:
@@ -332,21 +373,10 @@ def _attend_decode(
     if chosen_ptr is not None:
         of_head = head if head_ptr is None else tl.load(head_ptr + head)
         chosen_ptr += batch * chosen_stride_b + of_head * chosen_stride_h
-    if length_ptr is not None:
-        length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
-        if PAGE_SIZE:
-            keys = tl.minimum(keys, length.to(tl.int32))
-        else:
-            number = tl.minimum(number, length.to(tl.int32))
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    here = blocks
-    if length_ptr is not None and not PAGE_SIZE:  # all programs share the keys of a short row
-        here = tl.cdiv(number, BLOCK_N)
-    each = tl.cdiv(here, tl.num_programs(1))
-    begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
     if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
