@@ -94,7 +94,10 @@ def _compile_attention(
         },
         **tile.options,
     )
-    (assert_compiled_well_in_blocks if block_size else assert_compiled_well)(compiled, capability, half)
+    if block_size:
+        assert_compiled_well_in_blocks(compiled, capability, half)
+    else:
+        assert_compiled_well(compiled, capability, half, spilled=8 if page_size else 0)
 
 
 @every_pair(
@@ -192,7 +195,7 @@ def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     how = {"page_size": page_size, "block_size": block_size}
     compiled = _scoring(capability, dtype, dim, heads, bounded, softcap, **how)
     half = dtype != "fp32"
-    spilled = 120 if not half else 16 if block_size else 8  # where a key of a page is takes registers
+    spilled = 136 if not half else 16 if block_size else 8  # where a key of a page is takes registers
     assert_compiled_well(compiled, capability, half, spilled=spilled)
 
 

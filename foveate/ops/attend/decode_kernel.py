@@ -352,13 +352,14 @@ def _attend_decode(
     each = tl.cdiv(here, tl.num_programs(1))
     if used_ptr is not None:
         used, each = split_of_row(here, tl.num_programs(0), tl.num_programs(1), room)
-        if split >= used:
-            if logit_ptr is not None:
-                none = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, none, mask=exist)
-            return
-        if part + split == 0:
-            tl.store(used_ptr + row, used)
+        tl.store(used_ptr + row, used, mask=part + split == 0)
+        if logit_ptr is not None:
+            none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, none, mask=exist & (split >= used))
+        if BLOCK_M < 64:  # of more heads, the programs that go on would pay for it with registers
+            if split >= used:
+                return
+        exist = exist & (split < used)
     begin, end = split * each, tl.minimum((split + 1) * each, here)
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
