@@ -1,4 +1,4 @@
-"""Decode steps of an engine whose bound is far above its rows: the same outputs, and no more work, than with a near one.
+"""Decode steps of an engine with a bound far above its rows: the same outputs, and no more work, than with a near one.
 
 Kernels run under Triton's interpreter, which counts what they multiply and read.
 """

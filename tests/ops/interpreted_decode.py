@@ -430,7 +430,7 @@ HOW = pytest.mark.parametrize(
 def sizes(how, monkeypatch):
     """Rows kept whole; of longer ones the last score bracketed well, loosely, with more between than registers hold,
     or with too little room between."""
-    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if how == "held" else 0)
+    monkeypatch.setattr(rows_kernel, "_HELD", 16384 if how == "held" else -1)
     monkeypatch.setattr(rows_kernel, "multiprocessors", lambda device: 1 if how == "found in a small sample" else 100)
     samples = {"found in a small sample": (256, 4096), "found out of registers": (256, 4096), "read anew": (64, 64)}
     if how == "found out of registers":

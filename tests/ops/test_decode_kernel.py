@@ -297,7 +297,7 @@ def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k, b
         "_settle": ("bound", "tally", "kept", "settled"),
         "_write_chosen": ("tally", "kept", "index", "settled", "found"),
     }[name]
-    held = kernel._HELD if bounded else 0
+    held = kernel._HELD if bounded else -1
     constants = {"VECTOR": 4, "HELD": held, "TILE": kernel._TILE, "ROOM": room, "CHUNKS": 64}
     if name == "_bracket":
         constants = {"VECTOR": 4, "HELD": held, "SAMPLE": sample}
@@ -331,7 +331,7 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")
     compiled = compile_for(
         capability,
-        kernel._topk_of_short_rows,
+        kernel.topk_of_short_rows,
         {
             "score_ptr": "*fp32:16",
             **{f"stride_{axis}": "i32" for axis in "bh"},

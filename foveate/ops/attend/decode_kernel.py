@@ -321,8 +321,8 @@ def _attend_decode(
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
-    keys are there. ``SHARED``: so many heads in a row,
-    of the ``num_kv_heads`` that choose here, read the keys of one KV head.
+    keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
+    KV head.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
@@ -356,9 +356,8 @@ def _attend_decode(
         if logit_ptr is not None:
             none = tl.full([BLOCK_M], float("-inf"), tl.float32)
             tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, none, mask=exist & (split >= used))
-        if BLOCK_M < 64:  # of more heads, the programs that go on would pay for it with registers
-            if split >= used:
-                return
+        if (split >= used) & (BLOCK_M < 64):  # with more heads, programs that go on would pay for it with registers
+            return
         exist = exist & (split < used)
     begin, end = split * each, tl.minimum((split + 1) * each, here)
 

@@ -95,9 +95,9 @@ def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[i
 def split_of_row(here, rows, splits, room):
     """:func:`split` on the device: of the ``splits`` programs of each row, how many share the ``here`` blocks of a row.
 
-    A step that is captured has a grid for the longest row that there may be. A row takes of it what would be best if
-    all rows were like it: all programs, or as many as fill some number of rounds. Of these numbers three are tried, from
-    that on at which the estimate without its roundings is least.
+    A captured step has a grid for the longest row that there may be. A row takes of it what would be best if all rows
+    were like it: all programs, or as many as fill some number of rounds. Three such numbers are tried, from the one on
+    at which the estimate without its roundings is least.
 
     Returns:
         ``(used, each)``: programs of the row, at least 1, and blocks of a program.
@@ -105,16 +105,15 @@ def split_of_row(here, rows, splits, room):
     each = tl.maximum(tl.cdiv(here, splits), 1)
     used = tl.cdiv(here, each)
     least = _time(used, each, rows, room)
-    rounds = (tl.sqrt(here.to(tl.float32) * rows / room) * 0.5).to(tl.int32)
+    first = tl.maximum((tl.sqrt(here.to(tl.float32) * rows / room) * 0.5).to(tl.int32), 1)
     for more in tl.static_range(3):
-        programs = tl.maximum(tl.minimum(tl.maximum(rounds, 1) * room // rows, splits), 1)
+        programs = tl.maximum(tl.minimum((first + more) * room // rows, splits), 1)
         blocks = tl.maximum(tl.cdiv(here, programs), 1)
         some = tl.cdiv(here, blocks)
         time = _time(some, blocks, rows, room)
         better = time < least
         used, each = tl.where(better, some, used), tl.where(better, blocks, each)
         least = tl.where(better, time, least)
-        rounds = tl.maximum(rounds, 1) + 1
     return tl.maximum(used, 1), each
 
 

@@ -295,9 +295,9 @@ def _page_lse(
 ):
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
     pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
-    how many of the first pages are there; nothing is written after the block of the place after these. ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1
-    for none. ``BLOCK_SIZE``, where it is not 0: records are in blocks of so many, and ``table`` has the blocks of each
-    row.
+    how many of the first pages are there; nothing is written after the block of the place after these. ``BRANCH``,
+    where it is not 0: pages are so many from each of ``page``, -1 for none. ``BLOCK_SIZE``, where it is not 0: records
+    are in blocks of so many, and ``table`` has the blocks of each row.
 
     Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
     ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes

@@ -193,7 +193,8 @@ def _keep_logits(
     each row.
 
     Where ``PAGE_SIZE`` is not 0, ``chosen`` holds pages of so many keys, -1 for none: ``number`` counts the keys of all
-    its places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first keys are there."""
+    its places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the
+    first keys are there."""
     INDEXED: tl.constexpr = PAGE_SIZE != 0
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides

@@ -14,18 +14,16 @@ from foveate.ops.select.kth_kernel import (
     HIGHEST,
     LOWEST,
     above_all,
-    choose,
     count_valid,
     find_kth,
     find_kth_of_many,
     float_of,
     plain,
-    put,
-    put_end,
     read_scores,
     row_of,
     scores_of,
 )
+from foveate.ops.select.short_rows_kernel import VARYING, choose_of_short_row, topk_of_short_rows
 
 _TILE = 2048
 """Scores that a program looks at at once."""
@@ -49,8 +47,6 @@ _HOLDS = tl.constexpr(32768)
 _AT_ONCE = tl.constexpr(8192)
 _TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
 """What tells where the chosen scores lie, see :func:`_settle`."""
-_VARYING = ["stride_b", "stride_h", "heads", "number", "k", "length_stride"]
-"""What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
 def topk_rows(
@@ -64,8 +60,8 @@ def topk_rows(
     the row, and where its own go: all scores are read twice. Room for those kept grows with the row, up to
     :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
     sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
-    equal. Scores beyond a row's length are not read, and its programs share those that are there; a row that is short by
-    its length is kept whole like one among short rows, and leaves the other launches at once.
+    equal. Scores beyond a row's length are not read, and its programs share those that are there; a row that is short
+    by its length is kept whole, too, and leaves the other launches at once.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -84,7 +80,7 @@ def topk_rows(
     rows_of_scores = (scores, apart[0] // vector, apart[1] // vector, counts, counts.stride(0), *ends)
     if number <= _HELD:
         held = max(256, triton.next_power_of_2(number))
-        _topk_of_short_rows[(rows,)](
+        topk_of_short_rows[(rows,)](
             *rows_of_scores,
             found,
             heads,
@@ -103,7 +99,7 @@ def topk_rows(
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
     tallies, index = torch.empty(2, rows, chunks, **made), torch.empty(rows, room, **made)
     kept = torch.empty(rows, room, dtype=torch.float32, device=scores.device)
-    held = 0 if lengths is None else _HELD  # a row of its own length may be as short
+    held = -1 if lengths is None else _HELD  # a row of its own length may be as short
     short = {"VECTOR": vector, "HELD": held}
     _bracket[(rows,)](
         *rows_of_scores,
@@ -183,42 +179,7 @@ def sizes(number: int, k: int) -> tuple[int, int]:
     return sample, min(max(1024, triton.next_power_of_2(math.ceil(between))), _ROOM)
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def _topk_of_short_rows(
-    score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    found_ptr,
-    heads,
-    number,
-    k,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
-    """Writes ``found [rows, k]``."""
-    row = tl.program_id(0).to(tl.int64)
-    score_ptr, number, allowed = row_of(
-        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
-    )
-    _choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD)
-
-
-@triton.jit
-def _choose_of_short_row(score_ptr, number, allowed, found_ptr, k, VECTOR: tl.constexpr, HELD: tl.constexpr):
-    index = tl.arange(0, HELD)
-    x = scores_of(score_ptr, index, number, VECTOR)
-    valid = count_valid(x)
-    kth, room, crowded = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
-    chosen, _ = choose(x, kth, room, crowded, 0)
-    put(found_ptr, 0, index, chosen)
-    put_end(found_ptr, tl.minimum(valid, allowed), k, 1024)
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "rows"])
+@triton.jit(do_not_specialize=[*VARYING, "rows"])
 def _bracket(
     score_ptr,
     stride_b,
@@ -244,12 +205,12 @@ def _bracket(
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
-    if HELD:
+    if HELD > 0:
         if number <= HELD // 2:
-            _choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD // 2)
+            choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD // 2)
             return
         if number <= HELD:
-            _choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD)
+            choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD)
             return
     drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
     # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
@@ -274,7 +235,7 @@ def _bracket(
     tl.store(kept_count_ptr + row, 0)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+@triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _keep_between(
     score_ptr,
     stride_b,
@@ -304,9 +265,8 @@ def _keep_between(
     score_ptr, number, _ = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
-    if HELD:
-        if number <= HELD:
-            return
+    if number <= HELD:
+        return
     low, high = float_of(tl.load(bound_ptr + row)), float_of(tl.load(bound_ptr + rows + row))
     kept_ptr += row * ROOM
     index_ptr += row * ROOM
@@ -332,7 +292,7 @@ def _keep_between(
     tl.store(tally_ptr + (rows + row) * chunks + chunk, inside)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+@triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _settle(
     score_ptr,
     stride_b,
@@ -362,9 +322,8 @@ def _settle(
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
-    if HELD:
-        if number <= HELD:
-            return
+    if number <= HELD:
+        return
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
     every = tl.arange(0, CHUNKS)
     above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
@@ -397,7 +356,7 @@ def _settle(
     tl.store(settled_ptr + 2 * rows + row, tl.where(proved, by, 0))
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+@triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _write_chosen(
     score_ptr,
     stride_b,
@@ -427,9 +386,8 @@ def _write_chosen(
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
-    if HELD:
-        if number <= HELD:
-            return
+    if number <= HELD:
+        return
     last, room = float_of(tl.load(settled_ptr + row)), tl.load(settled_ptr + rows + row)
     each = tl.cdiv(tl.cdiv(number, TILE), chunks)
     begin, places = chunk * each * TILE, tl.arange(0, TILE)
