@@ -16,7 +16,7 @@ from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import group_tile, multiprocessors, split, split_of_row
 from foveate.ops.logits import Logits
-from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
+from foveate.ops.score.kept_logits_kernel import counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
 _LARGEST = 256
@@ -192,6 +192,8 @@ def _decode(
     if merged:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
+    sizes = batch, sets, group, parts, number, keys if page_size else None
+    sizes += kept.logits.shape[2] if kept else 0, blocks, room
     _attend_decode[batch * sets * parts, splits](
         q,
         k,
@@ -199,7 +201,7 @@ def _decode(
         chosen,
         heads,
         lengths,
-        counts,
+        *counted(counts),
         *arguments(block_table),
         *found,
         used,
@@ -209,16 +211,7 @@ def _decode(
         v.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
-        0 if counts is None else counts.stride(0),
-        batch,
-        sets,
-        group,
-        parts,
-        number,
-        keys if page_size else None,
-        kept.logits.shape[2] if kept else 0,
-        blocks,
-        room,
+        *sizes,
         logits.scaling * LOG2E.value,
         steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
@@ -268,6 +261,7 @@ def _attend_decode(
     head_ptr,
     length_ptr,
     count_ptr,
+    count_stride,
     table_ptr,
     table_stride,
     out_ptr,
@@ -284,7 +278,6 @@ def _attend_decode(
     chosen_stride_l,
     length_stride_b,
     length_stride_h,
-    count_stride,
     batches,
     num_kv_heads,
     group,

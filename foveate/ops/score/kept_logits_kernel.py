@@ -97,12 +97,11 @@ def pooled(
         _pool_logits[min(triton.cdiv(number, _POOLED), programs), batch * sets](
             chosen,
             lengths,
-            counts,
+            *counted(counts),
             *kept[:3],
             scores,
             *((0, 0, 0) if chosen is None else chosen.stride()),
             *((0, 0) if lengths is None else lengths.stride()),
-            0 if counts is None else counts.stride(0),
             sets,
             num_heads // sets,
             num_heads // num_kv_heads,
@@ -135,6 +134,11 @@ def per_head(lengths: Tensor, num_kv_heads: int) -> Tensor:
     return lengths[:, None].expand(-1, num_kv_heads) if lengths.dim() == 1 else lengths
 
 
+def counted(counts: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """A kernel's ``count_ptr`` and ``count_stride``; None without counts ``[B]``."""
+    return (None, None) if counts is None else (counts, counts.stride(0))
+
+
 @triton.jit
 def keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded, blocks, steps, CODED: tl.constexpr):
     """Writes a block of some heads to what :class:`Kept` holds: ``logits [M, N]`` and ``largest [M]``, the largest."""
@@ -151,6 +155,7 @@ def _pool_logits(
     chosen_ptr,
     length_ptr,
     count_ptr,
+    count_stride,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -160,7 +165,6 @@ def _pool_logits(
     chosen_stride_l,
     length_stride_b,
     length_stride_h,
-    count_stride,
     sets,
     members,
     group,

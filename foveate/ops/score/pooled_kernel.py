@@ -13,7 +13,7 @@ from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
 from foveate.ops.logits import Logits
-from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
+from foveate.ops.score.kept_logits_kernel import VARYING, counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
 _LARGEST = 256
@@ -120,14 +120,13 @@ def _pooled_mass(
         k,
         pages,
         lengths,
-        counts,
+        *counted(counts),
         *arguments(block_table),
         *kept[:3],
         (q.stride(0), q.stride(1), q.stride(3)),
         k.stride(),
         *((0, 0, 0) if pages is None else pages.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
-        0 if counts is None else counts.stride(0),
         num_kv_heads,
         group,
         parts,
@@ -155,6 +154,7 @@ def _keep_logits(
     chosen_ptr,
     length_ptr,
     count_ptr,
+    count_stride,
     table_ptr,
     table_stride,
     logit_ptr,
@@ -167,7 +167,6 @@ def _keep_logits(
     chosen_stride_l,
     length_stride_b,
     length_stride_h,
-    count_stride,
     num_kv_heads,
     group,
     parts,
