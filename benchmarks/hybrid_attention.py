@@ -39,7 +39,7 @@ class Plan:
     """What to measure."""
 
     context: int = 32768
-    batches: Sequence[int] = (32, 64)
+    batches: Sequence[int] = (1, 32, 64)
     phases: Sequence[str] = ("decode", "prefill")
     heads: int = 32
     kv_heads: int = 8
@@ -183,13 +183,20 @@ def _decode_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
 
         return Case(what, "swa", step, bytes=token * used, exact=exact)
 
-    sliding = (draw(*size, plan.sliding, plan.head_dim) for _ in range(2))
+    sliding = [draw(*size, plan.sliding, plan.head_dim) for _ in range(2)]
+    fresh, oldest = [draw(*size, 1, plan.head_dim) for _ in range(2)], torch.tensor([5], device=plan.device)
     layer, memory = _evicting(plan, batch, draw)
     held, ring = memory.tensors, memory.ring
     cases = [attention("swa", *sliding, plan.sliding)]
     cases += [attention("lte, buffer full", held["keys"], held["values"], plan.slots)]
     cases += [attention("lte, buffer half full", held["keys"], held["values"], ring + plan.half)]
-    step = functools.partial(layer._step, q, draw(*size, 1, plan.head_dim), draw(*size, 1, plan.head_dim), memory)
+    step = functools.partial(layer._step, q, *fresh, memory)
+
+    def sliding_step() -> None:
+        """The new token takes the place of the window's oldest."""
+        for ring, new in zip(sliding, fresh):
+            ring.index_copy_(2, oldest, new)
+        cases[0].step()
 
     def whole_step() -> None:
         memory.unscored = list(memory.lengths)  # scores are timed by themselves
@@ -200,7 +207,8 @@ def _decode_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
         layer._score_late(memory)
 
     together = plan.window - 2 * layer.reach
-    cases += [Case("lte, step with replacement", "swa", whole_step, bytes=token * plan.slots)]
+    cases += [Case("step of swa with its write", "swa", sliding_step, bytes=token * plan.sliding)]
+    cases += [Case("lte, step with replacement", "step of swa with its write", whole_step, bytes=token * plan.slots)]
     cases += [Case("lte, scores of a step", "lte, buffer full", score, steps=together)]
     keys, values = (draw(*size, plan.context, plan.head_dim) for _ in range(2))
     for name, attend in dense_peers.available(plan.device, plan.dtype, say).items():

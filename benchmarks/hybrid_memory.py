@@ -145,9 +145,9 @@ def _row(
     )
 
 
-def main(out: Path | None = None) -> None:
+def main(size: str = Plan.size, out: Path | None = None) -> None:
     """Measure the caches."""
-    measure("hybrids", run, Plan(), out, hybrid_tables.memory)
+    measure("hybrids", run, Plan(size=size), out, hybrid_tables.memory)
 
 
 if __name__ == "__main__":

@@ -202,6 +202,23 @@ def page_scores(rows: Sequence[Row]) -> str:
     return "\n\n".join(titled(title, some, table(some)) for (title, _), some in groups.items())
 
 
+serving_accuracy = Table(
+    lambda rows: f"{rows[0]['case']['model']} in vLLM, n = {rows[0]['n']}, scores [95 %]",
+    {
+        "task": lambda row: " ".join(
+            (row["case"]["task"], row["case"]["settings"]["split"], f"{row['case']['settings']['length']:,} tokens")
+        ),
+        "method": lambda row: f"`{row['case']['method']}`",
+        "keys read": lambda row: percent(row["keys_read_share"]),
+        "score": score,
+        "vLLM's own attention": lambda row: number(row["baseline_score"], 1),
+        "difference": lambda row: interval(row, 1, "+", ("diff", "diff_low", "diff_high")),
+        "same answers": lambda row: f"{row['same_answers']} of {row['n']}",
+    },
+    apart=lambda row: (row["case"]["model"], row["n"]),
+)
+"""What a method costs in answers where a server runs it."""
+
 # Speed
 
 _LEVELS = {"kernel": "attention of a layer", "layer": "a layer with its cache"}

@@ -31,9 +31,10 @@ def test_answers_are_graded_as_compare_does_beside_vllms_own(folder, data, tmp_p
     said = {None: ["green", "under the third stone", "a giant"], "oracle_topk": ["red", "the third stone", "a giant"]}
 
     def run(job, program):
-        assert program == serving_accuracy.PROGRAM and not job["dummy"]
+        assert program == serving_accuracy.PROGRAM
+        assert not job["dummy"]
         ((spec, asked),) = job["questions"].items()
-        assert len(asked) == 3 and all(new == 8 for _, new in asked)
+        assert [new for _, new in asked] == [8, 8, 8]
         order = ["gate?", "key?", "built it?"]
         found = []
         for prompt, _ in asked:
@@ -50,7 +51,8 @@ def test_answers_are_graded_as_compare_does_beside_vllms_own(folder, data, tmp_p
         serving_accuracy.main([*arguments, "--method", "oracle_topk", "--out", str(out)])
     (row,) = rows.read_bench([out], "serving-accuracy")
     assert (row["n"], row["baseline"], row["same_answers"]) == (3, "vllm", 1)
-    assert row["score"] < row["baseline_score"] and row["diff"] == pytest.approx(row["score"] - row["baseline_score"])
+    assert row["score"] < row["baseline_score"]
+    assert row["diff"] == pytest.approx(row["score"] - row["baseline_score"])
     assert row["diff_low"] <= row["diff"] <= row["diff_high"] <= 0
     assert "oracle_topk" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored
+from foveate.methods._common import attend_all, count_scored, or_whole
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Geometry, SlotCache
@@ -118,12 +118,12 @@ class SharedSelection(Method):
             return attend_all(cache, q, scaling).out
         if role.chooses and role.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, SharedKeys(indices, self._read(cache, indices)))
+            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
             return out
         heads = None
         if role.chooses:
             indices = self.select(cache, q, scaling)
-            read = self._read(cache, indices)
+            read = or_whole(cache, self._read(cache, indices))
             self._hand_on(cache, SharedKeys(indices, read))
             count_scored(self, cache)
         else:
@@ -132,7 +132,7 @@ class SharedSelection(Method):
             read = read if heads is None else read.index_select(1, heads)
         cache.count_read(read)
         alike = cache.step is None and cache.uniform
-        how = {"lengths": None if alike or not self.packed else read, "heads": heads}
+        how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
         how |= {"logits": cache.logits(scaling), "block_table": cache.block_table}
         return ops.attend_indices(q, *cache.memory, indices, **how).out
 

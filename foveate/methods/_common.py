@@ -31,6 +31,11 @@ def count_scored(method: Method, cache: SlotCache) -> None:
         cache.count("keys_read", step.once(key, lambda: method.scored(step["live"].double(), *described).sum()))
 
 
+def or_whole(cache: SlotCache, read: Tensor) -> Tensor:
+    """Keys that rows read of those chosen, ``[B, Hkv or 1]``; of a row that is read whole, all that are counted."""
+    return read if cache.whole is None else cache.step["live"][:, None].where(cache.whole[:, None] > 0, read)
+
+
 def recent(cache: SlotCache, window: int) -> Tensor:
     """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row.
 

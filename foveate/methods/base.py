@@ -125,11 +125,15 @@ class Method(Settings):
     # How decode steps may be run
 
     sparse_from_tokens: ClassVar[int | None] = None
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`. None:
-    the method has no :meth:`decode_dense`. Per settings."""
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`, where
+    a layer has eight KV heads of 128; see :meth:`Geometry.at_least`. None: the method has no :meth:`decode_dense`. Per
+    settings."""
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
+    copies_keys: ClassVar[bool] = False
+    """Whether a decode step copies all keys of its rows. A step that is captured for the longest rows that an engine
+    takes would then keep room for as many in every row. Per class."""
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import load, say_once, shipped
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import count_scored
+from foveate.methods._common import count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, Observation, setting
@@ -292,11 +292,12 @@ class Kascade(TopKByMass):
         pages = self._best_pages(cache, q, scaling)
         if self.scores_keys_of_pages:
             indices = self._select_in(cache, q, pages, scaling)
-            self._hand_on(cache, SharedKeys(indices, self._read(cache, indices)))
-        cache.count_read(cache.each_row(self.page_keys)[:, None])
+            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
+        cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **self._of_pages(cache, scaling)).out
+        how = {"whole": cache.whole, **self._of_pages(cache, scaling)}
+        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:

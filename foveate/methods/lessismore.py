@@ -31,6 +31,7 @@ class LessIsMore(SharedSelection):
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     packed: ClassVar[bool] = False
     small_budget: ClassVar[dict] = {"top_k": 15, "selections": [0.0], "sinks": 2}
+    copies_keys: ClassVar[bool] = True
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")

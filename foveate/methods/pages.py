@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored
+from foveate.methods._common import attend_all, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
@@ -87,7 +87,7 @@ class PageMethod(Method):
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
         how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
-        how |= {"block_table": cache.block_table}
+        how |= {"whole": cache.whole, "block_table": cache.block_table}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -113,7 +113,7 @@ class PageMethod(Method):
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
         heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("counts")
-        cache.count_read(ops.keys_of_pages(pages, heads, self.page_size, lengths))
+        cache.count_read(or_whole(cache, ops.keys_of_pages(pages, heads, self.page_size, lengths)))
         return pages
 
     # Budgets

@@ -38,7 +38,7 @@ class BlockTable:
             raise ValueError(
                 f"a block table must be int32 or int64 [B, M] of contiguous rows, not {table.dtype} {list(table.shape)}"
             )
-        if len(table) != len(q):
+        if table.shape[0] != q.shape[0]:
             raise ValueError(f"a block table of {len(table)} rows does not fit q {list(q.shape)}")
         for x in memory:
             if x.dim() != 4 or x.device != table.device:

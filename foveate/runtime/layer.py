@@ -217,7 +217,7 @@ class Layer:
         if sparse_from is None:
             return False
         if below == "auto":
-            below = sparse_from if store.device.type == "cuda" and runs_kernel("attend") else 0
+            below = store.geometry.at_least(sparse_from) if store.device.type == "cuda" and runs_kernel("attend") else 0
         return store.batch_size * held < below
 
     # Undo

@@ -1,12 +1,13 @@
 """Decode steps of methods over keys and values that an engine owns, in blocks that its block table names.
 
 The engine writes keys, values and block tables, and reads prompts; a method decides what a decoded token reads. Nothing
-is read on the host: layers run as in a captured step (:mod:`foveate.runtime.capture`).
+is read on the host: layers run as in a captured step (:mod:`foveate.runtime.capture`). The engine may capture them in
+CUDA graphs of its own, see :meth:`EngineSteps.begin_capture`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,6 @@ class Totals:
     """Steps that were dense because the context was short."""
     rows: int = 0
     """Rows of all steps: decoded tokens."""
-    keys_read: float = 0.0
-    """Keys that the engine itself has read; those of the methods are on the device, see :meth:`EngineSteps.keys_read`.
-    """
     keys_available: float = 0.0
     """Keys that dense attention would have read, over all layers."""
     selections: int = 0
@@ -61,72 +59,121 @@ class EngineSteps:
     addresses, one set for each number of rows. Whenever the engine has written tokens of a layer, those of prompts
     included, :meth:`written` comes before the layer's :meth:`attend`.
 
+    What the layers do depends on the device alone, but for two things that :meth:`begin` fixes on the host: the bound
+    of the lengths, from which widths follow, and whether the whole step is dense. In a step that is not, short rows are
+    told from others on the device.
+
     Args:
         methods: the layers' methods, see :meth:`Method.for_layer`, by index.
         device: where keys and values are.
-        dense_below: a step is dense while its rows, each taken as long as the longest, hold fewer tokens than this.
-            "auto": fewer than :attr:`Method.sparse_from_tokens` on a GPU; elsewhere no step is.
+        dense_below: a row is read whole while the rows of its step, each taken as long as this one, hold fewer tokens
+            than this. "auto": fewer than :attr:`Method.sparse_from_tokens` on a GPU; elsewhere no row is.
+        geometry: of a layer, for "auto"; None: eight KV heads of 128.
     """
 
-    def __init__(self, methods: Mapping[int, Method], device: torch.device, dense_below: int | str = "auto"):
+    def __init__(
+        self,
+        methods: Mapping[int, Method],
+        device: torch.device,
+        dense_below: int | str = "auto",
+        geometry: Geometry | None = None,
+    ):
         self.methods, self.device = dict(sorted(methods.items())), device
         self.dense = False
-        """Whether the present step is dense because the context is short."""
+        """Whether the present step is dense because all its rows are short."""
         self.totals = Totals()
         with torch.inference_mode(False):
             self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=device)
         self._counters = {layer: Counters(keys_read=self._read[n]) for n, layer in enumerate(self.methods)}
         for layer, counters in self._counters.items():
             counters.declare(self.methods[layer].counters).on_device(device)
-        self._sparse_from = self._first_sparse(dense_below)
+        self._sparse_from = self._first_sparse(dense_below, geometry)
         self._choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
-        self._last = max(self.methods)
+        self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, SlotCache] = {}
         self._rows: dict[int, DeviceRows] = {}
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
         """Shared by the layers of a step, see :meth:`SlotCache.hand_on`."""
-        self._step: tuple[DeviceRows, Tensor, int] | None = None
-        """Row numbers, block table and tokens of the present step."""
+        self._step: tuple[DeviceRows, Tensor, bool] | None = None
+        """Row numbers and block table of the present step, and whether it may have rows that are read whole."""
 
-    def _first_sparse(self, dense_below: int | str) -> int:
+    def _first_sparse(self, dense_below: int | str, geometry: Geometry | None) -> int:
         """Tokens from which a step is sparse."""
         if dense_below != "auto":
             return int(dense_below)
         known = [method.sparse_from_tokens or 0 for method in self.methods.values()]
-        return max(known) if self.device.type == "cuda" else 0
+        if self.device.type != "cuda":
+            return 0
+        return max(known) if geometry is None else geometry.at_least(max(known))
 
     def reads_all(self, layer: int) -> bool:
         """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""
         method = self.methods[layer]
         return method.role == "dense" or (self.dense and method.sparse_from_tokens is not None)
 
-    def begin(self, lengths: Tensor, block_table: Tensor, bound: int, tokens: int, rows: int | None = None) -> None:
+    def begin(
+        self,
+        lengths: Tensor,
+        block_table: Tensor,
+        bound: int,
+        tokens: int,
+        rows: int | None = None,
+        prompts: Sequence[bool] | None = None,
+    ) -> None:
         """Start a step.
 
         Args:
             lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
             bound: no row is longer.
-            tokens: the sum of the lengths, or a bound of it; it is counted.
+            tokens: the sum of the lengths of the rows that are no prompts', or a bound of it; it is counted.
             rows: rows that are no padding; None: all.
+            prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
         """
+        self._begin(lengths, block_table, bound, prompts)
+        number = len(lengths) if rows is None else rows
+        self.dense = number * bound < self._sparse_from
+        decoding = number - (0 if prompts is None else sum(prompts))
+        totals = self.totals
+        totals.steps += decoding > 0
+        totals.dense_steps += self.dense and decoding > 0
+        totals.rows += decoding
+        totals.keys_available += tokens * len(self.methods)
+        totals.selections += 0 if self.dense else decoding * self._choosing
+
+    def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
+        """Start a step that an engine captures for so many rows; it forgets what has been counted so far.
+
+        Replays follow a :meth:`begin` of as many rows, which writes the buffers that the graph reads and may find any
+        lengths up to the bound, short rows, prompts and padding. The graph also reads the memory of ``block_table`` and
+        of the arguments of :meth:`written` and :meth:`attend`.
+
+        Args:
+            lengths, block_table: as of :meth:`begin`.
+            bound: the longest row that a replay may have.
+        """
+        self._begin(lengths, block_table, bound, [])
+        self.dense = False
+        self.totals = Totals()
+        self._read.zero_()
+
+    def _begin(self, lengths: Tensor, block_table: Tensor, bound: int, prompts: Sequence[bool] | None) -> None:
         number = len(lengths)
-        real = number if rows is None else rows
         if number not in self._rows:
             self._rows[number] = DeviceRows(number, False, self.device)
             self._rows[number].capturing = True
         step = self._rows[number]
-        step.begin_of(lengths, bound)
-        self._step = (step, block_table, tokens)
+        step.begin_of(lengths, bound, prompts or None)
+        self._step = (step, block_table, prompts is not None or self._sparse_from > 0)
         self._forward.clear()
-        self.dense = real * bound < self._sparse_from
-        totals = self.totals
-        totals.steps += 1
-        totals.dense_steps += self.dense
-        totals.rows += real
-        totals.keys_available += tokens * len(self.methods)
-        totals.selections += 0 if self.dense else real * self._choosing
+
+    def _whole(self) -> Tensor:
+        """The lengths of rows that read all their keys: short ones, and those of prompts, which count no tokens."""
+        step = self._step[0]
+        lengths = step["lengths"]
+        short = lengths * (lengths > 0).sum() < self._sparse_from
+        return lengths.where(short | (step["live"] == 0), 0)
 
     def allocate(self, layer: int, geometry: Geometry, memory: Tensor) -> None:
         """Allocate what a layer's method keeps of the pages in an engine's blocks; otherwise the first tokens do.
@@ -145,7 +192,7 @@ class EngineSteps:
     def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
         store = self._stores.get(layer)
         fits = store is not None and store.block_size == k.shape[2]
-        if not fits or any(len(store.tensors[name]) != len(k) for name in store.specs):
+        if not fits or any(store.tensors[name].shape[0] != k.shape[0] for name in store.specs):
             self.allocate(layer, Geometry(heads, k.shape[1], k.shape[3], v.shape[3]), k)
         self._stores[layer].tensors |= {"keys": k, "values": v}
         return self._stores[layer]
@@ -176,10 +223,11 @@ class EngineSteps:
             k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
             logits: how the layer's logits are made.
         """
-        rows, block_table, _ = self._step
+        rows, block_table, some_whole = self._step
+        self._start(layer)
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        store.enter(rows, block_table)
+        store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
         out = decode(store, q, logits.scaling)
@@ -188,13 +236,20 @@ class EngineSteps:
 
     def read_by_engine(self, layer: int) -> None:
         """Count a layer that the engine attends to itself instead of :meth:`attend`, see :meth:`reads_all`."""
-        self.totals.keys_read += self._step[2]
+        self._start(layer)
+        rows = self._step[0]
+        rows.tally.add(self._counters[layer]["keys_read"], rows.held())
         self._finish(layer)
+
+    def _start(self, layer: int) -> None:
+        if layer == self._first:  # of a step that has run before, too: captured after a first run, say
+            self._step[0].run()
+            self._forward.clear()
 
     def _finish(self, layer: int) -> None:
         if layer == self._last:
             self._step[0].tally.flush()
 
     def keys_read(self) -> Tensor:
-        """Keys that :meth:`attend` has read so far, fp64 ``[]`` on the device; without those of the engine."""
+        """Keys that decoded tokens have read so far, fp64 ``[]`` on the device."""
         return self._read.sum()

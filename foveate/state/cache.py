@@ -8,7 +8,6 @@ stored as it would be alone. Until a method evicts, slot p holds the token at po
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -73,6 +72,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
         self._row: int | None = None  # which row of a batch this is, see row
+        self.whole: Tensor | None = None  # rows that a sparse step reads whole, see enter
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self._free_blocks = block_size, []
         if self.reuses_slots and any(spec.per > 1 for spec in self.specs.values()):
@@ -137,16 +137,17 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         cache._add_channels(len(memory))
         return cache
 
-    def enter(self, rows: DeviceRows, block_table: Tensor) -> None:
+    def enter(self, rows: DeviceRows, block_table: Tensor, whole: Tensor | None = None) -> None:
         """Take the rows of an engine's step, which :meth:`DeviceRows.begin_of` has started.
 
         Args:
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
+            whole: int64 ``[B]``: lengths of rows that read all keys, whatever is chosen, and 0 of others; None: no row.
         """
         if self.batch_size != len(block_table):
             self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
         self.tensors["block_table"], self.capacity = block_table, rows.bound
-        self.device_state = DeviceState(rows, None)
+        self.whole, self.device_state = whole, DeviceState(rows, None)
 
     # What methods read
 
@@ -196,7 +197,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     def _held(self) -> int | Tensor:
         """Tokens held, as an argument of :meth:`count_read`."""
         if self.step is not None and not self.uneven:  # the same number in every layer
-            return self.step.once("held", functools.partial(self.step["live"].sum, dtype=torch.float64))
+            return self.step.held()
         mask, lengths = self.stored()
         if mask is not None:
             return mask.sum(-1)

@@ -36,6 +36,11 @@ class Geometry:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    def at_least(self, tokens: int) -> int:
+        """How many tokens have as many bytes of keys and values as ``tokens`` of eight KV heads of 128, or ``tokens``
+        where that is fewer: kernels are timed at that shape, and take as long at least where they read less."""
+        return max(tokens, tokens * 2048 // (self.num_kv_heads * (self.head_dim + self.value_dim)))
+
     @property
     def key_share(self) -> float:
         """Bytes of a key over those of the key and its value: D / (D + Dv)."""

@@ -5,7 +5,8 @@ See :class:`~foveate.state.row_numbers.RowNumbers` for what each number means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,25 +76,31 @@ class DeviceRows:
 
     def begin(self) -> None:
         """Start a step: count one token more in every row."""
-        self._memo.clear()
-        self.tally.forget()
+        self.run()
         self.slots.copy_(self["counts"])
         self.numbers[:3].add_(1)
         if self.evicts:
             self["counts"].sub_(self.freed)
             self.freed.zero_()
 
-    def begin_of(self, lengths: Tensor, bound: int) -> None:
+    def begin_of(self, lengths: Tensor, bound: int, uncounted: Sequence[bool] | None = None) -> None:
         """Start a step of rows that an engine keeps, without a host sync.
 
         Args:
             lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
             bound: no row is longer.
+            uncounted: rows whose tokens are not counted: their number ``live`` is 0. None: no row.
         """
-        self._memo.clear()
-        self.tally.forget()
+        self.run()
         self.numbers[: len(NAMES)].copy_(lengths)
         self.bound = bound
+        if uncounted is not None:
+            self["live"].mul_(self._pinned([not one for one in uncounted]).to(self.device, non_blocking=True))
+
+    def run(self) -> None:
+        """Forget what the present step has computed and counted: its first layer runs, perhaps once more."""
+        self._memo.clear()
+        self.tally.forget()
 
     def __getitem__(self, name: str) -> Tensor:
         """The row numbers of this name, int64 ``[B]``."""
@@ -104,6 +111,10 @@ class DeviceRows:
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
+
+    def held(self) -> Tensor:
+        """Tokens that all rows hold, fp64 ``[]``."""
+        return self.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
 
     def constant(self, numbers: tuple[int, ...]) -> Tensor:
         """Numbers that no step changes, int64 ``[n]``; copied to the device once."""

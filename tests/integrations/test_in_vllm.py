@@ -193,7 +193,9 @@ def test_the_contract_of_vllm(name):
     for method in ("forward", "do_kv_cache_update"):
         mine, its = (getattr(one.get_impl_cls(), method) for one in (ours, gpu.FlashAttentionBackend))
         assert list(inspect.signature(mine).parameters) == list(inspect.signature(its).parameters)
-    assert ours.get_builder_cls()._cudagraph_support is base.AttentionCGSupport.NEVER
+    for method in ("build", "build_for_cudagraph_capture", "get_cudagraph_support"):
+        mine, its = (getattr(one, method) for one in pairs[2])
+        assert list(inspect.signature(mine).parameters) == list(inspect.signature(its).parameters)
     assert not ours.supports_kv_cache_dtype("fp8")
     assert ours.get_name() in base_names()
 

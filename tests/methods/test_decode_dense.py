@@ -1,12 +1,15 @@
 """Dense attention in the place of decode steps whose contexts are short."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from matrix import PROMPT, VARIANTS, Driver, Tokens, close
 
 import foveate
 from foveate import methods
-from foveate.runtime import replay
+from foveate.runtime import EngineSteps, layer, replay
+from foveate.state import Geometry
 from tests.helpers import generate, tiny_model, tokens
 from tests.recorded import Replayed, record
 
@@ -150,3 +153,23 @@ def test_bad_bounds(below):
     with pytest.raises(ValueError, match="dense_below must be a number of tokens, at least 0, or 'auto', not"):
         foveate.attach(model, "quest", dense_below=below)
     assert "foveate" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "expected"), [(8, 128, 16384), (2, 128, 65536), (3, 64, 87381), (32, 128, 16384), (8, 64, 32768)]
+)
+def test_fewer_bytes_a_token_take_more_tokens_to_pay(heads, dim, expected):
+    assert Geometry(32, heads, dim, dim).at_least(16384) == expected
+
+
+@pytest.mark.parametrize(("kv_heads", "sparse_from"), [(8, 16384), (2, 65536)])
+def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
+    """On a GPU, in the caches of Transformers and of engines."""
+    monkeypatch.setattr(layer, "runs_kernel", lambda verb: True)
+    method, geometry, device = methods.make("kascade"), Geometry(16, kv_heads, 128, 128), torch.device("cuda")
+    store = SimpleNamespace(device=device, geometry=geometry, batch_size=2)
+    one = SimpleNamespace(dense_below="auto", method=method, store=store)
+    held = sparse_from // 2
+    assert [layer.Layer.decodes_densely(one, tokens) for tokens in (held - 1, held)] == [True, False]
+    steps = SimpleNamespace(device=device, methods={0: method})
+    assert EngineSteps._first_sparse(steps, "auto", geometry) == sparse_from

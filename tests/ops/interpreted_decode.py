@@ -17,7 +17,7 @@ from foveate.ops.select import reference as select
 from foveate.ops.select import rows_kernel
 from tests.combinations import every_pair
 from tests.kernels import noted
-from tests.problems import in_buffer, of_rows
+from tests.problems import in_blocks, in_buffer, of_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -246,6 +246,44 @@ def test_capped_logits(dtype, softcap, masked, beside, splits):
     pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
     found, expected = (one.attend_pages(q, k, v, pages, 15, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
+
+
+@every_pair(
+    ("whole", [(0, 0, 0), (0, 150, 33), (90, 0, 1)]),
+    ("bounded", [False, True]),
+    ("places", [20, 150]),
+    ("of_pages", [False, True]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_rows_that_read_their_first_keys_instead_of_the_chosen_ones(dtype, whole, bounded, places, of_pages, splits):
+    """More of them than there are places, too; what was chosen there, and keys after them, may be anything."""
+    q, k, v = problem(batch=3, dtype=dtype)
+    whole = torch.tensor(whole)
+    k_, v_ = k.clone(), v.clone()
+    for row in whole.nonzero()[:, 0]:
+        k[row, :, whole[row] :], v[row, :, whole[row] :] = torch.nan, torch.inf
+        k_[row, :, whole[row] :], v_[row, :, whole[row] :] = 0, 0
+    how = {"logits": Logits(0.3), "need_lse": True}
+    if of_pages:
+        pages = torch.tensor([3, 0, -1, 9, 2], dtype=torch.int32)[: max(2, places // 30)].expand(3, 2, -1)
+        chosen, name, size = pages, "attend_pages", (15,)
+        how["lengths"] = torch.tensor([150, 150, 140]) if bounded else None
+    else:
+        chosen, name, size = selection(3, 2, 150, places), "attend_indices", ()
+        how["lengths"] = torch.tensor([10, 3, 0]) if bounded else None
+    found = getattr(decode_kernel, name)(q, k, v, chosen, *size, whole=whole, **how)
+    close(found, getattr(decode, name)(q, k_, v_, chosen, *size, whole=whole, **how), dtype)
+    for block_size in (16, 40):
+        *memory, table = in_blocks(k, v, block_size, "side_by_side")
+        in_pieces = getattr(decode_kernel, name)(q, *memory, chosen, *size, whole=whole, block_table=table, **how)
+        assert torch.equal(in_pieces.out, found.out)
+    sparse = getattr(decode, name)(q, k_, v_, chosen, *size, **how)
+    dense = decode.attend(q, k_, v_, logits=Logits(0.3), lengths=whole, need_lse=True)
+    rows = (whole > 0)[:, None, None]
+    expected = dense.out.where(rows[..., None], sparse.out), dense.lse.where(rows, sparse.lse)
+    close(found, ops.Attended(*expected), dtype)
 
 
 @every_pair(POOLING, POOL, ("softcap", [0.7, 50.0]), HALF, SPLITS, indirect=["splits"])

@@ -30,9 +30,11 @@ def assert_compiled_well(compiled, capability, half, spilled=0):
     assert compiled.spilled <= max(spilled, 0 if half else 96)
 
 
-def assert_compiled_well_in_blocks(compiled, capability, half):
-    """Entries of the table that are read ahead take registers: a few more spill where these are full."""
-    assert_compiled_well(compiled, capability, half, spilled=16 if half else 112)
+def assert_compiled_well_in_blocks(compiled, capability, half, whole=False):
+    """Entries of the table that are read ahead take registers: a few more spill where these are full.
+
+    So does what tells whole rows from others, in groups of 64 heads of dim 192 alone."""
+    assert_compiled_well(compiled, capability, half, spilled=(96 if whole else 16) if half else 112)
 
 
 def _compile_attention(
@@ -49,6 +51,7 @@ def _compile_attention(
     shared=1,
     softcap=0.0,
     block_size=0,
+    whole=False,
 ):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
@@ -67,11 +70,12 @@ def _compile_attention(
             **{f"chosen_stride_{axis}": "i32" for axis in "bh"},
             "chosen_stride_l": 1,
             "length_ptr": "*i64" if bounded else None,
+            "whole_ptr": "*i64" if whole else None,
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
             "count_ptr": "*i64" if bounded and page_size else None,
             "count_stride": "i32",
             **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
-            "used_ptr": "*i32:16" if bounded else None,
+            "used_ptr": "*i32:16" if bounded or whole else None,
             "logit_ptr": ("*i16:16" if half else "*fp32:16") if kept else None,
             **dict.fromkeys(("top_ptr", "kept_lse_ptr"), "*fp32:16" if kept else None),
             **dict.fromkeys(("batches", "num_kv_heads", "parts", "number", "blocks", "room"), "i32"),
@@ -95,7 +99,7 @@ def _compile_attention(
         **tile.options,
     )
     if block_size:
-        assert_compiled_well_in_blocks(compiled, capability, half)
+        assert_compiled_well_in_blocks(compiled, capability, half, whole)
     else:
         assert_compiled_well(compiled, capability, half, spilled=8 if page_size else 0)
 
@@ -147,6 +151,12 @@ def test_attention_in_blocks_compiles_for_ampere_and_hopper(
 ):
     how = {"indexed": indexed, "masked": masked, "bounded": bounded, "kept": kept, "page_size": page_size}
     _compile_attention(capability, dtype, dim, heads, block_size=block_size, **how)
+
+
+@every_pair(CAPABILITIES, SHAPES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]))
+def test_attention_with_whole_rows_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, page_size):
+    how = {"indexed": indexed, "bounded": True, "page_size": page_size, "block_size": 16, "whole": True}
+    _compile_attention(capability, dtype, dim, heads, **how)
 
 
 @every_pair(

@@ -40,9 +40,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     check_engine(vllm_config)
     settings, model = served(vllm_config), vllm_config.model_config
     layers = {
-        name: layer
-        for name, layer in vllm_config.compilation_config.static_forward_context.items()
-        if getattr(getattr(layer, "impl", None), "serves_foveate", False)
+        name: layer for name, layer in vllm_config.compilation_config.static_forward_context.items() if serves(layer)
     }
     geometries = {
         layer_index(name): Geometry(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size)
@@ -60,13 +58,19 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     chosen = {index: method for index, method in methods.items() if index in own}
     if not chosen:
         return None
-    steps, cache = EngineSteps(chosen, device, settings.dense_below), vllm_config.cache_config
+    steps = EngineSteps(chosen, device, settings.dense_below, next(iter(geometries.values())))
+    cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
         if index in own and chosen[index].summarises_blocks:
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
             shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
             steps.allocate(index, geometry, torch.empty(shape, dtype=model.dtype, device="meta"))
     return steps
+
+
+def serves(layer: Any) -> bool:
+    """Whether a layer of vLLM's is foveate's to attend."""
+    return getattr(getattr(layer, "impl", None), "serves_foveate", False)
 
 
 class StepBuilder:
@@ -77,20 +81,48 @@ class StepBuilder:
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
+        self.longest = vllm_config.model_config.max_model_len
+        layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
+        self.layers = sorted(filter(serves, layers), key=lambda layer: index_of(layer.impl, layer))
+        """Those of the group that are foveate's."""
 
     def step_of(self, common: Any) -> Step | None:
-        """Start the step of a batch; None when nothing is foveate's."""
+        """Start the step of a batch; None when nothing is foveate's.
+
+        The same for a batch whose step vLLM runs eagerly, or between piecewise graphs, as for one that it replays.
+        """
         if self.steps is None:
             return None
-        decodes = decoding_rows(common)
-        if not decodes:
+        found = decoding_rows(common)
+        if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
-        lengths = common.seq_lens_cpu_upper_bound[:decodes]
-        how = {"bound": int(lengths.max()), "tokens": int(lengths.sum())}
         self.meter.update()
-        self.steps.begin(common.seq_lens[:decodes], common.block_table_tensor[:decodes], **how)
-        prompts = self.prompts_of(common, decodes) if decodes < common.num_reqs else None
-        return Step(self.steps, common.slot_mapping, decodes, prompts)
+        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
+        self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
+        prompts = self.prompts_of(common, found.rows) if found.rows < common.num_reqs else None
+        return Step(self.steps, common.slot_mapping, found.rows, prompts)
+
+    def captured_step_of(self, common: Any) -> Step | None:
+        """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
+        if self.steps is None:
+            return None
+        step, rows = Step(self.steps, common.slot_mapping, common.num_reqs, None), common.seq_lens[: common.num_reqs]
+        self.steps.begin_capture(rows, common.block_table_tensor, self.longest)
+        self.run_once(step)
+        self.steps.begin_capture(rows, common.block_table_tensor, self.longest)  # forgets what that has counted
+        return step
+
+    def run_once(self, step: Step) -> None:
+        """Run the layers of a step on queries of zeros: kernels are compiled and loaded before a capture.
+
+        vLLM's own run before a capture may have rows of one key, for which other kernels serve than for long ones.
+        """
+        for layer in self.layers:
+            impl, memory = layer.impl, layer.kv_cache
+            summarise(impl, layer, memory, step)
+            if not step.steps.reads_all(index_of(impl, layer)):
+                out = memory.new_zeros(step.decodes, impl.num_heads, impl.head_size)
+                decode(impl, layer, torch.zeros_like(out), memory, step, out)
 
     def prompts_of(self, common: Any, decodes: int) -> Any:
         """What attends to the rows after the first ``decodes``."""
@@ -99,8 +131,9 @@ class StepBuilder:
 
 def summarise(impl: Any, layer: Any, kv_cache: torch.Tensor, step: Step) -> None:
     """Summarise the pages that a batch's new tokens fill, after these have been written to ``kv_cache``."""
-    keys, values = kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
-    step.steps.written(index_of(impl, layer), impl.num_heads, keys, values, step.slots)
+    index = index_of(impl, layer)
+    if step.steps.methods[index].summarises_blocks:
+        step.steps.written(index, impl.num_heads, *keys_and_values(impl, kv_cache), step.slots)
 
 
 def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Step, out: torch.Tensor) -> None:
@@ -110,10 +143,14 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
         query: ``[T, Hq, D]``, of which the first tokens decode; ``out`` alike.
         kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
     """
-    n, size = step.decodes, impl.head_size
-    keys, values = kv_cache[..., :size], kv_cache[..., size:]
-    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], keys, values, logits_of(impl))
+    n, memory = step.decodes, keys_and_values(impl, kv_cache)
+    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], *memory, logits_of(impl))
     out[:n] = found[:, :, 0]
+
+
+def keys_and_values(impl: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a layer's memory."""
+    return kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
 
 
 def logits_of(impl: Any) -> Logits:

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of, summarise
 from foveate.integrations.vllm.rows import rows_from
+from foveate.integrations.vllm.settings import methods_of
 
 
 class FoveateOnGPU(FlashAttentionBackend):
@@ -45,26 +46,39 @@ class FoveateOnGPU(FlashAttentionBackend):
 class Builder(StepBuilder, FlashAttentionMetadataBuilder):
     """FlashAttention's metadata, with the decoding rows' :class:`Step` in its attribute ``foveate``.
 
-    Attention runs between CUDA graphs, not within them (piecewise): how many keys a step reads, and whether it is
-    dense, changes from step to step.
+    A batch of decoding rows alone may run within one CUDA graph, which reads what :meth:`build` has written to the
+    device. Other batches run attention between graphs (piecewise).
     """
 
-    _cudagraph_support = AttentionCGSupport.NEVER
     supports_update_block_table = False
     """A group of layers with equal shapes may not take over another's metadata, which holds that one's layers."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.use_full_cuda_graph = False  # two metadata of a batch must not share the buffer of full graphs
         self.prepare(vllm_config, layer_names, device, kv_cache_spec.block_size)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decoding rows within a graph, but for methods that copy keys: for rows of any length that takes too much."""
+        copies = any(method.copies_keys for method in methods_of(vllm_config).values())
+        return AttentionCGSupport.NEVER if copies else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata.foveate = self.step_of(common_attn_metadata)
         return metadata
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        metadata = super().build(0, common_attn_metadata)
+        metadata.foveate = self.captured_step_of(common_attn_metadata)
+        return metadata
+
     def prompts_of(self, common: Any, decodes: int) -> Any:
-        return super().build(0, rows_from(common, decodes))
+        full, self.use_full_cuda_graph = self.use_full_cuda_graph, False  # its buffer is the whole batch's
+        try:
+            return super().build(0, rows_from(common, decodes))
+        finally:
+            self.use_full_cuda_graph = full
 
 
 class Impl(FlashAttentionImpl):

@@ -63,7 +63,7 @@ class Meter:
         if self.waiting is not None and (self.waiting[2] is None or self.waiting[2].query()):
             counts, read, _ = self.waiting
             self.waiting = None
-            self.publish(counts | {"keys_read": counts["keys_read"] + float(read)})
+            self.publish(counts | {"keys_read": float(read)})
 
     def _fetch(self) -> tuple[torch.Tensor, Any]:
         read = self.steps.keys_read()
@@ -110,7 +110,7 @@ class _Increments:
 
     def set(self, counts: dict[str, float]) -> None:
         for key, counter in _counters().items():
-            counter.inc(counts[key] - self.last[key])
+            counter.inc(max(0.0, counts[key] - self.last[key]))  # a capture counts from 0 again
             self.last[key] = counts[key]
 
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,18 +28,47 @@ def layer_index(name: str) -> int:
     return int(numbers[0])
 
 
-def decoding_rows(common: Any) -> int:
-    """How many rows decode one token; vLLM puts them first.
+@dataclass
+class Decoding:
+    """The rows of a batch that decode one token, which vLLM puts first."""
 
-    A chunk of one token of a prompt is none, since it must read every key; nor is a row of padding, without a token.
+    rows: int
+    """How many they are. Where no row of the batch has more tokens, all: those of padding, without a token, and prompts
+    included. vLLM replays the graph of decoding rows for such a batch, whatever its tokens are."""
+    real: int
+    """Those that are no padding."""
+    prompts: list[bool] | None
+    """Which of them have a prompt's token, which must read all keys; None: no row."""
+    bound: int
+    """No row is longer."""
+    tokens: int
+    """The sum of the lengths, or a bound of it, of those that are neither padding nor prompts."""
+
+
+def decoding_rows(common: Any) -> Decoding:
+    """The decoding rows of a batch. A chunk of one token of a prompt is a prompt where other prompts are, too.
 
     Raises:
         ValueError: when vLLM does not tell which rows are prompts.
     """
     if common.is_prefilling is None:
         raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
-    other = (common.query_start_loc_cpu.diff() != 1) | common.is_prefilling[: common.num_reqs]
-    return int(other.int().argmax()) if bool(other.any()) else common.num_reqs
+    number = common.num_reqs
+    tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
+    lengths, prompts = (_of_rows(x, number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
+    if (tokens > 1).any():
+        number = int(((tokens != 1) | prompts).argmax())
+    there = tokens[:number] > 0
+    lengths, prompts = lengths[:number], prompts[:number] & there
+    marked = prompts.tolist() if prompts.any() else None
+    bound, decoded = (int(found) for found in (lengths[there].max(initial=0), lengths[there & ~prompts].sum()))
+    return Decoding(number, int(there.sum()), marked, bound, decoded)
+
+
+def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
+    """Numbers of the host of so many rows; model runner V2 leaves out those of padding."""
+    given = numbers.numpy()[:rows]
+    return np.pad(given, (0, rows - len(given)))
 
 
 def rows_from(common: Any, first: int) -> Any:

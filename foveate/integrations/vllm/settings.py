@@ -88,14 +88,19 @@ def _read(path: Path) -> Any:
 
 def check_early(vllm_config: Any) -> None:
     """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
-    settings = served(vllm_config)
     check_engine(vllm_config)
+    summarising = [method for method in methods_of(vllm_config).values() if method.summarises_blocks]
+    if summarising:
+        check_summaries(vllm_config, summarising[0].name)
+
+
+def methods_of(vllm_config: Any) -> dict[int, Method]:
+    """:func:`layer_methods` as far as they are known before weights are loaded, as if all layers had full attention."""
+    settings = served(vllm_config)
     facts, ranks = facts_of(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
     heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
     geometries = dict.fromkeys(range(facts["layers"]), Geometry(heads, kv_heads, size, size))
-    methods = layer_methods(settings.method, geometries, facts["layers"], facts)
-    if any(method.summarises_blocks for method in methods.values()):
-        check_summaries(vllm_config, settings.method.name)
+    return layer_methods(settings.method, geometries, facts["layers"], facts)
 
 
 def check_summaries(vllm_config: Any, name: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, unfold_group
+from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, readable, unfold_group
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import among, gather_fields, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
@@ -104,6 +104,7 @@ def attend_indices(
     logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
+    whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -114,6 +115,8 @@ def attend_indices(
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
+        whole: int ``[B]``: a row where it is not 0 reads its first so many keys instead of selected ones; None: no row
+            does. It excludes ``need_mass``.
         logits, block_table: see :func:`attend`.
 
     Returns:
@@ -130,7 +133,8 @@ def attend_indices(
     if lengths is not None:
         used &= first_keys(lengths, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
-    return _attend_gathered(q, keys, values, used, logits=logits, need_lse=need_lse, need_mass=need_mass)
+    found = _attend_gathered(q, keys, values, used, logits=logits, need_lse=need_lse, need_mass=need_mass)
+    return _or_whole(found, q, k, v, whole, logits)
 
 
 def attend_pages(
@@ -143,6 +147,7 @@ def attend_pages(
     logits: Logits,
     lengths: Tensor | None = None,
     counts: Tensor | None = None,
+    whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -155,6 +160,7 @@ def attend_pages(
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
         counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
+        whole: see :func:`attend_indices`.
         logits, block_table: see :func:`attend`. Pages need not have the size of blocks.
 
     Returns:
@@ -178,7 +184,8 @@ def attend_pages(
     slots = slots.masked_fill(slots >= ends, -1)
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
     keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
-    return _attend_gathered(q, keys, values, slots >= 0, logits=logits, need_lse=need_lse, need_mass=need_mass)
+    found = _attend_gathered(q, keys, values, slots >= 0, logits=logits, need_lse=need_lse, need_mass=need_mass)
+    return _or_whole(found, q, k, v, whole, logits)
 
 
 def check_attend(
@@ -214,6 +221,8 @@ def check_indices(
     logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
+    whole: Tensor | None = None,
+    need_mass: bool = False,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
@@ -221,6 +230,7 @@ def check_indices(
     number = check_keys(q, k, v, block_table)
     check_places("indices", indices, len(q), (k.shape[1],), number)
     check_lengths(lengths, len(q), k.shape[1])
+    _check_whole(whole, len(q), number, need_mass)
     check_logits(logits, q.shape[1])
     if heads is not None and heads.shape != (k.shape[1],):
         raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
@@ -237,11 +247,14 @@ def check_pages(
     logits: Logits,
     lengths: Tensor | None = None,
     counts: Tensor | None = None,
+    whole: Tensor | None = None,
+    need_mass: bool = False,
     block_table: BlockTable | None = None,
     **_: Any,
 ) -> None:
     """Raise for arguments of :func:`attend_pages` that cannot be."""
     number = check_keys(q, k, v, block_table)
+    _check_whole(whole, len(q), number, need_mass)
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), (k.shape[1], q.shape[1]), -(-number // page_size))
     check_lengths(lengths, len(q), k.shape[1])
@@ -256,6 +269,28 @@ def check_pages(
         return there & first_keys(ends, number)
 
     check_blocks(block_table, k, read)
+
+
+def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool) -> None:
+    if whole is None:
+        return
+    if need_mass:
+        raise ValueError("rows that read their first keys have no mass of the selected ones")
+    check_lengths(whole, batch, 1)
+    if whole.dim() != 1:
+        raise ValueError(f"whole must be [{batch}], not {list(whole.shape)}")
+    if readable(whole) and whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) <= number:
+        raise ValueError(f"whole must be 0 to {number}, the keys that are there, not {whole.tolist()}")
+
+
+def _or_whole(found: Attended, q: Tensor, k: Tensor, v: Tensor, whole: Tensor | None, logits: Logits) -> Attended:
+    """What was found, but of rows that are ``whole`` the attention over their first keys."""
+    if whole is None:
+        return found
+    rows = (whole > 0)[:, None, None]
+    every = attend(q, k, v, logits=logits, lengths=whole, need_lse=found.lse is not None)
+    lse = None if found.lse is None else every.lse.where(rows, found.lse)
+    return Attended(every.out.where(rows[..., None], found.out), lse)
 
 
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:

@@ -14,7 +14,7 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import group_tile, multiprocessors, split, split_of_row
+from foveate.ops.gpu.tiles import capability, cdiv, group_tile, multiprocessors, next_power_of_2, split, split_of_row
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -89,6 +89,7 @@ def attend_indices(
     logits: Logits,
     lengths: Tensor | None = None,
     heads: Tensor | None = None,
+    whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -101,7 +102,7 @@ def attend_indices(
     if indices.shape[:2] != (len(q), k.shape[1]):
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
     number, heads = indices.shape[2], None if heads is None else heads.contiguous()
-    more = {"heads": heads, "block_table": block_table}
+    more = {"heads": heads, "whole": whole, "block_table": block_table}
     return _decode(q, k, v, indices, None, lengths, number, logits, need_lse, **more)
 
 
@@ -115,6 +116,7 @@ def attend_pages(
     logits: Logits,
     lengths: Tensor | None = None,
     counts: Tensor | None = None,
+    whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -129,7 +131,7 @@ def attend_pages(
     if need_mass:
         raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size, "counts": counts, "block_table": block_table}
+    how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
 
 
@@ -161,6 +163,7 @@ def _decode(
     page_size: int = 0,
     counts: Tensor | None = None,
     heads: Tensor | None = None,
+    whole: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
@@ -174,9 +177,8 @@ def _decode(
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
     keys = k.shape[2] if block_table is None else block_table.length
     group = num_heads // sets
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
-    tile = group_tile(q.dtype, max(dim, value_dim), group, capability)
-    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    tile = group_tile(q.dtype, max(dim, value_dim), group, capability(q.device))
+    parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
     room = _RESIDENT * multiprocessors(q.device)
     splits, _ = split(batch * sets * parts, blocks, room)
     out = q.new_empty(batch, num_heads, 1, value_dim)
@@ -187,8 +189,8 @@ def _decode(
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
     found, merged = (out, lse), splits > 1 or logits.sinks is not None
-    own = counts if page_size else lengths  # of rows of which each has a number of its own
-    used = None if own is None or splits == 1 else torch.empty(batch * sets, dtype=torch.int32, device=q.device)
+    ragged = whole is not None or (counts if page_size else lengths) is not None
+    used = None if splits == 1 or not ragged else torch.empty(batch * sets, dtype=torch.int32, device=q.device)
     if merged:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
@@ -202,6 +204,7 @@ def _decode(
         heads,
         lengths,
         *counted(counts),
+        None if whole is None else whole.contiguous(),
         *arguments(block_table),
         *found,
         used,
@@ -239,8 +242,8 @@ def _decode(
             group,
             SINKS=logits.sinks is not None,
             VALUE_DIM=value_dim,
-            BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-            BLOCK=min(16, triton.next_power_of_2(splits)),
+            BLOCK_DV=max(16, next_power_of_2(value_dim)),
+            BLOCK=min(16, next_power_of_2(splits)),
             num_warps=4,
         )
     mass = pooled(kept.beside(logits.sinks), num_kv_heads, number, mask, lengths, *how) if how else None
@@ -262,6 +265,7 @@ def _attend_decode(
     length_ptr,
     count_ptr,
     count_stride,
+    whole_ptr,
     table_ptr,
     table_stride,
     out_ptr,
@@ -305,8 +309,9 @@ def _attend_decode(
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
     ``chosen`` holds the slots of the keys (``INDEXED``), -1 for none, or what is not 0 at the slots to read; ``head``
-    whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. With
-    ``logit``, ``top`` and ``kept_lse``: and what :class:`Kept` holds.
+    whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. ``whole
+    [B]``: a row where it is not 0 reads its first so many keys instead. With ``logit``, ``top`` and ``kept_lse``: and
+    what :class:`Kept` holds.
 
     Where ``used`` is not None, rows have numbers of keys or places of their own: a row takes as many of its splits as
     its number is worth, and writes how many these are to ``used [B, num_kv_heads]``. The others write nothing but the
@@ -341,6 +346,10 @@ def _attend_decode(
             number = tl.minimum(number, length.to(tl.int32))
     if count_ptr is not None:
         number = tl.minimum(number, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
+    first = None
+    if whole_ptr is not None:
+        first = tl.load(whole_ptr + batch).to(tl.int32)
+        number = tl.where(first == 0, number, first)
     here = tl.cdiv(number, BLOCK_N)
     each = tl.cdiv(here, tl.num_programs(1))
     if used_ptr is not None:
@@ -373,8 +382,7 @@ def _attend_decode(
     places = tl.arange(0, BLOCK_N)
     if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places
-        entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
-        following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
+        following = _chosen(chosen_ptr, chosen_stride_l, next_place, number, first, FILL, PAGE_SIZE)
     if BLOCK_SIZE:  # one block ahead, too
         next_place = begin * BLOCK_N + places
         chosen = following if INDEXED else next_place
@@ -384,8 +392,7 @@ def _attend_decode(
         slots, stored = place.to(tl.int64), place < number
         if chosen_ptr is not None:
             chosen, next_place = following, place + BLOCK_N
-            entry = next_place // PAGE_SIZE if PAGE_SIZE else next_place
-            following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=FILL)
+            following = _chosen(chosen_ptr, chosen_stride_l, next_place, number, first, FILL, PAGE_SIZE)
             stored = chosen > FILL
             if PAGE_SIZE:
                 slot = tl.maximum(chosen.to(tl.int32), 0) * PAGE_SIZE + place % PAGE_SIZE
@@ -429,3 +436,15 @@ def _attend_decode(
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
     tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)
     tl.store(lse_ptr + rows, lse / LOG2E, mask=exist)
+
+
+@triton.jit
+def _chosen(chosen_ptr, stride, place, number, first, FILL: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """What a row has chosen at places below ``number``; where ``first`` is not 0, its first so many keys, or pages."""
+    entry = place // PAGE_SIZE if PAGE_SIZE else place
+    if first is None:
+        chosen = tl.load(chosen_ptr + entry * stride, mask=place < number, other=FILL)
+    else:
+        chosen = tl.load(chosen_ptr + entry * stride, mask=place < tl.where(first == 0, number, 0), other=FILL)
+        chosen = tl.maximum(chosen.to(tl.int32), tl.where(place < first, entry, FILL))
+    return chosen

@@ -38,11 +38,22 @@ class Tile(NamedTuple):
         return sizes if value_dim is None else sizes | {"VALUE_DIM": value_dim, "BLOCK_DV": padded(value_dim)}
 
 
+def cdiv(number: int, size: int) -> int:
+    """How many parts of a size hold a number. On the host ``triton.cdiv`` takes several times as long."""
+    return -(-number // size)
+
+
+next_power_of_2 = functools.lru_cache(maxsize=1024)(triton.next_power_of_2)
+"""That of Triton, which takes as long as a small launch where it is called for every layer."""
+
+
+@functools.cache
 def padded(dim: int) -> int:
     """The power of two that holds a head dim in a block, at least 16."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
+@functools.cache
 def group_tile(
     dtype: torch.dtype, dim: int, group: int, capability: int, *, least_heads: int = 16, wide_warps: int = 4
 ) -> Tile:
@@ -58,7 +69,7 @@ def group_tile(
         least_heads: rows that a block has at least.
         wide_warps: warps of a program of 64 heads.
     """
-    heads = min(_HEADS, max(least_heads, triton.next_power_of_2(group)))
+    heads = min(_HEADS, max(least_heads, next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(min(heads, 16), 16, num_warps=8 if dim > 128 else 4, num_stages=1)
     keys = (128 if dim <= 64 else 64 if dim <= 128 else 32) // (1 if capability >= 9 else 2)
@@ -127,3 +138,9 @@ def _time(splits, each, rows, room):
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """Major compute capability of a GPU; 8 elsewhere."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
-from foveate.ops.gpu.tiles import multiprocessors
+from foveate.ops.gpu.tiles import cdiv, multiprocessors, next_power_of_2
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _STEPS = 2048.0
@@ -51,7 +51,7 @@ class Kept(NamedTuple):
 
 def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Kept:
     """Room for the logits of ``number`` keys, of a length of which many are moved at a time."""
-    (batch, num_heads), padded, coded = q.shape[:2], triton.cdiv(number, 16) * 16, q.dtype != torch.float32
+    (batch, num_heads), padded, coded = q.shape[:2], cdiv(number, 16) * 16, q.dtype != torch.float32
     return Kept(
         torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device),
         torch.empty(batch, num_heads, blocks if coded else 0, dtype=torch.float32, device=q.device),
@@ -94,7 +94,7 @@ def pooled(
     scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=kept.logits.device)
     if scores.numel():
         programs = max(1, _RESIDENT * multiprocessors(scores.device) // (batch * sets))
-        _pool_logits[min(triton.cdiv(number, _POOLED), programs), batch * sets](
+        _pool_logits[min(cdiv(number, _POOLED), programs), batch * sets](
             chosen,
             lengths,
             *counted(counts),
@@ -122,8 +122,8 @@ def pooled(
             LARGEST=pooling == "of_largest",
             KEYS=_POOLED,
             BLOCK_N=kept.block,
-            SPLITS=triton.next_power_of_2(splits),
-            KV_HEADS=triton.next_power_of_2(num_kv_heads // sets),
+            SPLITS=next_power_of_2(splits),
+            KV_HEADS=next_power_of_2(num_kv_heads // sets),
             num_warps=4,
         )
     return scores[..., :number]

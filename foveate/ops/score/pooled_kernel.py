@@ -1,6 +1,8 @@
 """Pooled attention of one query a row, keys read once: Triton kernel of :func:`pooled_mass` and
 :func:`pooled_mass_of_pages`."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
-from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
+from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split, split_of_row
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import VARYING, counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -24,9 +26,10 @@ _RESIDENT = 3
 """Programs that a multiprocessor runs at a time."""
 
 
+@functools.cache
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     """Heads and keys of a program: blocks of 32 KB on Hopper, of 16 KB elsewhere, two of them under way."""
-    heads = min(_HEADS, max(16, triton.next_power_of_2(group)))
+    heads = min(_HEADS, max(16, next_power_of_2(group)))
     if dtype == torch.float32:  # multiplied without tensor cores
         return Tile(16, 32, num_warps=8 if dim > 128 else 4, num_stages=1)
     keys = (64 if dim > 128 else 128) // (1 if capability >= 9 else 2)
@@ -100,7 +103,6 @@ def _pooled_mass(
     keys = k.shape[2] if block_table is None else block_table.length
     if k.dtype != q.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
     if num_heads % num_kv_heads or length != 1 or k.shape != (rows, num_kv_heads, k.shape[2], dim):
@@ -109,8 +111,8 @@ def _pooled_mass(
     if not batch * number:
         return pooled(room_for(q, number, 0, 1, 16), num_kv_heads, number, None, None, pooling, pool)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
-    tile = tile_for(q.dtype, dim, group, capability)
-    parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
+    tile = tile_for(q.dtype, dim, group, capability(q.device))
+    parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
     room = _RESIDENT * multiprocessors(q.device)
     splits, _ = split(batch * num_kv_heads * parts, blocks, room)
     kept = room_for(q, number, blocks, splits, tile.block_n)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.gpu.tiles import multiprocessors
+from foveate.ops.gpu.tiles import cdiv, multiprocessors, next_power_of_2
 from foveate.ops.select.blocks_kernel import _HELD, warps
 from foveate.ops.select.kth_kernel import (
     HIGHEST,
@@ -79,7 +79,7 @@ def topk_rows(
     ends = (None, 0) if lengths is None else (lengths, lengths.stride(0))
     rows_of_scores = (scores, apart[0] // vector, apart[1] // vector, counts, counts.stride(0), *ends)
     if number <= _HELD:
-        held = max(256, triton.next_power_of_2(number))
+        held = max(256, next_power_of_2(number))
         topk_of_short_rows[(rows,)](
             *rows_of_scores,
             found,
@@ -92,8 +92,8 @@ def topk_rows(
         )
         return found
     fill = max(1, _RESIDENT * multiprocessors(scores.device) // rows)
-    tiles = triton.cdiv(number, _TILE)
-    chunks = triton.cdiv(tiles, triton.cdiv(tiles, min(tiles, _MOST, fill)))
+    tiles = cdiv(number, _TILE)
+    chunks = cdiv(tiles, cdiv(tiles, min(tiles, _MOST, fill)))
     sample, room = sizes(number, k)
     made = {"dtype": torch.int32, "device": scores.device}
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
@@ -142,7 +142,7 @@ def topk_rows(
         number,
         k,
         chunks,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
         **short,
@@ -160,7 +160,7 @@ def topk_rows(
         number,
         k,
         chunks,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
         **short,
@@ -176,7 +176,7 @@ def sizes(number: int, k: int) -> tuple[int, int]:
     away = _DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value
     drawn = 2 * ((1 + _SPARE.value) * away + 2)  # between the two
     between = (drawn + _DEVIATIONS.value * math.sqrt(drawn)) * number / sample
-    return sample, min(max(1024, triton.next_power_of_2(math.ceil(between))), _ROOM)
+    return sample, min(max(1024, next_power_of_2(math.ceil(between))), _ROOM)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "rows"])
