@@ -34,7 +34,7 @@ def assert_compiled_well_in_blocks(compiled, capability, half, whole=False):
     """Entries of the table that are read ahead take registers: a few more spill where these are full.
 
     So does what tells whole rows from others, in groups of 64 heads of dim 192 alone."""
-    assert_compiled_well(compiled, capability, half, spilled=(96 if whole else 16) if half else 112)
+    assert_compiled_well(compiled, capability, half, spilled=(112 if whole else 16) if half else 112)
 
 
 def _compile_attention(
