@@ -167,6 +167,17 @@ def _is(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
+def of_rows(scores: Tensor, lengths: Tensor | None) -> Tensor:
+    """Scores ``[B, H, ..., N]``, -inf after a row's keys, where they may be anything; ``lengths`` is ``[B]`` or ``[B,
+    H']``, of which a layer's scores end with the longest."""
+    if lengths is None:
+        return scores
+    lengths = lengths.view(len(scores), -1)
+    lengths = lengths if lengths.shape[1] == scores.shape[1] else lengths.amax(1, keepdim=True)
+    there = torch.arange(scores.shape[-1], device=scores.device) < lengths.unflatten(1, (-1, *[1] * (scores.dim() - 2)))
+    return scores.masked_fill(~there, -torch.inf)
+
+
 def listed(chosen):
     """Keys of tiles ``[B, Hkv, T, K]``, -1 for none, as arguments of :func:`foveate.ops.attend_tiles`."""
     used_first = (chosen < 0).int().sort(dim=-1, stable=True).indices

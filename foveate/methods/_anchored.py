@@ -65,6 +65,8 @@ class SharedSelection(Method):
     counters: ClassVar[tuple[str, ...]] = ("indices_reused",)
     """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
     replay: ClassVar[Replay] = Replay()
+    packed: ClassVar[bool] = True
+    """Whether keys that :meth:`select` chooses are in a row's first places, :meth:`count` of them."""
     layer_role: ClassVar[LayerRole] = LayerRole(-1, -1)
     """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
 
@@ -123,13 +125,15 @@ class SharedSelection(Method):
             indices = self.select(cache, q, scaling)
             read = or_whole(cache, self._read(cache, indices))
             self._hand_on(cache, SharedKeys(indices, read))
-            cache.count_read(read)
             count_scored(self, cache)
         else:
             (indices, read), heads = self._handed_on(cache)
             cache.count("indices_reused", 1)
-            cache.count_read(read if heads is None else read.index_select(1, heads))
-        how = {"logits": cache.logits(scaling), "heads": heads, "whole": cache.whole, "block_table": cache.block_table}
+            read = read if heads is None else read.index_select(1, heads)
+        cache.count_read(read)
+        alike = cache.step is None and cache.uniform
+        how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
+        how |= {"logits": cache.logits(scaling), "block_table": cache.block_table}
         return ops.attend_indices(q, *cache.memory, indices, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -151,8 +155,8 @@ class SharedSelection(Method):
         return clamp(budget(self.top_k, length, self.min_k), 1, length)
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        """How many keys are read, ``[B, Hkv]``."""
-        return (indices >= 0).sum(-1)
+        """How many keys are read, ``[B, Hkv]``: one tensor for all layers of a step."""
+        return cache.each_row(self.count)[:, None].expand(indices.shape[:2])
 
     def _hand_on(self, cache: SlotCache, selection: SharedKeys | ops.TileKeys) -> None:
         """For the layers that read it, if any."""

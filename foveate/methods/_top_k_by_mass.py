@@ -67,9 +67,6 @@ class TopKByMass(SharedSelection):
         best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike, lengths)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
-    def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        return cache.each_row(self.count)[:, None].expand(indices.shape[:2])  # one number for all layers of a step
-
     def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool, lengths: Tensor | None = None) -> Tensor:
         """The keys of the highest scores ``[B, Hkv, N]``: ``[B, Hkv or 1, K]``.
 

@@ -296,7 +296,7 @@ class Kascade(TopKByMass):
         cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        how = {"whole": cache.whole, **self._where(cache, scaling)}
+        how = {"whole": cache.whole, **self._of_pages(cache, scaling)}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -314,14 +314,14 @@ class Kascade(TopKByMass):
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
-        how = {"pooling": self.pooling, "pool": self.pool, **self._where(cache, scaling)}
+        how = {"pooling": self.pooling, "pool": self.pool, **self._of_pages(cache, scaling)}
         mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how)
-        places = self._chosen(cache, mass)[:, : pages.shape[1]]
+        places = self._chosen(cache, mass, cache.each_row(self.places))[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
-    def _where(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
-        how = {"lengths": cache.row_tensor("lengths"), "block_table": cache.block_table}
-        return {"logits": cache.logits(scaling), **how}
+    def _of_pages(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
+        how = {"lengths": cache.row_tensor("lengths"), "counts": cache.each_row(self.scored_pages)}
+        return {"logits": cache.logits(scaling), "block_table": cache.block_table, **how}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
@@ -346,9 +346,13 @@ class Kascade(TopKByMass):
         pages, least = self.summaries.pages(length), (self.count(length) + self.page_size - 2) // self.page_size + 1
         return clamp(-(-pages // ONE_PAGE_IN), least, pages)
 
+    def places(self, length: Number) -> Number:
+        """Places of keys in these pages."""
+        return self.page_size * self.scored_pages(length)
+
     def page_keys(self, length: Number) -> Number:
         """Keys of these pages, of which the newest may be open."""
-        return self.page_size * (self.scored_pages(length) - self.summaries.pages(length)) + length
+        return self.places(length) - self.page_size * self.summaries.pages(length) + length
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some."""

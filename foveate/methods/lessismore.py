@@ -29,6 +29,7 @@ class LessIsMore(SharedSelection):
     name: ClassVar[str] = "lessismore"
     source: ClassVar[str] = "LessIsMore, Yang et al. 2025, arXiv:2508.07101"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
+    packed: ClassVar[bool] = False
     small_budget: ClassVar[dict] = {"top_k": 15, "selections": [0.0], "sinks": 2}
     copies_keys: ClassVar[bool] = True
 
@@ -79,6 +80,9 @@ class LessIsMore(SharedSelection):
         ends = ends.masked_fill(ends >= length, -1)
         chosen = torch.cat([chosen, ends[:, None]], -1)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)
+
+    def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
+        return (indices >= 0).sum(-1)
 
     def best_keys(self, length: Number) -> Number:
         """How many of the keys that a row of this length may read its heads choose."""

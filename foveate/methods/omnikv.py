@@ -62,5 +62,6 @@ class OmniKV(SharedSelection):
         pooling = "max" if self.score == "softmax" else "max_logit"
         how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
         scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
-        chosen = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count), dtype=torch.int32)
+        counts, most = cache.each_row(self.count), cache.most(self.count)
+        chosen = ops.topk_rows(scores, counts, most, lengths=lengths, dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -53,6 +53,12 @@ def check_lengths(lengths: Tensor | None, batch: int, kv_heads: int) -> None:
         )
 
 
+def check_counts(counts: Tensor | None, batch: int) -> None:
+    """Raise unless there are none, or one integer for each row."""
+    if counts is not None and (counts.dtype not in _INTEGERS or counts.shape != (batch,)):
+        raise ValueError(f"counts must be integers [{batch}], not {counts.dtype} {list(counts.shape)}")
+
+
 def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], number: int) -> None:
     """Raise unless these are integers ``[B, H, P]``, each on the CPU below ``number``, or -1 for an unused place."""
     if places.dtype not in _INTEGERS:

@@ -11,7 +11,7 @@ from foveate.runtime import CudaRecorder, replay
 from tests.combinations import every_pair
 from tests.helpers import generate, left_padded, tiny_model
 from tests.kernels import poisoned_memory
-from tests.problems import BLOCK_LAYOUTS, in_blocks, listed
+from tests.problems import BLOCK_LAYOUTS, in_blocks, listed, of_rows
 from tests.recorded import Replayed
 
 pytestmark = pytest.mark.gpu
@@ -78,10 +78,12 @@ def test_all_keys(dtype, heads, kv_heads, dim, value_dim, batch, number, block_s
     for pooling in ("post_softmax", "max_logit"):
         with poisoned_memory("cuda"):
             found = ops.pooled_mass(q, memory[0], block_table=table, pooling=pooling, **how)
-        same([found], [ops.pooled_mass(q, k, pooling=pooling, **how)])
+        expected = ops.pooled_mass(q, k, pooling=pooling, **how)
+        same(*([of_rows(mass, lengths)] for mass in (found, expected)))
         with poisoned_memory("cuda"):
             found = ops.attend_pooled(q, *memory, block_table=table, pooling=pooling, **how)
-        same(found, ops.attend_pooled(q, k, v, pooling=pooling, **how))
+        expected = ops.attend_pooled(q, k, v, pooling=pooling, **how)
+        same(*(one._replace(mass=of_rows(one.mass, lengths)) for one in (found, expected)))
 
 
 @every_pair(DTYPES, GROUPS, DIMS, SIZES, BLOCK_SIZES, LAYOUTS)
@@ -206,7 +208,8 @@ def all_keys(q, k, v, table, lengths):
 
 def pooled_masses(q, k, v, table, lengths):
     how = {"lengths": lengths, "block_table": table, **SCALING}
-    return [ops.pooled_mass(q, k, **how), *ops.attend_pooled(q, k, v, **how)]
+    out, lse, mass = ops.attend_pooled(q, k, v, **how)
+    return [out, lse, *(of_rows(one, lengths) for one in (mass, ops.pooled_mass(q, k, **how)))]
 
 
 def last_queries(q, number=129):

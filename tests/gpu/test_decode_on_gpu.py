@@ -18,6 +18,7 @@ from foveate.ops.select import reference as select
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import noted, poisoned_memory
+from tests.problems import of_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -123,7 +124,7 @@ def test_the_first_keys_alone_among_nan(dtype, heads, kv_heads, batch, number, o
     k[~there], v[~there] = torch.nan, torch.inf
     with poisoned_memory("cuda"):
         found = ops.attend(q, k, v, logits=Logits(0.1), lengths=lengths, need_lse=True)
-        mass = ops.pooled_mass(q, k, logits=Logits(0.1), lengths=lengths)
+        mass = of_rows(ops.pooled_mass(q, k, logits=Logits(0.1), lengths=lengths), lengths)
         chosen = ops.attend_indices(
             q,
             k,
@@ -220,7 +221,7 @@ def test_bounds_of_boxes_among_nan(dtype, heads, kv_heads, batch, number):
                 low[beyond], high[beyond] = torch.nan, torch.inf
             how = {"scaling": 0.1, "lengths": lengths}
             with poisoned_memory("cuda"):
-                found = ops.largest_logit(rows, low, high, **how)
+                found = of_rows(ops.largest_logit(rows, low, high, **how), lengths)
             expected = nodes.largest_logit(rows.double(), low.double(), high.double(), **how).float()
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -258,7 +259,7 @@ def test_pooled_mass(dtype, heads, kv_heads, batch, number, pooling, pool):
             k[beyond.expand(-1, kv_heads, -1)] = torch.nan
         how = {"logits": Logits(0.25), "lengths": lengths, "pooling": pooling, "pool": pool}
         with poisoned_memory("cuda"):
-            found = ops.pooled_mass(q, k, **how)
+            found = of_rows(ops.pooled_mass(q, k, **how), lengths)
         expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), **how).float()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 if pooling == "max_logit" else 1e-7)
 
@@ -326,7 +327,8 @@ def test_pages_that_are_always_read_and_the_mass_that_pages_hold(number, heads):
     newest = torch.tensor([number - 1, number // 2, 0], device="cuda")
     with poisoned_memory("cuda"):
         found = ops.with_always_read(mass, 2, newest, newest + 1)
-    assert torch.equal(found, of_pages.with_always_read(mass, 2, newest, newest + 1))
+    expected = of_pages.with_always_read(mass, 2, newest, newest + 1)
+    assert torch.equal(*(of_rows(scores, newest + 1) for scores in (found, expected)))
     pages = uniform(3, heads, number, seed=1).argsort(-1)[..., : -(-number // 3)].to(torch.int32)
     pages[..., ::5] = -1
     with poisoned_memory("cuda"):
@@ -403,17 +405,19 @@ def steps(q, k, v, mask, indices, counts, most):
     """One of each: what a step of decoding calls."""
     dense = ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True)
     mass = ops.pooled_mass(q, k, logits=Logits(0.1), lengths=counts)
-    chosen = ops.topk_rows(mass, counts, most, dtype=torch.int32)
-    sparse = ops.attend_indices(q, k, v, chosen, logits=Logits(0.1), need_lse=True)
+    chosen = ops.topk_rows(mass, counts, most, lengths=counts, dtype=torch.int32)
+    sparse = ops.attend_indices(q, k, v, chosen, logits=Logits(0.1), lengths=counts, need_lse=True)
     given = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
     boxes, rows = k.shape[2] // 16, ops.fold_group(q, k.shape[1])
     low, high = (of(k, v)[:, :, :boxes] for of in (torch.minimum, torch.maximum))
     bounds = ops.largest_logit(rows, low, high, 0.1, lengths=counts // 2)
-    pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, dtype=torch.int32)
+    how = {"lengths": counts // 2, "dtype": torch.int32}
+    pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, **how)
     paged = ops.attend_pages(q, k, v, pages, 16, logits=Logits(0.1), lengths=8 * counts - 5, need_lse=True)
     best = pages[:, :: pages.shape[1] // k.shape[1]]
     of_best = ops.pooled_mass_of_pages(q, k, best, 16, logits=Logits(0.1), lengths=8 * counts - 5)
     best = ops.keys_at_places(ops.topk_rows(of_best, counts // 2, most // 2, dtype=torch.int32), best, 16)
+    mass, bounds = of_rows(mass, counts), of_rows(bounds, counts // 2)
     return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2], of_best, best
 
 

@@ -10,6 +10,7 @@ from foveate.ops.score import low_rank
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
+from tests.problems import of_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +99,7 @@ def test_masses(dtype, sizes, heads, kv_heads, batch, pages, softcap, bounded):
     rows, how = ops.fold_group(q, kv_heads), {"weights": weights, "lengths": lengths}
     how["logits"] = Logits(dim**-0.5, softcap=softcap)
     with poisoned_memory("cuda"):
-        found, again = (ops.page_lse(rows, records, form, **how) for _ in range(2))
+        found, again = (of_rows(ops.page_lse(rows, records, form, **how), lengths) for _ in range(2))
     expected = low_rank.page_lse(rows, records, form, **how)
     assert torch.equal(found, again)
     assert torch.equal(found.isneginf(), expected.isneginf())
@@ -106,7 +107,7 @@ def test_masses(dtype, sizes, heads, kv_heads, batch, pages, softcap, bounded):
     for pooling, pool in (("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head"), ("of_largest", "layer")):
         how |= {"pooling": pooling, "pool": pool}
         with poisoned_memory("cuda"):
-            found, again = (ops.pooled_mass_of_records(q, records, form, **how) for _ in range(2))
+            found, again = (of_rows(ops.pooled_mass_of_records(q, records, form, **how), lengths) for _ in range(2))
         expected = low_rank.pooled_mass_of_records(q, records, form, **how)
         assert torch.equal(found, again)
         assert torch.equal(found.isneginf(), expected.isneginf())
@@ -130,7 +131,8 @@ def test_masses_of_given_pages(dtype, heads, kv_heads, branch, of_layer):
     found = ops.page_lse(rows, records, form, logits=Logits(0.3), pages=pages.int(), branch=branch, lengths=lengths)
     slots = ops.page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
     records = ops.gather_slots(records, slots)
-    assert torch.equal(found, ops.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths))
+    expected = ops.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths)
+    assert torch.equal(*(of_rows(masses, lengths) for masses in (found, expected)))
 
 
 @every_pair(DTYPES, SIZES, ("pages", [1, 2, 8]), ("layout", ["slots", "tokens_first"]))
@@ -157,4 +159,5 @@ def test_records_in_blocks(dtype, sizes, pages, layout):
     for pooling in ("post_softmax", "of_largest"):
         how = {"logits": Logits(dim**-0.5), "lengths": lengths, "pooling": pooling}
         found = ops.pooled_mass_of_records(q, records, form, block_table=in_blocks, **how)
-        assert torch.equal(found, ops.pooled_mass_of_records(q, alone, form, **how))
+        expected = ops.pooled_mass_of_records(q, alone, form, **how)
+        assert torch.equal(*(of_rows(masses, lengths) for masses in (found, expected)))

@@ -12,7 +12,7 @@ from foveate.ops.compress import low_rank_kernel as summaries_kernel
 from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.score import low_rank, low_rank_kernel
 from tests.combinations import every_pair
-from tests.problems import in_buffer
+from tests.problems import in_buffer, of_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 FORMS = [PageRecord(64, 16), PageRecord(80, 7, 1), PageRecord(128, 8, 4), PageRecord(5, 3), PageRecord(16, 64, 3)]
@@ -103,7 +103,7 @@ POOLS += [("of_largest", "kv_head"), ("of_largest", "layer")]
 
 def check(rows, records, form, softcap=None, **more):
     logits = Logits(0.3, softcap=softcap)
-    found = low_rank_kernel.page_lse(rows, records, form, logits=logits, **more)
+    found = of_rows(low_rank_kernel.page_lse(rows, records, form, logits=logits, **more), more.get("lengths"))
     expected = low_rank.page_lse(rows, records, form, logits=logits, **more)
     assert found.dtype == torch.float32
     assert torch.equal(found.isneginf(), expected.isneginf())
@@ -190,10 +190,9 @@ def test_masses_of_records_in_blocks(form, number, splits):
     blocks[table[1, 10 // number], :, 10 % number + 1 :] = 255
     rows, in_blocks = draw(2, 2, 3, form.head_dim, seed=1), {"block_table": BlockTable(table, 37)}
     q, how = rows.flatten(1, 2)[:, :, None], {"logits": Logits(0.3), "lengths": lengths}
-    found = low_rank_kernel.page_lse(rows, blocks, form, **how, **in_blocks)
-    assert torch.equal(found, low_rank_kernel.page_lse(rows, records, form, **how))
-    found = low_rank_kernel.pooled_mass_of_records(q, blocks, form, **how, **in_blocks)
-    assert torch.equal(found, low_rank_kernel.pooled_mass_of_records(q, records, form, **how))
+    for verb, queries in ((low_rank_kernel.page_lse, rows), (low_rank_kernel.pooled_mass_of_records, q)):
+        found, expected = verb(queries, blocks, form, **how, **in_blocks), verb(queries, records, form, **how)
+        assert torch.equal(*(of_rows(scores, lengths) for scores in (found, expected)))
     pages = torch.tensor([[[3, 0, -1, 17]], [[1, 4, 0, -1]]])
     how = {"logits": Logits(0.3), "pages": pages, "branch": 2}
     found = low_rank_kernel.page_lse(rows, blocks, form, **how, **in_blocks)
@@ -215,7 +214,7 @@ def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
         records[torch.arange(75) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = 255  # scales are NaN
     q = draw(2, 2 * group, 1, form.head_dim, dtype=dtype, seed=1)
     how = {"logits": Logits(0.3), "lengths": lengths, "pooling": pooling, "pool": pool}
-    found = low_rank_kernel.pooled_mass_of_records(q, records, form, **how)
+    found = of_rows(low_rank_kernel.pooled_mass_of_records(q, records, form, **how), lengths)
     expected = low_rank.pooled_mass_of_records(q, records, form, **how)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)

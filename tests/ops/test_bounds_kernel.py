@@ -36,7 +36,7 @@ def test_bounds_compile_for_ampere_and_hopper(capability, dtype, dim, heads, bou
             **{f"q_stride_{axis}": "i32:16" for axis in "bhg"},
             **{f"{x}_stride_d": 1 for x in ("q", "low", "high")},
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
-            **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "each"), "i32"),
+            **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "room"), "i32"),
             "padded": "i32:16",
             "scale": "fp32",
             "BOUNDED": bounded,

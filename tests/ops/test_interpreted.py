@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(FOLDER.rglob("interpreted_*.py"))}
 PROCESSES = [
     ("summaries", "block_table"),
-    ("decode", "boxes", "slots"),
+    ("decode", "boxes", "slots", "bound"),
     ("indexer", "selected", "until", "retention", "low_rank"),
     ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits", "softmax"),
 ]

@@ -126,7 +126,7 @@ def test_masses_compile_for_ampere_and_hopper(
             "record_strides": ("i32:16", "i32:16", "i32:16"),
             **{f"length_stride_{axis}": "i32" for axis in "bh"},
             **{f"page_stride_{axis}": "i32" for axis in "bhp"},
-            **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "each"), "i32"),
+            **dict.fromkeys(("num_kv_heads", "group", "parts", "number", "room"), "i32"),
             "padded": "i32:16",
             "scale": "fp32",
             "WEIGHTED": weighted,

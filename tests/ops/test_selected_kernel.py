@@ -67,7 +67,8 @@ def test_it_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, he
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("block", [1, 16])
-def test_the_merge_compiles_for_ampere_and_hopper(capability, block):
+@pytest.mark.parametrize("own", [True, False])
+def test_the_merge_compiles_for_ampere_and_hopper(capability, block, own):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.splits_kernel")
     compiled = compile_for(
@@ -77,8 +78,9 @@ def test_the_merge_compiles_for_ampere_and_hopper(capability, block):
             **dict.fromkeys(("found_ptr", "found_lse_ptr", "sink_ptr", "lse_ptr"), "*fp32:16"),
             "out_ptr": "*bf16:16",
             **{f"{x}_stride_{axis}": "i32:16" for x in ("found", "out") for axis in "bhl"},
+            "used_ptr": "*i32:16" if own else None,
             "sink_stride": 1,
-            **dict.fromkeys(("batches", "num_heads", "length", "splits"), "i32"),
+            **dict.fromkeys(("batches", "num_heads", "length", "splits", "group"), "i32"),
             "SINKS": True,
             "VALUE_DIM": 512,
             "BLOCK_DV": 512,

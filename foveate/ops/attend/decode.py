@@ -12,6 +12,7 @@ from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import (
     check_blocks,
+    check_counts,
     check_keys,
     check_lengths,
     check_logits,
@@ -145,6 +146,7 @@ def attend_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
@@ -157,6 +159,7 @@ def attend_pages(
             marks an unused place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
+        counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
         whole: see :func:`attend_indices`.
         logits, block_table: see :func:`attend`. Pages need not have the size of blocks.
 
@@ -175,6 +178,8 @@ def attend_pages(
     if lengths is not None:
         ends = lengths.clamp_max(number)[..., None]
         ends = ends[:, None] if lengths.dim() == 1 else ends.repeat_interleave(shared, 1)
+    if counts is not None:
+        pages = pages.masked_fill(~first_keys(counts, pages.shape[2]), -1)
     slots = page_slots(pages, page_size).flatten(2)
     slots = slots.masked_fill(slots >= ends, -1)
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
@@ -241,6 +246,7 @@ def check_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     whole: Tensor | None = None,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
@@ -252,6 +258,7 @@ def check_pages(
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), (k.shape[1], q.shape[1]), -(-number // page_size))
     check_lengths(lengths, len(q), k.shape[1])
+    check_counts(counts, len(q))
     check_logits(logits, q.shape[1])
 
     def read() -> Tensor:

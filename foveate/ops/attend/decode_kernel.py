@@ -14,9 +14,9 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import capability, cdiv, group_tile, multiprocessors, next_power_of_2, split
+from foveate.ops.gpu.tiles import capability, cdiv, group_tile, multiprocessors, next_power_of_2, split, split_of_row
 from foveate.ops.logits import Logits
-from foveate.ops.score.kept_logits_kernel import keep, per_head, pooled, room_for, steps
+from foveate.ops.score.kept_logits_kernel import counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
 _LARGEST = 256
@@ -115,6 +115,7 @@ def attend_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
@@ -130,7 +131,7 @@ def attend_pages(
     if need_mass:
         raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size, "whole": whole, "block_table": block_table}
+    how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
 
 
@@ -160,6 +161,7 @@ def _decode(
     need_lse: bool,
     how: tuple[str, str] | None = None,
     page_size: int = 0,
+    counts: Tensor | None = None,
     heads: Tensor | None = None,
     whole: Tensor | None = None,
     block_table: BlockTable | None = None,
@@ -167,7 +169,7 @@ def _decode(
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
     ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
-    ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all; 0 for none.
+    ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all, the first ``counts [B]`` of them; 0 for none.
     """
     _check(q, k, v, block_table)
     batch, num_heads, _, dim = q.shape
@@ -177,7 +179,8 @@ def _decode(
     group = num_heads // sets
     tile = group_tile(q.dtype, max(dim, value_dim), group, capability(q.device))
     parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
-    splits, _ = split(batch * sets * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    room = _RESIDENT * multiprocessors(q.device)
+    splits, _ = split(batch * sets * parts, blocks, room)
     out = q.new_empty(batch, num_heads, 1, value_dim)
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
     kept = room_for(q, number, blocks, splits, tile.block_n) if how else None
@@ -186,9 +189,13 @@ def _decode(
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
     found, merged = (out, lse), splits > 1 or logits.sinks is not None
+    ragged = whole is not None or (counts if page_size else lengths) is not None
+    used = None if splits == 1 or not ragged else torch.empty(batch * sets, dtype=torch.int32, device=q.device)
     if merged:
         found = tuple(torch.empty((splits * batch, *x.shape[1:]), dtype=torch.float32, device=q.device) for x in found)
     chosen = indices if indices is not None else mask
+    sizes = batch, sets, group, parts, number, keys if page_size else None
+    sizes += kept.logits.shape[2] if kept else 0, blocks, room
     _attend_decode[batch * sets * parts, splits](
         q,
         k,
@@ -196,23 +203,18 @@ def _decode(
         chosen,
         heads,
         lengths,
+        *counted(counts),
         None if whole is None else whole.contiguous(),
         *arguments(block_table),
         *found,
+        used,
         *(kept[:3] if kept else (None, None, None)),
         (q.stride(0), q.stride(1), q.stride(3)),
         k.stride(),
         v.stride(),
         *((0, 0, 0) if chosen is None else chosen.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
-        batch,
-        sets,
-        group,
-        parts,
-        number,
-        keys if page_size else None,
-        kept.logits.shape[2] if kept else 0,
-        blocks,
+        *sizes,
         logits.scaling * LOG2E.value,
         steps(how[0]) if how else 0.0,
         INDEXED=indices is not None,
@@ -227,6 +229,7 @@ def _decode(
         merge_splits[num_heads, batch](
             *found,
             logits.sinks,
+            used,
             out,
             lse,
             *found[0].stride()[:3],
@@ -236,6 +239,7 @@ def _decode(
             num_heads,
             1,
             splits,
+            group,
             SINKS=logits.sinks is not None,
             VALUE_DIM=value_dim,
             BLOCK_DV=max(16, next_power_of_2(value_dim)),
@@ -246,8 +250,8 @@ def _decode(
     return Attended(out, lse if need_lse else None, mass)
 
 
-_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "table_stride"]
-_VARYING += ["batches", "num_kv_heads", "parts", "number", "keys", "blocks"]
+_VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "count_stride"]
+_VARYING += ["table_stride", "batches", "num_kv_heads", "parts", "number", "keys", "blocks", "room"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -259,11 +263,14 @@ def _attend_decode(
     chosen_ptr,
     head_ptr,
     length_ptr,
+    count_ptr,
+    count_stride,
     whole_ptr,
     table_ptr,
     table_stride,
     out_ptr,
     lse_ptr,
+    used_ptr,
     logit_ptr,
     top_ptr,
     kept_lse_ptr,
@@ -283,6 +290,7 @@ def _attend_decode(
     keys,
     padded,
     blocks,
+    room,
     scale,
     steps,
     INDEXED: tl.constexpr,
@@ -305,9 +313,14 @@ def _attend_decode(
     [B]``: a row where it is not 0 reads its first so many keys instead. With ``logit``, ``top`` and ``kept_lse``: and
     what :class:`Kept` holds.
 
+    Where ``used`` is not None, rows have numbers of keys or places of their own: a row takes as many of its splits as
+    its number is worth, and writes how many these are to ``used [B, num_kv_heads]``. The others write nothing but the
+    ``kept_lse`` of no keys.
+
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
-    places, and ``length`` and ``keys`` say how many of the first keys are there. ``SHARED``: so many heads in a row,
-    of the ``num_kv_heads`` that choose here, read the keys of one KV head.
+    places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
+    keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
+    KV head.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
@@ -325,6 +338,31 @@ def _attend_decode(
     kept_rows = batch * num_kv_heads * group + heads
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
 
+    if length_ptr is not None:
+        length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
+        if PAGE_SIZE:
+            keys = tl.minimum(keys, length.to(tl.int32))
+        else:
+            number = tl.minimum(number, length.to(tl.int32))
+    if count_ptr is not None:
+        number = tl.minimum(number, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
+    first = None
+    if whole_ptr is not None:
+        first = tl.load(whole_ptr + batch).to(tl.int32)
+        number = tl.where(first == 0, number, first)
+    here = tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, tl.num_programs(1))
+    if used_ptr is not None:
+        used, each = split_of_row(here, tl.num_programs(0), tl.num_programs(1), room)
+        tl.store(used_ptr + row, used, mask=part + split == 0)
+        if logit_ptr is not None:
+            none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, none, mask=exist & (split >= used))
+        if (split >= used) & (BLOCK_M < 64):  # with more heads, programs that go on would pay for it with registers
+            return
+        exist = exist & (split < used)
+    begin, end = split * each, tl.minimum((split + 1) * each, here)
+
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
     if BLOCK_SIZE:
@@ -337,25 +375,10 @@ def _attend_decode(
     if chosen_ptr is not None:
         of_head = head if head_ptr is None else tl.load(head_ptr + head)
         chosen_ptr += batch * chosen_stride_b + of_head * chosen_stride_h
-    if length_ptr is not None:
-        length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
-        if PAGE_SIZE:
-            keys = tl.minimum(keys, length.to(tl.int32))
-        else:
-            number = tl.minimum(number, length.to(tl.int32))
-    first = None
-    if whole_ptr is not None:
-        first = tl.load(whole_ptr + batch).to(tl.int32)
-        number = tl.where(first == 0, number, first)
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    here = blocks
-    if (length_ptr is not None and not PAGE_SIZE) or whole_ptr is not None:  # all programs share a row's keys
-        here = tl.cdiv(number, BLOCK_N)
-    each = tl.cdiv(here, tl.num_programs(1))
-    begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
     if chosen_ptr is not None:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places

@@ -142,6 +142,7 @@ def attend_selected(
         merge_splits[length * num_heads, batch](
             *found,
             sinks,
+            None,
             out,
             lse,
             *found[0].stride()[:3],
@@ -151,6 +152,7 @@ def attend_selected(
             num_heads,
             length,
             splits,
+            1,
             SINKS=sinks is not None,
             VALUE_DIM=value_dim,
             BLOCK_DV=block_dv,

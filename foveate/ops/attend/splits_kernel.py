@@ -7,11 +7,12 @@ import triton.language as tl
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sum_exp, merge, normalised
 
 
-@triton.jit(do_not_specialize=["batches", "num_heads", "length", "splits"])
+@triton.jit(do_not_specialize=["batches", "num_heads", "length", "splits", "group"])
 def merge_splits(
     found_ptr,
     found_lse_ptr,
     sink_ptr,
+    used_ptr,
     out_ptr,
     lse_ptr,
     found_stride_b,
@@ -25,12 +26,16 @@ def merge_splits(
     num_heads,
     length,
     splits,
+    group,
     SINKS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merges the splits of one head of one query by their log-sum-exps, in their order."""
+    """Merges the splits of one head of one query by their log-sum-exps, in their order.
+
+    ``used [B, Hq / group]``, if there is any: how many splits heads that share keys have, at least 1; what is of the
+    others may be anything."""
     query, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     batch, head, query = tl.program_id(1).to(tl.int64), head.to(tl.int64), query.to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)
@@ -38,6 +43,8 @@ def merge_splits(
     if SINKS:
         top = tl.maximum(tl.load(sink_ptr + head * sink_stride).to(tl.float32) * LOG2E, LOWEST)
         weight = tl.where(top > LOWEST, 1.0, 0.0)
+    if used_ptr is not None:
+        splits = tl.load(used_ptr + batch * (num_heads // group) + head // group)
     for first in tl.range(0, splits, BLOCK):
         some = first + tl.arange(0, BLOCK)
         exist = some < splits

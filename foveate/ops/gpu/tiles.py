@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
-_START = 2
+_START = tl.constexpr(2)
 """Cost of starting a program, in blocks."""
 _MOST = 256
 """The most programs that share a row."""
@@ -94,11 +95,43 @@ def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[i
 
     def time(each: int) -> float:
         splits = -(-blocks // each)
-        return (-(-rows * splits // room) + 0.5) * (each + _START) + splits * merging
+        return (-(-rows * splits // room) + 0.5) * (each + _START.value) + splits * merging
 
     sizes = {-(-blocks // splits) for splits in range(1, min(blocks, _MOST) + 1)}
     each = min(sorted(sizes), key=time, default=1)
     return max(1, -(-blocks // each)), each
+
+
+@triton.jit
+def split_of_row(here, rows, splits, room):
+    """:func:`split` on the device: of the ``splits`` programs of each row, how many share the ``here`` blocks of a row.
+
+    A captured step has a grid for the longest row that there may be. A row takes of it what would be best if all rows
+    were like it: all programs, or as many as fill some number of rounds. Three such numbers are tried, from the one on
+    at which the estimate without its roundings is least.
+
+    Returns:
+        ``(used, each)``: programs of the row, at least 1, and blocks of a program.
+    """
+    each = tl.maximum(tl.cdiv(here, splits), 1)
+    used = tl.cdiv(here, each)
+    least = _time(used, each, rows, room)
+    first = tl.maximum((tl.sqrt(here.to(tl.float32) * rows / room) * 0.5).to(tl.int32), 1)
+    for more in tl.static_range(3):
+        programs = tl.maximum(tl.minimum((first + more) * room // rows, splits), 1)
+        blocks = tl.maximum(tl.cdiv(here, programs), 1)
+        some = tl.cdiv(here, blocks)
+        time = _time(some, blocks, rows, room)
+        better = time < least
+        used, each = tl.where(better, some, used), tl.where(better, blocks, each)
+        least = tl.where(better, time, least)
+    return tl.maximum(used, 1), each
+
+
+@triton.jit
+def _time(splits, each, rows, room):
+    """The estimate of :func:`split`, in 64ths."""
+    return (2 * tl.cdiv(rows * splits, room) + 1) * (each + _START) * 32 + splits
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
 from foveate.ops.score.kept_logits_kernel import per_head
 
 _LARGEST = 256
@@ -15,7 +15,7 @@ _HEADS = 64
 """The most heads of a program."""
 _RESIDENT = 2
 """Programs that a multiprocessor runs at a time."""
-_VARYING = ["length_stride_b", "length_stride_h", "num_kv_heads", "parts", "number", "each"]
+_VARYING = ["length_stride_b", "length_stride_h", "num_kv_heads", "parts", "number", "room"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -55,7 +55,8 @@ def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, le
     padded = triton.cdiv(number, 16) * 16  # many are moved at a time
     bounds = torch.empty(batch, num_kv_heads, group, padded, dtype=torch.float32, device=rows.device)
     if bounds.numel():
-        splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(rows.device))
+        room = _RESIDENT * multiprocessors(rows.device)
+        splits, _ = split(batch * num_kv_heads * parts, blocks, room)
         _largest_logit[batch * num_kv_heads * parts, splits](
             rows,
             low,
@@ -71,7 +72,7 @@ def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, le
             parts,
             number,
             padded,
-            each,
+            room,
             scaling,
             BOUNDED=lengths is not None,
             DIM=dim,
@@ -109,7 +110,7 @@ def _largest_logit(
     parts,
     number,
     padded,
-    each,
+    room,
     scale,
     BOUNDED: tl.constexpr,
     DIM: tl.constexpr,
@@ -118,7 +119,7 @@ def _largest_logit(
     BLOCK_N: tl.constexpr,
 ):
     """Writes ``bound [B, Hkv, G, padded]``, contiguous; ``length`` (``BOUNDED``): how many of the first boxes are
-    there."""
+    there; nothing is written after their blocks."""
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -126,22 +127,26 @@ def _largest_logit(
     member = tl.where(exist, member, 0)
     dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
 
+    there, here = number, tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, tl.num_programs(1))
+    if BOUNDED:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        there = tl.minimum(number, length.to(tl.int32))
+        here = tl.cdiv(there, BLOCK_N)
+        used, each = split_of_row(here, tl.num_programs(0), tl.num_programs(1), room)
+        if split >= used:
+            return
+
     q_ptr += batch * q_stride_b + head * q_stride_h
     q_tile = member[:, None] * q_stride_g + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
     upward, downward = tl.where(q < 0, tl.zeros_like(q), q), tl.where(q > 0, tl.zeros_like(q), q)
     low_ptr += batch * low_stride_b + head * low_stride_h
     high_ptr += batch * high_stride_b + head * high_stride_h
-    there = number
-    if BOUNDED:
-        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
-        there = tl.minimum(number, length.to(tl.int32))
     first = batch * num_kv_heads + head
     out_ptr = bound_ptr + (first * group + member)[:, None] * padded + places[None, :]
 
-    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
-    behind = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
-    for block in tl.range(begin, behind):
+    for block in tl.range(split * each, tl.minimum((split + 1) * each, here)):
         place = block * BLOCK_N + places
         box, stored = place.to(tl.int64), place < there
         mask = stored[:, None]
@@ -153,7 +158,3 @@ def _largest_logit(
         bound = tl.dot(downward, tl.trans(low), bound, input_precision="ieee") * scale
         bound = tl.where(stored[None, :], bound, float("-inf"))
         tl.store(out_ptr + block * BLOCK_N, bound, mask=exist[:, None] & (place < padded)[None, :])
-    for block in tl.range(behind, end):
-        place = block * BLOCK_N + places
-        none = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
-        tl.store(out_ptr + block * BLOCK_N, none, mask=exist[:, None] & (place < padded)[None, :])

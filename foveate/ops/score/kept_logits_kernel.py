@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
-from foveate.ops.gpu.tiles import cdiv, next_power_of_2
+from foveate.ops.gpu.tiles import cdiv, multiprocessors, next_power_of_2
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _STEPS = 2048.0
@@ -17,8 +17,10 @@ _NOTHING = tl.constexpr(65535)
 """That many steps and more are nothing; of logits pooled as such, the floor of their block."""
 
 _POOLED = 1024
-"""Keys of a program that pools."""
-VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h"]
+"""Keys that a program pools at once."""
+_RESIDENT = 16
+"""Programs that pool for each multiprocessor, at most."""
+VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "count_stride"]
 VARYING += ["number", "keys", "blocks", "splits"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
@@ -73,24 +75,29 @@ def pooled(
     pool: str,
     page_size: int = 0,
     keys: int | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Attention from logits that were kept, pooled; ``lengths [B, Hkv]``.
 
-    Of keys that are not there it is -inf. ``pooling=sum``: the sum over the heads, which is 0 of these;
+    Of keys that are not there it is -inf; but what is after the first of these in a row may be anything, so that no
+    work depends on rows that are longer. ``pooling=sum``: the sum over the heads, which is 0 of all these;
     ``of_largest``: the mean of each head's exponentials over its largest, which the parts have in place of their sums.
 
     Args:
         chosen: a mask of the keys, int8 ``[B, Hkv, N]``; or pages ``[B, Hkv, P]``, which all heads of a set share.
         page_size: keys of a page; 0: ``chosen`` is a mask.
         keys: how many keys there are to have pages of.
+        counts: int ``[B]``: pages of each row, its first ones; None: all.
     """
     batch, num_heads, padded = kept.logits.shape
     sets, splits = 1 if pool == "layer" else num_kv_heads, kept.lses.shape[2]
     scores = torch.empty(batch, sets, padded, dtype=torch.float32, device=kept.logits.device)
     if scores.numel():
-        _pool_logits[cdiv(number, _POOLED), batch * sets](
+        programs = max(1, _RESIDENT * multiprocessors(scores.device) // (batch * sets))
+        _pool_logits[min(cdiv(number, _POOLED), programs), batch * sets](
             chosen,
             lengths,
+            *counted(counts),
             *kept[:3],
             scores,
             *((0, 0, 0) if chosen is None else chosen.stride()),
@@ -116,6 +123,7 @@ def pooled(
             KEYS=_POOLED,
             BLOCK_N=kept.block,
             SPLITS=next_power_of_2(splits),
+            KV_HEADS=next_power_of_2(num_kv_heads // sets),
             num_warps=4,
         )
     return scores[..., :number]
@@ -124,6 +132,11 @@ def pooled(
 def per_head(lengths: Tensor, num_kv_heads: int) -> Tensor:
     """Lengths ``[B]`` or ``[B, Hkv]`` as ``[B, Hkv]``, a view."""
     return lengths[:, None].expand(-1, num_kv_heads) if lengths.dim() == 1 else lengths
+
+
+def counted(counts: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """A kernel's ``count_ptr`` and ``count_stride``; None without counts ``[B]``."""
+    return (None, None) if counts is None else (counts, counts.stride(0))
 
 
 @triton.jit
@@ -141,6 +154,8 @@ def keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded,
 def _pool_logits(
     chosen_ptr,
     length_ptr,
+    count_ptr,
+    count_stride,
     logit_ptr,
     top_ptr,
     lse_ptr,
@@ -171,52 +186,61 @@ def _pool_logits(
     KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):
     """Writes ``score [B, sets, padded]``, contiguous: of the ``members`` query heads of each set.
 
     ``chosen`` holds what is not 0 at keys that are there (``MASKED``), or (``PAGE_SIZE`` not 0) pages of so many keys,
     the same for all members; keys of pages count below ``keys``, and below ``length`` (``BOUNDED``). ``LOGIT``: the
     largest logit, to the base e, whatever the log-sum-exps. ``LARGEST``: these are the largest logits of each part.
+
+    A program pools every so many-th ``KEYS`` keys, up to that after a row's last one (``BOUNDED``), or to the last of
+    its ``count`` pages.
     """
     row = tl.program_id(1).to(tl.int64)
     batch, first = row // sets, row % sets * members
-    block = tl.program_id(0) * (KEYS // BLOCK_N) + tl.arange(0, KEYS // BLOCK_N)
-    place = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    exist, some = place < number, tl.arange(0, SPLITS)
-    if MASKED:
-        chosen_ptr += batch * chosen_stride_b + place.to(tl.int64) * chosen_stride_l
-    score = tl.full([KEYS // BLOCK_N, BLOCK_N], float("-inf") if LOGIT else 0.0, tl.float32)
-    lost, key = place < 0, place
-    if PAGE_SIZE:
-        chosen_ptr += batch * chosen_stride_b + first // group * chosen_stride_h
-        page = tl.load(chosen_ptr + place // PAGE_SIZE * chosen_stride_l, mask=exist, other=-1).to(tl.int32)
-        key = page * PAGE_SIZE + place % PAGE_SIZE
-        lost = (page < 0) | (key >= keys)
-    for member in tl.range(0, members):
-        head = batch * sets * members + first + member
-        lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
-        top = tl.maximum(tl.max(lse, 0), LOWEST)
-        lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
-        there = place < padded
-        if BOUNDED:
-            of_head = batch * length_stride_b + (first + member) // group * length_stride_h
-            length = tl.load(length_ptr + of_head).to(tl.int32)
-            lost = lost | (key >= length)
-            if not PAGE_SIZE:  # logits beyond the length are not read, but for those read with others at once
-                there = there & (place < tl.cdiv(length, 16) * 16)
-        logit = tl.load(logit_ptr + head * padded + place, mask=there, other=0)
-        if CODED:
-            largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
-            below = logit.to(tl.int32) + 32768
-            logit = largest[:, None] - below.to(tl.float32) * step
-            if not LOGIT:
-                logit = tl.where(below == _NOTHING, float("-inf"), logit)
-        mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse) * power)
-        score = tl.maximum(score, mass) if MAX or LOGIT else score + mass
-        if MASKED:
-            marked = tl.load(chosen_ptr + (first + member) // group * chosen_stride_h, mask=exist, other=0)
-            lost = lost | (marked == 0)
-    score = score if MAX or LOGIT or SUM else score / members
-    if MASKED or BOUNDED or PAGE_SIZE:
-        score = tl.where(lost, 0.0 if SUM else float("-inf"), score)
-    tl.store(score_ptr + row * padded + place, score, mask=place < padded)
+    some, end = tl.arange(0, SPLITS), number
+    if count_ptr is not None:
+        end = tl.minimum(end, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
+    elif BOUNDED and not PAGE_SIZE and not SUM:
+        of_head, heads = first // group + tl.arange(0, KV_HEADS), tl.arange(0, KV_HEADS) < members // group
+        length_at = length_ptr + batch * length_stride_b + of_head * length_stride_h
+        end = tl.minimum(end, tl.max(tl.load(length_at, mask=heads, other=0), 0).to(tl.int32) + 1)
+    for begin in tl.range(tl.program_id(0) * KEYS, end, tl.num_programs(0) * KEYS):
+        block = begin // BLOCK_N + tl.arange(0, KEYS // BLOCK_N)
+        place = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        exist = place < number
+        score = tl.full([KEYS // BLOCK_N, BLOCK_N], float("-inf") if LOGIT else 0.0, tl.float32)
+        lost, key = place < 0, place
+        if PAGE_SIZE:
+            page_ptr = chosen_ptr + batch * chosen_stride_b + first // group * chosen_stride_h
+            page = tl.load(page_ptr + place // PAGE_SIZE * chosen_stride_l, mask=exist, other=-1).to(tl.int32)
+            key = page * PAGE_SIZE + place % PAGE_SIZE
+            lost = (page < 0) | (key >= keys)
+        for member in tl.range(0, members):
+            head, kv_head = batch * sets * members + first + member, (first + member) // group
+            lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
+            top = tl.maximum(tl.max(lse, 0), LOWEST)
+            lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
+            there = place < padded
+            if BOUNDED:
+                length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h).to(tl.int32)
+                lost = lost | (key >= length)
+                if not PAGE_SIZE:  # logits beyond the length are not read, but for those read with others at once
+                    there = there & (place < tl.cdiv(length, 16) * 16)
+            logit = tl.load(logit_ptr + head * padded + place, mask=there, other=0)
+            if CODED:
+                largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
+                below = logit.to(tl.int32) + 32768
+                logit = largest[:, None] - below.to(tl.float32) * step
+                if not LOGIT:
+                    logit = tl.where(below == _NOTHING, float("-inf"), logit)
+            mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse) * power)
+            score = tl.maximum(score, mass) if MAX or LOGIT else score + mass
+            if MASKED:
+                at = batch * chosen_stride_b + kv_head * chosen_stride_h + place.to(tl.int64) * chosen_stride_l
+                lost = lost | (tl.load(chosen_ptr + at, mask=exist, other=0) == 0)
+        score = score if MAX or LOGIT or SUM else score / members
+        if MASKED or BOUNDED or PAGE_SIZE:
+            score = tl.where(lost, 0.0 if SUM else float("-inf"), score)
+        tl.store(score_ptr + row * padded + place, score, mask=place < padded)

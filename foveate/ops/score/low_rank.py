@@ -41,7 +41,8 @@ def page_lse(
             the table counts records in place of keys. None: in one piece.
 
     Returns:
-        fp32 ``[B, Hkv, G, P]``, P being ``N * branch`` of given pages; -inf where no page is.
+        fp32 ``[B, Hkv, G, P]``, P being ``N * branch`` of given pages; -inf where no page is. At the
+        places from the second on after a row's pages, which ``lengths`` counts, it may be anything.
 
     Raises:
         ValueError: for records of another form, or records, weights or pages that do not fit the queries.
@@ -96,7 +97,8 @@ def pooled_mass_of_records(
             its largest, as LOCKS sums them.
 
     Returns:
-        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; -inf where no page is (in any head).
+        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; -inf where no page is (in any head), but as
+        :func:`page_lse` has it after a row's pages.
 
     Raises:
         ValueError: for a pooling or a pool that there is not, or as :func:`page_lse`.

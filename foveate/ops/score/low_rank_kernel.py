@@ -16,7 +16,7 @@ from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
-from foveate.ops.gpu.tiles import Tile, multiprocessors, split
+from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import Kept, per_head, pooled
 from foveate.ops.score.low_rank import check_pages
@@ -31,7 +31,7 @@ _RESIDENT = 3
 _FAR = tl.constexpr(120.0)
 """How far from the mean's logit those of a page may be, to the base 2, for 2^x of the difference to stay in fp32."""
 _VARYING = ["length_stride_b", "length_stride_h", "page_stride_b", "page_stride_h", "page_stride_p"]
-_VARYING += ["table_stride", "num_kv_heads", "parts", "number", "each"]
+_VARYING += ["table_stride", "num_kv_heads", "parts", "number", "room"]
 """What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
@@ -144,7 +144,8 @@ def _kept(
     tile = tile_for(rows.dtype, form, group)
     packed = packed_for(form, group, tile)
     parts, blocks = triton.cdiv(group, tile.block_m // packed), triton.cdiv(number, tile.block_n)
-    splits, each = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(rows.device))
+    room = _RESIDENT * multiprocessors(rows.device)
+    splits, _ = split(batch * num_kv_heads * parts, blocks, room)
     weights = None if weights is None else weights.contiguous()
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     pages = None if pages is None else pages.expand(-1, num_kv_heads, -1)
@@ -170,7 +171,7 @@ def _kept(
             parts,
             number,
             padded,
-            each,
+            room,
             logits.scaling,
             WEIGHTED=weights is not None,
             BRANCH=0 if pages is None else branch,
@@ -269,7 +270,7 @@ def _page_lse(
     parts,
     number,
     padded,
-    each,
+    room,
     scale,
     WEIGHTED: tl.constexpr,
     BRANCH: tl.constexpr,
@@ -294,9 +295,9 @@ def _page_lse(
 ):
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
     pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
-    how many of the first pages are there. ``BRANCH``, where it is not 0: pages are so many from each of ``page``, -1
-    for none. ``BLOCK_SIZE``, where it is not 0: records are in blocks of so many, and ``table`` has the blocks of each
-    row.
+    how many of the first pages are there; nothing is written after the block of the place after these. ``BRANCH``,
+    where it is not 0: pages are so many from each of ``page``, -1 for none. ``BLOCK_SIZE``, where it is not 0: records
+    are in blocks of so many, and ``table`` has the blocks of each row.
 
     Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
     ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes
@@ -320,6 +321,22 @@ def _page_lse(
     member = tl.where(exist, member, 0)
     wholes, halves, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
 
+    written = part * HEADS + tl.arange(0, HEADS)
+    of_head = (batch * num_kv_heads + head) * group + written
+    there, here = number, tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, tl.num_programs(1))
+    if length_ptr is not None:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        there = tl.minimum(number, length.to(tl.int32))
+        here = tl.cdiv(tl.minimum(there + 1, number), BLOCK_N)
+        used, each = split_of_row(here, tl.num_programs(0), tl.num_programs(1), room)
+        if split >= used:
+            if TOTALS:
+                none = tl.full([HEADS], float("-inf"), tl.float32)
+                tl.store(total_ptr + of_head * tl.num_programs(1) + split, none, mask=written < group)
+            return
+    written = (written < group)[None, :]
+
     q_ptr += batch * q_stride_b + head * q_stride_h + member[None, :] * q_stride_g
     weight_row = (batch * num_kv_heads + head) * DIM
     whole = _queries(q_ptr, q_stride_d, weight_ptr, weight_row, wholes, 0, DIM, exist, WEIGHTED, LANES)
@@ -330,23 +347,14 @@ def _page_lse(
         table_ptr += batch * table_stride
     else:
         record_ptr += batch * record_stride_b
-    there = number
-    if length_ptr is not None:
-        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
-        there = tl.minimum(number, length.to(tl.int32))
     if BRANCH:
         page_ptr += batch * page_stride_b + head * page_stride_h
-    written = part * HEADS + tl.arange(0, HEADS)
-    of_head = (batch * num_kv_heads + head) * group + written
-    written = (written < group)[None, :]
     out_ptr = lse_ptr + of_head[None, :] * padded + places[:, None]
     scale *= LOG2E
 
     all_top = tl.full([BLOCK_N, HEADS], LOWEST, tl.float32)
     all_weight = tl.zeros([BLOCK_N, HEADS], tl.float32)
-    begin, end = split * each, tl.minimum((split + 1) * each, tl.cdiv(number, BLOCK_N))
-    stop = tl.minimum(end, tl.maximum(begin, tl.cdiv(there, BLOCK_N)))
-    for block in tl.range(begin, stop):
+    for block in tl.range(split * each, tl.minimum((split + 1) * each, here)):
         place = block * BLOCK_N + places
         stored = place < there
         slot = place
@@ -423,10 +431,6 @@ def _page_lse(
         else:
             lse /= LOG2E
         tl.store(out_ptr + block * BLOCK_N, lse, mask=written & (place < padded)[:, None])
-    for block in tl.range(stop, end):
-        place = block * BLOCK_N + places
-        none = tl.full([BLOCK_N, HEADS], float("-inf"), tl.float32)
-        tl.store(out_ptr + block * BLOCK_N, none, mask=written & (place < padded)[:, None])
     if TOTALS:
         total = tl.max(all_top, 0)
         if not LARGEST:

@@ -58,7 +58,7 @@ def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, le
             None: all are.
 
     Returns:
-        fp32 ``[B, Hkv, G, N]``; -inf where no node is.
+        fp32 ``[B, Hkv, G, N]``. After a row's nodes, which ``lengths`` counts, it may be anything.
     """
     upward = matmul_fp32(rows.clamp(min=0), high.transpose(-1, -2))
     bounds = (upward + matmul_fp32(rows.clamp(max=0), low.transpose(-1, -2))).mul_(scaling)

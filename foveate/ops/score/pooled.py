@@ -10,6 +10,7 @@ from foveate.ops.attend.gather import among, gather_slots, page_slots
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import (
     check_blocks,
+    check_counts,
     check_keys,
     check_lengths,
     check_logits,
@@ -48,7 +49,8 @@ def pooled_mass(
             piece.
 
     Returns:
-        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
+        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer. After the keys of a row, which ``lengths`` counts, it may
+        be anything: a step does no work for keys that the row has not.
 
     Raises:
         ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend`.
@@ -76,6 +78,7 @@ def pooled_mass_of_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -89,12 +92,13 @@ def pooled_mass_of_pages(
             place. No page stands twice in a row.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
             those that are not there, may hold anything.
+        counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
         q, k, logits, pooling, pool: see :func:`pooled_mass`.
         block_table: see :func:`pooled_mass`. Pages need not have the size of blocks.
 
     Returns:
         fp32 ``[B, Hkv, P * page_size]``, or ``[B, 1, P * page_size]`` of the layer, in the order of the pages; -inf
-        where no key is (in any head).
+        where no key is (in any head). After the keys of a row's first ``counts`` places it may be anything.
 
     Raises:
         ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend_pages`.
@@ -102,6 +106,8 @@ def pooled_mass_of_pages(
     check(pooling, pool)
     if block_table is not None:
         (k,) = block_table.gather(q, k)
+    if counts is not None:
+        pages = pages.masked_fill(~first_keys(counts, pages.shape[2]), -1)
     slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)
     ends = k.shape[2] if lengths is None else lengths.clamp_max(k.shape[2]).view(len(q), -1, 1)
     slots = slots.masked_fill(slots >= ends, -1)
@@ -172,6 +178,7 @@ def check_mass_of_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
     **_: Any,
@@ -181,6 +188,7 @@ def check_mass_of_pages(
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), {1} if pool == "layer" else {1, k.shape[1]}, -(-number // page_size))
     check_lengths(lengths, len(q), k.shape[1])
+    check_counts(counts, len(q))
     check_logits(logits, q.shape[1])
 
     def read() -> Tensor:

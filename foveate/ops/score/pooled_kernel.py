@@ -13,9 +13,9 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, entries
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
-from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split
+from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split, split_of_row
 from foveate.ops.logits import Logits
-from foveate.ops.score.kept_logits_kernel import VARYING, keep, per_head, pooled, room_for, steps
+from foveate.ops.score.kept_logits_kernel import VARYING, counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
 _LARGEST = 256
@@ -56,7 +56,7 @@ def pooled_mass(
     read and may hold anything.
     """
     number = k.shape[2] if block_table is None else block_table.length
-    return _pooled_mass(q, k, None, lengths, number, 0, logits, pooling, pool, block_table)
+    return _pooled_mass(q, k, None, lengths, None, number, 0, logits, pooling, pool, block_table)
 
 
 def pooled_mass_of_pages(
@@ -67,6 +67,7 @@ def pooled_mass_of_pages(
     *,
     logits: Logits,
     lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
@@ -76,7 +77,7 @@ def pooled_mass_of_pages(
     Keys of no page, and those that are not there, are not read and may hold anything.
     """
     pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
-    return _pooled_mass(q, k, pages, lengths, number, page_size, logits, pooling, pool, block_table)
+    return _pooled_mass(q, k, pages, lengths, counts, number, page_size, logits, pooling, pool, block_table)
 
 
 def _pooled_mass(
@@ -84,6 +85,7 @@ def _pooled_mass(
     k: Tensor,
     pages: Tensor | None,
     lengths: Tensor | None,
+    counts: Tensor | None,
     number: int,
     page_size: int,
     logits: Logits,
@@ -91,7 +93,7 @@ def _pooled_mass(
     pool: str,
     block_table: BlockTable | None,
 ) -> Tensor:
-    """Of ``number`` keys, or (``page_size`` not 0) places in ``pages``."""
+    """Of ``number`` keys, or (``page_size`` not 0) places in ``pages``, of which a row has its first ``counts``."""
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
     num_kv_heads, rows = k.shape[1], batch
@@ -111,7 +113,8 @@ def _pooled_mass(
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     tile = tile_for(q.dtype, dim, group, capability(q.device))
     parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
-    splits, _ = split(batch * num_kv_heads * parts, blocks, _RESIDENT * multiprocessors(q.device))
+    room = _RESIDENT * multiprocessors(q.device)
+    splits, _ = split(batch * num_kv_heads * parts, blocks, room)
     kept = room_for(q, number, blocks, splits, tile.block_n)
     keys = keys if page_size else None
     _keep_logits[batch * num_kv_heads * parts, splits](
@@ -119,6 +122,7 @@ def _pooled_mass(
         k,
         pages,
         lengths,
+        *counted(counts),
         *arguments(block_table),
         *kept[:3],
         (q.stride(0), q.stride(1), q.stride(3)),
@@ -132,7 +136,7 @@ def _pooled_mass(
         keys,
         kept.logits.shape[2],
         blocks,
-        splits,
+        room,
         logits.scaling * LOG2E.value,
         steps(pooling),
         CODED=kept.coded,
@@ -141,15 +145,18 @@ def _pooled_mass(
         BLOCK_SIZE=block_size(block_table, k),
         **tile.sizes(dim) | tile.options,
     )
-    return pooled(kept.beside(logits.sinks), num_kv_heads, number, pages, lengths, pooling, pool, page_size, keys)
+    more = {"page_size": page_size, "keys": keys, "counts": counts}
+    return pooled(kept.beside(logits.sinks), num_kv_heads, number, pages, lengths, pooling, pool, **more)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts"])
+@triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts", "room"])
 def _keep_logits(
     q_ptr,
     k_ptr,
     chosen_ptr,
     length_ptr,
+    count_ptr,
+    count_stride,
     table_ptr,
     table_stride,
     logit_ptr,
@@ -169,7 +176,7 @@ def _keep_logits(
     keys,
     padded,
     blocks,
-    splits,
+    room,
     scale,
     steps,
     CODED: tl.constexpr,
@@ -187,7 +194,8 @@ def _keep_logits(
     each row.
 
     Where ``PAGE_SIZE`` is not 0, ``chosen`` holds pages of so many keys, -1 for none: ``number`` counts the keys of all
-    its places, and ``length`` and ``keys`` say how many of the first keys are there."""
+    its places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the
+    first keys are there."""
     INDEXED: tl.constexpr = PAGE_SIZE != 0
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
@@ -197,6 +205,25 @@ def _keep_logits(
     exist = member < group
     heads = head * group + tl.where(exist, member, 0)
     dims = tl.arange(0, BLOCK_D)
+    rows, splits = batch * num_kv_heads * group + heads, tl.num_programs(1)
+
+    if length_ptr is not None:
+        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
+        if PAGE_SIZE:
+            keys = tl.minimum(keys, length.to(tl.int32))
+        else:
+            number = tl.minimum(number, length.to(tl.int32))
+    if count_ptr is not None:
+        number = tl.minimum(number, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
+    here = tl.cdiv(number, BLOCK_N)
+    each = tl.cdiv(here, splits)
+    if count_ptr is not None or (length_ptr is not None and not PAGE_SIZE):  # a row takes what its number is worth
+        used, each = split_of_row(here, tl.num_programs(0), splits, room)
+        if split >= used:
+            none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(lse_ptr + rows * splits + split, none, mask=exist)
+            return
+    begin, end = split * each, tl.minimum((split + 1) * each, here)
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -207,21 +234,9 @@ def _keep_logits(
         k_ptr += batch * k_stride_b + head * k_stride_h
     if PAGE_SIZE:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
-    if length_ptr is not None:
-        length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
-        if PAGE_SIZE:
-            keys = tl.minimum(keys, length.to(tl.int32))
-        else:
-            number = tl.minimum(number, length.to(tl.int32))
-    rows = batch * num_kv_heads * group + heads
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    here = blocks
-    if length_ptr is not None and not PAGE_SIZE:  # all programs share the keys of a short row
-        here = tl.cdiv(number, BLOCK_N)
-    each = tl.cdiv(here, tl.num_programs(1))
-    begin, end = split * each, tl.minimum((split + 1) * each, here)
     places = tl.arange(0, BLOCK_N)
     if PAGE_SIZE:  # read one block ahead, so that reading keys ahead is left to the compiler
         next_place = begin * BLOCK_N + places

@@ -25,7 +25,7 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
 
 
 def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -> Tensor:
-    """Scores of pages of which some are read whatever they score: inf for these, -inf for those that a row has not.
+    """Scores of pages of which some are read whatever they score: inf for these.
 
     Args:
         scores: fp32 ``[B, H, P]``.
@@ -34,7 +34,7 @@ def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -
         ends: int ``[B]``: how many pages a row has.
 
     Returns:
-        fp32 ``[B, H, P]``.
+        fp32 ``[B, H, P]``; after a row's pages it may be anything.
     """
     page, newest, ends = torch.arange(scores.shape[2], device=scores.device), newest[:, None, None], ends[:, None, None]
     scores = scores.masked_fill((page < first) | (page >= newest), torch.inf)

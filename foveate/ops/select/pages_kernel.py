@@ -113,15 +113,15 @@ def _with_always_read(
     first,
     BLOCK: tl.constexpr,
 ):
-    """Writes ``found [B, H, P]``, contiguous."""
+    """Writes ``found [B, H, P]``, contiguous, where a row has pages."""
     row, page = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     newest, end = tl.load(newest_ptr + batch * newest_stride), tl.load(end_ptr + batch * end_stride)
     score_ptr += batch * score_stride_b + head * score_stride_h
-    score = tl.load(score_ptr + page * score_stride_p, mask=page < number, other=0.0)
+    there = page < tl.minimum(number, end)
+    score = tl.load(score_ptr + page * score_stride_p, mask=there, other=0.0)
     score = tl.where((page < first) | (page >= newest), float("inf"), score)
-    score = tl.where(page >= end, float("-inf"), score)
-    tl.store(found_ptr + row.to(tl.int64) * number + page, score, mask=page < number)
+    tl.store(found_ptr + row.to(tl.int64) * number + page, score, mask=there)
 
 
 @triton.jit(do_not_specialize=["mass_stride_b", "mass_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])

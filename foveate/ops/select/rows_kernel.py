@@ -14,18 +14,16 @@ from foveate.ops.select.kth_kernel import (
     HIGHEST,
     LOWEST,
     above_all,
-    choose,
     count_valid,
     find_kth,
     find_kth_of_many,
     float_of,
     plain,
-    put,
-    put_end,
     read_scores,
     row_of,
     scores_of,
 )
+from foveate.ops.select.short_rows_kernel import VARYING, choose_of_short_row, topk_of_short_rows
 
 _TILE = 2048
 """Scores that a program looks at at once."""
@@ -49,8 +47,6 @@ _HOLDS = tl.constexpr(32768)
 _AT_ONCE = tl.constexpr(8192)
 _TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
 """What tells where the chosen scores lie, see :func:`_settle`."""
-_VARYING = ["stride_b", "stride_h", "heads", "number", "k", "length_stride"]
-"""What changes from step to step, or from batch to batch: no reason to compile anew."""
 
 
 def topk_rows(
@@ -64,7 +60,8 @@ def topk_rows(
     the row, and where its own go: all scores are read twice. Room for those kept grows with the row, up to
     :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
     sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
-    equal. Scores beyond a row's length are not read, and its programs share those that are there.
+    equal. Scores beyond a row's length are not read, and its programs share those that are there; a row that is short
+    by its length is kept whole, too, and leaves the other launches at once.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -83,7 +80,7 @@ def topk_rows(
     rows_of_scores = (scores, apart[0] // vector, apart[1] // vector, counts, counts.stride(0), *ends)
     if number <= _HELD:
         held = max(256, next_power_of_2(number))
-        _topk_of_short_rows[(rows,)](
+        topk_of_short_rows[(rows,)](
             *rows_of_scores,
             found,
             heads,
@@ -102,8 +99,20 @@ def topk_rows(
     bounds, settled, count = torch.empty(2, rows, **made), torch.empty(3, rows, **made), torch.empty(rows, **made)
     tallies, index = torch.empty(2, rows, chunks, **made), torch.empty(rows, room, **made)
     kept = torch.empty(rows, room, dtype=torch.float32, device=scores.device)
+    held = -1 if lengths is None else _HELD  # a row of its own length may be as short
+    short = {"VECTOR": vector, "HELD": held}
     _bracket[(rows,)](
-        *rows_of_scores, bounds, count, heads, rows, number, k, VECTOR=vector, SAMPLE=sample, num_warps=warps(sample)
+        *rows_of_scores,
+        bounds,
+        count,
+        found,
+        heads,
+        rows,
+        number,
+        k,
+        SAMPLE=sample,
+        **short,
+        num_warps=warps(max(sample, held)),
     )
     _keep_between[chunks, rows](
         *rows_of_scores,
@@ -117,9 +126,9 @@ def topk_rows(
         number,
         k,
         chunks,
-        VECTOR=vector,
         TILE=_TILE,
         ROOM=room,
+        **short,
         num_warps=_WARPS,
     )
     _settle[(rows,)](
@@ -133,10 +142,10 @@ def topk_rows(
         number,
         k,
         chunks,
-        VECTOR=vector,
         CHUNKS=next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
+        **short,
         num_warps=warps(room),
     )
     _write_chosen[chunks, rows](
@@ -151,10 +160,10 @@ def topk_rows(
         number,
         k,
         chunks,
-        VECTOR=vector,
         CHUNKS=next_power_of_2(chunks),
         TILE=_TILE,
         ROOM=room,
+        **short,
         num_warps=_WARPS,
     )
     return found
@@ -170,37 +179,7 @@ def sizes(number: int, k: int) -> tuple[int, int]:
     return sample, min(max(1024, next_power_of_2(math.ceil(between))), _ROOM)
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def _topk_of_short_rows(
-    score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    found_ptr,
-    heads,
-    number,
-    k,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
-    """Writes ``found [rows, k]``."""
-    row, index = tl.program_id(0).to(tl.int64), tl.arange(0, HELD)
-    score_ptr, number, allowed = row_of(
-        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
-    )
-    x = scores_of(score_ptr, index, number, VECTOR)
-    valid = count_valid(x)
-    kth, room, crowded = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
-    chosen, _ = choose(x, kth, room, crowded, 0)
-    found_ptr += row * k
-    put(found_ptr, 0, index, chosen)
-    put_end(found_ptr, tl.minimum(valid, allowed), k, 1024)
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "rows"])
+@triton.jit(do_not_specialize=[*VARYING, "rows"])
 def _bracket(
     score_ptr,
     stride_b,
@@ -211,18 +190,28 @@ def _bracket(
     length_stride,
     bound_ptr,
     kept_count_ptr,
+    found_ptr,
     heads,
     rows,
     number,
     k,
-    VECTOR: tl.constexpr,
     SAMPLE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HELD: tl.constexpr,
 ):
-    """Writes ``bound [2, rows]``, the two scores, and 0 to ``kept_count [rows]``."""
+    """Writes ``bound [2, rows]``, the two scores, and 0 to ``kept_count [rows]``; of a row of up to ``HELD`` scores
+    ``found [rows, k]`` instead, with half of as many registers in use where they suffice."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
+    if HELD > 0:
+        if number <= HELD // 2:
+            choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD // 2)
+            return
+        if number <= HELD:
+            choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD)
+            return
     drawn, size = tl.arange(0, SAMPLE), tl.minimum(number, SAMPLE)
     # one of each of as many equal parts, here and there in it, so that a period of the scores is not met
     each = tl.maximum(number // tl.maximum(size, 1), 1)
@@ -246,7 +235,7 @@ def _bracket(
     tl.store(kept_count_ptr + row, 0)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+@triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _keep_between(
     score_ptr,
     stride_b,
@@ -265,9 +254,10 @@ def _keep_between(
     number,
     k,
     chunks,
-    VECTOR: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Writes ``kept [rows, ROOM]``, the scores from the lower to the higher one, in any order and as many as there is
     room for, ``index``, where they are, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
@@ -275,6 +265,8 @@ def _keep_between(
     score_ptr, number, _ = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
+    if number <= HELD:
+        return
     low, high = float_of(tl.load(bound_ptr + row)), float_of(tl.load(bound_ptr + rows + row))
     kept_ptr += row * ROOM
     index_ptr += row * ROOM
@@ -300,7 +292,7 @@ def _keep_between(
     tl.store(tally_ptr + (rows + row) * chunks + chunk, inside)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+@triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _settle(
     score_ptr,
     stride_b,
@@ -318,10 +310,11 @@ def _settle(
     number,
     k,
     chunks,
-    VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Writes ``settled [3, rows]``: what :func:`find_kth` finds, a threshold and how many equal to it are chosen, and
     where they are: the tallies, what was kept, or (0) the scores alone."""
@@ -329,6 +322,8 @@ def _settle(
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
+    if number <= HELD:
+        return
     low, high = tl.load(bound_ptr + row), tl.load(bound_ptr + rows + row)
     every = tl.arange(0, CHUNKS)
     above = tl.sum(tl.load(tally_ptr + row * chunks + every, mask=every < chunks, other=0), 0)
@@ -361,7 +356,7 @@ def _settle(
     tl.store(settled_ptr + 2 * rows + row, tl.where(proved, by, 0))
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "rows", "chunks"])
+@triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _write_chosen(
     score_ptr,
     stride_b,
@@ -380,16 +375,19 @@ def _write_chosen(
     number,
     k,
     chunks,
-    VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Writes ``found [rows, k]``: chunk after chunk, and -1 after the last of them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
+    if number <= HELD:
+        return
     last, room = float_of(tl.load(settled_ptr + row)), tl.load(settled_ptr + rows + row)
     each = tl.cdiv(tl.cdiv(number, TILE), chunks)
     begin, places = chunk * each * TILE, tl.arange(0, TILE)

@@ -1,0 +1,55 @@
+"""Top-k of rows that fit into registers whole: Triton kernel, of which those of longer rows take a part."""
+
+import triton
+import triton.language as tl
+
+from foveate.ops.select.kth_kernel import (
+    LOWEST,
+    above_all,
+    choose,
+    count_valid,
+    find_kth,
+    put,
+    put_end,
+    row_of,
+    scores_of,
+)
+
+VARYING = ["stride_b", "stride_h", "heads", "number", "k", "length_stride"]
+"""What changes from step to step, or from batch to batch: no reason to compile anew."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def topk_of_short_rows(
+    score_ptr,
+    stride_b,
+    stride_h,
+    count_ptr,
+    count_stride,
+    length_ptr,
+    length_stride,
+    found_ptr,
+    heads,
+    number,
+    k,
+    VECTOR: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Writes ``found [rows, k]``."""
+    row = tl.program_id(0).to(tl.int64)
+    score_ptr, number, allowed = row_of(
+        score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
+    )
+    choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD)
+
+
+@triton.jit
+def choose_of_short_row(score_ptr, number, allowed, found_ptr, k, VECTOR: tl.constexpr, HELD: tl.constexpr):
+    """Writes ``found [k]``: of a row of at most ``HELD`` scores, all in registers."""
+    index = tl.arange(0, HELD)
+    x = scores_of(score_ptr, index, number, VECTOR)
+    valid = count_valid(x)
+    kth, room, crowded = find_kth(x, allowed, LOWEST + 1, valid, above_all(x))
+    chosen, _ = choose(x, kth, room, crowded, 0)
+    put(found_ptr, 0, index, chosen)
+    put_end(found_ptr, tl.minimum(valid, allowed), k, 1024)

@@ -1,0 +1,134 @@
+"""Decode steps of an engine with a bound far above its rows: the same outputs, and no more work, than with a near one.
+
+Kernels run under Triton's interpreter, which counts what they multiply and read.
+"""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from foveate import methods
+from foveate.ops import Logits, _dispatch
+from foveate.ops.attend import decode_kernel
+from foveate.ops.gpu import tiles
+from foveate.ops.score import bounds_kernel, kept_logits_kernel, low_rank_kernel, pooled_kernel
+from foveate.ops.select import rows_kernel
+from foveate.runtime import EngineSteps
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 4, 2, 16, 16, 4
+LENGTHS = (300, 170, 0, 33)
+"""Of rows, the third of which is padding."""
+NEAR, FAR = 304, 4096
+SPECS = [
+    "dense",
+    "kascade:top_k=0.2,min_k=4,anchors=[0,2],decode_only=true",
+    "kascade:top_k=0.2,min_k=4,anchors=[1],pool=layer,pooling=sqrt,decode_only=true",
+    'kascade:top_k=40,anchors=[1],heads={"2": [1, 0]},decode_only=true',
+    "oracle_topk:top_k=0.2,min_k=4,decode_only=true",
+    "omnikv:top_k=0.2,min_k=4,filters=[1],wait=0",
+    "omnikv:top_k=0.2,min_k=4,filters=[1],wait=0,score=logit",
+    "pages:top_k=0.2,page_size=8,rank=1,weighted=false",
+    "locks:top_k=0.2,page_size=16,rank=2",
+    "kascade:top_k=0.2,min_k=4,anchors=[1],score_keys=pages,page_size=8,weighted=false,decode_only=true",
+    "kascade:top_k=40,anchors=[0],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
+]
+
+
+@pytest.fixture(autouse=True)
+def small_gpu(monkeypatch):
+    """Kernels run, as on a GPU of few multiprocessors, and only short rows are kept whole."""
+    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: True)
+    for kernel in (decode_kernel, pooled_kernel, kept_logits_kernel, low_rank_kernel, bounds_kernel, rows_kernel):
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(rows_kernel, "_HELD", 512)
+
+
+@contextmanager
+def counted(monkeypatch):
+    """Matrix products and bytes read inside the block."""
+    builder, work = interpreter.interpreter_builder, SimpleNamespace(products=0, read=0)
+    dot, load = builder.create_dot, builder.create_masked_load
+
+    def create_dot(*arguments):
+        work.products += 1
+        return dot(*arguments)
+
+    def create_masked_load(pointers, mask, *arguments):
+        found = load(pointers, mask, *arguments)
+        work.read += int(mask.data.sum()) * found.data.itemsize
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "create_dot", create_dot)
+        patch.setattr(builder, "create_masked_load", create_masked_load)
+        yield work
+
+
+def step(monkeypatch, spec, bound):
+    """Outputs of a step's layers, ``[layers, B, Hq, D]``, and its work."""
+    generator = torch.Generator().manual_seed(0)
+    width = -(-max(LENGTHS) // BLOCK)
+    table = torch.full((len(LENGTHS), -(-bound // BLOCK)), 1 << 20, dtype=torch.int32)  # read, it is out of memory
+    order = torch.randperm(len(LENGTHS) * width, generator=generator).int()
+    for row, length in enumerate(LENGTHS):
+        blocks = -(-length // BLOCK)
+        table[row, :blocks] = order[row * width :][:blocks]
+    memory = torch.randn(LAYERS, len(order), KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+    q = 2 * torch.randn(LAYERS, len(LENGTHS), HEADS, 1, DIM, generator=generator)
+    steps = EngineSteps({n: methods.parse(spec).for_layer(n, LAYERS) for n in range(LAYERS)}, q.device, dense_below=0)
+    slots = torch.arange(len(order) * BLOCK)
+    for n in range(LAYERS):
+        steps.written(n, HEADS, memory[n, ..., :DIM], memory[n, ..., DIM:], slots)
+    with counted(monkeypatch) as work:
+        steps.begin(torch.tensor(LENGTHS), table, bound, sum(LENGTHS))
+        outs = [
+            steps.attend(n, q[n], memory[n, ..., :DIM], memory[n, ..., DIM:], Logits(DIM**-0.5)) for n in range(LAYERS)
+        ]
+    return torch.stack(outs)[:, :, :, 0], work, float(steps.keys_read())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_far_bound_gives_the_same_for_the_same_work(spec, monkeypatch):
+    near, work, read = step(monkeypatch, spec, NEAR)
+    far, work_of_far, read_of_far = step(monkeypatch, spec, FAR)
+    torch.testing.assert_close(far, near)
+    assert read_of_far == pytest.approx(read)
+    assert not far[:, LENGTHS.index(0)].any()
+    assert work_of_far.products == work.products
+    # of a list of places in pages, which is as long as the bound asks, keys are made to its end
+    assert work_of_far.read <= (1.4 if "score_keys=pages" in spec else 1.1) * work.read
+
+
+@triton.jit
+def _splits_of_rows(found_ptr, here_ptr, rows, splits, room):
+    used, each = tiles.split_of_row(tl.load(here_ptr + tl.program_id(0)), rows, splits, room)
+    tl.store(found_ptr + 2 * tl.program_id(0), used)
+    tl.store(found_ptr + 2 * tl.program_id(0) + 1, each)
+
+
+@pytest.mark.parametrize("rows", [8, 64, 256, 1024])
+@pytest.mark.parametrize("bound", [128, 2048, 8192])
+def test_a_row_takes_what_it_would_be_given_alone(rows, bound):
+    """Of the grid of a far bound: all that the longest would be given, and of others by the same estimate."""
+    room = 396
+    here = sorted({n for n in (0, 1, 2, 13, 20, 50, 100, 128, 400, 2048, 8192) if n <= bound})
+    splits, each = tiles.split(rows, bound, room)
+    found = torch.zeros(len(here), 2, dtype=torch.int32)
+    _splits_of_rows[(len(here),)](found, torch.tensor(here, dtype=torch.int32), rows, splits, room)
+
+    def time(programs, blocks):
+        return (-(-rows * programs // room) + 0.5) * (blocks + 2) + programs / 64
+
+    for blocks, (programs, of_program) in zip(here, found.tolist()):
+        assert programs * of_program >= blocks
+        assert (programs - 1) * of_program < max(blocks, 1)
+        assert 1 <= programs <= splits
+        assert time(programs, of_program) <= 1.1 * time(*tiles.split(rows, max(blocks, 1), room))
+    assert tuple(found[-1].tolist()) == (splits, each)
