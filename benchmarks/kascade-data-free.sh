@@ -11,7 +11,8 @@ mkdir -p "$out/calibrations/$(basename "$1")"
 cd "$out"
 made=calibrations/$(basename "$1")/data-free.json
 [ -f "$made" ] || foveate calibrate --model "$model" --anchors 10 --out "$made"
-cp "$given"/*.json "$made" .
+cp "$given"/*.json .
+cp "$made" .
 rows=$PWD/kascade-data-free
 shape=pool=layer,pooling=sqrt
 compare() { # NAME TASK LENGTH LIMIT METHOD...
