@@ -62,7 +62,7 @@ class Plan:
             (throughput), or what stays in memory (memory).
         calibration: a file of `foveate calibrate`, with which kascade is among the methods; None: it is not.
         limit: items of each split.
-        minutes: no trial starts after so many.
+        minutes: no trial starts after so many, but for the first of each method, which are one run.
         trials: nor after so many trials.
     """
 
@@ -133,9 +133,10 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed))
     for name in plan.methods:
         study.enqueue_trial({"method": name, f"{name}_share": _FIRST})
-    say(f"dense attention and {len(plan.methods)} methods at {_FIRST:.0%} of the context, together")
+    first = list(plan.methods)[: plan.trials]
+    say(f"dense attention and {len(first)} methods at {_FIRST:.1%} of the context, together")
     with contextlib.suppress(*_FAILURES):  # together they read each prompt once; what fails is told one by one
-        _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in plan.methods)])
+        _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in first)])
     dense = _measure(plan, "tune", "dense")
     best, stale = dense, 0
     say(f"dense: {_words(plan, dense)}")

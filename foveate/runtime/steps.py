@@ -143,7 +143,7 @@ class EngineSteps:
         totals.selections += 0 if self.dense else decoding * self._choosing
 
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
-        """Start a step that an engine captures for so many rows; it forgets what has been counted so far.
+        """Start a step that an engine captures for so many rows; none of it is counted.
 
         Replays follow a :meth:`begin` of as many rows, which writes the buffers that the graph reads and may find any
         lengths up to the bound, short rows, prompts and padding. The graph also reads the memory of ``block_table`` and
@@ -153,10 +153,8 @@ class EngineSteps:
             lengths, block_table: as of :meth:`begin`.
             bound: the longest row that a replay may have.
         """
-        self._begin(lengths, block_table, bound, [])
+        self._begin(lengths, block_table, bound, [True] * len(lengths))
         self.dense = False
-        self.totals = Totals()
-        self._read.zero_()
 
     def _begin(self, lengths: Tensor, block_table: Tensor, bound: int, prompts: Sequence[bool] | None) -> None:
         number = len(lengths)

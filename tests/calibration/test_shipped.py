@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 
 import foveate
 from foveate import calibration, methods
@@ -117,9 +117,16 @@ class TestAttach:
         assert "shipped" not in attached_spec(tiny_model(), **settings)
         assert methods.make("kascade", anchors=2).spec == "kascade:anchors=2"
 
-    def test_knows_nothing_of_an_adapted_model(self, folder):
+    @pytest.mark.parametrize(
+        "config",
+        [
+            LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"),
+            IA3Config(target_modules=["v_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+        ],
+        ids=["lora", "ia3"],
+    )
+    def test_knows_nothing_of_an_adapted_model(self, folder, config):
         """Also where the adapter leaves the compared weights as they are."""
-        config = LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
         model = get_peft_model(tiny_model(), config)
         assert attached_spec(model) == EVEN
         with model.disable_adapter():
@@ -168,6 +175,12 @@ class TestBeforeWeightsAreLoaded:
         with pytest.warns(UserWarning, match="shipped:tiny"):
             assert served(config).method.spec == FOUND
         check_early(config)
+        config.parallel_config.tensor_parallel_size = 2  # heads of KV heads that a rank has not
+        assert served(config).method.spec == EVEN
+        config.additional_config["foveate"] += ",pool=layer"
+        assert "shipped:tiny" in served(config).method.spec
+        config.additional_config["foveate"] = "kascade:decode_only=true,top_k=9"
+        config.parallel_config.tensor_parallel_size = 1
         config.lora_config = object()
         assert served(config).method.spec == EVEN
 
@@ -176,6 +189,7 @@ class TestBeforeWeightsAreLoaded:
             additional_config={"foveate": "kascade:decode_only=true,top_k=9"},
             model_config=types.SimpleNamespace(model="some/model", revision=None, hf_text_config=tiny_model().config),
             load_config=types.SimpleNamespace(download_dir=str(tmp_path / "hub")),
+            parallel_config=types.SimpleNamespace(tensor_parallel_size=1),
             lora_config=None,
         )
         assert served(config).method.spec == EVEN

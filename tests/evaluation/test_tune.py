@@ -74,6 +74,12 @@ def test_an_interrupted_search_goes_on_where_it_was(plan, monkeypatch):
     assert tune.search(plan()) == again, "a search that was finished loads no model"
 
 
+def test_no_more_is_tried_than_asked_for(plan):
+    tune.search(plan(trials=2))
+    rows = [json.loads(line) for line in plan().rows("tune").read_text(encoding="utf-8").splitlines()]
+    assert [row["method"] for row in rows] == ["dense", *list(tune.EVICTING)[:2]]
+
+
 def test_dense_attention_where_nothing_keeps_the_answers(plan, monkeypatch):
     measured = tune._measure
     monkeypatch.setattr(

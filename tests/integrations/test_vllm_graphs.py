@@ -79,7 +79,7 @@ class Engine:
         of_layers = {n: method.for_layer(n, LAYERS) for n in range(LAYERS)}
         builder.steps = EngineSteps(of_layers, torch.device("cpu"), BELOW)
         builder.meter, builder.longest = SimpleNamespace(update=lambda: None), LONGEST
-        builder.layers, builder.use_full_cuda_graph = self.layers, True
+        builder.layers, builder.use_full_cuda_graph, builder.warm = self.layers, True, set()
         return builder
 
     def common(self, lengths, prompts):
@@ -164,5 +164,26 @@ def test_prompts_do_not_use_the_buffer_of_graphs(built):
         ("lessismore", AttentionCGSupport.NEVER),
     ],
 )
-def test_which_methods_run_within_graphs(spec, expected):
+def test_which_methods_run_within_graphs(spec, expected, monkeypatch):
+    monkeypatch.setattr(gpu, "runs_kernel", lambda verb: True)
     assert gpu.Builder.get_cudagraph_support(engine(spec), None) is expected
+
+
+def test_no_graph_holds_what_references_copy():
+    assert gpu.Builder.get_cudagraph_support(engine(KASCADE), None) is AttentionCGSupport.NEVER
+
+
+def test_a_capture_runs_the_layers_once_and_counts_nothing(built, monkeypatch):
+    """vLLM asks for a step's metadata as of a capture again and again, on idle ranks of data parallelism."""
+    served, runs = Engine(KASCADE), []
+    once = served.builder.run_once
+    monkeypatch.setattr(served.builder, "run_once", lambda step: (runs.append(step), once(step)))
+    served.fill([60, 33, 71, 40, 25])
+    served.run(served.builder.build(0, served.common([60, 33, 71, 40, 25], [])))
+    steps = served.builder.steps
+    before = float(steps.keys_read()), steps.totals.rows, steps.totals.steps
+    for _ in range(3):
+        served.run(served.builder.build_for_cudagraph_capture(served.common([1] * ROWS, [])))
+    assert len(runs) == 1
+    assert before[0] > 0
+    assert (float(steps.keys_read()), steps.totals.rows, steps.totals.steps) == before

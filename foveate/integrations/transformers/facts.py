@@ -62,8 +62,8 @@ def folder_weights(folder: Path) -> list[list[float]]:
 
 
 def adapted(model: nn.Module) -> bool:
-    """Whether an adapter of PEFT is active in a model."""
-    layers = (one for one in model.modules() if hasattr(one, "get_delta_weight"))
+    """Whether an adapter of PEFT is active in a layer of a model."""
+    layers = (one for one in model.modules() if hasattr(one, "active_adapters") and hasattr(one, "disable_adapters"))
     return any(one.active_adapters and not one.disable_adapters for one in layers)
 
 

@@ -58,7 +58,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     chosen = {index: method for index, method in methods.items() if index in own}
     if not chosen:
         return None
-    steps = EngineSteps(chosen, device, settings.dense_below, next(iter(geometries.values())))
+    steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)])
     cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
         if index in own and chosen[index].summarises_blocks:
@@ -82,6 +82,8 @@ class StepBuilder:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.longest = vllm_config.model_config.max_model_len
+        self.warm: set[int] = set()
+        """Numbers of rows for which the layers have run once."""
         layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
         self.layers = sorted(filter(serves, layers), key=lambda layer: index_of(layer.impl, layer))
         """Those of the group that are foveate's."""
@@ -106,10 +108,13 @@ class StepBuilder:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
         if self.steps is None:
             return None
-        step, rows = Step(self.steps, common.slot_mapping, common.num_reqs, None), common.seq_lens[: common.num_reqs]
+        number = common.num_reqs
+        step, rows = Step(self.steps, common.slot_mapping, number, None), common.seq_lens[:number]
         self.steps.begin_capture(rows, common.block_table_tensor, self.longest)
-        self.run_once(step)
-        self.steps.begin_capture(rows, common.block_table_tensor, self.longest)  # forgets what that has counted
+        if number not in self.warm:  # idle ranks of data parallelism ask again at each step
+            self.warm.add(number)
+            self.run_once(step)
+            self.steps.begin_capture(rows, common.block_table_tensor, self.longest)
         return step
 
     def run_once(self, step: Step) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of, summarise
 from foveate.integrations.vllm.rows import rows_from
 from foveate.integrations.vllm.settings import methods_of
+from foveate.ops._dispatch import runs_kernel
 
 
 class FoveateOnGPU(FlashAttentionBackend):
@@ -59,8 +60,12 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decoding rows within a graph, but for methods that copy keys: for rows of any length that takes too much."""
-        copies = any(method.copies_keys for method in methods_of(vllm_config).values())
+        """Decoding rows within a graph, but for methods that copy keys: for rows of any length that takes too much.
+
+        So do references, which run where kernels are turned off.
+        """
+        copies = not runs_kernel("attend_indices")
+        copies |= any(method.copies_keys for method in methods_of(vllm_config).values())
         return AttentionCGSupport.NEVER if copies else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

@@ -72,7 +72,9 @@ def served(vllm_config: Any) -> Settings:
             with contextlib.suppress(HFValidationError):
                 cached = try_to_load_from_cache(model.model, "config.json", **where)
                 folder = Path(cached).parent if isinstance(cached, str) else folder
-        return facts_of(model) | {"weights": [] if vllm_config.lora_config else folder_weights(folder)}
+        by_head = getattr(settings.method, "pool", "layer") != "layer"  # of which a rank has some of the heads
+        unfit = vllm_config.lora_config or (by_head and vllm_config.parallel_config.tensor_parallel_size > 1)
+        return facts_of(model) | {"weights": [] if unfit else folder_weights(folder)}
 
     return replace(settings, method=settings.method.for_model(facts))
 

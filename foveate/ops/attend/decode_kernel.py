@@ -178,7 +178,7 @@ def _decode(
     keys = k.shape[2] if block_table is None else block_table.length
     group = num_heads // sets
     tile = group_tile(q.dtype, max(dim, value_dim), group, capability(q.device))
-    parts, blocks = cdiv(group, tile.block_m), cdiv(number, tile.block_n)
+    parts, blocks = cdiv(group, tile.block_m), cdiv(number if whole is None else max(number, keys), tile.block_n)
     room = _RESIDENT * multiprocessors(q.device)
     splits, _ = split(batch * sets * parts, blocks, room)
     out = q.new_empty(batch, num_heads, 1, value_dim)
