@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from foveate.evaluation.runner import Comparison, parse_method, prepare, run
+from foveate.evaluation.runner import Comparison, Progress, parse_method, prepare, run
 from foveate.evaluation.tasks.base import Task
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.methods.spec import SETTING, SETTING_SCHEMA
@@ -133,10 +133,16 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed))
     for name in plan.methods:
         study.enqueue_trial({"method": name, f"{name}_share": _FIRST})
-    first = list(plan.methods)[: plan.trials]
+    first, answered = list(plan.methods)[: plan.trials], []
+
+    def progress(spec: str, items: int) -> None:
+        if spec == "dense":
+            answered.append(items)
+            say(f"{sum(answered)} of {plan.limit} items")
+
     say(f"dense attention and {len(first)} methods at {_FIRST:.1%} of the context, together")
     with contextlib.suppress(*_FAILURES):  # together they read each prompt once; what fails is told one by one
-        _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in first)])
+        _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in first)], progress)
     dense = _measure(plan, "tune", "dense")
     best, stale = dense, 0
     say(f"dense: {_words(plan, dense)}")
@@ -202,7 +208,9 @@ def _measure(plan: Plan, split: str, spec: str) -> Trial:
     return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], row)
 
 
-def _rows(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _rows(
+    plan: Plan, split: str, specs: Sequence[str], progress: Progress = lambda method, items: None
+) -> dict[str, dict[str, Any]]:
     """The rows of a split by their specs, those of these settings among them."""
     task = dataclasses.replace(plan.task, split=split)
     if task.needs_dense(plan.data):
@@ -220,7 +228,7 @@ def _rows(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, A
         plan.dtype,
         plan.device,
     )
-    return {row["spec"]: row for row in run(prepare(comparison))}
+    return {row["spec"]: row for row in run(prepare(comparison), progress)}
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:

@@ -75,7 +75,12 @@ def test_an_interrupted_search_goes_on_where_it_was(plan, monkeypatch):
 
 
 def test_no_more_is_tried_than_asked_for(plan):
-    tune.search(plan(trials=2))
+    said = []
+    tune.search(plan(trials=2), said.append)
+    assert said[:4] == [
+        "dense attention and 2 methods at 12.5% of the context, together",
+        *(f"{n} of 3 items" for n in (1, 2, 3)),
+    ]
     rows = [json.loads(line) for line in plan().rows("tune").read_text(encoding="utf-8").splitlines()]
     assert [row["method"] for row in rows] == ["dense", *list(tune.EVICTING)[:2]]
 
