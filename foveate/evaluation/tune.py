@@ -147,7 +147,9 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     best, stale = dense, 0
     say(f"dense: {_words(plan, dense)}")
     for number in range(plan.trials):
-        if stale >= _STALE and number >= len(plan.methods):
+        if number <= len(plan.methods):
+            stale = 0  # the first of each method are only where the search begins
+        if stale >= _STALE:
             say(f"no better setting in {stale} trials")
             break
         if time.monotonic() - begun > 60 * plan.minutes:

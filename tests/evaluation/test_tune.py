@@ -95,6 +95,20 @@ def test_dense_attention_where_nothing_keeps_the_answers(plan, monkeypatch):
     assert tune.search(plan(trials=2)).spec == "dense"
 
 
+def test_the_first_of_each_method_do_not_end_the_search(plan, monkeypatch):
+    measured, asked, said = tune._measure, [], []
+
+    def losing(plan, split, spec):
+        asked.append(spec)
+        return tune.dataclasses.replace(measured(plan, split, spec), loss=0.0 if spec == "dense" else 99.0)
+
+    monkeypatch.setattr(tune, "_measure", losing)
+    monkeypatch.setattr(tune, "_STALE", 2)
+    assert tune.search(plan(trials=9), said.append).spec == "dense"
+    assert len([spec for spec in dict.fromkeys(asked) if spec != "dense"]) == len(tune.EVICTING) + 2
+    assert "no better setting in 2 trials" in said
+
+
 def test_a_setting_that_fails_ends_no_search(plan, monkeypatch):
     measured, said = tune._measure, []
 
