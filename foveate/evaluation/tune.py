@@ -141,7 +141,7 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
             say(f"{sum(answered)} of {plan.limit} items")
 
     say(f"dense attention and {len(first)} methods at {_FIRST:.1%} of the context, together")
-    with contextlib.suppress(*_FAILURES):  # together they read each prompt once; what fails is told one by one
+    with contextlib.suppress(*_FAILURES):  # one that cannot be applied ends it for all, and is told below
         _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in first)], progress)
     dense = _measure(plan, "tune", "dense")
     best, stale = dense, 0

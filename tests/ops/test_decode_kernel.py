@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from foveate.ops import Logits
 from tests.combinations import every_pair
 from tests.kernels import compile_for
 
@@ -357,3 +358,31 @@ def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held
         num_warps=kernel.warps(held),
     )
     assert compiled.spilled == 0
+
+
+class _LaunchError(Exception):
+    """Carries the grid that a kernel was to be launched with."""
+
+
+class _Grid:
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise _LaunchError(grid)
+
+        return launch
+
+
+@pytest.mark.parametrize("verb", ["attend_indices", "attend_pages"])
+def test_rows_that_are_read_whole_have_programs_for_their_keys(verb, monkeypatch):
+    """However few keys the other rows select: outputs would be right, and one program would read them all."""
+    kernels = importlib.import_module("foveate.ops.attend.decode_kernel")
+    monkeypatch.setattr(kernels, "_attend_decode", _Grid())
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
+    q, k = torch.zeros(1, 4, 1, 64), torch.zeros(1, 2, 65536, 64)
+    chosen, more = torch.zeros(1, 2, 8, dtype=torch.int32), {"attend_pages": (8,)}.get(verb, ())
+    splits = []
+    for whole in (None, torch.tensor([65536])):
+        with pytest.raises(_LaunchError) as launched:
+            getattr(kernels, verb)(q, k, k, chosen, *more, logits=Logits(0.1), whole=whole)
+        splits.append(launched.value.args[0][1])
+    assert splits[0] <= 4 < 64 < splits[1]

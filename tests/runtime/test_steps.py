@@ -10,29 +10,13 @@ from foveate.ops import Logits, attend
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
+from tests.served import LAYERS, SPECS, of_layers
 
-HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 4, 2, 8, 4, 6
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 PROMPTS, STEPS = (37, 5, 21), 9
 SCALING = DIM**-0.5
 GEOMETRY = Geometry(HEADS, KV_HEADS, DIM, DIM)
-SPECS = [
-    "dense",
-    "kascade:top_k=7,anchors=[0,3],decode_only=true",
-    "kascade:top_k=0.3,min_k=4,anchors=[1,4],pool=layer,pooling=sqrt,decode_only=true",
-    'kascade:top_k=9,anchors=[1,3],heads={"2": [1, 0]},decode_only=true',
-    "oracle_topk:top_k=5,decode_only=true",
-    "omnikv:top_k=6,filters=[0,3],wait=1",
-    "lessismore:top_k=9,sinks=2,selections=[1,3]",
-    "pages:top_k=24,page_size=2,rank=1,weighted=false",
-    "locks:top_k=18,page_size=4,rank=2",
-    "kascade:top_k=7,anchors=[1,3],score_keys=pages,page_size=2,weighted=false,decode_only=true",
-    "kascade:top_k=7,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
-]
 OF_PAGES = SPECS[-4:]
-
-
-def of_layers(spec):
-    return {n: methods.parse(spec).for_layer(n, LAYERS) for n in range(LAYERS)}
 
 
 class Engine:

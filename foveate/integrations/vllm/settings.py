@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ HOW = (
     'name a method with --additional-config \'{"foveate": "kascade:..."}\' or FOVEATE_METHOD, '
     'or a foveate.json of `foveate tune`, or one that holds {"method": "kascade:..."}'
 )
+
+_weights = functools.cache(folder_weights)
+"""Of a folder that an engine has loaded, which asks for them several times."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def served(vllm_config: Any) -> Settings:
                 folder = Path(cached).parent if isinstance(cached, str) else folder
         by_head = getattr(settings.method, "pool", "layer") != "layer"  # of which a rank has some of the heads
         unfit = vllm_config.lora_config or (by_head and vllm_config.parallel_config.tensor_parallel_size > 1)
-        return facts_of(model) | {"weights": [] if unfit else folder_weights(folder)}
+        return facts_of(model) | {"weights": [] if unfit else _weights(folder)}
 
     return replace(settings, method=settings.method.for_model(facts))
 
