@@ -43,7 +43,7 @@ SPECS = [
 
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch):
-    """Kernels run, as on a GPU of few multiprocessors, and only short rows are kept whole. What is not written is NaN."""
+    """Kernels run, as on a GPU of few multiprocessors; only short rows are kept whole. What nobody writes is NaN."""
     monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: True)
     for kernel in (decode_kernel, pooled_kernel, kept_logits_kernel, low_rank_kernel, bounds_kernel, rows_kernel):
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: 6)
