@@ -20,6 +20,8 @@ class Compiled(NamedTuple):
     """Shared memory in bytes."""
     spilled: int
     """Bytes a thread that did not fit into its registers."""
+    registers: int
+    """Registers of a thread."""
 
 
 def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **options: int | None) -> Compiled:
@@ -61,7 +63,8 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], **optio
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilled = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
-    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, spilled)
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, spilled, registers)
 
 
 def assert_products_overlap(compiled: Compiled) -> None:

@@ -36,6 +36,13 @@ def or_whole(cache: SlotCache, read: Tensor) -> Tensor:
     return read if cache.whole is None else cache.step["live"][:, None].where(cache.whole[:, None] > 0, read)
 
 
+def choosing(cache: SlotCache, lengths: Tensor | None) -> Tensor | None:
+    """The lengths ``[B]`` of rows that choose; 0 of a row that is read whole, for which nothing is scored."""
+    if cache.whole is None or lengths is None:
+        return lengths
+    return cache.step.once("choosing", lambda: lengths.where(cache.whole == 0, 0))
+
+
 def recent(cache: SlotCache, window: int) -> Tensor:
     """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row.
 

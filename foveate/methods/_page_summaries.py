@@ -91,7 +91,7 @@ class PageSummaries:
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """How much pages matter to one token a row: fp32 ``[B, H, P]``, H the KV heads or the query heads.
 
-        -inf where a row has no page, and of pages that have no summary yet.
+        -inf of pages that have no summary yet; after a row's pages it may be anything.
         """
         raise NotImplementedError
 

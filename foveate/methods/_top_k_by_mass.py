@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._anchored import SharedSelection
+from foveate.methods._common import choosing
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 from foveate.state.row_numbers import on_device
@@ -46,7 +47,7 @@ class TopKByMass(SharedSelection):
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        _, lengths = cache.stored()
+        lengths = choosing(cache, cache.stored()[1])
         mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, mass, lengths)
 
@@ -54,7 +55,7 @@ class TopKByMass(SharedSelection):
         _, lengths = cache.stored()
         cache.count_read()
         attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths))
-        return self._chosen(cache, attended.mass, lengths), attended.out
+        return self._chosen(cache, attended.mass, choosing(cache, lengths)), attended.out
 
     def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
         """Which keys are pooled, and how."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
+from foveate.methods._common import choosing
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 
@@ -58,7 +59,7 @@ class OmniKV(SharedSelection):
         return LayerRole(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        _, lengths = cache.stored()
+        lengths = choosing(cache, cache.stored()[1])
         pooling = "max" if self.score == "softmax" else "max_logit"
         how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
         scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from foveate import methods
+from foveate import methods, ops
 from foveate.ops import Logits
 from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters, Geometry
 from tests.helpers import assert_close
+from tests.matrix import LENGTHS, PROMPT, Driver, Tokens, padded
 
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.4
 GROUP = HEADS // KV_HEADS
@@ -106,6 +107,22 @@ def test_a_prompt_within_the_budget_is_kept_and_a_turn_shorter_than_the_window_v
     sequence.feed(40, 43)
     assert [own[-8:] for own in sequence.held] == [[*range(35, 43)]] * KV_HEADS
     assert [len(own) for own in sequence.held] == [40] * KV_HEADS
+
+
+def test_what_follows_a_rows_pages_in_their_bounds_does_not_matter(monkeypatch):
+    def decoded():
+        batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
+        driver = Driver(methods.make("rocketkv", keep=25, top_k=9, page_size=3, window=8, kernel_size=3))
+        driver.feed(batch, mask)
+        return driver.feed_steps(Tokens.random(len(LENGTHS), 12, seed=1))
+
+    def spoiled(*args, lengths, **more):
+        bounds = largest_logit(*args, lengths=lengths, **more)
+        return bounds.masked_fill(~ops.first_keys(lengths, bounds.shape[-1])[:, :, None], float("nan"))
+
+    expected, largest_logit = decoded(), ops.largest_logit
+    monkeypatch.setattr(ops, "largest_logit", spoiled)
+    assert torch.equal(decoded(), expected)
 
 
 def test_boxes_count_by_their_corners_and_queries_by_the_window():

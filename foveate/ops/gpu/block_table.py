@@ -1,4 +1,4 @@
-"""Block tables in Triton kernels."""
+"""Which keys a Triton kernel reads, and where they are: choices and block tables."""
 
 import triton
 import triton.language as tl
@@ -18,24 +18,41 @@ def block_size(block_table: BlockTable | None, memory: Tensor) -> int:
 
 
 @triton.jit
-def entries(
-    table_ptr,
-    chosen,
-    place,
-    number,
-    keys,
-    INDEXED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """What a row's table has for the keys, or pages, that are ``chosen`` at places, or (not ``INDEXED``) for places.
+def slots_at(chosen_ptr, stride, place, number, keys, first, INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The slots of a row's keys at places below ``number``, int32; -1 where none is to be read.
 
-    Places count below ``number``, and keys of pages below ``keys``.
+    ``chosen`` has slots (``INDEXED``), -1 for none; pages (``PAGE_SIZE`` not 0), of whose keys those below ``keys`` are
+    there; or what is not 0 at the slots to read. None: all. With ``first`` (not None) a row where it is not 0 reads its
+    first so many keys instead.
     """
-    slots, there = chosen.to(tl.int32), place < number
-    if INDEXED:
-        there = slots >= 0
-    if PAGE_SIZE:
-        slots = slots * PAGE_SIZE + place % PAGE_SIZE
-        there = there & (slots < keys)
-    return tl.load(table_ptr + slots // BLOCK_SIZE, mask=there, other=0)
+    slots = tl.where(place < number, place, -1)
+    if chosen_ptr is not None:
+        there = place < (number if first is None else tl.where(first == 0, number, 0))
+        entry = place // PAGE_SIZE if PAGE_SIZE else place
+        chosen = tl.load(chosen_ptr + entry * stride, mask=there, other=-1 if INDEXED else 0).to(tl.int32)
+        if first is not None:
+            chosen = tl.maximum(chosen, tl.where(place < first, entry, -1))
+        if PAGE_SIZE:
+            in_page = chosen * PAGE_SIZE + place % PAGE_SIZE
+            slots = tl.where((chosen >= 0) & (in_page < keys), in_page, -1)
+        elif INDEXED:
+            slots = chosen
+        else:
+            slots = tl.where(chosen != 0, place, -1)
+    return slots
+
+
+@triton.jit
+def located(table_ptr, slots, BLOCK_SIZE: tl.constexpr):
+    """A row's slots as slots of the memory of all rows, whose block b has those from ``b * BLOCK_SIZE`` on."""
+    entry = tl.load(table_ptr + slots // BLOCK_SIZE, mask=slots >= 0, other=0).to(tl.int32)
+    return tl.where(slots >= 0, entry * BLOCK_SIZE + slots % BLOCK_SIZE, -1)
+
+
+@triton.jit
+def offsets(slots, stride_b, stride_l, BLOCK_SIZE: tl.constexpr):
+    """Where the keys of slots begin, int64; without blocks (``BLOCK_SIZE`` 0) in the memory of one row."""
+    slots = tl.maximum(slots, 0)
+    if BLOCK_SIZE:
+        return (slots // BLOCK_SIZE).to(tl.int64) * stride_b + (slots % BLOCK_SIZE).to(tl.int64) * stride_l
+    return slots.to(tl.int64) * stride_l

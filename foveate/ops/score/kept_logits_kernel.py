@@ -16,8 +16,10 @@ _STEPS = 2048.0
 _NOTHING = tl.constexpr(65535)
 """That many steps and more are nothing; of logits pooled as such, the floor of their block."""
 
-_POOLED = 1024
+_POOLED = 512
 """Keys that a program pools at once."""
+_MEMBERS = 4
+"""Query heads that it pools together."""
 _RESIDENT = 16
 """Programs that pool for each multiprocessor, at most."""
 VARYING = ["chosen_stride_b", "chosen_stride_h", "length_stride_b", "length_stride_h", "count_stride"]
@@ -121,6 +123,7 @@ def pooled(
             SUM=pooling == "sum",
             LARGEST=pooling == "of_largest",
             KEYS=_POOLED,
+            MEMBERS=min(_MEMBERS, next_power_of_2(num_heads // sets)),
             BLOCK_N=kept.block,
             SPLITS=next_power_of_2(splits),
             KV_HEADS=next_power_of_2(num_kv_heads // sets),
@@ -184,6 +187,7 @@ def _pool_logits(
     SUM: tl.constexpr,
     LARGEST: tl.constexpr,
     KEYS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -207,39 +211,48 @@ def _pool_logits(
         length_at = length_ptr + batch * length_stride_b + of_head * length_stride_h
         end = tl.minimum(end, tl.max(tl.load(length_at, mask=heads, other=0), 0).to(tl.int32) + 1)
     for begin in tl.range(tl.program_id(0) * KEYS, end, tl.num_programs(0) * KEYS):
-        block = begin // BLOCK_N + tl.arange(0, KEYS // BLOCK_N)
-        place = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        place = begin + tl.arange(0, KEYS)
         exist = place < number
-        score = tl.full([KEYS // BLOCK_N, BLOCK_N], float("-inf") if LOGIT else 0.0, tl.float32)
+        score = tl.full([KEYS], float("-inf") if LOGIT else 0.0, tl.float32)
         lost, key = place < 0, place
         if PAGE_SIZE:
             page_ptr = chosen_ptr + batch * chosen_stride_b + first // group * chosen_stride_h
             page = tl.load(page_ptr + place // PAGE_SIZE * chosen_stride_l, mask=exist, other=-1).to(tl.int32)
             key = page * PAGE_SIZE + place % PAGE_SIZE
             lost = (page < 0) | (key >= keys)
-        for member in tl.range(0, members):
+        for few in tl.range(0, members, MEMBERS):
+            member = few + tl.arange(0, MEMBERS)
+            real = member < members
             head, kv_head = batch * sets * members + first + member, (first + member) // group
-            lse = tl.load(lse_ptr + head * splits + some, mask=some < splits, other=float("-inf"))
-            top = tl.maximum(tl.max(lse, 0), LOWEST)
-            lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top), 0)), LOWEST)
-            there = place < padded
+            parts = real[:, None] & (some < splits)[None, :]
+            lse = tl.load(lse_ptr + head[:, None] * splits + some[None, :], mask=parts, other=float("-inf"))
+            top = tl.maximum(tl.max(lse, 1), LOWEST)
+            lse = top if LARGEST else tl.maximum(top + tl.log2(tl.sum(tl.exp2(lse - top[:, None]), 1)), LOWEST)
+            there = real[:, None] & (place < padded)[None, :]
             if BOUNDED:
-                length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h).to(tl.int32)
-                lost = lost | (key >= length)
+                lengths = length_ptr + batch * length_stride_b + kv_head * length_stride_h
+                length = tl.load(lengths, mask=real, other=0).to(tl.int32)
+                beyond = real[:, None] & (key[None, :] >= length[:, None])
+                lost = lost | (tl.max(beyond.to(tl.int32), 0) > 0)
                 if not PAGE_SIZE:  # logits beyond the length are not read, but for those read with others at once
-                    there = there & (place < tl.cdiv(length, 16) * 16)
-            logit = tl.load(logit_ptr + head * padded + place, mask=there, other=0)
+                    there = there & (place[None, :] < (tl.cdiv(length, 16) * 16)[:, None])
+            logit = tl.load(logit_ptr + head[:, None] * padded + place[None, :], mask=there, other=0)
             if CODED:
-                largest = tl.load(top_ptr + head * blocks + block, mask=block < blocks, other=0.0)
+                block = place // BLOCK_N
+                tops = real[:, None] & (block < blocks)[None, :]
+                largest = tl.load(top_ptr + head[:, None] * blocks + block[None, :], mask=tops, other=0.0)
                 below = logit.to(tl.int32) + 32768
-                logit = largest[:, None] - below.to(tl.float32) * step
+                logit = largest - below.to(tl.float32) * step
                 if not LOGIT:
                     logit = tl.where(below == _NOTHING, float("-inf"), logit)
-            mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse) * power)
-            score = tl.maximum(score, mass) if MAX or LOGIT else score + mass
+            mass = logit * _LN2 if LOGIT else tl.exp2((logit - lse[:, None]) * power)
+            mass = tl.where(real[:, None], mass, float("-inf") if LOGIT else 0.0)
+            score = tl.maximum(score, tl.max(mass, 0)) if MAX or LOGIT else score + tl.sum(mass, 0)
             if MASKED:
-                at = batch * chosen_stride_b + kv_head * chosen_stride_h + place.to(tl.int64) * chosen_stride_l
-                lost = lost | (tl.load(chosen_ptr + at, mask=exist, other=0) == 0)
+                at = batch * chosen_stride_b + kv_head * chosen_stride_h
+                at = at[:, None] + place.to(tl.int64)[None, :] * chosen_stride_l
+                masked = tl.load(chosen_ptr + at, mask=real[:, None] & exist[None, :], other=1) == 0
+                lost = lost | (tl.max(masked.to(tl.int32), 0) > 0) | (place >= number)
         score = score if MAX or LOGIT or SUM else score / members
         if MASKED or BOUNDED or PAGE_SIZE:
             score = tl.where(lost, 0.0 if SUM else float("-inf"), score)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.block_table import BlockTable
-from foveate.ops.gpu.block_table import arguments, block_size, entries
+from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, slots_at
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split, split_of_row
@@ -238,31 +238,33 @@ def _keep_logits(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     places = tl.arange(0, BLOCK_N)
-    if PAGE_SIZE:  # read one block ahead, so that reading keys ahead is left to the compiler
-        next_place = begin * BLOCK_N + places
-        following = tl.load(chosen_ptr + next_place // PAGE_SIZE * chosen_stride_l, mask=next_place < number, other=-1)
-    if BLOCK_SIZE:  # one block ahead, too
-        next_place = begin * BLOCK_N + places
-        chosen = following if PAGE_SIZE else next_place
-        next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
+    following, later = places, places
+    if INDEXED or BLOCK_SIZE:  # found out ahead, as in decoding
+        place = begin * BLOCK_N + places
+        following = slots_at(chosen_ptr, chosen_stride_l, place, number, keys, None, INDEXED, PAGE_SIZE)
+    if BLOCK_SIZE:
+        following = located(table_ptr, following, BLOCK_SIZE)
+        if INDEXED:
+            place += BLOCK_N
+            later = slots_at(chosen_ptr, chosen_stride_l, place, number, keys, None, INDEXED, PAGE_SIZE)
     for block in tl.range(begin, end):
         place = block * BLOCK_N + places
         slots, stored = place, place < number
-        if PAGE_SIZE:
-            page, next_place = following, place + BLOCK_N
-            entry = next_place // PAGE_SIZE
-            following = tl.load(chosen_ptr + entry * chosen_stride_l, mask=next_place < number, other=-1)
-            slots = tl.maximum(page.to(tl.int32), 0) * PAGE_SIZE + place % PAGE_SIZE
-            stored = (page > -1) & (slots < keys)
+        if INDEXED or BLOCK_SIZE:
+            slots, stored = following, following >= 0
+            following = later
+            if not (INDEXED and BLOCK_SIZE):
+                ahead = place + BLOCK_N
+                following = slots_at(chosen_ptr, chosen_stride_l, ahead, number, keys, None, INDEXED, PAGE_SIZE)
+            if BLOCK_SIZE:
+                following = located(table_ptr, following, BLOCK_SIZE)
+                if INDEXED:
+                    ahead = place + 2 * BLOCK_N
+                    later = slots_at(chosen_ptr, chosen_stride_l, ahead, number, keys, None, INDEXED, PAGE_SIZE)
         k_mask = stored[:, None]
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
-        k_rows = slots.to(tl.int64) * k_stride_l
-        if BLOCK_SIZE:
-            k_rows = (slots % BLOCK_SIZE).to(tl.int64) * k_stride_l + next_block.to(tl.int64) * k_stride_b
-            next_place = place + BLOCK_N
-            chosen = following if PAGE_SIZE else next_place
-            next_block = entries(table_ptr, chosen, next_place, number, keys, INDEXED, PAGE_SIZE, BLOCK_SIZE)
+        k_rows = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)
         k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))

@@ -34,7 +34,7 @@ _RESIDENT = 16
 _MOST = 64
 """The most programs that share a row."""
 _SAMPLES = 4096, 16384, 32768
-"""Scores of a row that tell between which two its last one is to be expected: of up to 131,072, of up to 524,288, and
+"""Scores of a row that tell between which two its last one is to be expected: of up to 196,608, of up to 524,288, and
 of more."""
 _DEVIATIONS, _SLACK = tl.constexpr(4.5), tl.constexpr(3.0)
 """How far from there in the sample these two lie, in standard deviations, and in scores."""
@@ -171,7 +171,7 @@ def topk_rows(
 
 def sizes(number: int, k: int) -> tuple[int, int]:
     """Scores of the sample, and room for those kept, of rows of ``number`` scores."""
-    sample = _SAMPLES[(number > 1 << 17) + (number > 1 << 19)]
+    sample = _SAMPLES[(number > 3 << 16) + (number > 1 << 19)]
     share = min(k / number, 0.5)  # a row that chooses fewer keeps fewer
     away = _DEVIATIONS.value * math.sqrt(sample * share * (1 - share)) + _SLACK.value
     drawn = 2 * ((1 + _SPARE.value) * away + 2)  # between the two
