@@ -219,6 +219,22 @@ serving_accuracy = Table(
 )
 """What a method costs in answers where a server runs it."""
 
+serving = Table(
+    lambda rows: f"{rows[0]['case']['model']} in vLLM",
+    {
+        "requests": lambda row: f"{row['case']['batch']} × {row['case']['tokens']:,} tokens",
+        "method": lambda row: f"`{row['case']['method']}`",
+        "keys read": lambda row: "" if row["keys_read_share"] is None else percent(row["keys_read_share"]),
+        "ms a step": lambda row: number(row["ms"], 2),
+        "vLLM's own": lambda row: number(row["baseline_ms"], 2),
+        "times as fast": lambda row: f"{row['speedup']:.2f}",
+        "first token, s": lambda row: number(row["first_token_ms"] / 1000, 2),
+        "vLLM's": lambda row: number(row["baseline_first_token_ms"] / 1000, 2),
+    },
+    apart=lambda row: row["case"]["model"],
+)
+"""What decoding by a method gives a server, beside its own attention."""
+
 # Speed
 
 _LEVELS = {"kernel": "attention of a layer", "layer": "a layer with its cache"}

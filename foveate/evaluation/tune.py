@@ -44,8 +44,9 @@ _FIRST = 0.125
 """The share with which each method is tried first."""
 _FAILURES = (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model."""
-_STALE, _CONFIRMED = 8, 3
-"""Trials without a better one that end a search, and the best ones that are measured on held-back data at most."""
+_TOGETHER, _STALE, _CONFIRMED = 4, 8, 3
+"""Trials of a run; those without a better one that end a search; and the best ones that are measured on held-back data
+at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Plan:
             (throughput), or what stays in memory (memory).
         calibration: a file of `foveate calibrate`, with which kascade is among the methods; None: it is not.
         limit: items of each split.
-        minutes: no trial starts after so many, but for the first of each method, which are one run.
+        minutes: no trial starts after so many, but for the first of each method. A few start together.
         trials: nor after so many trials.
     """
 
@@ -129,57 +130,64 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     outfile.check(plan.out)
-    begun, tried = time.monotonic(), {}
+    begun, tried, dense, best, stale, asked = time.monotonic(), {}, None, None, 0, 0
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed))
     for name in plan.methods:
         study.enqueue_trial({"method": name, f"{name}_share": _FIRST})
-    first, answered = list(plan.methods)[: plan.trials], []
-
-    def progress(spec: str, items: int) -> None:
-        if spec == "dense":
-            answered.append(items)
-            say(f"{sum(answered)} of {plan.limit} items")
-
-    say(f"dense attention and {len(first)} methods at {_FIRST:.1%} of the context, together")
-    with contextlib.suppress(*_FAILURES):  # one that cannot be applied ends it for all, and is told below
-        _rows(plan, "tune", ["dense", *(_spec(plan, name, _FIRST) for name in first)], progress)
-    dense = _measure(plan, "tune", "dense")
-    best, stale = dense, 0
-    say(f"dense: {_words(plan, dense)}")
-    for number in range(plan.trials):
-        if number <= len(plan.methods):
-            stale = 0  # the first of each method are only where the search begins
+    while asked < plan.trials:
         if stale >= _STALE:
             say(f"no better setting in {stale} trials")
             break
-        if time.monotonic() - begun > 60 * plan.minutes:
+        if asked and time.monotonic() - begun > 60 * plan.minutes:
             say(f"{plan.minutes:g} minutes are over")
             break
-        trial = study.ask()
-        spec = _suggested(plan, trial)
-        known = spec in tried
-        if not known:
-            try:
-                tried[spec] = _measure(plan, "tune", spec)
-            except _FAILURES as error:
-                tried[spec] = None
-                say(f"{spec}: {str(error).splitlines()[0]}")
-        found = tried[spec]
-        if found is None:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            stale += 1
-            continue
-        over = found.loss - plan.max_loss
-        study.tell(
-            trial, found.cost / dense.cost if over <= 0 else 1 + over
-        )  # one that loses too much is worse than dense
-        better = found.loss <= plan.max_loss and found.cost < best.cost
-        best, stale = (found, 0) if better else (best, stale + 1)
-        if not known:
-            say(f"{spec}: {_words(plan, found)}{', the best so far' if better else ''}")
+        number = min(_TOGETHER if asked else len(plan.methods), plan.trials - asked)
+        trials = [study.ask() for _ in range(number)]
+        specs = [_suggested(plan, trial) for trial in trials]
+        _together(plan, [spec for spec in dict.fromkeys(specs) if spec not in tried], say)
+        if dense is None:
+            dense = best = _measure(plan, "tune", "dense")
+            say(f"dense: {_words(plan, dense)}")
+        for trial, spec in zip(trials, specs, strict=True):
+            known = spec in tried
+            if not known:
+                try:
+                    tried[spec] = _measure(plan, "tune", spec)
+                except _FAILURES as error:
+                    tried[spec] = None
+                    say(f"{spec}: {str(error).splitlines()[0]}")
+            found = tried[spec]
+            if found is None:
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                stale += 1
+                continue
+            over = found.loss - plan.max_loss  # one that loses too much is worse than dense
+            study.tell(trial, found.cost / dense.cost if over <= 0 else 1 + over)
+            better = found.loss <= plan.max_loss and found.cost < best.cost
+            best, stale = (found, 0) if better else (best, stale + 1)
+            if not known:
+                say(f"{spec}: {_words(plan, found)}{', the best so far' if better else ''}")
+        stale = stale if asked else 0  # the first of each method are only where the search begins
+        asked += number
     chosen = _confirmed(plan, [one for one in tried.values() if one is not None and one.cost < dense.cost], say)
     _write(plan, chosen)
     return chosen
+
+
+def _together(plan: Plan, specs: Sequence[str], say: Callable[[str], None]) -> None:
+    """Measures settings in one run, which reads each prompt once for all that read prompts alike."""
+    answered = 0
+
+    def progress(spec: str, items: int) -> None:
+        nonlocal answered
+        if spec == parse_method(specs[0]).spec:
+            answered += items
+            say(f"{answered} of {plan.limit} items")
+
+    if specs:
+        say(f"together: dense, {', '.join(specs)}")
+        with contextlib.suppress(*_FAILURES):  # one that cannot be applied ends it for all, and is told by itself
+            _rows(plan, "tune", ["dense", *specs], progress)
 
 
 def _suggested(plan: Plan, trial: Any) -> str:

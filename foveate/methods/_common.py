@@ -27,8 +27,8 @@ def count_scored(method: Method, cache: SlotCache) -> None:
         scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
         cache.count("keys_read", scored / cache.batch_size)
     else:  # once for all layers that score alike
-        key = ("scored", method.spec, method.role, *described)
-        cache.count("keys_read", step.once(key, lambda: method.scored(step["live"].double(), *described).sum()))
+        key, live = ("scored", method.spec, method.role, *described), choosing(cache, step["live"], "live")
+        cache.count("keys_read", step.once(key, lambda: method.scored(live.double(), *described).sum()))
 
 
 def or_whole(cache: SlotCache, read: Tensor) -> Tensor:
@@ -36,11 +36,15 @@ def or_whole(cache: SlotCache, read: Tensor) -> Tensor:
     return read if cache.whole is None else cache.step["live"][:, None].where(cache.whole[:, None] > 0, read)
 
 
-def choosing(cache: SlotCache, lengths: Tensor | None) -> Tensor | None:
-    """The lengths ``[B]`` of rows that choose; 0 of a row that is read whole, for which nothing is scored."""
-    if cache.whole is None or lengths is None:
-        return lengths
-    return cache.step.once("choosing", lambda: lengths.where(cache.whole == 0, 0))
+def choosing(cache: SlotCache, numbers: Tensor | None, what: str) -> Tensor | None:
+    """Numbers ``[B]`` of rows that choose, such as their lengths; 0 of a row that is read whole: nothing is scored.
+
+    Args:
+        what: tells them from other numbers of a step.
+    """
+    if cache.whole is None or numbers is None:
+        return numbers
+    return cache.step.once(("choosing", what), lambda: numbers.where(cache.whole == 0, 0))
 
 
 def recent(cache: SlotCache, window: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import note_queries
+from foveate.methods._common import choosing, note_queries
 from foveate.methods.base import Observation
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
@@ -127,9 +127,8 @@ class PageBoxes(PageSummaries):
         """
         rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages, of="counts")
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        return ops.largest_logit(rows, low, high, scaling, lengths=cache.each_row(self.pages, of="counts")).flatten(
-            1, 2
-        )
+        lengths = choosing(cache, cache.each_row(self.pages, of="counts"), self.spec)
+        return ops.largest_logit(rows, low, high, scaling, lengths=lengths).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,8 @@ class LowRankPages(PageSummaries):
         no share.
         """
         records, table = cache.entries("records", cache.most(self.pages, of="counts"))
-        lengths = cache.each_row(self.newest if pooling == "of_largest" else self.full, of="counts")
+        rule = self.newest if pooling == "of_largest" else self.full
+        lengths = choosing(cache, cache.each_row(rule, of="counts"), f"{self.spec}, {rule.__name__}")
         how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
         how |= {"pooling": pooling, "pool": pool, "block_table": table}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)

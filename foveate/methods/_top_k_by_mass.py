@@ -47,7 +47,7 @@ class TopKByMass(SharedSelection):
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths = choosing(cache, cache.stored()[1])
+        lengths = choosing(cache, cache.stored()[1], "counts")
         mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, mass, lengths)
 
@@ -55,7 +55,7 @@ class TopKByMass(SharedSelection):
         _, lengths = cache.stored()
         cache.count_read()
         attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths))
-        return self._chosen(cache, attended.mass, choosing(cache, lengths)), attended.out
+        return self._chosen(cache, attended.mass, choosing(cache, lengths, "counts")), attended.out
 
     def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
         """Which keys are pooled, and how."""

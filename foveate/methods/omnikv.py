@@ -59,7 +59,7 @@ class OmniKV(SharedSelection):
         return LayerRole(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths = choosing(cache, cache.stored()[1])
+        lengths = choosing(cache, cache.stored()[1], "counts")
         pooling = "max" if self.score == "softmax" else "max_logit"
         how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
         scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)

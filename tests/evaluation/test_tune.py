@@ -78,11 +78,25 @@ def test_no_more_is_tried_than_asked_for(plan):
     said = []
     tune.search(plan(trials=2), said.append)
     assert said[:4] == [
-        "dense attention and 2 methods at 12.5% of the context, together",
+        "together: dense, snapkv:top_k=0.12, adakv:top_k=0.12",
         *(f"{n} of 3 items" for n in (1, 2, 3)),
     ]
     rows = [json.loads(line) for line in plan().rows("tune").read_text(encoding="utf-8").splitlines()]
     assert [row["method"] for row in rows] == ["dense", *list(tune.EVICTING)[:2]]
+
+
+def test_later_trials_read_prompts_together_too(plan, monkeypatch):
+    rows, said = tune._rows, []
+
+    def noted(plan, split, specs, *progress):
+        said.append([spec for spec in specs if spec != "dense"])
+        return rows(plan, split, specs, *progress)
+
+    monkeypatch.setattr(tune, "_rows", noted)
+    tune.search(plan(trials=6, max_loss=100.0), said.append)
+    runs = [one for one in said if isinstance(one, list) and len(one) > 1]
+    assert [len(run) for run in runs] == [len(tune.EVICTING), 2]
+    assert said[said.index(runs[1]) :][1:4] == [f"{n} of 3 items" for n in (1, 2, 3)]
 
 
 def test_dense_attention_where_nothing_keeps_the_answers(plan, monkeypatch):
@@ -104,6 +118,7 @@ def test_the_first_of_each_method_do_not_end_the_search(plan, monkeypatch):
 
     monkeypatch.setattr(tune, "_measure", losing)
     monkeypatch.setattr(tune, "_STALE", 2)
+    monkeypatch.setattr(tune, "_TOGETHER", 2)
     assert tune.search(plan(trials=9), said.append).spec == "dense"
     assert len([spec for spec in dict.fromkeys(asked) if spec != "dense"]) == len(tune.EVICTING) + 2
     assert "no better setting in 2 trials" in said

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foveate.integrations.vllm import releases
+from foveate.integrations.vllm.builder import warn_of_batches_without_graphs
 from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, settings_of
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
@@ -42,6 +43,21 @@ def engine(spec=KASCADE, **changes):
             place = getattr(place, part)
         setattr(place, last, value)
     return config
+
+
+@pytest.mark.parametrize(("most", "largest"), [(12, 8), (3, 2), (16, None), (64, 24), (1, None)])
+def test_batches_that_are_larger_than_any_graph_are_named(most, largest, caplog):
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=most),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24]),
+    )
+    warn_of_batches_without_graphs(config)
+    said = f"--max-num-seqs {most} is no size of a CUDA graph: batches of more than {largest} requests"
+    assert caplog.text == "" if largest is None else said in caplog.text
+    caplog.clear()
+    config.compilation_config.cudagraph_capture_sizes = []  # eager
+    warn_of_batches_without_graphs(config)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("given", [KASCADE, {"method": KASCADE}, "file"])

@@ -74,8 +74,8 @@ def counted(monkeypatch):
         yield work
 
 
-def step(monkeypatch, spec, bound):
-    """Outputs of a step's layers, ``[layers, B, Hq, D]``, and its work."""
+def step(monkeypatch, spec, bound, captured=False):
+    """Outputs of a step's layers, ``[layers, B, Hq, D]``, and its work; of one to be ``captured``, of prompts' rows."""
     generator = torch.Generator().manual_seed(0)
     width = -(-max(LENGTHS) // BLOCK)
     table = torch.full((len(LENGTHS), -(-bound // BLOCK)), 1 << 20, dtype=torch.int32)  # read, it is out of memory
@@ -90,7 +90,10 @@ def step(monkeypatch, spec, bound):
     for n in range(LAYERS):
         steps.written(n, HEADS, memory[n, ..., :DIM], memory[n, ..., DIM:], slots)
     with counted(monkeypatch) as work:
-        steps.begin(torch.tensor(LENGTHS), table, bound, sum(LENGTHS))
+        if captured:
+            steps.begin_capture(torch.tensor(LENGTHS), table, bound)
+        else:
+            steps.begin(torch.tensor(LENGTHS), table, bound, sum(LENGTHS))
         outs = [
             steps.attend(n, q[n], memory[n, ..., :DIM], memory[n, ..., DIM:], Logits(DIM**-0.5)) for n in range(LAYERS)
         ]
@@ -107,6 +110,15 @@ def test_a_far_bound_gives_the_same_for_the_same_work(spec, monkeypatch):
     assert work_of_far.products == work.products
     # of a list of places in pages, which is as long as the bound asks, keys are made to its end
     assert work_of_far.read <= (1.4 if "score_keys=pages" in spec else 1.1) * work.read
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "page" not in spec])  # those read what a head asks for
+def test_nothing_is_scored_for_rows_that_are_read_whole(spec, monkeypatch):
+    outs, work, read = step(monkeypatch, spec, NEAR, captured=True)
+    expected, dense, _ = step(monkeypatch, "dense", NEAR)
+    torch.testing.assert_close(outs, expected)
+    assert work.products == dense.products
+    assert read == 0  # prompts do not count
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from foveate.integrations.vllm.settings import check_engine, facts_of, layer_met
 from foveate.ops import Logits
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
+
+_log = logging.getLogger("vllm.foveate")
 
 
 @dataclass
@@ -68,6 +71,17 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     return steps
 
 
+def warn_of_batches_without_graphs(vllm_config: Any) -> None:
+    """Warn if the largest batches are of no size that vLLM captures whole."""
+    most = vllm_config.scheduler_config.max_num_seqs
+    captured = [size for size in vllm_config.compilation_config.cudagraph_capture_sizes or () if size <= most]
+    if captured and max(captured) < most:
+        _log.warning(
+            "foveate: --max-num-seqs %d is no size of a CUDA graph: batches of more than %d requests decode far slower",
+            *(most, max(captured)),
+        )
+
+
 def serves(layer: Any) -> bool:
     """Whether a layer of vLLM's is foveate's to attend."""
     return getattr(getattr(layer, "impl", None), "serves_foveate", False)
@@ -79,6 +93,7 @@ class StepBuilder:
     reorder_batch_threshold = 1
 
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
+        warn_of_batches_without_graphs(vllm_config)
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.longest = vllm_config.model_config.max_model_len
