@@ -161,7 +161,8 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     cuda = torch.cuda.is_available()
     longest, most = (max(case[n] for case in job["cases"]) for n in (0, 1))
-    most = most if most in (1, 2, 4) else -(-most // 8) * 8  # a size of which vLLM captures a graph
+    step = 8 if most <= 256 else 16
+    most = most if most in (1, 2, 4) else -(-most // step) * step  # a size of which vLLM captures a graph
     llm = engine(job, max_model_len=longest + ROOM, max_num_seqs=most, enable_prefix_caching=False)
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size

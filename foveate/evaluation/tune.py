@@ -131,7 +131,7 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     outfile.check(plan.out)
     begun, tried, dense, best, stale, asked = time.monotonic(), {}, None, None, 0, 0
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed))
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed, constant_liar=True))
     for name in plan.methods:
         study.enqueue_trial({"method": name, f"{name}_share": _FIRST})
     while asked < plan.trials:

@@ -14,7 +14,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import load, say_once, shipped
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import count_scored, or_whole
+from foveate.methods._common import choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._top_k_by_mass import TopKByMass
 from foveate.methods.base import Method, Observation, setting
@@ -316,11 +316,13 @@ class Kascade(TopKByMass):
         """The keys of some pages that hold most of the attention to these."""
         how = {"pooling": self.pooling, "pool": self.pool, **self._of_pages(cache, scaling)}
         mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how)
-        places = self._chosen(cache, mass, cache.each_row(self.places))[:, : pages.shape[1]]
+        there = choosing(cache, cache.each_row(self.places), f"{self.spec}, places")
+        places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _of_pages(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
-        how = {"lengths": cache.row_tensor("lengths"), "counts": cache.each_row(self.scored_pages)}
+        counts = choosing(cache, cache.each_row(self.scored_pages), f"{self.spec}, scored pages")
+        how = {"lengths": cache.row_tensor("lengths"), "counts": counts}
         return {"logits": cache.logits(scaling), "block_table": cache.block_table, **how}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -331,7 +333,8 @@ class Kascade(TopKByMass):
         """
         self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
-        newest, ends = (cache.each_row(rule) for rule in (self.summaries.newest, self.summaries.pages))
+        newest = cache.each_row(self.summaries.newest)
+        ends = choosing(cache, cache.each_row(self.summaries.pages), f"{self.summaries.spec}, ends")
         scores = ops.with_always_read(mass, 0, newest, ends)
         counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
         pages = ops.topk_rows(scores, counts, most, lengths=ends, dtype=torch.int32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored, or_whole
+from foveate.methods._common import attend_all, choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
@@ -103,7 +103,8 @@ class PageMethod(Method):
         of a group that read it.
         """
         scores = ranked = self.summaries.scores(cache, q, scaling)
-        ends, counts = cache.each_row(self.summaries.pages, of="counts"), cache.each_row(self.count, of="counts")
+        ends = choosing(cache, cache.each_row(self.summaries.pages, of="counts"), f"{self.summaries.spec}, ends")
+        counts = cache.each_row(self.count, of="counts")
         if self.tail:
             newest = cache.each_row(self.first_newest, of="counts")
             ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)

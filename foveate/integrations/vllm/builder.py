@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -72,14 +73,18 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
 
 
 def warn_of_batches_without_graphs(vllm_config: Any) -> None:
-    """Warn if the largest batches are of no size that vLLM captures whole."""
+    """Warn if the largest batches are larger than any of which vLLM captures a whole step."""
     most = vllm_config.scheduler_config.max_num_seqs
     captured = [size for size in vllm_config.compilation_config.cudagraph_capture_sizes or () if size <= most]
     if captured and max(captured) < most:
-        _log.warning(
-            "foveate: --max-num-seqs %d is no size of a CUDA graph: batches of more than %d requests decode far slower",
-            *(most, max(captured)),
+        _warn_once(
+            f"foveate: vLLM captures no CUDA graph of batches of more than {max(captured)} requests, which decode far "
+            f"slower: give {max(captured)} as --max-num-seqs, which is {most}, or larger --cudagraph-capture-sizes"
         )
+
+
+_warn_once = functools.cache(_log.warning)
+"""A model has builders for each of its groups of layers."""
 
 
 def serves(layer: Any) -> bool:
@@ -93,7 +98,6 @@ class StepBuilder:
     reorder_batch_threshold = 1
 
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
-        warn_of_batches_without_graphs(vllm_config)
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.longest = vllm_config.model_config.max_model_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -12,7 +13,15 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, index_of, summarise
+from foveate.integrations.vllm.builder import (
+    Step,
+    StepBuilder,
+    check_layer,
+    decode,
+    index_of,
+    summarise,
+    warn_of_batches_without_graphs,
+)
 from foveate.integrations.vllm.rows import rows_from
 from foveate.integrations.vllm.settings import methods_of
 from foveate.ops._dispatch import runs_kernel
@@ -57,6 +66,10 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.prepare(vllm_config, layer_names, device, kv_cache_spec.block_size)
+        whole = vllm_config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        supported = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
+        if self.steps is not None and whole and supported:
+            warn_of_batches_without_graphs(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
