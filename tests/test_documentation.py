@@ -145,7 +145,7 @@ QUESTIONS = {
     "How long does a prompt take?": r"[\d.]+ s for",
     "Short prompts?": r"below [\d,]+ tokens.*`dense_below=0`",
     "LoRA?": r"\[tested\]\(",
-    "bitsandbytes?": r"Not tested.*\]\(",
+    "bitsandbytes?": r"\[Tested\]\(",
     "70B over several GPUs?": r"`device_map` is tested.*not on several GPUs",
     "500K tokens?": r"\d+ GB.*\]\(",
     "vLLM?": r"\[serve\.md\]\(",

@@ -11,12 +11,12 @@ from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.support import attention_modules, unwrapped
 
 
-def tiny() -> transformers.LlamaForCausalLM:
+def tiny(hidden_size: int = 32) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -61,6 +61,25 @@ def test_a_model_of_peft(kind):
     foveate.detach(model)
     assert "foveate" not in unwrapped(model).__dict__
     assert answer(model) == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_bitsandbytes(bits, tmp_path):
+    tiny(128).save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path, quantization_config=config, dtype=torch.float32, device_map="cpu").eval()
+    projection = model.model.layers[0].self_attn.q_proj
+    assert type(projection).__name__ == f"Linear{bits}bit" + ("Lt" if bits == 8 else "")
+    expected = answer(model, PADDED)
+    for spec in ("dense", "pages:top_k=1.0", "snapkv:top_k=1.0", "kascade:anchors=[0],top_k=1.0"):
+        with foveate.attached(model, spec):
+            assert answer(model, PADDED) == expected
+            assert foveate.stats(model).layers[0].decode_steps
+    with foveate.attached(model, "pages:top_k=8,page_size=4"):
+        answer(model)
+        assert 0 < foveate.stats(model).summary()["keys_read_share"] < 1
+    assert model.model.layers[0].self_attn.q_proj is projection
 
 
 def test_padding_with_adapters():
@@ -117,7 +136,7 @@ def test_a_compiled_model_and_a_pipeline():
     "spec", ["dense", "kascade:anchors=1,top_k=4,min_k=1", "luka:page_size=4,top_k=1,sinks=1,tail=4"]
 )
 def test_a_model_that_device_map_spreads(tmp_path, spec):
-    tiny().save_pretrained(tmp_path)
+    tiny(128).save_pretrained(tmp_path)
     places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places["model.layers.1"] = "disk"
     spread = transformers.AutoModelForCausalLM.from_pretrained(
