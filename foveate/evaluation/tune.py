@@ -186,7 +186,7 @@ def _together(plan: Plan, specs: Sequence[str], say: Callable[[str], None]) -> N
 
     if specs:
         say(f"together: dense, {', '.join(specs)}")
-        with contextlib.suppress(*_FAILURES):  # one that cannot be applied ends it for all, and is told by itself
+        with contextlib.suppress(*_FAILURES):  # ends the run; then each is measured alone, and the one that fails named
             _rows(plan, "tune", ["dense", *specs], progress)
 
 

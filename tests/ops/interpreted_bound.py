@@ -112,12 +112,14 @@ def test_a_far_bound_gives_the_same_for_the_same_work(spec, monkeypatch):
     assert work_of_far.read <= (1.4 if "score_keys=pages" in spec else 1.1) * work.read
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if "page" not in spec])  # those read what a head asks for
+@pytest.mark.parametrize("spec", SPECS)
 def test_nothing_is_scored_for_rows_that_are_read_whole(spec, monkeypatch):
     outs, work, _ = step(monkeypatch, spec, NEAR, captured=True)
     expected, dense, _ = step(monkeypatch, "dense", NEAR)
     torch.testing.assert_close(outs, expected)
-    assert work.products == dense.products
+    assert work.read <= 1.08 * dense.read
+    if "page" not in spec:  # a program of pages looks at one block of them at least
+        assert work.products == dense.products
 
 
 @triton.jit

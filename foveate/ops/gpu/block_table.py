@@ -44,7 +44,10 @@ def slots_at(chosen_ptr, stride, place, number, keys, first, INDEXED: tl.constex
 
 @triton.jit
 def located(table_ptr, slots, BLOCK_SIZE: tl.constexpr):
-    """A row's slots as slots of the memory of all rows, whose block b has those from ``b * BLOCK_SIZE`` on."""
+    """A row's slots as slots of the memory of all rows, whose block b has those from ``b * BLOCK_SIZE`` on.
+
+    int32, as that memory has fewer than 2^31 slots: so many, of one head of 16 dimensions, would take 137 GB.
+    """
     entry = tl.load(table_ptr + slots // BLOCK_SIZE, mask=slots >= 0, other=0).to(tl.int32)
     return tl.where(slots >= 0, entry * BLOCK_SIZE + slots % BLOCK_SIZE, -1)
 
