@@ -133,7 +133,7 @@ class SharedSelection(Method):
         cache.count_read(read)
         alike = cache.step is None and cache.uniform
         how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
-        how |= {"logits": cache.logits(scaling), "block_table": cache.block_table}
+        how |= {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
         return ops.attend_indices(q, *cache.memory, indices, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

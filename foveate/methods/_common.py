@@ -17,7 +17,7 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     cache.count_read()
     mask = None if mask is None else mask[:, :, None]
     how = {"mask": mask, "lengths": lengths, "need_mass": need_mass, "block_table": cache.block_table}
-    return ops.attend(q, *cache.memory, logits=cache.logits(scaling), **how)
+    return ops.attend(q, *cache.memory, logits=cache.logits(scaling), out=cache.out, **how)
 
 
 def count_scored(method: Method, cache: SlotCache) -> None:

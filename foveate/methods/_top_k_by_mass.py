@@ -54,7 +54,7 @@ class TopKByMass(SharedSelection):
     def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         _, lengths = cache.stored()
         cache.count_read()
-        attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths))
+        attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths), out=cache.out)
         return self._chosen(cache, attended.mass, choosing(cache, lengths, "counts")), attended.out
 
     def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:

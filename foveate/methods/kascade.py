@@ -296,7 +296,7 @@ class Kascade(TopKByMass):
         cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        how = {"whole": cache.whole, **self._of_pages(cache, scaling)}
+        how = {"whole": cache.whole, "out": cache.out, **self._of_pages(cache, scaling)}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -87,7 +87,7 @@ class PageMethod(Method):
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
         how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
-        how |= {"whole": cache.whole, "block_table": cache.block_table}
+        how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

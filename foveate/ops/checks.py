@@ -35,6 +35,14 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor | None = None, block_table: Block
     return number
 
 
+def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """Raise unless there is no memory for the output, or such as it fits."""
+    shape = (*q.shape[:3], v.shape[3])
+    if out is not None and not (out.shape == shape and out.dtype == q.dtype and out.is_contiguous()):
+        given = f"{out.dtype} {list(out.shape)} of strides {list(out.stride())}"
+        raise ValueError(f"out must be a contiguous {q.dtype} {list(shape)}, not {given}")
+
+
 def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
     """Raise unless there is no mask, or one of bools that can be expanded to the shape."""
     if mask is None or (

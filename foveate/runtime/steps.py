@@ -213,6 +213,7 @@ class EngineSteps:
         k: Tensor,
         v: Tensor,
         logits: Logits,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of one token a row by the layer's method, ``[B, Hq, 1, Dv]``; rows of padding give zeros.
 
@@ -220,17 +221,18 @@ class EngineSteps:
             q: ``[B, Hq, 1, D]``.
             k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
             logits: how the layer's logits are made.
+            out: contiguous ``[B, Hq, 1, Dv]``, to which the output is written; None: to new memory.
         """
         rows, block_table, some_whole = self._step
         self._start(layer)
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None)
+        store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None, out)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
-        out = decode(store, q, logits.scaling)
+        found = decode(store, q, logits.scaling)
         self._finish(layer)
-        return out
+        return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
 
     def read_by_engine(self, layer: int) -> None:
         """Count a layer that the engine attends to itself instead of :meth:`attend`, see :meth:`reads_all`."""

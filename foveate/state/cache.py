@@ -72,7 +72,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
         self._row: int | None = None  # which row of a batch this is, see row
-        self.whole: Tensor | None = None  # rows that a sparse step reads whole, see enter
+        self.whole: Tensor | None = None  # rows that a sparse step reads whole, and where its output goes: see enter
+        self.out: Tensor | None = None
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self._free_blocks = block_size, []
         if self.reuses_slots and any(spec.per > 1 for spec in self.specs.values()):
@@ -137,17 +138,18 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         cache._add_channels(len(memory))
         return cache
 
-    def enter(self, rows: DeviceRows, block_table: Tensor, whole: Tensor | None = None) -> None:
+    def enter(self, rows: DeviceRows, block_table: Tensor, whole: Tensor | None, out: Tensor | None) -> None:
         """Take the rows of an engine's step, which :meth:`DeviceRows.begin_of` has started.
 
         Args:
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
             whole: int64 ``[B]``: lengths of rows that read all keys, whatever is chosen, and 0 of others; None: no row.
+            out: where methods may have attention write its output, ``[B, Hq, 1, Dv]``; None: to new memory.
         """
         if self.batch_size != len(block_table):
             self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
         self.tensors["block_table"], self.capacity = block_table, rows.bound
-        self.whole, self.device_state = whole, DeviceState(rows, None)
+        self.whole, self.out, self.device_state = whole, out, DeviceState(rows, None)
 
     # What methods read
 
@@ -216,10 +218,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
                 or a tensor ``[]``, already summed over the rows as the mean over the KV heads. None: all that it holds.
             available: keys that dense attention would read in each row; None: all tokens so far.
         """
-        counters = self.counters
         if self.step is None:  # ReplayedSteps counts captured steps
             available = sum(self.lengths) if available is None else available * self.batch_size
-            counters.count_steps(1, self.batch_size, available)
+            self.counters.count_steps(1, self.batch_size, available)
         self.count("keys_read", self._held() if keys is None else keys)
 
     def count(self, name: str, number: float | Tensor) -> None:
@@ -276,9 +277,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self._write(first, k, v)
         if "positions" in self.tensors:
             start = self.rows["lengths"][0]
-            self.tensors["positions"][:, :, first : first + n] = torch.arange(
-                start, start + n, dtype=torch.int32, device=self.device
-            )
+            positions = torch.arange(start, start + n, dtype=torch.int32, device=self.device)
+            self.tensors["positions"][:, :, first : first + n] = positions
         self._clear(slice(first, first + n))
         self._advance(n, n)
 
@@ -338,8 +338,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         one = object.__new__(SlotCache)
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
-        whole = self._without_batch
-        one.tensors = {name: x if name in whole else x[b : b + 1] for name, x in self.tensors.items()}
+        shared = self._without_batch
+        one.tensors = {name: x if name in shared else x[b : b + 1] for name, x in self.tensors.items()}
         one.snapshots = {}
         one._row = b
         return one

@@ -46,6 +46,15 @@ def kernels_only(monkeypatch):
     monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
+@pytest.fixture(autouse=True)
+def one_tile(monkeypatch):
+    """Keys in one piece take the tile of blocks, too: with others sums have another order."""
+    from foveate.ops.attend import decode_kernel
+
+    tile = decode_kernel.decode_tile
+    monkeypatch.setattr(decode_kernel, "decode_tile", lambda *facts: tile(*facts[:-1], True))
+
+
 def problem(batch, heads, kv_heads, number, dim, value_dim, dtype):
     """``q, k, v, lengths``: one query a row; keys that are not there are NaN."""
     generator = torch.Generator("cuda").manual_seed(0)

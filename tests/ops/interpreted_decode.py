@@ -130,6 +130,15 @@ def test_chosen_keys(dtype, places, splits):
     check(q, k, v, indices[:, :1].expand(-1, 2, -1).clamp_max(-1))
 
 
+def test_memory_for_the_output(splits):
+    q, k, v = problem(value_dim=5)
+    for attend, chosen in ((decode_kernel.attend, ()), (decode_kernel.attend_indices, (selection(2, 2, 150, 33),))):
+        out = torch.full((2, 6, 1, 5), torch.nan)
+        found = attend(q, k, v, *chosen, logits=Logits(0.3), out=out).out
+        assert found.data_ptr() == out.data_ptr()
+        assert torch.equal(out, attend(q, k, v, *chosen, logits=Logits(0.3)).out)
+
+
 @pytest.mark.parametrize("stored", [torch.int32, torch.int64])
 def test_keys_that_another_head_has_chosen(stored, splits):
     q, k, v = problem(heads=12, kv_heads=4)

@@ -38,6 +38,24 @@ def test_attend(given, message):
             ops.attend_pooled(**{"q": Q, "k": K, "v": V, "logits": Logits(0.3)} | given)
 
 
+def test_memory_for_the_output():
+    verbs = {
+        "attend": lambda **how: attend(**how),
+        "lse": lambda **how: attend(need_lse=True, **how),
+        "pooled": lambda **how: ops.attend_pooled(Q, K, V, logits=Logits(0.3), **how),
+        "indices": lambda **how: ops.attend_indices(Q, K, V, PAGES, logits=Logits(0.3), **how),
+        "pages": lambda **how: ops.attend_pages(Q, K, V, PAGES, 4, logits=Logits(0.3), **how),
+    }
+    for name, verb in verbs.items():
+        out = torch.full((2, 4, 1, 8), torch.nan)
+        found = verb(out=out)
+        assert found.out.data_ptr() == out.data_ptr(), name
+        assert torch.equal(out, verb().out), name
+        for wrong in (out.double(), out[:1], out.transpose(1, 2), torch.empty(4, 2, 1, 8).transpose(0, 1)):
+            with pytest.raises(ValueError, match=r"out must be a contiguous torch.float32 \[2, 4, 1, 8\], not"):
+                verb(out=wrong)
+
+
 def test_a_mask_and_lengths():
     mask, lengths = torch.rand(2, 1, 1, 16) < 0.5, torch.tensor([9, 12])
     both = mask & ops.first_keys(lengths, 16)[:, :, None]

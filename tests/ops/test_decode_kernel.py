@@ -56,7 +56,10 @@ def _compile_attention(
 ):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
-    tile, half = _tile(kernel.group_tile, dtype, dim, heads, capability), dtype != "fp32"
+    (tile, resident), half = (
+        _tile(kernel.decode_tile, dtype, dim, heads, capability, in_blocks=block_size > 0),
+        dtype != "fp32",
+    )
     compiled = compile_for(
         capability,
         kernel._attend_decode,
@@ -100,8 +103,8 @@ def _compile_attention(
         **tile.options,
     )
     if capability == 90 and half and dim <= 128 and tile.block_m <= 16:  # as many at a time as the splits reckon with
-        assert compiled.registers * 32 * tile.num_warps * kernel._RESIDENT <= 65536
-        assert compiled.shared * kernel._RESIDENT <= 227 << 10
+        assert compiled.registers * 32 * tile.num_warps * resident <= 65536
+        assert compiled.shared * resident <= 227 << 10
     if block_size:
         assert_compiled_well_in_blocks(compiled, capability, half, whole)
     else:

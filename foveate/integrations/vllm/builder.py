@@ -168,8 +168,7 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
         kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
     """
     n, memory = step.decodes, keys_and_values(impl, kv_cache)
-    found = step.steps.attend(index_of(impl, layer), query[:n, :, None], *memory, logits_of(impl))
-    out[:n] = found[:, :, 0]
+    step.steps.attend(index_of(impl, layer), query[:n, :, None], *memory, logits_of(impl), out[:n, :, None])
 
 
 def keys_and_values(impl: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

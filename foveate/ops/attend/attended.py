@@ -16,6 +16,10 @@ class Attended(NamedTuple):
     mass: Tensor | None = None
     """``[B, Hkv, Lk]`` fp32: softmax probability summed over the queries and over the heads of the group."""
 
+    def into(self, out: Tensor | None) -> "Attended":
+        """These, with the output copied to ``out``; None: as they are."""
+        return self if out is None else self._replace(out=out.copy_(self.out))
+
 
 def rows_of_heads(logits: Tensor, num_kv_heads: int, length: int) -> Tensor:
     """A logit of each query head, ``[Hq]``, for the rows of :func:`fold_group`: fp32 ``[1, Hkv, G * Lq, 1]``."""

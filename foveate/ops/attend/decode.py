@@ -18,6 +18,7 @@ from foveate.ops.checks import (
     check_logits,
     check_mask,
     check_number,
+    check_out,
     check_places,
 )
 from foveate.ops.logits import Logits
@@ -34,6 +35,7 @@ def attend(
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Attention of every query over every given key that the mask and the lengths leave.
 
@@ -49,6 +51,7 @@ def attend(
             cap, the fastest library kernel runs.
         block_table: where keys and values are when ``k`` and ``v`` are blocks that all rows share, ``[N, Hkv, n,
             D(v)]``; None: they are in one piece.
+        out: contiguous ``[B, Hq, Lq, Dv]``, to which the output is written; None: to new memory.
 
     Raises:
         ValueError: for shapes that do not fit each other, a mask that is not of bools, lengths that are not of
@@ -67,7 +70,7 @@ def attend(
         mask = mask.expand(*mask.shape[:2], length, mask.shape[3])
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
     if not (need_lse or need_mass or logits.sinks is not None or logits.softcap is not None):
-        return Attended(unfold_group(scaled_dot_product(rows, k, v, logits.scaling, mask=mask), num_heads))
+        return Attended(unfold_group(scaled_dot_product(rows, k, v, logits.scaling, mask=mask), num_heads)).into(out)
     scores = (
         matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling)
         if not rows.requires_grad
@@ -86,13 +89,13 @@ def attend(
     if logits.sinks is not None:
         total = total + (sinks - top).exp()
     weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if mask is not None else total)
-    out = (weights.to(v.dtype) @ v).to(q.dtype)
+    attended = (weights.to(v.dtype) @ v).to(q.dtype)
     lse = (total.log() + top).squeeze(-1) if need_lse else None
     return Attended(
-        unfold_group(out, num_heads),
+        unfold_group(attended, num_heads),
         unfold_group(lse, num_heads) if need_lse else None,
         weights.sum(2) if need_mass else None,
-    )
+    ).into(out)
 
 
 def attend_indices(
@@ -108,6 +111,7 @@ def attend_indices(
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Attention over gathered keys: only the selected keys are read.
 
@@ -117,7 +121,7 @@ def attend_indices(
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         whole: int ``[B]``: a row where it is not 0 reads its first so many keys instead of selected ones; None: no row
             does. It excludes ``need_mass``.
-        logits, block_table: see :func:`attend`.
+        logits, block_table, out: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
@@ -134,7 +138,7 @@ def attend_indices(
         used &= first_keys(lengths, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
     found = _attend_gathered(q, keys, values, used, logits=logits, need_lse=need_lse, need_mass=need_mass)
-    return _or_whole(found, q, k, v, whole, logits)
+    return _or_whole(found, q, k, v, whole, logits).into(out)
 
 
 def attend_pages(
@@ -151,6 +155,7 @@ def attend_pages(
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
 
@@ -161,7 +166,7 @@ def attend_pages(
             those that are not there, may hold anything.
         counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
         whole: see :func:`attend_indices`.
-        logits, block_table: see :func:`attend`. Pages need not have the size of blocks.
+        logits, block_table, out: see :func:`attend`. Pages need not have the size of blocks.
 
     Returns:
         With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
@@ -185,7 +190,7 @@ def attend_pages(
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
     keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
     found = _attend_gathered(q, keys, values, slots >= 0, logits=logits, need_lse=need_lse, need_mass=need_mass)
-    return _or_whole(found, q, k, v, whole, logits)
+    return _or_whole(found, q, k, v, whole, logits).into(out)
 
 
 def check_attend(
@@ -197,6 +202,7 @@ def check_attend(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
     **_: Any,
 ) -> None:
     """Raise for arguments of :func:`attend` that cannot be."""
@@ -204,6 +210,7 @@ def check_attend(
     check_mask(mask, (len(q), k.shape[1], q.shape[2], number))
     check_lengths(lengths, len(q), k.shape[1])
     check_logits(logits, q.shape[1])
+    check_out(out, q, v)
 
     def read() -> Tensor:
         there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
@@ -224,6 +231,7 @@ def check_indices(
     whole: Tensor | None = None,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
     **_: Any,
 ) -> None:
     """Raise for arguments of :func:`attend_indices` that cannot be."""
@@ -232,6 +240,7 @@ def check_indices(
     check_lengths(lengths, len(q), k.shape[1])
     _check_whole(whole, len(q), number, need_mass)
     check_logits(logits, q.shape[1])
+    check_out(out, q, v)
     if heads is not None and heads.shape != (k.shape[1],):
         raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
     check_blocks(block_table, k, lambda: among(indices, number))
@@ -250,6 +259,7 @@ def check_pages(
     whole: Tensor | None = None,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
     **_: Any,
 ) -> None:
     """Raise for arguments of :func:`attend_pages` that cannot be."""
@@ -260,6 +270,7 @@ def check_pages(
     check_lengths(lengths, len(q), k.shape[1])
     check_counts(counts, len(q))
     check_logits(logits, q.shape[1])
+    check_out(out, q, v)
 
     def read() -> Tensor:
         there = among(page_slots(pages, page_size).flatten(2), number)

@@ -14,15 +14,13 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, slots_at
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import capability, cdiv, group_tile, multiprocessors, next_power_of_2, split, split_of_row
+from foveate.ops.gpu.tiles import capability, cdiv, decode_tile, multiprocessors, next_power_of_2, split, split_of_row
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
 
 _LARGEST = 256
 """The largest head dim."""
-_RESIDENT = 3
-"""Programs that a multiprocessor runs at a time."""
 
 
 def attend(
@@ -36,6 +34,7 @@ def attend(
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.decode.attend`; several queries are left to the library.
 
@@ -45,11 +44,11 @@ def attend(
     lengths leave out are not read and may hold anything. For the mass, see :func:`attend_pooled`.
     """
     if q.shape[2] != 1:
-        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass}
+        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass, "out": out}
         return decode.attend(q, k, v, logits=logits, block_table=block_table, **more)
     how = ("sum", "kv_head") if need_mass else None
     number = k.shape[2] if block_table is None else block_table.length
-    mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table}
+    mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table, "out": out}
     return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
 
 
@@ -63,6 +62,7 @@ def attend_pooled(
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.pooled.attend_pooled` and :func:`attend`.
 
@@ -71,7 +71,7 @@ def attend_pooled(
     """
     check(pooling, pool)
     number = k.shape[2] if block_table is None else block_table.length
-    more = {"how": (pooling, pool), "block_table": block_table}
+    more = {"how": (pooling, pool), "block_table": block_table, "out": out}
     return _decode(q, k, v, None, None, lengths, number, logits, True, **more)
 
 
@@ -93,6 +93,7 @@ def attend_indices(
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read in place."""
     if q.shape[2] != 1:
@@ -102,7 +103,7 @@ def attend_indices(
     if indices.shape[:2] != (len(q), k.shape[1]):
         raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
     number, heads = indices.shape[2], None if heads is None else heads.contiguous()
-    more = {"heads": heads, "whole": whole, "block_table": block_table}
+    more = {"heads": heads, "whole": whole, "block_table": block_table, "out": out}
     return _decode(q, k, v, indices, None, lengths, number, logits, need_lse, **more)
 
 
@@ -120,6 +121,7 @@ def attend_pages(
     need_lse: bool = False,
     need_mass: bool = False,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
@@ -131,7 +133,7 @@ def attend_pages(
     if need_mass:
         raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table}
+    how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table, "out": out}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
 
 
@@ -165,6 +167,7 @@ def _decode(
     heads: Tensor | None = None,
     whole: Tensor | None = None,
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
@@ -177,13 +180,11 @@ def _decode(
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
     keys = k.shape[2] if block_table is None else block_table.length
     group = num_heads // sets
-    tile = group_tile(q.dtype, max(dim, value_dim), group, capability(q.device))
-    if indices is not None and block_table is not None and not page_size and tile.num_stages == 3:
-        tile = tile._replace(num_stages=2)  # single keys all over memory: 8 % faster with 32 rows of 32K on an H200
+    tile, resident = decode_tile(q.dtype, max(dim, value_dim), group, capability(q.device), block_table is not None)
     parts, blocks = cdiv(group, tile.block_m), cdiv(number if whole is None else max(number, keys), tile.block_n)
-    room = _RESIDENT * multiprocessors(q.device)
+    room = resident * multiprocessors(q.device)
     splits, _ = split(batch * sets * parts, blocks, room)
-    out = q.new_empty(batch, num_heads, 1, value_dim)
+    out = q.new_empty(batch, num_heads, 1, value_dim) if out is None else out
     lse = q.new_empty(batch, num_heads, 1, dtype=torch.float32)
     kept = room_for(q, number, blocks, splits, tile.block_n) if how else None
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)

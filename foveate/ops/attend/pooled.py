@@ -19,6 +19,7 @@ def attend_pooled(
     pooling: str = "post_softmax",
     pool: str = "kv_head",
     block_table: BlockTable | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Attention over all keys, with its log-sum-exp, and their scores as :func:`pooled_mass` has them.
 
@@ -28,7 +29,7 @@ def attend_pooled(
         q: ``[B, Hq, 1, D]``.
         k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``; read through their strides.
         lengths: see :func:`pooled_mass`.
-        logits, block_table: see :func:`attend`.
+        logits, block_table, out: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -40,4 +41,4 @@ def attend_pooled(
     if block_table is not None:
         k, v = block_table.gather(q, k, v)
     scores = pooled_mass(q, k, logits=logits, lengths=lengths, pooling=pooling, pool=pool)
-    return attend(q, k, v, logits=logits, lengths=lengths, need_lse=True)._replace(mass=scores)
+    return attend(q, k, v, logits=logits, lengths=lengths, need_lse=True, out=out)._replace(mass=scores)

@@ -77,6 +77,19 @@ def group_tile(
     return Tile(heads, keys, num_warps=wide_warps if wide else 4, num_stages=2 if wide else 3)
 
 
+@functools.cache
+def decode_tile(dtype: torch.dtype, dim: int, group: int, capability: int, in_blocks: bool) -> tuple[Tile, int]:
+    """A decode step's tile, see :func:`group_tile`, and how many of its programs a multiprocessor runs at a time.
+
+    In an engine's blocks a program looks up twice as many keys at once, and as many are in flight: 4 to 15 % faster
+    than three smaller programs on an H200.
+    """
+    tile = group_tile(dtype, dim, group, capability)
+    if in_blocks and capability >= 9 and tile.num_stages == 3:
+        return tile._replace(block_n=2 * tile.block_n, num_stages=2), 2
+    return tile, 3
+
+
 def tile_of_width(tiles: dict[int, Tile], dim: int) -> Tile:
     """The tile of the smallest width that holds ``dim``, of a table by width, ascending."""
     return next(tile for width, tile in tiles.items() if dim <= width)

@@ -16,9 +16,9 @@ _STEPS = 2048.0
 _NOTHING = tl.constexpr(65535)
 """That many steps and more are nothing; of logits pooled as such, the floor of their block."""
 
-_POOLED = 512
+_POOLED = 256
 """Keys that a program pools at once."""
-_MEMBERS = 4
+_MEMBERS = 8
 """Query heads that it pools together."""
 _RESIDENT = 16
 """Programs that pool for each multiprocessor, at most."""
@@ -203,24 +203,25 @@ def _pool_logits(
     """
     row = tl.program_id(1).to(tl.int64)
     batch, first = row // sets, row % sets * members
-    some, end = tl.arange(0, SPLITS), number
+    some, end, longest = tl.arange(0, SPLITS), number, number
     if count_ptr is not None:
         end = tl.minimum(end, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
     elif BOUNDED and not PAGE_SIZE and not SUM:
         of_head, heads = first // group + tl.arange(0, KV_HEADS), tl.arange(0, KV_HEADS) < members // group
         length_at = length_ptr + batch * length_stride_b + of_head * length_stride_h
-        end = tl.minimum(end, tl.max(tl.load(length_at, mask=heads, other=0), 0).to(tl.int32) + 1)
+        longest = tl.max(tl.load(length_at, mask=heads, other=0), 0).to(tl.int32)
+        end = tl.minimum(end, longest + 1)
     for begin in tl.range(tl.program_id(0) * KEYS, end, tl.num_programs(0) * KEYS):
         place = begin + tl.arange(0, KEYS)
         exist = place < number
         score = tl.full([KEYS], float("-inf") if LOGIT else 0.0, tl.float32)
-        lost, key = place < 0, place
+        lost, key = place >= longest, place
         if PAGE_SIZE:
             page_ptr = chosen_ptr + batch * chosen_stride_b + first // group * chosen_stride_h
             page = tl.load(page_ptr + place // PAGE_SIZE * chosen_stride_l, mask=exist, other=-1).to(tl.int32)
             key = page * PAGE_SIZE + place % PAGE_SIZE
             lost = (page < 0) | (key >= keys)
-        for few in tl.range(0, members, MEMBERS):
+        for few in tl.range(0, tl.where(begin < longest, members, 0), MEMBERS):
             member = few + tl.arange(0, MEMBERS)
             real = member < members
             head, kv_head = batch * sets * members + first + member, (first + member) // group

@@ -19,6 +19,7 @@ from foveate.ops.select.kth_kernel import (
     find_kth_of_many,
     float_of,
     plain,
+    put_end,
     read_scores,
     row_of,
     scores_of,
@@ -61,7 +62,7 @@ def topk_rows(
     :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
     sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
     equal. Scores beyond a row's length are not read, and its programs share those that are there; a row that is short
-    by its length is kept whole, too, and leaves the other launches at once.
+    by its length is kept whole, too, and leaves the other launches at once; one without scores leaves all of them.
     """
     batch, heads, number = scores.shape
     if scores.dtype != torch.float32:
@@ -206,6 +207,9 @@ def _bracket(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
     )
     if HELD > 0:
+        if number <= 0:
+            put_end(found_ptr + row * k, 0, k, HELD // 2)
+            return
         if number <= HELD // 2:
             choose_of_short_row(score_ptr, number, allowed, found_ptr + row * k, k, VECTOR, HELD // 2)
             return
