@@ -31,7 +31,7 @@ for split in 1 2 3; do
   tokens=$((split == 3 ? 40 : 24))
   compare "multikey_$split" "ruler:split=niah_multikey_$split,max_new_tokens=$tokens" 8192 60 "${decode[@]}" \
     $([ $split = 1 ] || printf '%s\n' "${sparse[@]}")
-  compare "multikey_$split" "ruler:split=niah_multikey_$split,max_new_tokens=$tokens" 16384 60 "${decode[@]}"
+  compare "multikey_$split" "ruler:split=niah_multikey_$split,max_new_tokens=$tokens" 16384 60 "${decode[@]}" "${sparse[@]}"
 done
 compare 2wiki 2wiki 8192 100 "${decode[@]}"
 cat "$rows"-*.jsonl > "$rows.jsonl"

@@ -111,11 +111,11 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     llm = serving.engine(job, max_model_len=longest, max_num_seqs=job["rows"])
     found = {}
     for spec, asked in job["questions"].items():
-        before = serving._keys()
+        before = serving._keys(llm)
         how = {"temperature": 0, "stop_token_ids": job["ends"], "detokenize": False}
         sampling = [SamplingParams(max_tokens=new, **how) for _, new in asked]
         outs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in asked], sampling, use_tqdm=False)
-        read, available = (after - then for after, then in zip(serving._keys(), before))
+        read, available = (after - then for after, then in zip(serving._keys(llm), before))
         found[spec] = {
             "answers": [list(out.outputs[0].token_ids) for out in outs],
             "keys_read_share": read / available if available else None,

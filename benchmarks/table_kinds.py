@@ -235,6 +235,34 @@ serving = Table(
 )
 """What decoding by a method gives a server, beside its own attention."""
 
+
+
+def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
+    """The median and the last percentile of a latency, and vLLM's own."""
+
+    def ends(times: Sequence[float]) -> str:
+        return ", ".join(number(times[n] / scale, 2) for n in (0, -1))
+
+    def cell(row: Row) -> str:
+        return f"{ends(row[kind])} ({ends(row[f'baseline_{kind}'])})"
+
+    return cell
+
+
+serving_load = Table(
+    lambda rows: f"{rows[0]['case']['model']} in vLLM, the median and the 99th percentile (vLLM's own attention)",
+    {
+        "requests a second": lambda row: f"{row['case']['rate']:g}",
+        "method": lambda row: f"`{row['case']['method']}`",
+        "first token, s": _percentiles("first_token_ms", 1000),
+        "a token, ms": _percentiles("token_ms", 1),
+        "a request, s": _percentiles("request_ms", 1000),
+        "failed": lambda row: f"{row['failed']} of {row['case']['requests']}",
+    },
+    apart=lambda row: row["case"]["model"],
+)
+"""Latencies of a server to which requests come at random."""
+
 # Speed
 
 _LEVELS = {"kernel": "attention of a layer", "layer": "a layer with its cache"}

@@ -33,6 +33,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "memory-shares": table_kinds.memory_shares,
     "page-scores": table_kinds.page_scores,
     "serving": table_kinds.serving,
+    "serving-load": table_kinds.serving_load,
     "serving-accuracy": table_kinds.serving_accuracy,
     "indexer-parity": csa_tables.indexer_parity,
     "indexer-lengths": csa_tables.indexer_lengths,

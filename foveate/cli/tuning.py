@@ -29,9 +29,8 @@ def tune(
     ] = None,
     limit: Annotated[int, typer.Option(help="Items to choose on, and as many to check on.")] = 20,
     minutes: Annotated[float, typer.Option(help="Time after which nothing new is tried.")] = 15.0,
-    trials: Annotated[int, typer.Option(help="Most settings that are tried.")] = 40,
     batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the items and of the search.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the items.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -43,7 +42,7 @@ def tune(
     notes = terminal.console(stderr=True)
     chosen = tasks.parse(task, split="tune")
     quiet()
-    how = (max_loss, objective, calibration, limit, minutes, trials, batch_size, seed, dtype, device)
+    how = (max_loss, objective, calibration, limit, minutes, batch_size, seed, dtype, device)
     plan = Plan(model, chosen, data, out, *how)
 
     def say(text: str) -> None:

@@ -1,7 +1,8 @@
 """Searching methods and budgets for the cheapest setting that keeps a model's answers on one's own data.
 
-Settings are tried on the task's split `tune` and chosen there; what the best ones lose is then measured on `test`. Each
-trial is a row of `compare`, so that a search which was interrupted goes on, and loses one trial at most.
+A method loses less the more it reads, so the least share that keeps the answers is bracketed for each; methods that can
+no longer become the cheapest are left. Settings are tried on the task's split `tune` and chosen there; what the best
+ones lose is then measured on `test`. Each trial is a row of `compare`, so that a search which was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,29 +26,23 @@ from foveate.results import outfile
 from foveate.results.errors import UserError, unknown
 
 OBJECTIVES = ("latency", "throughput", "memory")
-KEEPING = {
-    "pages": "pages:top_k={share}",
-    "luka": "luka:top_k={share}",
-    "quest": "quest:top_k={share}",
-}
+KEEPING = ("pages", "luka", "quest")
 """Methods that keep the whole cache and read a share of it."""
-EVICTING = {
-    "snapkv": "snapkv:top_k={share}",
-    "adakv": "adakv:top_k={share}",
-    "h2o": "h2o:top_k={share}",
-    "tova": "tova:top_k={share}",
-}
+PRUNING = ("snapkv", "adakv")
 """Methods that keep a share of the prompt."""
+EVICTING = (*PRUNING, "h2o", "tova")
+"""And those that keep no more as they go on; for as many keys these lose more."""
 KASCADE = "kascade:top_k={share},pool=layer,pooling=sqrt,decode_only=true,calibration={file}"
-_SHARES = (0.02, 0.5)
-"""The least and the largest share of a context."""
-_FIRST = 0.125
-"""The share with which each method is tried first."""
+_LEAST, _FIRST, _MOST = 0.02, 0.12, 0.8
+"""Shares of a context: the least, that with which each method is tried first, and the largest."""
+_CLOSE = 1.25
+"""A share is looked for no closer than within this factor."""
+_FALLING = 0.7
+"""A loss falls about as this power of the share (measured with `pages` and `kascade` on novels)."""
 _FAILURES = (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model."""
-_TOGETHER, _STALE, _CONFIRMED = 4, 8, 3
-"""Trials of a run; those without a better one that end a search; and the best ones that are measured on held-back data
-at most."""
+_TOGETHER, _CONFIRMED = 4, 3
+"""Trials of a run after the first, and the cheapest ones that are measured on held-back data at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +60,6 @@ class Plan:
         calibration: a file of `foveate calibrate`, with which kascade is among the methods; None: it is not.
         limit: items of each split.
         minutes: no trial starts after so many, but for the first of each method. A few start together.
-        trials: nor after so many trials.
     """
 
     model: Path
@@ -76,7 +71,6 @@ class Plan:
     calibration: Path | None = None
     limit: int = 20
     minutes: float = 15.0
-    trials: int = 40
     batch_size: int = 1
     seed: int = 0
     dtype: str = "auto"
@@ -87,8 +81,8 @@ class Plan:
             raise unknown("objective", self.objective, OBJECTIVES)
         if not 0 <= self.max_loss <= 100:
             raise UserError(f"max-loss must be points of a score, 0 to 100, got {self.max_loss}")
-        if self.minutes <= 0 or self.trials < 1:
-            raise UserError(f"minutes must be above 0 and trials at least 1, got {self.minutes} and {self.trials}")
+        if self.minutes <= 0:
+            raise UserError(f"minutes must be above 0, got {self.minutes}")
         if self.objective == "throughput" and self.batch_size == 1:
             raise UserError("throughput is of several sequences: give as batch-size how many you serve at once")
         if not {"tune", "test"} <= set(self.task.splits):
@@ -101,7 +95,8 @@ class Plan:
     @property
     def methods(self) -> dict[str, str]:
         """The specs that are searched, by method, with places for the share and the file of a calibration."""
-        found = EVICTING if self.objective == "memory" else KEEPING | EVICTING
+        names = EVICTING if self.objective == "memory" else (*KEEPING, *PRUNING)
+        found = {name: f"{name}:top_k={{share}}" for name in names}
         return found if self.calibration is None else found | {"kascade": KASCADE}
 
 
@@ -120,58 +115,76 @@ class Trial:
 def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     """Searches, writes the best setting and returns it, as measured on the held-back split.
 
-    Dense attention is the setting where nothing keeps what it may lose. Raises `UserError` as `compare` does, and if
-    optuna is not installed.
+    Dense attention is the setting where nothing keeps what it may lose. Raises `UserError` as `compare` does.
     """
-    try:
-        import optuna
-    except ImportError:
-        raise UserError("foveate tune needs optuna: pip install 'foveate[tune]'") from None
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     outfile.check(plan.out)
-    begun, tried, dense, best, stale, asked = time.monotonic(), {}, None, None, 0, 0
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=plan.seed, constant_liar=True))
-    for name in plan.methods:
-        study.enqueue_trial({"method": name, f"{name}_share": _FIRST})
-    while asked < plan.trials:
-        if stale >= _STALE:
-            say(f"no better setting in {stale} trials")
-            break
-        if asked and time.monotonic() - begun > 60 * plan.minutes:
-            say(f"{plan.minutes:g} minutes are over")
-            break
-        number = min(_TOGETHER if asked else len(plan.methods), plan.trials - asked)
-        trials = [study.ask() for _ in range(number)]
-        specs = [_suggested(plan, trial) for trial in trials]
-        _together(plan, [spec for spec in dict.fromkeys(specs) if spec not in tried], say)
+    begun, dense = time.monotonic(), None
+    tried: dict[str, dict[float, Trial]] = {name: {} for name in plan.methods}
+    failed: set[str] = set()
+    shares = dict.fromkeys(plan.methods, _FIRST)
+    while shares:
+        specs = {name: _spec(plan, name, share) for name, share in shares.items()}
+        _together(plan, list(specs.values()), say)
         if dense is None:
             dense = best = _measure(plan, "tune", "dense")
             say(f"dense: {_words(plan, dense)}")
-        for trial, spec in zip(trials, specs, strict=True):
-            known = spec in tried
-            if not known:
-                try:
-                    tried[spec] = _measure(plan, "tune", spec)
-                except _FAILURES as error:
-                    tried[spec] = None
-                    say(f"{spec}: {str(error).splitlines()[0]}")
-            found = tried[spec]
-            if found is None:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                stale += 1
+        for name, spec in specs.items():
+            try:
+                found = tried[name][shares[name]] = _measure(plan, "tune", spec)
+            except _FAILURES as error:
+                failed.add(name)
+                say(f"{spec}: {str(error).splitlines()[0]}")
                 continue
-            over = found.loss - plan.max_loss  # one that loses too much is worse than dense
-            study.tell(trial, found.cost / dense.cost if over <= 0 else 1 + over)
             better = found.loss <= plan.max_loss and found.cost < best.cost
-            best, stale = (found, 0) if better else (best, stale + 1)
-            if not known:
-                say(f"{spec}: {_words(plan, found)}{', the best so far' if better else ''}")
-        stale = stale if asked else 0  # the first of each method are only where the search begins
-        asked += number
-    chosen = _confirmed(plan, [one for one in tried.values() if one is not None and one.cost < dense.cost], say)
+            best = found if better else best
+            say(f"{spec}: {_words(plan, found)}{', the best so far' if better else ''}")
+        shares = _promising({name: tried[name] for name in tried if name not in failed}, plan.max_loss, dense, best)
+        if shares and time.monotonic() - begun > 60 * plan.minutes:
+            say(f"{plan.minutes:g} minutes are over")
+            break
+    measured = (one for of_method in tried.values() for one in of_method.values())
+    chosen = _confirmed(plan, [one for one in measured if one.cost < dense.cost], say)
     _write(plan, chosen)
     return chosen
+
+
+def _promising(
+    tried: Mapping[str, Mapping[float, Trial]], max_loss: float, dense: Trial, best: Trial
+) -> dict[str, float]:
+    """The shares to try next, of the methods that may become cheaper than the best: the cheapest, if they are."""
+    expected = []
+    for name, trials in tried.items():
+        wanted = next_share({share: one.loss for share, one in trials.items()}, max_loss)
+        if wanted is not None:
+            near, share = min(trials, key=lambda one: abs(one - wanted)), _rounded(min(wanted, _MOST))
+            costs = (trials[near].cost + (one - near) * dense.cost for one in (wanted, share))
+            expected.append((*costs, name, share))
+    cheaper = sorted(one for one in expected if one[1] < best.cost)
+    return {name: share for *_, name, share in cheaper[:_TOGETHER]}
+
+
+def next_share(losses: Mapping[float, float], most: float) -> float | None:
+    """The share at which a method is worth trying next; None where the least that keeps its answers is known.
+
+    Args:
+        losses: what it has lost, by the share; not empty.
+        most: what it may lose.
+
+    Returns:
+        A share; more than the largest where even that is not expected to do, and None where it did not.
+    """
+    enough = min((share for share, loss in losses.items() if loss <= most), default=None)
+    less = max((share for share in losses if enough is None or share < enough), default=None)
+    if enough is None:
+        guess = less * (1.2 * losses[less] / max(most, 0.1)) ** (1 / _FALLING)
+        return max(1.5 * less, guess) if less < _MOST else None
+    if less is None:
+        return max(_LEAST, enough / 3) if enough > _LEAST else None
+    return math.sqrt(less * enough) if enough > _CLOSE * less else None
+
+
+def _rounded(share: float) -> float:
+    return float(f"{share:.2g}")
 
 
 def _together(plan: Plan, specs: Sequence[str], say: Callable[[str], None]) -> None:
@@ -190,14 +203,9 @@ def _together(plan: Plan, specs: Sequence[str], say: Callable[[str], None]) -> N
             _rows(plan, "tune", ["dense", *specs], progress)
 
 
-def _suggested(plan: Plan, trial: Any) -> str:
-    name = trial.suggest_categorical("method", list(plan.methods))
-    return _spec(plan, name, trial.suggest_float(f"{name}_share", *_SHARES, log=True))
-
-
 def _spec(plan: Plan, name: str, share: float) -> str:
     file = json.dumps(None if plan.calibration is None else str(plan.calibration.resolve()))
-    return plan.methods[name].format(share=float(f"{share:.2g}"), file=file)
+    return plan.methods[name].format(share=_rounded(share), file=file)
 
 
 def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial:

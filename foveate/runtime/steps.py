@@ -43,7 +43,7 @@ class Totals:
 
     steps: int = 0
     dense_steps: int = 0
-    """Steps that were dense because the context was short."""
+    """Steps that were dense because all rows were short, or because of how they ran."""
     rows: int = 0
     """Rows of all steps: decoded tokens."""
     keys_available: float = 0.0
@@ -60,14 +60,14 @@ class EngineSteps:
     included, :meth:`written` comes before the layer's :meth:`attend`.
 
     What the layers do depends on the device alone, but for two things that :meth:`begin` fixes on the host: the bound
-    of the lengths, from which widths follow, and whether the whole step is dense. In a step that is not, short rows are
-    told from others on the device.
+    of the lengths, from which widths follow, and whether the whole step is dense, because all its rows are short or its
+    kernels are launched one by one. In a step that is not, short rows are told from others on the device.
 
     Args:
         methods: the layers' methods, see :meth:`Method.for_layer`, by index.
         device: where keys and values are.
         dense_below: a row is read whole while the rows of its step, each taken as long as this one, hold fewer tokens
-            than this. "auto": fewer than :attr:`Method.sparse_from_tokens` on a GPU; elsewhere no row is.
+            than this; 0: no row and no step is. "auto": :attr:`Method.sparse_from_tokens` on a GPU, 0 elsewhere.
         geometry: of a layer, for "auto"; None: eight KV heads of 128.
     """
 
@@ -80,7 +80,7 @@ class EngineSteps:
     ):
         self.methods, self.device = dict(sorted(methods.items())), device
         self.dense = False
-        """Whether the present step is dense because all its rows are short."""
+        """Whether the present step is dense, see :meth:`begin`."""
         self.totals = Totals()
         with torch.inference_mode(False):
             self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=device)
@@ -120,6 +120,7 @@ class EngineSteps:
         tokens: int,
         rows: int | None = None,
         prompts: Sequence[bool] | None = None,
+        launched: bool = False,
     ) -> None:
         """Start a step.
 
@@ -130,10 +131,12 @@ class EngineSteps:
             tokens: the sum of the lengths of the rows that are no prompts', or a bound of it; it is counted.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
+            launched: whether an engine that replays other steps as graphs launches this one's kernels from the host:
+                then it is dense, for choosing keys takes longer so than reading them all.
         """
         self._begin(lengths, block_table, bound, prompts)
         number = len(lengths) if rows is None else rows
-        self.dense = number * bound < self._sparse_from
+        self.dense = self._sparse_from > 0 and (launched or number * bound < self._sparse_from)
         decoding = number - (0 if prompts is None else sum(prompts))
         totals = self.totals
         totals.steps += decoding > 0

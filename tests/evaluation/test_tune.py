@@ -12,8 +12,6 @@ from foveate.evaluation import tasks, tune
 from foveate.inputs import loading
 from foveate.results.errors import UserError
 
-pytest.importorskip("optuna")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -24,7 +22,7 @@ def folder(tmp_path_factory):
 def plan(folder, tmp_path):
     def made(**settings):
         task = tasks.parse("documents", split="tune", length=120, max_new_tokens=4)
-        how = {"max_loss": 80.0, "limit": 3, "trials": 6, "objective": "memory", "device": "cpu"} | settings
+        how = {"max_loss": 80.0, "limit": 3, "objective": "memory", "device": "cpu"} | settings
         return tune.Plan(folder, task, tiny.SAMPLE / "books", tmp_path / "foveate.json", **how)
 
     return made
@@ -74,54 +72,71 @@ def test_an_interrupted_search_goes_on_where_it_was(plan, monkeypatch):
     assert tune.search(plan()) == again, "a search that was finished loads no model"
 
 
-def test_no_more_is_tried_than_asked_for(plan):
-    said = []
-    tune.search(plan(trials=2), said.append)
-    assert said[:4] == [
-        "together: dense, snapkv:top_k=0.12, adakv:top_k=0.12",
-        *(f"{n} of 3 items" for n in (1, 2, 3)),
-    ]
-    rows = [json.loads(line) for line in plan().rows("tune").read_text(encoding="utf-8").splitlines()]
-    assert [row["method"] for row in rows] == ["dense", *list(tune.EVICTING)[:2]]
+def losing(monkeypatch, loss):
+    """Each method loses ``loss(name, share)`` and costs its share; specs measured on `tune`, in their order."""
+    measured, asked = tune._measure, []
+
+    def found(plan, split, spec):
+        if split == "tune" and spec not in asked:
+            asked.append(spec)
+        name, share = spec.split(":top_k=") if spec != "dense" else ("dense", 1)
+        lost = 0.0 if name == "dense" else loss(name, float(share))
+        return tune.dataclasses.replace(measured(plan, split, spec), loss=lost, cost=float(share))
+
+    monkeypatch.setattr(tune, "_measure", found)
+    return asked
 
 
-def test_later_trials_read_prompts_together_too(plan, monkeypatch):
-    rows, said = tune._rows, []
+def test_the_least_share_that_keeps_the_answers_is_found(plan, monkeypatch):
+    asked, said = losing(monkeypatch, lambda name, share: (5 if name == "tova" else 25) / (10 * share) ** 0.7), []
+    found = tune.search(plan(max_loss=4.0), said.append)
+    name, share = found.spec.split(":top_k=")
+    assert name == "tova"
+    assert 0.137 <= float(share) <= 0.137 * 1.25, "5 / (10 * share) ** 0.7 is 4 at 0.1375"
+    assert asked[: 1 + len(tune.EVICTING)] == ["dense", *(f"{name}:top_k=0.12" for name in tune.EVICTING)]
+    assert "together: dense, snapkv:top_k=0.12, adakv:top_k=0.12, h2o:top_k=0.12, tova:top_k=0.12" in said
+    assert said.count("1 of 3 items") == said.count("3 of 3 items") > 1, "each run reads each prompt once"
 
-    def noted(plan, split, specs, *progress):
-        said.append([spec for spec in specs if spec != "dense"])
-        return rows(plan, split, specs, *progress)
 
-    monkeypatch.setattr(tune, "_rows", noted)
-    tune.search(plan(trials=6, max_loss=100.0), said.append)
-    runs = [one for one in said if isinstance(one, list) and len(one) > 1]
-    assert [len(run) for run in runs] == [len(tune.EVICTING), 2]
-    assert said[said.index(runs[1]) :][1:4] == [f"{n} of 3 items" for n in (1, 2, 3)]
+def test_methods_that_cannot_become_the_cheapest_are_left(plan, monkeypatch):
+    asked = losing(monkeypatch, lambda name, share: 0.0 if name == "tova" or share > 0.5 else 9.0)
+    assert tune.search(plan(max_loss=1.0)).spec == "tova:top_k=0.02"
+    assert {spec.split(":")[0] for spec in asked[1 + len(tune.EVICTING) :]} == {"tova"}
 
 
 def test_dense_attention_where_nothing_keeps_the_answers(plan, monkeypatch):
-    measured = tune._measure
-    monkeypatch.setattr(
-        tune,
-        "_measure",
-        lambda *given: tune.dataclasses.replace(measured(*given), loss=0.0 if given[2] == "dense" else 99.0),
-    )
-    assert tune.search(plan(trials=2)).spec == "dense"
+    asked = losing(monkeypatch, lambda name, share: 50.0)
+    assert tune.search(plan(max_loss=1.0)).spec == "dense"
+    assert len(asked) <= 1 + 3 * len(tune.EVICTING)
 
 
-def test_the_first_of_each_method_do_not_end_the_search(plan, monkeypatch):
-    measured, asked, said = tune._measure, [], []
+def test_no_search_goes_on_after_its_time(plan, monkeypatch):
+    asked, said = losing(monkeypatch, lambda name, share: 9.0), []
+    tune.search(plan(minutes=1e-6, max_loss=8.0), said.append)
+    assert len(asked) == 1 + len(tune.EVICTING), "but the first of each method"
+    assert "1e-06 minutes are over" in said
 
-    def losing(plan, split, spec):
-        asked.append(spec)
-        return tune.dataclasses.replace(measured(plan, split, spec), loss=0.0 if spec == "dense" else 99.0)
 
-    monkeypatch.setattr(tune, "_measure", losing)
-    monkeypatch.setattr(tune, "_STALE", 2)
-    monkeypatch.setattr(tune, "_TOGETHER", 2)
-    assert tune.search(plan(trials=9), said.append).spec == "dense"
-    assert len([spec for spec in dict.fromkeys(asked) if spec != "dense"]) == len(tune.EVICTING) + 2
-    assert "no better setting in 2 trials" in said
+@pytest.mark.parametrize(
+    ("losses", "most", "expected"),
+    [
+        ({0.12: 4.5}, 3.0, 0.12 * 1.8 ** (1 / 0.7)),
+        ({0.12: 4.5, 0.28: 2.4}, 3.0, (0.12 * 0.28) ** 0.5),
+        ({0.12: 4.5, 0.2: 2.9, 0.18: 3.1}, 3.0, None),
+        ({0.12: 2.0}, 3.0, 0.04),
+        ({0.04: 1.0, 0.12: 2.0}, 3.0, 0.02),
+        ({0.02: 1.0}, 3.0, None),
+        ({0.12: 3.1}, 3.0, 0.18),
+        ({0.8: 3.1}, 3.0, None),
+        ({0.12: 0.5, 0.3: 0.0}, 0.0, (0.12 * 0.3) ** 0.5),
+    ],
+)
+def test_next_share(losses, most, expected):
+    assert tune.next_share(losses, most) == pytest.approx(expected)
+
+
+def test_a_share_that_is_not_expected_to_do_is_more_than_the_largest():
+    assert tune.next_share({0.12: 40.0}, 1.0) > 0.8
 
 
 def test_a_setting_that_fails_ends_no_search(plan, monkeypatch):
@@ -133,7 +148,7 @@ def test_a_setting_that_fails_ends_no_search(plan, monkeypatch):
         return measured(plan, split, spec)
 
     monkeypatch.setattr(tune, "_measure", failing)
-    assert not tune.search(plan(trials=4), said.append).spec.startswith("snapkv")
+    assert not tune.search(plan(), said.append).spec.startswith("snapkv")
     assert any(line.endswith(": out of luck") for line in said)
 
 
@@ -180,7 +195,7 @@ def test_files_that_are_no_setting(tmp_path, content, message):
 
 def test_the_command(folder, tmp_path):
     data, out = tiny.SAMPLE / "books", tmp_path / "foveate.json"
-    arguments = ["tune", "--model", folder, "--data", data, "--out", out, "--limit", 3, "--trials", 3, "--max-loss", 50]
+    arguments = ["tune", "--model", folder, "--data", data, "--out", out, "--limit", 3, "--max-loss", 50]
     arguments += ["--task", "documents:length=120,max_new_tokens=3", "--objective", "memory"]
     done = CliRunner().invoke(app, [str(one) for one in arguments])
     assert done.exit_code == 0, done.output

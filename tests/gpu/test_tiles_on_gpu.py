@@ -339,6 +339,8 @@ def test_a_decode_step_that_reads_the_choice_of_other_heads_does_not_wait():
     kascade, forward = methods.parse('kascade:anchors=[0,1],heads={"2":[1,1]},min_k=16'), {}
     q, k, v = problem(2, 14, 2, 1, 2999, 64, torch.bfloat16)
     layers = [(kascade.for_layer(n, 3), SlotCache.of(k, v, 14, forward)) for n in range(3)]
+    for method, cache in layers:
+        cache.counters.declare(method.counters)
     outs = [method.decode(cache, q, 0.125) for method, cache in layers]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

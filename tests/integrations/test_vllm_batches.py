@@ -26,6 +26,8 @@ SPEC = "kascade:top_k=4,anchors=[1],decode_only=true"
 MIXED = ([1, 1, 1, 5], [30, 9, 17, 12], [False, False, True, True])
 """Two rows decode; the last token of a prompt, and a chunk of another, do not."""
 
+DECODING = ([1, 1], [30, 9], [False, False])
+
 
 def steps(dense_below=0, spec=SPEC):
     method = methods.parse(spec)
@@ -52,12 +54,12 @@ def read(monkeypatch):
     return calls
 
 
-def run(rows, dense_below=0, serves=True, spec=SPEC):
+def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
     """The outputs of each layer by the backend, what they should be of each row, and the steps."""
     common, generator = batch(*rows), torch.Generator().manual_seed(0)
     builder, ours = object.__new__(gpu.Builder), steps(dense_below, spec)
     builder.steps, builder.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
-    builder.use_full_cuda_graph = True
+    builder.use_full_cuda_graph, builder.largest_graph = True, largest_graph
     metadata = builder.build(0, common)
     cache = torch.randn(LAYERS, 50, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     tokens = int(common.query_start_loc[-1])
@@ -103,7 +105,7 @@ def test_rows_that_decode_are_the_methods_and_the_others_flash_attentions(read):
 
 
 def test_where_all_rows_decode_only_dense_layers_are_flash_attentions(read):
-    found, sparse, _, _ = run(([1, 1], [30, 9], [False, False]))
+    found, sparse, _, _ = run(DECODING)
     torch.testing.assert_close(found, sparse)
     assert read == [2]
 
@@ -121,6 +123,19 @@ def test_short_contexts_are_flash_attentions(read):
     torch.testing.assert_close(found, dense)
     assert read == [4] * LAYERS
     assert (ours.totals.dense_steps, float(ours.keys_read()), ours.totals.keys_available) == (1, 4 * 39, 4 * 39)
+
+
+@pytest.mark.parametrize(
+    ("rows", "largest_graph", "dense_below", "dense"),
+    [(MIXED, 8, 1, True), (MIXED, 8, 0, False), (MIXED, 0, 1, False), (DECODING, 1, 1, True), (DECODING, 2, 1, False)],
+)
+def test_batches_that_no_graph_holds_are_flash_attentions(read, rows, largest_graph, dense_below, dense):
+    """Where vLLM replays others; but with dense_below=0."""
+    found, sparse, of_all_keys, ours = run(rows, dense_below, largest_graph=largest_graph)
+    torch.testing.assert_close(found, of_all_keys if dense else sparse)
+    assert (read == [len(rows[0])] * LAYERS) == dense
+    assert (ours.totals.steps, ours.totals.dense_steps) == (1, dense)
+    assert (float(ours.keys_read()) == ours.totals.keys_available) == dense
 
 
 def test_layers_of_sliding_windows_are_flash_attentions(read):

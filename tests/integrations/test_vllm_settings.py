@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foveate.integrations.vllm import releases
-from foveate.integrations.vllm.builder import warn_of_batches_without_graphs
+from foveate.integrations.vllm.builder import largest_graph
 from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, settings_of
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
@@ -51,14 +51,14 @@ def test_batches_that_are_larger_than_any_graph_are_named(most, largest, caplog)
         scheduler_config=SimpleNamespace(max_num_seqs=most),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24]),
     )
-    warn_of_batches_without_graphs(config)
-    warn_of_batches_without_graphs(config)  # of another group of layers
-    said = f"no CUDA graph of batches of more than {largest} requests, which decode far slower: give {largest} as"
+    found = largest_graph(config)
+    assert found == (largest or most) == largest_graph(config), "of another group of layers"
+    said = f"no CUDA graph of batches of more than {largest} requests, which are dense: give {largest} as"
     assert caplog.text.count("no CUDA graph") == (largest is not None)
     assert largest is None or said in caplog.text
     caplog.clear()
     config.compilation_config.cudagraph_capture_sizes = []  # eager
-    warn_of_batches_without_graphs(config)
+    assert largest_graph(config) == 0
     assert caplog.text == ""
 
 

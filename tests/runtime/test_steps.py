@@ -132,6 +132,16 @@ def test_short_contexts_are_dense_and_counted():
     assert steps.totals.selections == (STEPS - 5) * 3 * 2
 
 
+@pytest.mark.parametrize(("dense_below", "dense"), [(0, False), (1, True)])
+def test_steps_whose_kernels_an_engine_launches_one_by_one_are_dense(dense_below, dense):
+    steps = EngineSteps(of_layers(SPECS[1]), torch.device("cpu"), dense_below)
+    rows = (torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, 50)
+    steps.begin(*rows)
+    assert not steps.dense
+    steps.begin(*rows, launched=True)
+    assert (steps.dense, steps.totals.dense_steps) == (dense, dense)
+
+
 def one_step(spec, steps, engine, row, k, v, first):
     """The outputs of a request's next token, and those that a request alone would have had, ``[layers, Hq, D]``."""
     length = k.shape[2]

@@ -72,15 +72,17 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     return steps
 
 
-def warn_of_batches_without_graphs(vllm_config: Any) -> None:
-    """Warn if the largest batches are larger than any of which vLLM captures a whole step."""
+def largest_graph(vllm_config: Any) -> int:
+    """The most rows of which vLLM captures a whole step. Warns if batches may be larger."""
     most = vllm_config.scheduler_config.max_num_seqs
-    captured = [size for size in vllm_config.compilation_config.cudagraph_capture_sizes or () if size <= most]
-    if captured and max(captured) < most:
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    largest = max((size for size in sizes if size <= most), default=0)
+    if 0 < largest < most:
         _warn_once(
-            f"foveate: vLLM captures no CUDA graph of batches of more than {max(captured)} requests, which decode far "
-            f"slower: give {max(captured)} as --max-num-seqs, which is {most}, or larger --cudagraph-capture-sizes"
+            f"foveate: vLLM captures no CUDA graph of batches of more than {largest} requests, which are dense: give "
+            f"{largest} as --max-num-seqs, which is {most}, or larger --cudagraph-capture-sizes"
         )
+    return largest
 
 
 _warn_once = functools.cache(_log.warning)
@@ -103,6 +105,8 @@ class StepBuilder:
         self.longest = vllm_config.model_config.max_model_len
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
+        self.largest_graph = 0
+        """The most rows of a step that vLLM replays as a whole; 0 where it replays none."""
         layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
         self.layers = sorted(filter(serves, layers), key=lambda layer: index_of(layer.impl, layer))
         """Those of the group that are foveate's."""
@@ -119,8 +123,10 @@ class StepBuilder:
             return Step(self.steps, common.slot_mapping, 0, None)
         self.meter.update()
         how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
+        mixed = found.rows < common.num_reqs
+        how["launched"] = self.largest_graph > 0 and (mixed or found.rows > self.largest_graph)
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
-        prompts = self.prompts_of(common, found.rows) if found.rows < common.num_reqs else None
+        prompts = self.prompts_of(common, found.rows) if mixed else None
         return Step(self.steps, common.slot_mapping, found.rows, prompts)
 
     def captured_step_of(self, common: Any) -> Step | None:

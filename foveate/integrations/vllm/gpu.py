@@ -19,8 +19,8 @@ from foveate.integrations.vllm.builder import (
     check_layer,
     decode,
     index_of,
+    largest_graph,
     summarise,
-    warn_of_batches_without_graphs,
 )
 from foveate.integrations.vllm.rows import rows_from
 from foveate.integrations.vllm.settings import methods_of
@@ -57,7 +57,7 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
     """FlashAttention's metadata, with the decoding rows' :class:`Step` in its attribute ``foveate``.
 
     A batch of decoding rows alone may run within one CUDA graph, which reads what :meth:`build` has written to the
-    device. Other batches run attention between graphs (piecewise).
+    device. Other batches run attention between graphs (piecewise), where FlashAttention reads all keys.
     """
 
     supports_update_block_table = False
@@ -69,7 +69,7 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
         whole = vllm_config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         supported = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
         if self.steps is not None and whole and supported:
-            warn_of_batches_without_graphs(vllm_config)
+            self.largest_graph = largest_graph(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -92,6 +92,8 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
         return metadata
 
     def prompts_of(self, common: Any, decodes: int) -> Any:
+        if all(map(self.steps.reads_all, self.steps.methods)):
+            return None  # every layer's whole batch is vLLM's
         full, self.use_full_cuda_graph = self.use_full_cuda_graph, False  # its buffer is the whole batch's
         try:
             return super().build(0, rows_from(common, decodes))
