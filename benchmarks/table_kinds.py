@@ -236,7 +236,6 @@ serving = Table(
 """What decoding by a method gives a server, beside its own attention."""
 
 
-
 def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
     """The median and the last percentile of a latency, and vLLM's own."""
 

@@ -31,7 +31,7 @@ KEEPING = ("pages", "luka", "quest")
 PRUNING = ("snapkv", "adakv")
 """Methods that keep a share of the prompt."""
 EVICTING = (*PRUNING, "h2o", "tova")
-"""And those that keep no more as they go on; for as many keys these lose more."""
+"""And those that keep no more as they go on, which matters for memory alone."""
 KASCADE = "kascade:top_k={share},pool=layer,pooling=sqrt,decode_only=true,calibration={file}"
 _LEAST, _FIRST, _MOST = 0.02, 0.12, 0.8
 """Shares of a context: the least, that with which each method is tried first, and the largest."""
@@ -41,7 +41,7 @@ _FALLING = 0.7
 """A loss falls about as this power of the share (measured with `pages` and `kascade` on novels)."""
 _FAILURES = (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model."""
-_TOGETHER, _CONFIRMED = 4, 3
+_TOGETHER, _CONFIRMED = 4, 6
 """Trials of a run after the first, and the cheapest ones that are measured on held-back data at most."""
 
 
@@ -95,9 +95,9 @@ class Plan:
     @property
     def methods(self) -> dict[str, str]:
         """The specs that are searched, by method, with places for the share and the file of a calibration."""
-        names = EVICTING if self.objective == "memory" else (*KEEPING, *PRUNING)
-        found = {name: f"{name}:top_k={{share}}" for name in names}
-        return found if self.calibration is None else found | {"kascade": KASCADE}
+        memory = self.objective == "memory"
+        found = {name: f"{name}:top_k={{share}}" for name in (EVICTING if memory else (*KEEPING, *PRUNING))}
+        return found if memory or self.calibration is None else found | {"kascade": KASCADE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     shares = dict.fromkeys(plan.methods, _FIRST)
     while shares:
         specs = {name: _spec(plan, name, share) for name, share in shares.items()}
-        _together(plan, list(specs.values()), say)
+        _together(plan, "tune", list(specs.values()), say)
         if dense is None:
             dense = best = _measure(plan, "tune", "dense")
             say(f"dense: {_words(plan, dense)}")
@@ -157,7 +157,8 @@ def _promising(
         wanted = next_share({share: one.loss for share, one in trials.items()}, max_loss)
         if wanted is not None:
             near, share = min(trials, key=lambda one: abs(one - wanted)), _rounded(min(wanted, _MOST))
-            costs = (trials[near].cost + (one - near) * dense.cost for one in (wanted, share))
+            slope = (dense.cost - trials[near].cost) / (1 - near)  # of which a part may be the model's
+            costs = (trials[near].cost + (one - near) * slope for one in (wanted, share))
             expected.append((*costs, name, share))
     cheaper = sorted(one for one in expected if one[1] < best.cost)
     return {name: share for *_, name, share in cheaper[:_TOGETHER]}
@@ -187,20 +188,21 @@ def _rounded(share: float) -> float:
     return float(f"{share:.2g}")
 
 
-def _together(plan: Plan, specs: Sequence[str], say: Callable[[str], None]) -> None:
+def _together(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str], None]) -> None:
     """Measures settings in one run, which reads each prompt once for all that read prompts alike."""
-    answered = 0
+    answered, told = 0, None
 
     def progress(spec: str, items: int) -> None:
-        nonlocal answered
-        if spec == parse_method(specs[0]).spec:
+        nonlocal answered, told
+        told = told or spec  # the first that is not measured yet
+        if spec == told:
             answered += items
             say(f"{answered} of {plan.limit} items")
 
     if specs:
         say(f"together: dense, {', '.join(specs)}")
         with contextlib.suppress(*_FAILURES):  # ends the run; then each is measured alone, and the one that fails named
-            _rows(plan, "tune", ["dense", *specs], progress)
+            _rows(plan, split, ["dense", *specs], progress)
 
 
 def _spec(plan: Plan, name: str, share: float) -> str:
@@ -211,6 +213,7 @@ def _spec(plan: Plan, name: str, share: float) -> str:
 def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial:
     """The cheapest of the best trials that keeps what it may lose on held-back data; dense if none does."""
     kept = sorted((one for one in tried if one.loss <= plan.max_loss), key=lambda one: one.cost)
+    _together(plan, "test", [one.spec for one in kept[:_CONFIRMED]], say)
     for one in kept[:_CONFIRMED]:
         again = _measure(plan, "test", one.spec)
         say(f"on held-back data {one.spec}: {_words(plan, again)}")

@@ -132,7 +132,7 @@ class EngineSteps:
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host:
-                then it is dense, for choosing keys takes longer so than reading them all.
+                then it is dense, for launching what chooses keys may take longer than reading all of them.
         """
         self._begin(lengths, block_table, bound, prompts)
         number = len(lengths) if rows is None else rows
@@ -233,7 +233,10 @@ class EngineSteps:
         store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None, out)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
-        found = decode(store, q, logits.scaling)
+        try:
+            found = decode(store, q, logits.scaling)
+        finally:
+            store.out = None  # which may be a view of much memory
         self._finish(layer)
         return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
 

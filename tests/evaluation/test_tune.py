@@ -72,8 +72,8 @@ def test_an_interrupted_search_goes_on_where_it_was(plan, monkeypatch):
     assert tune.search(plan()) == again, "a search that was finished loads no model"
 
 
-def losing(monkeypatch, loss):
-    """Each method loses ``loss(name, share)`` and costs its share; specs measured on `tune`, in their order."""
+def losing(monkeypatch, loss, fixed=0.0):
+    """Each method loses ``loss(name, share)`` and costs its share, and ``fixed``; specs measured on `tune`."""
     measured, asked = tune._measure, []
 
     def found(plan, split, spec):
@@ -81,7 +81,7 @@ def losing(monkeypatch, loss):
             asked.append(spec)
         name, share = spec.split(":top_k=") if spec != "dense" else ("dense", 1)
         lost = 0.0 if name == "dense" else loss(name, float(share))
-        return tune.dataclasses.replace(measured(plan, split, spec), loss=lost, cost=float(share))
+        return tune.dataclasses.replace(measured(plan, split, spec), loss=lost, cost=fixed + float(share))
 
     monkeypatch.setattr(tune, "_measure", found)
     return asked
@@ -96,6 +96,23 @@ def test_the_least_share_that_keeps_the_answers_is_found(plan, monkeypatch):
     assert asked[: 1 + len(tune.EVICTING)] == ["dense", *(f"{name}:top_k=0.12" for name in tune.EVICTING)]
     assert "together: dense, snapkv:top_k=0.12, adakv:top_k=0.12, h2o:top_k=0.12, tova:top_k=0.12" in said
     assert said.count("1 of 3 items") == said.count("3 of 3 items") > 1, "each run reads each prompt once"
+
+
+def test_what_a_token_costs_besides_attention_ends_no_search(plan, monkeypatch):
+    losing(monkeypatch, lambda name, share: 0.0 if name == "tova" and share > 0.4 else 2.0, fixed=16.0)
+    assert tune.search(plan(max_loss=1.0)).spec.startswith("tova")
+
+
+def test_settings_that_lose_more_on_held_back_data_are_passed_over(plan, monkeypatch):
+    losing(monkeypatch, lambda name, share: 0.0)
+    measured = tune._measure
+
+    def unlucky(plan, split, spec):
+        found = measured(plan, split, spec)
+        return tune.dataclasses.replace(found, loss=9.0) if split == "test" and spec.endswith("0.02") else found
+
+    monkeypatch.setattr(tune, "_measure", unlucky)
+    assert tune.search(plan(max_loss=1.0)).spec.endswith("top_k=0.04")
 
 
 def test_methods_that_cannot_become_the_cheapest_are_left(plan, monkeypatch):

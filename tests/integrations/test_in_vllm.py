@@ -25,6 +25,7 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.integrations.vllm_engine import ENVIRONMENT, ONE_BY_ONE  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 NEW, VOCAB, LAYERS = 24, 512, 6
 FULL = "kascade:top_k=1.0,anchors=[0,3],decode_only=true"
 SMALL = "kascade:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
@@ -143,6 +144,24 @@ def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, cho
     assert {name: found["read"][name] for name in counts} == pytest.approx({name: 2 * x for name, x in counts.items()})
     assert found["read"]["selections"] == 2 * counts["rows"] * choosing
     assert found["read"]["dense_steps"] == 0
+
+
+@pytest.mark.parametrize("program", ["serving", "serving_accuracy"])
+def test_programs_that_measure_run_in_vllm(folder, small, program, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import serving, serving_accuracy
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    job = {"model": str(folder), "dummy": False, "method": SMALL, "memory": 0.5}
+    if program == "serving":
+        found = serving.run(job | {"cases": [(300, 2)], "steps": 4, "repeats": 1})["300x2"]
+        assert min(found["ms"], found["first_token_ms"]) > 0
+    else:
+        asked = {"some": [(ids, NEW) for ids in PROMPTS]}
+        found = serving.run(job | {"rows": 4, "ends": [2], "questions": asked}, serving_accuracy.PROGRAM)["some"]
+        ends = [tokens.index(2) + 1 if 2 in tokens else NEW for tokens in small(SMALL)[0]]
+        assert found["answers"] == [tokens[:end] for tokens, end in zip(small(SMALL)[0], ends)]
+    assert 0 < found["keys_read_share"] < 1
 
 
 @pytest.mark.parametrize("spec", [SMALL, PAGES])

@@ -82,8 +82,10 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
         queries[:, engine.real] = q
         outs = []
         for n in range(LAYERS):
-            blocks = engine.memory[n]
-            outs.append(steps.attend(n, queries[n], blocks[..., :DIM], blocks[..., DIM:], logits))
+            blocks, out = engine.memory[n], torch.full_like(queries[n], torch.nan) if step % 2 else None
+            outs.append(steps.attend(n, queries[n], blocks[..., :DIM], blocks[..., DIM:], logits, out))
+            assert out is None or outs[-1].data_ptr() == out.data_ptr()
+        assert all(store.out is None for store in steps._stores.values()), "the engine may reuse its memory"
         outs = torch.stack(outs)[..., 0, :]
         padding = [b for b in range(engine.rows) if b not in engine.real]
         assert outs[:, padding].abs().max() == 0
