@@ -79,6 +79,7 @@ class Engine:
         of_layers = {n: method.for_layer(n, LAYERS) for n in range(LAYERS)}
         builder.steps = EngineSteps(of_layers, torch.device("cpu"), BELOW)
         builder.meter, builder.longest = SimpleNamespace(update=lambda: None), LONGEST
+        builder.largest_graph = ROWS
         builder.layers, builder.use_full_cuda_graph, builder.warm = self.layers, True, set()
         return builder
 
@@ -151,6 +152,7 @@ def test_what_is_captured_once_serves_every_batch(built, spec):
 
 def test_prompts_do_not_use_the_buffer_of_graphs(built):
     builder = Engine(SPECS[1]).builder
+    builder.steps = EngineSteps(builder.steps.methods, torch.device("cpu"), dense_below=0)
     builder.build(0, batch([1, 1, 5], [30, 9, 12], [False, False, True]))
     assert built == [True, False]
     assert builder.use_full_cuda_graph
