@@ -15,6 +15,7 @@ from tests.recorded import record
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
@@ -169,6 +170,22 @@ def test_prompts_do_not_use_the_buffer_of_graphs(built):
 def test_which_methods_run_within_graphs(spec, expected, monkeypatch):
     monkeypatch.setattr(gpu, "runs_kernel", lambda verb: True)
     assert gpu.Builder.get_cudagraph_support(engine(spec), None) is expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "mode", "largest"),
+    [(KASCADE, "FULL_AND_PIECEWISE", 8), (KASCADE, "PIECEWISE", 0), ("lessismore", "FULL_AND_PIECEWISE", 0)],
+)
+def test_a_builder_knows_the_largest_graph(spec, mode, largest, monkeypatch):
+    monkeypatch.setattr(gpu, "runs_kernel", lambda verb: True)
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", lambda self, *given: None)
+    monkeypatch.setattr(gpu.Builder, "prepare", lambda self, *given: self.__dict__.update(steps=(), largest_graph=0))
+    config = engine(spec)
+    config.scheduler_config = SimpleNamespace(max_num_seqs=8)
+    graphs = {"cudagraph_mode": CUDAGraphMode[mode], "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    config.compilation_config = SimpleNamespace(**graphs)
+    builder = gpu.Builder(SimpleNamespace(block_size=BLOCK), [], config, torch.device("cpu"))
+    assert builder.largest_graph == largest
 
 
 def test_no_graph_holds_what_references_copy():

@@ -295,6 +295,19 @@ def test_rows_that_read_their_first_keys_instead_of_the_chosen_ones(dtype, whole
     close(found, ops.Attended(*expected), dtype)
 
 
+@every_pair(POOLING, POOL, HALF)
+def test_the_first_key_that_is_not_there_has_no_score(pooling, pool, dtype):
+    """Of a row without keys, too, and of one whose keys fill what programs pool at once."""
+    q, k, v = problem(3, number=600, dtype=dtype)
+    lengths = torch.tensor([0, 256, 512])
+    how = {"logits": Logits(0.3), "lengths": lengths, "pooling": pooling, "pool": pool}
+    for found in (pooled_kernel.pooled_mass(q, k, **how), decode_kernel.attend_pooled(q, k, v, **how).mass):
+        assert all(found[row, :, length].isneginf().all() for row, length in enumerate(lengths))
+        torch.testing.assert_close(
+            of_rows(found, lengths), pooled.pooled_mass(q, k, **how), **tolerance(dtype, pooling)
+        )
+
+
 @every_pair(POOLING, POOL, ("softcap", [0.7, 50.0]), HALF, SPLITS, indirect=["splits"])
 def test_pooled_mass_of_capped_logits(dtype, softcap, pool, pooling, splits):
     q, k, v = problem(dtype=dtype)
@@ -570,6 +583,15 @@ def test_topk_of_rows_of_different_lengths(sizes):
     for row, expected in zip(found, alone):
         assert torch.equal(row[:, : expected.shape[2]], expected[0])
         assert bool((row[:, expected.shape[2] :] == -1).all())
+
+
+def test_rows_that_are_short_by_their_lengths_among_long_ones(monkeypatch):
+    """Kept whole by the kernels of long rows, in two sizes; one may have no scores."""
+    monkeypatch.setattr(rows_kernel, "_HELD", 1024)
+    scores = torch.randn(6, 2, N, generator=torch.manual_seed(9))
+    lengths, counts = torch.tensor([N, 1024, 513, 512, 3, 0]), torch.tensor([300, 40, 300, 300, 300, 0])
+    found = rows_kernel.topk_rows(scores, counts, 300, lengths=lengths)
+    assert torch.equal(found, select.topk_rows(scores, counts, 300, lengths=lengths))
 
 
 @HOW
