@@ -22,6 +22,7 @@ def load(file: Path, out: Path) -> None:
     """A panel for each kind of latency: the median against the rate, and a bar from there to the 99th percentile."""
     rows = sorted(read_bench([file], "serving-load"), key=lambda row: row["case"]["rate"])
     methods = grouped(rows, lambda row: row["case"]["method"])
+    names = [method.split(":")[0] for method in methods]
     with figure.drawing(out, figure.height(len(KINDS), 1 + len(methods)) + 0.4) as page:
         case = rows[0]["case"]
         facts = f"{case['model']}: prompts of {case['least']:,} to {case['most']:,} tokens, {case['new']} new ones"
@@ -30,9 +31,10 @@ def load(file: Path, out: Path) -> None:
         for axis, (kind, words) in zip(axes, KINDS.items()):
             own = next(iter(methods.values()))
             figure.line(axis, _points(own, f"baseline_{kind}", 0), "vLLM's own attention", figure.look("dense"), 0)
-            for index, (method, of_method) in enumerate(methods.items(), 1):
-                name = method.split(":")[0]
-                figure.line(axis, _points(of_method, kind, index), name, figure.look(name), 0)
+            for index, (method, of_method) in enumerate(methods.items()):
+                name, before = names[index], names[:index].count(names[index])
+                label = method if names.count(name) > 1 else name
+                figure.line(axis, _points(of_method, kind, index + 1), label, figure.look(name), before)
             axis.set_title(words)
             axis.set_xscale("log", base=2)
             axis.set_xticks([row["case"]["rate"] for row in own], [f"{row['case']['rate']:g}" for row in own])

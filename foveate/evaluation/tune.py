@@ -157,7 +157,7 @@ def _promising(
         wanted = next_share({share: one.loss for share, one in trials.items()}, max_loss)
         if wanted is not None:
             near, share = min(trials, key=lambda one: abs(one - wanted)), _rounded(min(wanted, _MOST))
-            slope = (dense.cost - trials[near].cost) / (1 - near)  # of which a part may be the model's
+            slope = (dense.cost - trials[near].cost) / (1 - near)  # a part of what a token costs depends on no share
             costs = (trials[near].cost + (one - near) * slope for one in (wanted, share))
             expected.append((*costs, name, share))
     cheaper = sorted(one for one in expected if one[1] < best.cost)

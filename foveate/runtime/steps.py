@@ -43,7 +43,7 @@ class Totals:
 
     steps: int = 0
     dense_steps: int = 0
-    """Steps that were dense because all rows were short, or because of how they ran."""
+    """Steps that were dense, see :meth:`EngineSteps.begin`."""
     rows: int = 0
     """Rows of all steps: decoded tokens."""
     keys_available: float = 0.0
@@ -59,15 +59,15 @@ class EngineSteps:
     addresses, one set for each number of rows. Whenever the engine has written tokens of a layer, those of prompts
     included, :meth:`written` comes before the layer's :meth:`attend`.
 
-    What the layers do depends on the device alone, but for two things that :meth:`begin` fixes on the host: the bound
-    of the lengths, from which widths follow, and whether the whole step is dense, because all its rows are short or its
-    kernels are launched one by one. In a step that is not, short rows are told from others on the device.
+    Two things are fixed on the host, by :meth:`begin`: the bound of the lengths, from which widths follow, and whether
+    the whole step is dense. It is where all its rows are short, or where its kernels are launched one by one. All else
+    depends on the device alone, which tells short rows from others in a step that is not dense.
 
     Args:
         methods: the layers' methods, see :meth:`Method.for_layer`, by index.
         device: where keys and values are.
         dense_below: a row is read whole while the rows of its step, each taken as long as this one, hold fewer tokens
-            than this; 0: no row and no step is. "auto": :attr:`Method.sparse_from_tokens` on a GPU, 0 elsewhere.
+            than this; with 0 neither a row nor a step is. "auto": :attr:`Method.sparse_from_tokens` on a GPU, else 0.
         geometry: of a layer, for "auto"; None: eight KV heads of 128.
     """
 

@@ -159,6 +159,11 @@ def test_prompts_do_not_use_the_buffer_of_graphs(built):
     assert builder.use_full_cuda_graph
 
 
+def test_nothing_is_made_for_prompts_where_vllm_attends_to_the_whole_batch(built):
+    metadata = Engine(SPECS[1]).builder.build(0, batch([1, 1, 5], [30, 9, 12], [False, False, True]))
+    assert (built, metadata.foveate.prompts, metadata.foveate.steps.dense) == ([True], None, True)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [

@@ -29,7 +29,7 @@ class Step:
     decodes: int
     """How many rows decode."""
     prompts: Any
-    """What attends to the other rows; None without any, and where no row decodes."""
+    """What attends to the other rows; None without any, where no row decodes, and where vLLM attends to all rows."""
 
 
 def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> EngineSteps | None:
