@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.ops import Logits, attend
+from foveate.ops import Logits, _dispatch, attend
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -101,6 +101,22 @@ def test_outputs_are_those_of_layers_over_their_own_memory(spec):
     assert float(steps.keys_read()) == pytest.approx(counted)
     assert steps.totals.keys_available == sum(layer.counters.keys_available for row in own for layer in row)
     assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_steps) == (STEPS, 3 * STEPS, 0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_attention_writes_its_output_where_the_engine_wants_it(spec):
+    """Not elsewhere, to be copied."""
+    given = []
+    with _dispatch.watched(lambda verb, arguments: given.append(arguments.get("out"))):
+        run(spec)
+    assert sum(out is not None for out in given) == LAYERS * (STEPS // 2)
+
+
+def test_the_output_of_a_method_that_knows_no_such_place_is_copied(monkeypatch):
+    expected = run(SPECS[0])[1]
+    decode = type(of_layers(SPECS[0])[0]).decode
+    monkeypatch.setattr(type(of_layers(SPECS[0])[0]), "decode", lambda *given: decode(*given).clone())
+    assert torch.equal(run(SPECS[0])[1], expected)
 
 
 @pytest.mark.parametrize("spec", SPECS)
