@@ -14,6 +14,8 @@ from foveate.results.quiet import quiet
 app = typer.Typer(help="Train a model on text and generated retrieval.")
 
 _INTERRUPTED = 130
+_MISSED = 3
+"""The exit code of a run whose model has not learned what `sparsity.recall` asks for."""
 _PLOT = "loss.png"
 
 
@@ -62,6 +64,10 @@ def train(
         _summary(out, outcome, progress.say)
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+    if outcome.missed:
+        if _first():
+            typer.echo(f"no recall: {outcome.missed}")
+        raise typer.Exit(_MISSED)
 
 
 @app.command()

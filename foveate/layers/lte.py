@@ -16,6 +16,8 @@ from foveate.state.hybrid import Packing, RetainedMemory
 
 THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""
+WARMEST, COLDEST = 2.0, 0.1
+"""Temperatures of scores at the beginning and at the end of a release."""
 SCORED = 65536
 """Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
 bf16."""
@@ -90,11 +92,15 @@ class RetentionScores(nn.Module):
             v: ``[B, Hkv, L, Dv]``.
             real: bool ``[B, L]``: where there is a token; what is before the first one is zero in every layer.
         """
+        return self.capped(k, v, real).sigmoid()
+
+    def capped(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
+        """Scores before the sigmoid with the cap, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`."""
         logits = self.logits(k, v, real)
-        return (logits if self.cap is None else self.cap * (logits / self.cap).tanh()).sigmoid()
+        return logits if self.cap is None else self.cap * (logits / self.cap).tanh()
 
     def logits(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
-        """Scores before the sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`.
+        """Scores before cap and sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`.
 
         A convolution is one matrix product of the tokens with the weights of all taps. Since it halves the channels,
         its three products are then shifted and summed: that moves half the bytes that gathering three tokens before the
@@ -181,9 +187,11 @@ class LearnedEviction(SlidingWindowAttention):
     """
 
     opened: Tensor | None = None
-    """The share of tokens that training retains whatever their scores are, drawn anew in each pass; fp32 scalar on the
-    device. While it is 1, scores give keys and values no gradient. None: always 0. A tensor, so that compiled layers
-    stay compiled when it changes."""
+    """How far training is from what scores decide; fp32 scalar on the device. At 1 every token is retained, and scores
+    give keys and values no gradient. Below, no token is left out yet, but the logit of a key beyond the window has the
+    bias ``log sigmoid(score / (WARMEST * opened))``: what scores low fades, and as long as a query still looks for it
+    the bias has a gradient, which a token that is left out has not. At 0, or with None, scores alone decide. A tensor,
+    so that compiled layers stay compiled when it changes."""
 
     def __init__(
         self,
@@ -220,24 +228,35 @@ class LearnedEviction(SlidingWindowAttention):
     ) -> tuple[Tensor, Tensor]:
         opened = self.opened
         scored = (k, v) if opened is None else (torch.where(opened == 1, x.detach(), x) for x in (k, v))
-        scores = self.scores(*scored, real)
+        logits = self.scores.capped(*scored, real)
+        scores = logits.sigmoid()
         retained = (scores > THRESHOLD).detach()
         retained[:, :, : self.sinks].fill_(True)
+        moved, fading = scores, None
         if opened is not None:
-            retained = retained | (torch.rand_like(scores.detach()) < opened)
+            faded = F.logsigmoid(logits / (WARMEST * opened).clamp_min(COLDEST))
+            moved = torch.where(opened > 0, faded, scores)
+            # In steps of 1/4096, as attention under a mask wants integers.
+            fading = torch.where((opened > 0) & (opened < 1), (faded.detach() * 4096).round(), 0.0).int()
+            fading[:, :, : self.sinks].fill_(0)
+            retained = retained | (opened > 0)
         dim = v.shape[3]
         if self.gradient == "logit":  # a column of ones: each query's probabilities, which add up to one
             v = F.pad(F.pad(v, (0, 1), value=1.0), (0, dim - 1))  # FlexAttention wants a power of two
         # A value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient is not.
-        v = v * (1 + scores - scores.detach())[..., None].to(v.dtype)
-        length, group = k.shape[2], self.num_heads // self.num_kv_heads
-        leaves = torch.arange(length, dtype=torch.int32, device=k.device) + self.window
+        v = v * (1 + moved - moved.detach())[..., None].to(v.dtype)
+        length, window, group = k.shape[2], self.window, self.num_heads // self.num_kv_heads
+        leaves = torch.arange(length, dtype=torch.int32, device=k.device) + window
         last = torch.where(retained, length, leaves)  # the last query that sees a key, int32 [B, Hkv, L]
 
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return i <= last[b, h // group, j]
 
-        out = attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling)
+        def fades(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return torch.where(i - j > window, fading[b, h // group, j], 0) / 4096.0
+
+        bias = None if fading is None else fades
+        out = attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling, bias=bias)
         if self.gradient == "logit":  # what a key's probability takes from the others, p_ij <o_i, do_i>
             out, total = out[..., :dim], out[..., dim : dim + 1]
             out = out - (total - total.detach()) * out.detach()

@@ -310,10 +310,25 @@ class HybridModel(HybridPreTrainedModel):
         return _Inputs(angles, causal, packing, packed, output_retention, kwargs)
 
 
-def _next_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the next tokens, as Transformers' models have it: labels of -100 are left out."""
-    logits = F.linear(hidden, weight).float()
-    return F.cross_entropy(logits.flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten())
+def _next_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Cross-entropy of the next tokens, of a hidden state and the head's weight; see `weighted_loss`."""
+    return weighted_loss(F.linear(hidden, weight), labels, weights)
+
+
+def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean cross-entropy of the next tokens, as Transformers' models have it: labels of -100 are left out.
+
+    Args:
+        logits: `[B, L, vocab_size]`.
+        labels: int64 `[B, L]`, at their own tokens.
+        weights: fp32 `[B, L]`, by which labels weigh in the mean; None: all alike.
+    """
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    logits = logits.float().flatten(0, 1)
+    if weights is None:
+        return F.cross_entropy(logits, targets)
+    weights = F.pad(weights, (0, 1))[:, 1:].flatten() * (targets != -100)
+    return (F.cross_entropy(logits, targets, reduction="none") * weights).sum() / weights.sum()
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
@@ -325,7 +340,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = HybridModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._compiled_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self._compiled_loss: Callable[..., Tensor] | None = None
         self.post_init()
 
     def compile(self, **options: Any) -> None:
@@ -350,11 +365,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         past_key_values: Cache | None = None,
         output_retention: bool = False,
+        label_weights: Tensor | None = None,
         **kwargs: Any,
     ) -> HybridOutput:
         """Logits ``[B, L, vocab_size]`` and, with labels ``[B, L]``, the mean loss; see :meth:`HybridModel.forward`.
 
-        A compiled model in training returns the loss alone, and never holds its logits in fp32.
+        ``label_weights``, fp32 ``[B, L]``, are how much labels weigh in that mean. A compiled model in training returns
+        the loss alone, and never holds its logits in fp32.
         """
         kwargs = {name: value for name, value in kwargs.items() if name != "return_dict" and value is not None}
         outputs = self.model(
@@ -370,11 +387,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         loss = logits = None
         if labels is not None and self._compiled_loss is not None and self.training and not kwargs:
-            loss = self._compiled_loss(hidden, self.lm_head.weight, labels)
+            loss = self._compiled_loss(hidden, self.lm_head.weight, labels, label_weights)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, kept])
-        if labels is not None and loss is None:
+        if labels is not None and loss is None and label_weights is not None:
+            loss = weighted_loss(logits, labels, label_weights)
+        elif labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         retention, cache = outputs.get("retention"), outputs.get(_CACHE)
         states = outputs.hidden_states

@@ -125,6 +125,7 @@ class OptimSettings:
     weight_decay: float = _setting(0.1, "of matrices")
     betas: tuple[float, float] = _setting((0.9, 0.95), "of the moving averages")
     eps: float = _setting(1e-8, "added to the denominator")
+    answers: float = _setting(1.0, "weight in the loss of a token of an answer, beside 1 of any other")
     clip: float = _setting(1.0, "largest norm of the gradient; 0: not clipped")
 
     def __post_init__(self) -> None:
@@ -135,6 +136,7 @@ class OptimSettings:
         _require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
         _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", "two numbers in [0, 1)", self.betas)
         _require(self.eps > 0, "optim.eps", "above 0", self.eps)
+        _require(self.answers > 0, "optim.answers", "above 0", self.answers)
         _require(self.clip >= 0, "optim.clip", "at least 0", self.clip)
 
 

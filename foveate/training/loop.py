@@ -22,9 +22,12 @@ from torch import Tensor
 from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.training import checkpoints, finished, journal, network, prepare, probes
+from foveate.training.checks import check_sparsity
 from foveate.training.configuration import TrainingConfig
 from foveate.training.distributed import Parallel, Place, joined
-from foveate.training.mixture import IGNORED, Mixture, batches, held_out_batches, open_store
+from foveate.training.held_out import HeldOut
+from foveate.training.mixture import IGNORED, Mixture, batches, open_store
+from foveate.training.opening import Opening, far_recall
 from foveate.training.optim import adamw, learning_rate
 from foveate.training.sparsity import SparsityFeedback
 from foveate.training.stop import Stop
@@ -35,6 +38,8 @@ Progress = Callable[[int, int, dict[str, float]], None]
 MODEL = "model"
 """The folder of the finished model in a run's folder."""
 _FEEDBACK = "sparsity_feedback/"
+_WAITS = 0.2
+"""Share of the time in which a run waits for batches from which it says so."""
 
 
 class DivergedError(ArithmeticError):
@@ -49,6 +54,7 @@ class Outcome:
         step: steps done.
         finished: whether those are all; else the run was stopped, and its checkpoint is written.
         signal: the number of the signal that stopped it; None if none did.
+        missed: what the model has not learned, in a sentence, where `sparsity.recall` asks for it; None if nothing.
         loss: mean loss of the last reading.
         held_out: loss on the held-out text, if it was measured.
         tokens_per_second: median over the readings, checkpoints and held-out text left out; None if nothing was run.
@@ -62,6 +68,7 @@ class Outcome:
     tokens_per_second: float | None
     peak_share: float | None
     signal: int | None = None
+    missed: str | None = None
 
 
 def train(
@@ -81,7 +88,7 @@ def train(
     finite.
     """
     out = Path(out)
-    note = _check_sparsity(config)
+    note = check_sparsity(config)
     with joined(config.run.device) as place, contextlib.ExitStack() as held:
         quiet = say if place.first else (lambda text: None)
         if place.first:
@@ -92,27 +99,6 @@ def train(
         _prepare(config, place, quiet)
         run = _Run(config, out, place, quiet, progress if place.first else None)
         return run.go(resume, minutes)
-
-
-def _check_sparsity(config: TrainingConfig) -> str | None:
-    """A note if layers that evict have no budget. Raises `UserError` for a budget that no layer of a hybrid heeds."""
-    mixers = getattr(network.configuration(config.model), "mixers", None)
-    if mixers is None:  # not a hybrid
-        return None
-    budget = config.sparsity.budget
-    if config.sparsity.opened(config.steps - 1, config.steps):
-        raise UserError(
-            f"sparsity.hold is {config.sparsity.hold:g} and sparsity.release {config.sparsity.release:g}: of "
-            f"{config.steps:,} steps none is left in which scores alone decide"
-        )
-    if budget is not None and "lte" not in mixers:
-        raise UserError(
-            f"sparsity.budget is {budget:,}, and no layer of the model evicts by learned scores: its mixers are "
-            f"{', '.join(dict.fromkeys(mixers))}; set sparsity.budget to none, or train a model with lte layers"
-        )
-    if budget is None and "lte" in mixers:
-        return "sparsity.budget is none: nothing keeps the tokens few that the lte layers retain"
-    return None
 
 
 def _prepare(config: TrainingConfig, place: Place, say: Say) -> None:
@@ -128,20 +114,26 @@ class _Run:
     def __init__(self, config: TrainingConfig, out: Path, place: Place, say: Say, progress: Progress | None):
         self.config, self.out, self.place, self.say, self.progress = config, out, place, say, progress
         self.store = open_store(config.data.folder) if place.first else TokenStore(config.data.folder)
-        self.mixture = Mixture(self.store, list(config.mixture.values()), config.seed, config.steps)
+        sources, answers = list(config.mixture.values()), config.optim.answers
+        self.mixture = Mixture(self.store, sources, config.seed, config.steps, answers)
         self.shape = config.batch.shape(config.steps, place.world, place.rank)
         self.tokens = config.batch.tokens
         precision = config.run.precision
         self.half = precision == "bf16" or (precision == "auto" and place.device.type == "cuda")
         longest = max(phase.length for phase in self.shape.phases)
         made = network.build(config.model, self.store.vocab_size, self.store.end, longest, config.seed)
+        if answers != 1 and "label_weights" not in inspect.signature(type(made).forward).parameters:
+            raise UserError(
+                f"optim.answers is {answers:g}, and {type(made).__name__} weighs all tokens alike; only foveate's "
+                "models take weights"
+            )
         self.multiplied = network.matmul_parameters(made)
         made.to(place.device).train()
         self.parallel = Parallel(made, place, config.run.parallel, self.half)
         if config.run.compile:
             made.compile()
-        self.held = config.sparsity.held(config.steps)
-        self.opened = network.open_layers(made) if config.sparsity.opened(0, config.steps) else None
+        self.opening = Opening(config.sparsity, config.steps)
+        self.opened = network.open_layers(made) if self.opening.share else None
         self.optimizer = adamw(made, config.optim)
         self.feedback = None if config.sparsity.budget is None else SparsityFeedback(config.sparsity)
         self.forward_options: dict[str, Any] = {"use_cache": False}
@@ -151,12 +143,13 @@ class _Run:
                     f"sparsity.budget is set, and {type(made).__name__} has no layer that evicts by learned scores"
                 )
             self.forward_options["output_retention"] = True
-        self.held_out = self._held_out()
+        self.held_out = HeldOut(self.store, config) if config.log.held_out else None
         self.step = 0
         self.stats: list[Tensor] = []  # of the steps since the last reading, on the device
         self.loss: float | None = None
         self.last_held_out: float | None = None
         self.speeds: list[float] = []
+        self.waited, self.said_waiting = 0.0, False  # seconds for batches, since the last reading
         self.writing: Future | None = None
         self.good: Path | None = None
         self.probes = probes.Probes(self.mixture, config.batch.length, config.log.far) if config.log.answers else None
@@ -181,8 +174,8 @@ class _Run:
                 self.writing.result()
         if self.step == self.config.steps:
             self._export()
-            return self._outcome()
-        return dataclasses.replace(self._outcome(), signal=stop.signal)
+        over = self.step == self.config.steps or self.opening.failed
+        return dataclasses.replace(self._outcome(), signal=stop.signal, missed=self.opening.missed if over else None)
 
     def _steps(self, stop: Stop, log: journal.Journal | None, writer: ThreadPoolExecutor) -> None:
         every, save = self.config.log.every, self.config.checkpoints.every
@@ -199,35 +192,57 @@ class _Run:
                 row = self._read()
                 now = time.perf_counter()
                 row["tokens_per_s"] = self.tokens * (self.step - since) / (now - begun)
+                row["waited"] = self.waited / (now - begun)
+                self._say_waiting(row["waited"])
                 self.speeds.append(row["tokens_per_s"])
                 if log:
                     log.add(row)
                 if self.progress:
                     self.progress(self.step, self.config.steps, row)
                 if self.probes and (last or self.step % self.config.log.answers == 0):
-                    answered = self.probes.measure(self.parallel.network, self.place.device, self._autocast)
-                    self.say(f"step {self.step:,} · {probes.line(answered)}")
-                    if log:
-                        log.add({"step": self.step, "answers": answered})
+                    self._answer(log)
+                if self.opening.failed:
+                    break
                 if saving:
                     self._save(log, writer)
-                begun, since = time.perf_counter(), self.step
+                begun, since, self.waited = time.perf_counter(), self.step, 0.0
             if stopping and not last:
                 self.say(f"stopped after step {self.step}; --resume goes on from there")
                 break
 
+    def _answer(self, log: journal.Journal | None) -> None:
+        """Measures the answers: until the release is over as training sees tokens, which decides on its end."""
+        share = self.opening.share
+        answered = self.probes.measure(self.parallel.network, self.place.device, self._autocast, share > 0)
+        self.say(f"step {self.step:,} · {probes.line(answered)}{f' · open by {share:.0%}' if share else ''}")
+        if log:
+            log.add({"step": self.step, "answers": answered, "opened": share})
+        if self.opening.bound is not None:
+            recall = far_recall(answered) * self.place.first
+            if self.place.world > 1:  # rounding may tell the processes' answers apart
+                recall = self.place.sum(torch.tensor(recall, device=self.place.device)).item()
+            if note := self.opening.read(recall):
+                self.say(f"step {self.step:,}: {note}")
+
+    def _say_waiting(self, share: float) -> None:
+        if share > _WAITS and self.speeds and not self.said_waiting:  # the first batches are always waited for
+            self.said_waiting = True
+            self.say(f"step {self.step:,}: {share:.0%} of the time goes to waiting for batches; raise run.workers")
+
     def _step(self, source: Iterator[dict[str, Tensor]]) -> None:
         """One step of the optimiser. Nothing here waits for the device."""
+        asked = time.perf_counter()
+        made = [next(source) for _ in range(self.shape.accumulate)]
+        self.waited += time.perf_counter() - asked
         parts = [
-            {name: value.to(self.place.device, non_blocking=True) for name, value in next(source).items()}
-            for _ in range(self.shape.accumulate)
+            {name: value.to(self.place.device, non_blocking=True) for name, value in part.items()} for part in made
         ]
         weights = self._weights(parts)
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
-        held = self.step < self.held
+        held = self.opening.holding
         if self.opened is not None:
-            self.opened.fill_(self.config.sparsity.opened(self.step, self.config.steps))
+            self.opened.fill_(self.opening.share)
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's, the release's
@@ -250,13 +265,17 @@ class _Run:
         if self.feedback:
             self.feedback.step(held)
         self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
+        self.opening.step()
         self.step += 1
 
     def _weights(self, parts: list[dict[str, Tensor]]) -> list[Tensor | float]:
         """What each micro-batch's mean loss is multiplied with, so that every counted token of a step weighs alike."""
         if len(parts) == 1 and self.place.world == 1:
             return [1.0]
-        counts = torch.stack([(part["labels"][:, 1:] != IGNORED).sum() for part in parts]).float()
+        counted = [(part["labels"][:, 1:] != IGNORED).float() for part in parts]
+        if "label_weights" in parts[0]:
+            counted = [some * part["label_weights"][:, 1:] for some, part in zip(counted, parts)]
+        counts = torch.stack([some.sum() for some in counted])
         total = self.place.sum(counts.sum())
         return list(counts * self.place.world / total)  # gradients are averaged over the processes
 
@@ -301,7 +320,7 @@ class _Run:
         if not self.parallel.finite():
             self._diverged(self.step, "weights are not finite")
         if self.held_out:
-            self.last_held_out = self._measure()
+            self.last_held_out = self.held_out.measure(self.parallel.network, self.place.device, self._autocast)
             if not math.isfinite(self.last_held_out):
                 self._diverged(self.step, f"the held-out loss is {self.last_held_out}")
             if log:
@@ -322,7 +341,7 @@ class _Run:
             tensors,
             self._fingerprint(),
             self.last_held_out,
-            {"loss": self.loss, "shared": self._shared()},
+            {"loss": self.loss, "shared": self._shared(), "opening": self.opening.state()},
         )
         self.writing = writer.submit(self._write, snapshot)
 
@@ -351,6 +370,7 @@ class _Run:
             self.feedback.load_state_dict(fed)
         self.step, self.good = state["step"], folder
         self.loss, self.last_held_out = state["extra"].get("loss"), state["held_out"]
+        self.opening.load(state["extra"]["opening"])
         self.say(f"going on from {folder.name}")
         theirs, ours = state["extra"].get("shared", {}), self._shared()
         if parts := [
@@ -390,28 +410,6 @@ class _Run:
         return batches(
             self.mixture, self.shape, self.step, (4 if on_gpu else 0) if workers is None else workers, on_gpu
         )
-
-    def _held_out(self) -> list[dict[str, Tensor]]:
-        if not self.config.log.held_out:
-            return []
-        length = self.config.batch.length
-        rows = max(1, self.config.batch.device_tokens // length)
-        return held_out_batches(self.store, length, rows, self.config.log.held_out)
-
-    @torch.no_grad()
-    def _measure(self) -> float:
-        """The loss on the held-out text. Every process measures all of it: their forward passes must match."""
-        self.parallel.network.eval()
-        total, rows = torch.zeros((), device=self.place.device), 0
-        with torch.compiler.set_stance("force_eager"):  # compiling the layers for inference takes minutes
-            for part in self.held_out:
-                on_device = {name: value.to(self.place.device) for name, value in part.items()}
-                with self._autocast():
-                    made = self.parallel.network(**on_device, use_cache=False)
-                total += made.loss.float() * len(part["input_ids"])
-                rows += len(part["input_ids"])
-        self.parallel.network.train()
-        return (total / rows).item()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if not self.half or self.parallel.sharded:  # FSDP casts by itself

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from foveate.results.errors import UserError
-from foveate.training.sources import LOSSES, Draw, Row, Source, Vocabulary
+from foveate.training.sources import ANSWER, LOSSES, Draw, Row, Source, Vocabulary
 from foveate.training.tokens import TokenStore
 
 ROUND = 1000
@@ -54,9 +54,9 @@ class Shape:
 
 
 class Mixture:
-    """Sources by shares over a folder of tokenised text."""
+    """Sources by shares over a folder of tokenised text; a token of an answer weighs `answers` times any other."""
 
-    def __init__(self, store: TokenStore, sources: Sequence[Source], seed: int, steps: int):
+    def __init__(self, store: TokenStore, sources: Sequence[Source], seed: int, steps: int, answers: float = 1.0):
         self.sources = [source for source in sources if source.share > 0]
         total = sum(source.share for source in self.sources)
         if not self.sources or abs(total - 1) > 1e-6:
@@ -64,11 +64,15 @@ class Mixture:
             raise UserError(f"mixture: the shares must add up to 1, got {total:g} ({parts})")
         for source in self.sources:
             source.check(store)
-        self.store, self.seed, self.steps = store, seed, steps
+        self.store, self.seed, self.steps, self.answers = store, seed, steps, answers
         self._counts = _apportioned([source.share for source in self.sources], ROUND)
 
     def row(self, phase: int, number: int, length: int, progress: float) -> tuple[np.ndarray, np.ndarray, str]:
         """Row `number` of a phase: ids and labels, int64 `[length]`, and its source's kind."""
+        row, source = self._row(phase, number, length, progress)
+        return row.ids, _labels(row, source), source.kind
+
+    def _row(self, phase: int, number: int, length: int, progress: float) -> tuple[Row, Source]:
         round_, place = divmod(number, ROUND)
         deal, before = self._round(phase, round_)
         which = int(deal[place])
@@ -78,8 +82,7 @@ class Mixture:
         row = source.row(self.store, self._vocabulary, Draw(rng, length, index, (self.seed, _ORDER, phase), progress))
         if len(row.ids) != length:
             raise RuntimeError(f"a row of source {source.kind} has {len(row.ids)} tokens, expected {length}")
-        labels = np.where(np.isin(row.roles, LOSSES[source.loss]), row.ids, IGNORED)
-        return row.ids, labels, source.kind
+        return row, source
 
     def fresh(self, source: Source, count: int, length: int) -> list[Row]:
         """Rows of a source as at the end of training, which no step of any run has: the same for every seed."""
@@ -90,19 +93,25 @@ class Mixture:
     def batch(self, shape: Shape, step: int, micro: int) -> dict[str, Tensor]:
         """A micro-batch of one rank: `input_ids` and `labels`, int64 `[B, T]`; labels that do not count are -100.
 
-        Labels stand at their own tokens; the model shifts them. Raises `UserError` if no token counts.
+        Labels stand at their own tokens; the model shifts them. Where answers have a weight, `label_weights`, fp32
+        `[B, T]`, stand beside them. Raises `UserError` if no token counts.
         """
         number, phase = shape.phase(step)
         size = phase.rows // (shape.world * shape.accumulate)
         first = (step - phase.begin) * phase.rows + (micro * shape.world + shape.rank) * size
-        rows = [self.row(number, first + i, phase.length, step / self.steps) for i in range(size)]
-        ids, labels = (torch.from_numpy(np.stack([row[i] for row in rows])) for i in range(2))
+        rows = [self._row(number, first + i, phase.length, step / self.steps) for i in range(size)]
+        ids = torch.from_numpy(np.stack([row.ids for row, _ in rows]))
+        labels = torch.from_numpy(np.stack([_labels(row, source) for row, source in rows]))
         if not (labels[:, 1:] != IGNORED).any():
             raise UserError(
                 f"step {step}: no token of a micro-batch of {size} rows counts in the loss; "
                 "use more rows in a micro-batch, or loss = 'all'"
             )
-        return {"input_ids": ids, "labels": labels}
+        made = {"input_ids": ids, "labels": labels}
+        if self.answers != 1:
+            answers = torch.from_numpy(np.stack([row.roles == ANSWER for row, _ in rows]))
+            made["label_weights"] = torch.where(answers, self.answers, 1.0)
+        return made
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -113,6 +122,11 @@ class Mixture:
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_vocabulary"}
+
+
+def _labels(row: Row, source: Source) -> np.ndarray:
+    """A row's ids where its source counts them, else `IGNORED`."""
+    return np.where(np.isin(row.roles, LOSSES[source.loss]), row.ids, IGNORED)
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from foveate.training.mixture import Mixture
 from foveate.training.sources import ANSWER, Row
 
+_SEED = 0
 ROWS = 16
 """Rows of each source."""
 _BATCH = 4
@@ -50,11 +51,20 @@ class Probes:
 
     @torch.no_grad()
     def measure(
-        self, network: nn.Module, device: torch.device, autocast: Callable[[], AbstractContextManager]
+        self,
+        network: nn.Module,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager],
+        training: bool = False,
     ) -> dict[str, dict[str, dict[str, float]]]:
         """By source and distance (`near`, `far`): the answers' mean `loss` (nats a token), the percentage that is
-        `right` in every token, that is `begun` right, and their number `n`."""
-        network.eval()
+        `right` in every token, that is `begun` right, and their number `n`.
+
+        `training`: as in training, where layers with learned scores retain what these and the hold or release let them;
+        else as in inference, where a buffer holds the best.
+        """
+        network.train(training)
+        torch.manual_seed(_SEED)  # of what a release draws
         found = {}
         with torch.compiler.set_stance("force_eager"):  # compiling the layers for inference takes minutes
             for kind, rows in self.rows.items():

@@ -45,8 +45,7 @@ class SparsitySettings:
 
     λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval and larger factors: `interval` 8,
     `up` 2. `hold` is the published code's warm-up: attention first learns to find what is far away, and the scores
-    learn from it what deserves to stay. `release` is ours: a token whose score is too low is still seen now and then,
-    so that its score can learn that it is needed.
+    learn from it what deserves to stay. `release` and `recall` are ours: see `foveate.training.opening`.
     """
 
     budget: int | None = _setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
@@ -59,12 +58,18 @@ class SparsitySettings:
     most: float = _setting(1.0, "largest λ")
     hold: float = _setting(
         0.0,
-        "share of the run at first in which every token is retained and λ rests; scores learn without moving the model",
+        "share of the run at first in which every token is retained and λ rests; scores learn without moving the "
+        "model. With a bound on recall: the longest that this may take",
     )
     release: float = _setting(
         0.0,
-        "share of the run after the hold in which more and more tokens need their scores to be retained; the others, "
-        "from all to none of them, are drawn at random",
+        "share of the run after the hold in which tokens fade by their scores, ever more sharply, before scores alone "
+        "decide",
+    )
+    recall: float | None = _setting(
+        None,
+        "percentage of far needles and pairs (log.answers) that must be right before the hold ends and while the "
+        "release goes on; a run that never gets there ends with the hold. None: hold and release end by the clock",
     )
     ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
     variant: str = _setting("code", "code or paper: whose rules where they differ")
@@ -84,6 +89,7 @@ class SparsitySettings:
             "start": 0 <= self.start <= self.most,
             "hold": 0 <= self.hold < 1,
             "release": 0 <= self.release < 1 - self.hold,
+            "recall": self.recall is None or (0 < self.recall <= 100 and self.hold > 0),
             "ema": self.ema is None or 0 < self.ema <= 1,
         }
         allowed = {
@@ -94,6 +100,7 @@ class SparsitySettings:
             "start": f"from 0 to {self.most:g}",
             "hold": "in [0, 1)",
             "release": f"at least 0 and below {1 - self.hold:g}, what sparsity.hold leaves of the run",
+            "recall": "in (0, 100], with a sparsity.hold above 0",
             "ema": "in (0, 1]",
         }
         for name, right in bounds.items():
@@ -111,11 +118,6 @@ class SparsitySettings:
     def held(self, steps: int) -> int:
         """The steps of the hold, in a run of so many."""
         return round(self.hold * steps)
-
-    def opened(self, step: int, steps: int) -> float:
-        """The share of tokens that a step, counted from 0, of a run of so many retains whatever their scores are."""
-        held, last = self.held(steps), round((self.hold + self.release) * steps)
-        return 1.0 if step < held else max(0.0, (last - step) / (last - held + 1))
 
 
 class SparsityFeedback:

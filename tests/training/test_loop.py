@@ -28,7 +28,10 @@ def quiet(text):
 
 def curve(out):
     """Everything that a run computed, by step: no times."""
-    return [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in journal.read(out)]
+    return [
+        {name: value for name, value in row.items() if name not in ("tokens_per_s", "waited")}
+        for row in journal.read(out)
+    ]
 
 
 def weights(out):
@@ -110,9 +113,11 @@ def test_micro_batches_add_up_to_the_step(make, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=2e-4)
 
 
-def test_every_counted_token_of_a_step_weighs_alike(make, tmp_path):
+@pytest.mark.parametrize("answers", [1.0, 8.0])
+def test_every_counted_token_of_a_step_weighs_as_asked(make, tmp_path, answers):
     """The first loss is that of all counted tokens, though micro-batches hold different numbers of them."""
     changes = {"batch.device_tokens": 64, "batch.tokens": 512, "batch.longer": None, "steps": 1}
+    changes |= {"model": {"preset": "gdn", "size": "tiny"}, "optim.answers": answers} if answers != 1 else {}
     config = make({**changes, "model.changes": {"initializer_range": 0.5}})  # so that losses of tokens differ
     train(config, tmp_path / "run", say=quiet)
     run = loop._Run(config, tmp_path / "other", loop.Place(0, 1, torch.device("cpu")), quiet, None)
@@ -120,8 +125,113 @@ def test_every_counted_token_of_a_step_weighs_alike(make, tmp_path):
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     counts = {int((batch["labels"][:, 1:] != -100).sum()) for batch in batches}
     assert len(counts) > 1
-    expected = run.parallel.network(**whole).loss.item()
+    labels = whole["labels"][:, 1:]
+    logits = run.parallel.network(input_ids=whole["input_ids"]).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    weights = whole["label_weights"][:, 1:] if answers != 1 else torch.ones_like(losses)
+    assert set(weights.unique().tolist()) == {1.0, answers}
+    weights = weights * (labels != -100)
+    expected = ((losses * weights).sum() / weights.sum()).item()
     assert curve(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_models_without_weights_of_labels_are_refused_them(make, tmp_path):
+    with pytest.raises(UserError, match=r"optim.answers is 8, and LlamaForCausalLM weighs all tokens alike"):
+        train(make({"optim.answers": 8.0}), tmp_path / "run", say=quiet)
+
+
+RECALLING = {
+    "model": TINY,
+    "sparsity.budget": 9,
+    "sparsity.hold": 0.75,
+    "sparsity.release": 0.2,
+    "sparsity.recall": 50.0,
+    "log.answers": 1,
+    "log.far": 4,
+    "steps": 12,
+}
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Sets what the far answers of each step are, in percent; tells how each was measured."""
+    measured = []
+
+    def answer(right):
+        def measure(self, network, device, autocast, training=False):
+            measured.append(training)
+            return {"recall": {"far": {"right": right[len(measured) - 1], "loss": 1.0, "begun": 0.0, "n": 9}}}
+
+        monkeypatch.setattr("foveate.training.probes.Probes.measure", measure)
+        return measured
+
+    return answer
+
+
+def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering):
+    """They are measured as training sees tokens until the release is over, then as in inference."""
+    measured, said = answering([0, 60, 40, 60, 70, *[80] * 7]), []
+    outcome = train(make(RECALLING), tmp_path / "run", say=said.append)
+    assert outcome.finished
+    assert outcome.missed is None
+    assert "step 5: far recall is 70 %; the hold ends, the release begins" in said
+    rows = curve(tmp_path / "run")
+    assert [row["opened"] for row in rows if "answers" in row] == 5 * [1.0] + [pytest.approx(1 / 3)] + 6 * [0.0]
+    assert measured == 6 * [True] + 6 * [False]
+    assert [row["penalty"] > 0 for row in rows if "loss" in row] == 5 * [False] + 7 * [True]
+
+
+def test_a_run_that_never_recalls_ends_with_its_hold_and_without_a_model(make, tmp_path, answering):
+    answering([40] * 12)
+    outcome = train(make(RECALLING), tmp_path / "run", say=quiet)
+    assert (outcome.step, outcome.finished) == (9, False)
+    assert "the model has not learned to look back" in outcome.missed
+    assert not (tmp_path / "run" / loop.MODEL).exists()
+
+
+def test_a_release_by_recall_goes_on_as_it_was(make, tmp_path, monkeypatch):
+    """Killed and resumed in the hold, while it waits, and after: to the same weights. What is measured follows the
+    step, so that both runs read alike."""
+    right = {1: 90, 2: 90, 3: 90, 4: 10, 5: 10}
+
+    def measure(self, network, device, autocast, training=False):
+        return {"recall": {"far": {"right": right.get(run.step, 90), "loss": 1.0, "begun": 0.0, "n": 9}}}
+
+    step = loop._Run._answer
+
+    def answer(self, log):
+        nonlocal run
+        run = self
+        step(self, log)
+
+    run = None
+    monkeypatch.setattr("foveate.training.probes.Probes.measure", measure)
+    monkeypatch.setattr(loop._Run, "_answer", answer)
+    config = make({**RECALLING, "checkpoints.every": 1, "log.held_out": 0})
+    train(config, tmp_path / "run", say=quiet)
+    for killed in (1, 4, 6):
+        interrupted(config, tmp_path / str(killed), killed)
+        train(config, tmp_path / str(killed), resume=True, say=quiet)
+        assert same(weights(tmp_path / "run"), weights(tmp_path / str(killed)))
+
+
+def test_recall_needs_something_that_measures_it(make, tmp_path):
+    with pytest.raises(UserError, match=r"sparsity\.recall is 50, and nothing measures recall: set log.answers"):
+        train(make({**RECALLING, "log.answers": 0}), tmp_path / "run", say=quiet)
+
+
+def test_a_run_that_waits_for_batches_says_so(make, tmp_path, monkeypatch):
+    said, real = [], loop._Run._batches
+
+    def slow(self):
+        for batch in real(self):
+            time.sleep(0.2 * (self.step > 4))
+            yield batch
+
+    monkeypatch.setattr(loop._Run, "_batches", slow)
+    train(make({"steps": 8, "log.held_out": 0}), tmp_path / "run", say=said.append)
+    (told,) = [text for text in said if "waiting for batches" in text]
+    assert told.endswith("raise run.workers")
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "weights"])
@@ -269,7 +379,7 @@ def test_the_held_out_loss_is_measured_uncompiled(make, tmp_path, monkeypatch):
     real = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: real(module, backend=backend))
     run = loop._Run(make({"run.compile": True}), tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
-    assert math.isfinite(run._measure())
+    assert math.isfinite(run.held_out.measure(run.parallel.network, run.place.device, run._autocast))
     assert not graphs
     run._step(run._batches())
     assert graphs
@@ -334,7 +444,7 @@ def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
 
 
 def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
-    """Killed in its midst and resumed: tokens are drawn alike. λ acts from its first step on."""
+    """Killed in its midst and resumed. λ acts from its first step on."""
     monkeypatch.setattr("foveate.layers.lte.THRESHOLD", 0.63)  # a new model's scores retain nearly all above 0.5
     changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.25, "sparsity.release": 0.5})

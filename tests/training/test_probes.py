@@ -39,10 +39,8 @@ class Copies:
         said = torch.roll(input_ids, self.far - 1, 1)
         return SimpleNamespace(logits=20.0 * torch.nn.functional.one_hot(said, self.vocabulary))
 
-    def eval(self):
+    def train(self, training=True):
         return self
-
-    train = eval
 
 
 def test_near_and_far_are_told_apart():

@@ -155,22 +155,6 @@ def test_bad_input():
             SparsitySettings(budget=6, **{name: value})
 
 
-def test_the_share_that_is_retained_whatever_the_scores():
-    settings = SparsitySettings(budget=6, hold=0.2, release=0.4)
-    assert [settings.opened(step, 10) for step in range(10)] == [
-        1,
-        1,
-        *(pytest.approx(x) for x in (0.8, 0.6, 0.4, 0.2)),
-        0,
-        0,
-        0,
-        0,
-    ]
-    at_once = SparsitySettings(budget=6, hold=0.2)
-    assert [at_once.opened(step, 10) for step in range(10)] == 2 * [1] + 8 * [0]
-    assert not any(SparsitySettings(budget=6).opened(step, 10) for step in range(10))
-
-
 def test_the_last_tokens_are_those_whose_scores_lack_followers():
     model = HybridForCausalLM(make_config("lalte", "tiny"))
     layers = [module for module in model.modules() if isinstance(module, LearnedEviction)]
