@@ -254,7 +254,7 @@ class _Run:
                 if self.feedback:
                     self.feedback.observe(made.retention)
                 if self.feedback and not held:
-                    penalty = self.feedback.penalty(made.retention) / len(parts)
+                    penalty = self.feedback.penalty(made.retention, self.opening.share > 0) / len(parts)
                     penalties = penalties + penalty.detach()
                     loss = loss + penalty
                 loss.backward()

@@ -151,14 +151,17 @@ class SparsityFeedback:
         self._observed = 0
         self._warned: set[tuple[int, ...]] = set()
 
-    def penalty(self, retention: Sequence[Tensor]) -> Tensor:
+    def penalty(self, retention: Sequence[Tensor], fading: bool = False) -> Tensor:
         """The term to add to a micro-batch's loss, a scalar.
 
         Args:
             retention: scores in (0, 1) of each LTE layer, before the threshold, fp32 `[B, Hkv, L]`.
+            fading: in a release, where tokens fade by their scores. The penalty is then Algorithm 1's ReLU(r), which
+                reaches below the threshold: a score just below it would stay there, and its token be read until the
+                release ends.
         """
         scores = _stacked(retention)
-        excess = (scores - self._threshold).relu()
+        excess = scores if fading else (scores - self._threshold).relu()
         weights = self._weights_for(scores)[:, None, :, None]
         if self.settings.variant == "paper":
             return (weights * excess).sum() / scores.shape[1]

@@ -97,6 +97,9 @@ def test_the_penalty_pulls_at_retained_scores_alone():
     leaves = [torch.tensor([[[0.7, 0.4, 0.9]]], requires_grad=True)]
     SparsityFeedback(SparsitySettings(budget=6, start=0.3)).penalty(leaves).backward()
     assert (leaves[0].grad > 0).tolist() == [[[True, False, True]]]
+    leaves[0].grad = None
+    SparsityFeedback(SparsitySettings(budget=6, start=0.3)).penalty(leaves, fading=True).backward()
+    assert (leaves[0].grad > 0).all()  # so that none stays just below the threshold, where a fading token is read
 
 
 def test_micro_batches_count_as_one_step():
