@@ -11,6 +11,7 @@ import pytest
 from evaluation import tiny
 from typer.testing import CliRunner
 
+from foveate.calibration import kept_folder
 from foveate.cli import app
 from foveate.integrations.transformers import releases
 from foveate.methods import base
@@ -374,7 +375,9 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
     file = tmp_path / "deep" / "tiny.json"
     done = call(*calibrate(model, file))
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == f"anchors [0]; use them as --method 'kascade:calibration=\"{file}\"'"
+    (kept,) = kept_folder().iterdir()
+    assert done.stdout == f"anchors [0], kept in {kept}; use them as --method\nkascade:calibration={file}\n"
+    assert kept.read_bytes() == file.read_bytes()
     assert json.loads(file.read_text(encoding="utf-8"))["anchors"] == [0]
     before = file.read_bytes()
     again = call(*calibrate(model, file))
@@ -404,10 +407,17 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
 
 def test_calibrate_by_divergence_on_several_tasks(model, tmp_path):
     file = tmp_path / "tiny.json"
-    more = ["--task", "ruler:split=niah_single_2,length=360", "--by", "divergence", "--method", "kascade:pool=layer"]
+    more = [
+        "--task",
+        "ruler:split=niah_single_2,length=360",
+        "--by",
+        "divergence",
+        "--method",
+        "kascade:pooling=post_softmax",
+    ]
     done = call(*calibrate(model, file, *more, "--answer-tokens", 3, "--batch-size", 4))
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == f"anchors [0]; use them as --method 'kascade:pool=layer,calibration=\"{file}\"'"
+    assert done.stdout.splitlines()[-1] == f"kascade:pooling=post_softmax,calibration={file}"
     found = json.loads(file.read_text(encoding="utf-8"))["found"]
     assert found["divergence"][0][1] > 0
     assert [len(found["run"]["tokens"]), found["run"]["answers"]["answer_tokens"]] == [4, 3]
@@ -421,8 +431,8 @@ def test_what_calibrate_says_can_be_pasted_whatever_the_file_is_called(model, tm
     monkeypatch.chdir(tmp_path)
     done = call(*calibrate(model, name))
     assert done.exit_code == 0, done.output
-    words = shlex.split(done.stdout)
-    answer = call("generate", "--model", model, "--max-new-tokens", 2, "--prompt", "Call me", *words[-2:])
+    (spec,) = shlex.split(done.stdout.splitlines()[-1])
+    answer = call("generate", "--model", model, "--max-new-tokens", 2, "--prompt", "Call me", "--method", spec)
     assert answer.exit_code == 0, answer.output
     assert Path(name).is_file()
 

@@ -79,7 +79,7 @@ def test_another_process_attaches_anew(tmp_path):
 
 def test_a_cache_of_a_method_by_its_former_settings_is_read(tmp_path, monkeypatch):
     model, path = tiny_model(), tmp_path / "cache.safetensors"
-    foveate.attach(model, "kascade:anchors=[0],dense_anchor_prefill=false")
+    foveate.attach(model, "kascade_paper:anchors=[0]")
     cache, ids = filled(model, tokens(1, 60))
     with monkeypatch.context() as before:
         before.setattr(saved.json, "dumps", lambda value, dumps=json.dumps: dumps(value).replace(*FORMER))

@@ -13,7 +13,7 @@ from foveate import methods
 from foveate.calibration import Calibration
 from foveate.integrations.transformers.facts import model_facts
 from foveate.results.resultfile import method_of
-from tests.helpers import fingerprint, tiny_model, tokens
+from tests.helpers import fingerprint, kascade_by_head, tiny_model, tokens
 
 ANCHORS, HEADS = (0, 1), {"2": [1, 1]}
 
@@ -33,7 +33,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def method(path):
-    return methods.make("kascade", calibration=str(path), top_k=9)
+    return kascade_by_head(calibration=str(path), top_k=9)
 
 
 def row(method):
@@ -61,7 +61,9 @@ class TestTheFile:
         assert [role.dense for role in roles] == [True, False, False]
 
     def test_stands_for_them_in_a_spec_that_parses_back(self, method, path):
-        assert method.spec == f'kascade:top_k=9,calibration="{path}"'
+        assert (
+            method.spec == f'kascade:top_k=9,pool=kv_head,pooling=post_softmax,decode_only=false,calibration="{path}"'
+        )
         assert methods.parse(method.spec) == method
         assert hash(methods.parse(method.spec)) == hash(method)
         assert method.for_layer(2, 3).spec == method.spec
@@ -93,7 +95,7 @@ class TestTheFile:
             methods.make(method, anchors=[0, 2])
 
     def test_serves_composed_methods(self, path):
-        spec = methods.make("kascade", calibration=str(path)).spec
+        spec = kascade_by_head(calibration=str(path)).spec
         with pytest.raises(ValueError, match="anchors must be among the layers that it is applied to"):
             methods.make("per_layer", layers={"0": "dense", "rest": spec}).for_layer(2, 3)
         mixed = methods.make("per_layer", layers={"rest": spec})
@@ -129,10 +131,10 @@ def test_a_damaged_file_is_no_method(path):
 class TestAttached:
     def test_it_is_as_if_anchors_and_heads_were_given(self, method):
         model, ids = tiny_model(), tokens(60)
-        given = methods.make("kascade", anchors=[0, 1], heads=HEADS, top_k=9)
+        given = kascade_by_head(anchors=[0, 1], heads=HEADS, top_k=9)
         with torch.no_grad():
             outs = []
-            for one in (method, given, "kascade:anchors=[0,1],top_k=9"):
+            for one in (method, given, kascade_by_head(anchors=[0, 1], top_k=9)):
                 with foveate.attached(model, one, tile=12):
                     outs.append(model(ids).logits)
         assert torch.equal(outs[0], outs[1])
