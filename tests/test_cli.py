@@ -405,6 +405,72 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
         assert "is for another model of the same shape" in done.stderr.strip().splitlines()[-1]
 
 
+def test_calibrations_are_kept_and_found_again(model, out, tmp_path):
+    """Without a file of one's own; each by kascade, and by auto."""
+    arguments = [*calibrate(model, "-")[:5], *calibrate(model, "-")[7:]]
+    assert "--out" not in arguments
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    (kept,) = kept_folder().iterdir()
+    first, spec = done.stdout.splitlines()
+    assert (first, spec) == (
+        f"anchors [0], kept in {kept}; use them as --method",
+        f"kascade:calibration=kept:{kept.stem}",
+    )
+    assert "--out" not in json.loads(kept.read_text(encoding="utf-8"))["found"]["command"]
+    assert "is complete; nothing to run" in call(*arguments).stderr
+    again = call(*arguments, "--seed", 1)
+    assert again.exit_code == 0, again.output
+    assert "is another calibration (it differs in seed, items" in again.stderr
+    assert "is replaced when this one is complete" in again.stderr
+    assert list(kept_folder().iterdir()) == [kept]
+    assert json.loads(kept.read_text(encoding="utf-8"))["found"]["run"]["seed"] == 1
+
+    with pytest.warns(UserWarning, match=r"kascade, with calibration 'kept:"):
+        assert call(*compare(model, out, "--method", "auto", "--method", "kascade", "--method", spec)).exit_code == 0
+    assert [row["spec"] for row in rows(out)] == ["dense", f'kascade:calibration="kept:{kept.stem}"']  # all are one
+    other = tiny.build(tmp_path / "tiny-llama", seed=1)
+    with pytest.warns(UserWarning, match=r"pages, because calibration 'kept:.*' is for another model"):
+        assert call(*compare(other, tmp_path / "o.jsonl", "--method", "auto")).exit_code == 0
+    assert [row["spec"] for row in rows(tmp_path / "o.jsonl")] == ["dense", "pages"]
+
+    done = call(*arguments, "--by", "similarity")
+    assert done.exit_code == 0, done.output
+    assert len(list(kept_folder().iterdir())) == 2, "which kascade is not served by"
+    assert done.stdout.splitlines()[-1].startswith("kascade_paper:calibration=kept:")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(model, tmp_path, monkeypatch):
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.json"
+    done = call(*calibrate(model, file))
+    assert done.exit_code == 0, done.output
+    first, spec = done.stdout.splitlines()
+    assert first.startswith("anchors [0], not kept for attach to find: ")
+    assert "cache/foveate/calibrations/" in first
+    assert spec == f"kascade:calibration={file}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foveate.inputs.loading.load_model", None)  # nothing is lost
+        done = call(*calibrate(model, file)[:5], *calibrate(model, file)[7:])
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert f"{tmp_path / 'cache'} is no folder" in line
+
+
+def test_documents_are_calibrated_on_in_the_usual_way(model, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("Call me Ishmael. Some years ago. " * 60, encoding="utf-8")
+    arguments = ["--task", "documents", "--data", tmp_path / "docs", "--length", 300, "--limit", 2]
+    done = call("calibrate", "--model", model, *arguments, "--keys", 16, "--tile", 24)
+    assert done.exit_code == 0, done.output
+    (kept,) = kept_folder().iterdir()
+    found = json.loads(kept.read_text(encoding="utf-8"))
+    assert found["settings"] == {"pool": "layer", "pooling": "sqrt", "decode_only": True}
+    chosen = found["found"]["chosen_by"]
+    assert (chosen["by"], chosen["anchors"], chosen["rounds"], chosen["method"]) == ("together", 1, 0, "kascade")
+
+
 def test_calibrate_by_divergence_on_several_tasks(model, tmp_path):
     file = tmp_path / "tiny.json"
     more = [

@@ -1,4 +1,4 @@
-"""Calibrations in the user's cache folder: where it is, which is found for a model's weights, what is said of others."""
+"""Calibrations in the user's cache folder: where it is, what is found for a model, what auto makes of it."""
 
 import os
 import warnings
@@ -125,8 +125,8 @@ class TestKascadeAlone:
         spec, said = attached(model, "kascade")
         assert spec == f'kascade:calibration="{name}"'
         assert said[1:] == [
-            f"kascade: the anchors of calibration {name!r} were chosen under pool=kv_head, pooling=post_softmax, and may "
-            "lose more under pool=layer, pooling=sqrt (docs/guide/calibrate.md)"
+            f"kascade: the anchors of calibration {name!r} were chosen under pool=kv_head, pooling=post_softmax, "
+            "and may lose more under pool=layer, pooling=sqrt (docs/guide/calibrate.md)"
         ]
         assert attached(model, "kascade")[1] == []
 

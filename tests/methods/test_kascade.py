@@ -179,6 +179,33 @@ class TestAttached:
         ]
 
 
+class TestOtherSettings:
+    """A file says under which settings its anchors were chosen."""
+
+    def said(self, path, method="kascade", **settings):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            foveate.attach(tiny_model(), method, calibration=str(path), **settings)
+        return [str(one.message) for one in said]
+
+    def test_are_warned_of_once_and_named(self, tmp_path):
+        path = write(tmp_path / "a.json", settings={"pool": "layer", "pooling": "sqrt", "decode_only": True})
+        chosen = f"the anchors of calibration {str(path)!r} were chosen under"
+        sparse = f"{chosen} decode_only=true, and may lose more under decode_only=false"
+        assert self.said(path) == self.said(path, top_k=0.2) == self.said(path, score_keys="pages") == []
+        assert self.said(path, decode_only=False) == [f"kascade: {sparse} (docs/guide/calibrate.md)"]
+        assert self.said(path, decode_only=False, top_k=7) == []
+        (by_head,) = self.said(path, "kascade_paper", decode_only=True)
+        assert by_head == (
+            f"kascade_paper: {chosen} pool=layer, pooling=sqrt, and may lose more under pool=kv_head, "
+            "pooling=post_softmax (docs/guide/calibrate.md)"
+        )
+
+    def test_are_not_known_of_older_files(self, path):
+        assert "settings" not in json.loads(path.read_text(encoding="utf-8"))
+        assert self.said(path, "kascade_paper") == self.said(path) == []
+
+
 def test_evenly_spaced_anchors_are_warned_of():
     """Once; not where nothing is left out, and not where someone has chosen the anchors."""
     assert "foveate calibrate" in methods.parse("kascade:anchors=2").caution

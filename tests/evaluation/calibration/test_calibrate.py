@@ -22,6 +22,7 @@ from foveate.inputs import loading
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
+from foveate.methods.kascade_paper import KascadePaper
 from foveate.results import timing
 from foveate.results.errors import UserError
 from tests.helpers import COMMON, CONFIGS, prepare, tiny_model, tokens
@@ -147,6 +148,7 @@ class TestTheArtefact:
             [value for _, value in choice.by_number], rel=1e-4
         )
         assert artefact.model["weights"]
+        assert artefact.settings == {"pool": "kv_head", "pooling": "post_softmax"}
         assert found["run"]["tokens"] == [len(prompt) for prompt in prompts(plan)]
         assert found["layer_ms"] is None
 
@@ -768,6 +770,31 @@ class TestTogether:
         monkeypatch.setattr(divergence, "together", lambda model, answered, methods, step: torch.zeros(len(methods)))
         with pytest.raises(UserError, match="no prediction moves, whichever layer reads another's choice"):
             run(plan)
+
+
+class TestUsually:
+    """What a plan is that says nothing."""
+
+    def test_anchors_are_chosen_together_ten_of_28(self, folder, sample, tmp_path):
+        plan = Plan(folder, tasks.parse("niah"), sample, tmp_path / "x.json")
+        assert (plan.by, plan.rounds, plan.method) == ("together", 0, Kascade())
+        assert plan.settings == {"pool": "layer", "pooling": "sqrt", "decode_only": True}
+        assert [plan.with_anchors(layers).anchors for layers in (1, 2, 24, 28, 30, 32, 56)] == [1, 1, 9, 10, 11, 11, 20]
+        assert dataclasses.replace(plan, anchors=3).with_anchors(28).anchors == 3
+
+    def test_by_similarity_they_are_the_papers(self, folder, sample, tmp_path):
+        plan = Plan(folder, tasks.parse("niah"), sample, tmp_path / "x.json", by="similarity")
+        assert plan.method == plan.in_use == KascadePaper()
+        assert plan.settings == {"pool": "kv_head", "pooling": "post_softmax"}
+        assert [plan.with_anchors(layers).anchors for layers in (4, 28, 56)] == [4, 5, 5]
+
+    def test_prompts_are_dense_in_use_as_they_were(self, folder, sample, tmp_path):
+        how = {"method": Kascade(decode_only=False)}
+        plan = Plan(folder, tasks.parse("niah"), sample, tmp_path / "x.json", **how)
+        assert plan.in_use == Kascade()
+        sparse = dataclasses.replace(plan, prompts="sparse")
+        assert sparse.in_use == Kascade(decode_only=False)
+        assert sparse.settings["decode_only"] is False
 
 
 class TestTimeShare:
