@@ -1,9 +1,11 @@
 """Calibrations in the user's cache folder: where it is, what is found for a model, what auto makes of it."""
 
 import os
+import types
 import warnings
 
 import pytest
+import torch
 
 import foveate
 from foveate import methods
@@ -188,6 +190,27 @@ class TestAuto:
         with pytest.raises(ValueError, match="name a method"):
             methods.make("auto").for_layer(0, 3)
         assert "auto" not in methods.names()
+
+    @pytest.mark.parametrize(
+        ("method", "tokens"), [("kascade", 16384), ("pages", 32768), ("luka", 65536), ("h2o", 0), ("dense", 0)]
+    )
+    def test_short_contexts_are_told_in_tokens(self, monkeypatch, method, tokens):
+        """Of eight KV heads of 128 as they are; a token of the tiny model has 1/32 of their bytes."""
+        monkeypatch.setattr("foveate.runtime.layer.runs_kernel", lambda verb: True)
+        gpu = types.SimpleNamespace(device=torch.device("cuda"))
+        settings = {"anchors": [0]} if method == "kascade" else {}
+        with foveate.attached(tiny_model(), method, **settings) as attachment:
+            found = attachment.short_contexts(gpu)
+            assert found == (f"dense below {32 * tokens:,} tokens on this GPU" if tokens else "")
+        with foveate.attached(tiny_model(), method, dense_below=0, **settings) as attachment:
+            assert attachment.short_contexts(gpu) == ("sparse at any length on this GPU" if tokens else "")
+
+    def test_a_method_that_is_named_tells_where_its_steps_are_dense(self, monkeypatch):
+        monkeypatch.setattr(
+            "foveate.integrations.transformers.attachment.dense_until", lambda method, below, *where: 32768
+        )
+        assert attached(tiny_model(), "pages")[1] == ["pages: dense below 32,768 tokens on a CPU"]
+        assert attached(tiny_model(), "pages", dense_below=9)[1] == []
 
     def test_options_are_those_of_any_method(self):
         model = tiny_model()

@@ -119,9 +119,12 @@ def attach(
         graphs.require(attachment.replay_obstacle(model))
     detach(model)
     _put_on(attachment, model)
+    short = attachment.short_contexts(model)
     if why:
         attachment.chosen = f"auto: {why}"
-        say_once("; ".join(filter(None, [attachment.chosen, attachment.short_contexts(model)])))
+        say_once(f"{attachment.chosen}; {short}")
+    elif dense_below == "auto" and short.startswith("dense"):
+        say_once(f"{chosen.name}: {short}")
     if chosen.caution:
         _warn_once(chosen.caution)
     return attachment
