@@ -14,12 +14,11 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
 
 # Kascade stands there twice: with eight anchors chosen for the model (examples/README.md), and with eight evenly spaced.
-KASCADE := pool=layer,pooling=sqrt,decode_only=true
-CALIBRATED := kascade:calibration=examples/calibrations/smollm2-135m.json,$(KASCADE)
+CALIBRATED := kascade:calibration=examples/calibrations/smollm2-135m.json
 
 demo: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
-	  --method dense --method $(CALIBRATED) --method kascade:anchors=8,$(KASCADE) --method luka --method mixed \
+	  --method dense --method $(CALIBRATED) --method kascade:anchors=8 --method luka --method mixed \
 	  --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
 	  --dtype float32 --show-answers --out runs/demo.jsonl
 	@echo; $(BIN)/python examples/seen.py runs/demo.jsonl

@@ -7,24 +7,24 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=${1:?MODEL: a folder, such as of Qwen2.5-Coder-1.5B-Instruct} out=${2:?OUT: a file of rows}
-dense_prompt=kascade:decode_only=true few=luka:page_size=16,top_k=3,score=spread paper=luka:page_size=16,top_k=3,score=summary,prior=0.0
+dense_prompt=kascade:pool=kv_head,pooling=post_softmax few=luka:page_size=16,top_k=3,score=spread paper=luka:page_size=16,top_k=3,score=summary,prior=0.0
 by_pages=$dense_prompt,score_keys=pages
 step() { foveate bench decode "$@" --out "$out"; }
 whole() { foveate bench decode-model "$@" --out "$out"; }
 step --batch 1 --batch 32 --method "$dense_prompt" --method "$by_pages" --method "$by_pages,first_layer=pages" \
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" --method "$paper" \
   --method "$few" --method luka --method luka:score=spread --method luka:page_size=16 \
-  --method pages --method pages:page_size=16 --method pages:page_size=32 --method locks:top_k=0.1 \
+  --method pages:top_k=0.1 --method pages:top_k=0.1,page_size=16 --method pages:top_k=0.1,page_size=32 --method locks:top_k=0.1 \
   --method quest --method omnikv --method lessismore
 step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --method "$dense_prompt,top_k=0.3" \
   --method "$by_pages" --method "$by_pages,first_layer=pages" \
   --method "$by_pages,page_size=16" --method "$by_pages,first_layer=pages,page_size=16" \
-  --method pages --method pages:page_size=16 --method locks:top_k=0.1
+  --method pages:top_k=0.1 --method pages:top_k=0.1,page_size=16 --method locks:top_k=0.1
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
-  --method luka:score=spread --method luka:page_size=16 --method pages --method quest --method omnikv --method lessismore --method h2o \
+  --method luka:score=spread --method luka:page_size=16 --method pages:top_k=0.1 --method quest --method omnikv --method lessismore --method h2o \
   --method streaming --method snapkv --method tova
 for liger in "" --liger; do
-  whole --context 131000 --rounds 3 --method "$dense_prompt" --method kascade --method "$paper" --method "$few" \
+  whole --context 131000 --rounds 3 --method "$dense_prompt" --method "$dense_prompt,decode_only=false" --method "$paper" --method "$few" \
     --method luka --method luka:score=spread --method h2o --method streaming $liger
 done
 whole --context 8192 --context 16384 --context 32768 --method "$dense_prompt" --method "$few" \

@@ -25,13 +25,13 @@ calibrate() { # NAME ARGUMENT...
   mkdir -p "$out/calibrations/$(basename "$model")"
   cp "$1.json" "$out/calibrations/$(basename "$model")"
 }
-calibrate paper --limit 40 --dtype float32
-calibrate divergence --by divergence --method kascade:pool=layer --task ruler:split=niah_multikey_2,length=4096 \
-  --limit 20 --seed 1 --batch-size 20 --dtype float32
+calibrate paper --by similarity --anchors 5 --limit 40 --dtype float32
+calibrate divergence --by divergence --anchors 5 --method kascade:pooling=post_softmax \
+  --task ruler:split=niah_multikey_2,length=4096 --limit 20 --seed 1 --batch-size 20 --dtype float32
 for anchors in 5 10; do # as long as the longest answers; what is won by moving one of ten is not worth its time
   calibrate "together-$anchors" --by together --anchors "$anchors" --rounds $((anchors < 10)) \
     --task ruler:split=niah_multikey_2,length=8192 --task ruler:split=niah_multikey_3,length=8192 \
-    --method kascade:pool=layer,pooling=sqrt --answer-tokens 40 --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
+    --answer-tokens 40 --limit 15 --seed 1 --batch-size 45 --dtype bfloat16
 done
 
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
@@ -45,21 +45,22 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
     --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$1.jsonl" "${chosen[@]}"
 }
 
-paper='kascade:calibration="paper.json"'
-heads='kascade:calibration="divergence.json"' # by KV head, as in the paper
-ours="$heads,pool=layer"
-own=dense_anchor_prefill=false # in prompts anchors read their own choice
+by_similarity='kascade:calibration="paper.json",pooling=post_softmax'
+by_divergence='kascade:calibration="divergence.json",pooling=post_softmax'
+paper="$by_similarity,pool=kv_head" heads="$by_divergence,pool=kv_head" # by KV head, as in the paper
+ours="$by_divergence,pool=layer"
+own=decode_only=false,dense_anchor_prefill=false # in prompts anchors read their own choice
 five='kascade:calibration="together-5.json",pool=layer,pooling=sqrt'
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
 # At a tenth: the method with dense and with sparse prompts; what else there is; variants of it.
 tenth=(
-  "$five,decode_only=true" "$ten,decode_only=true" "$ten,$own" "$ten"
+  "$five,decode_only=true" "$ten,decode_only=true" "$ten,$own" "$ten,decode_only=false"
   "$ours,decode_only=true" "$paper,decode_only=true"
   oracle_topk:decode_only=true quest:top_k=0.1 omnikv lessismore:top_k=0.1 streaming:window=0.1 streaming:window=0.3
 )
 variants=(
   "$ours,$own" "$paper,$own" "$ours,$own,tile=32" "$heads,decode_only=true"
-  "$heads,$own" kascade:anchors=5,pool=layer,decode_only=true
+  "$heads,$own" kascade:anchors=5,pool=layer,pooling=post_softmax,decode_only=true
 )
 # Other shares for the frontier; a tenth is above.
 shares=() oracle=() choices=() pooled=()
@@ -88,8 +89,8 @@ done
 # Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach.
 for share in 0.025 0.05 0.1; do
   oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
-  for variant in ",$own" ",pool=layer,$own"; do
-    choices+=("$heads,top_k=$share,min_k=16$variant" "$paper,top_k=$share,min_k=16$variant")
+  for variant in "pool=kv_head,$own" "pool=layer,$own"; do
+    choices+=("$by_divergence,top_k=$share,min_k=16,$variant" "$by_similarity,top_k=$share,min_k=16,$variant")
   done
 done
 for tile in 1 32 64 128 256; do

@@ -23,10 +23,10 @@ compare() { # NAME TASK LENGTH LIMIT METHOD...
     --batch-size $((260000 / length)) --out "$rows-$name-$length.jsonl" --method dense "${methods[@]}"
 }
 decode=("kascade:calibration=\"data-free.json\",$shape,decode_only=true" "kascade:calibration=\"together-10.json\",$shape,decode_only=true"
-  "kascade:calibration=\"musique.json\",$shape,decode_only=true" 'kascade:calibration="paper.json",decode_only=true'
+  "kascade:calibration=\"musique.json\",$shape,decode_only=true" 'kascade:calibration="paper.json",pool=kv_head,pooling=post_softmax,decode_only=true'
   "kascade:anchors=10,$shape,decode_only=true")
-sparse=("kascade:calibration=\"data-free.json\",$shape" "kascade:calibration=\"data-free.json\",$shape,min_k=2048"
-  "kascade:calibration=\"data-free.json\",$shape,top_k=0.25")
+free="kascade:calibration=\"data-free.json\",$shape,decode_only=false"
+sparse=("$free" "$free,min_k=2048" "$free,top_k=0.25")
 for split in 1 2 3; do
   tokens=$((split == 3 ? 40 : 24))
   compare "multikey_$split" "ruler:split=niah_multikey_$split,max_new_tokens=$tokens" 8192 60 "${decode[@]}" \

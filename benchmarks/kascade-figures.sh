@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 figures=docs/figures results=benchmarks/results
 rows=$results/kascade-accuracy.jsonl
 ten='kascade:calibration="together-10.json",pool=layer,pooling=sqrt'
-ours='kascade:calibration="divergence.json",pool=layer' paper='kascade:calibration="paper.json"'
+ours='kascade:calibration="divergence.json",pool=layer,pooling=post_softmax'
+paper='kascade:calibration="paper.json",pool=kv_head,pooling=post_softmax'
 families=(--where task=ruler --where task=hotpotqa --where task=2wiki)
 for length in 8192 16384 30720; do families+=(--where "length=$length"); done
 for model in $(grep -oh '"model": "[^"]*"' "$rows" | cut -d'"' -f4 | sort -u); do

@@ -20,9 +20,11 @@ import typer
 
 from foveate.evaluation import tasks
 from foveate.evaluation.metrics import paired_bootstrap
+from foveate.methods import restated
 from foveate.report.markdown import columns, interval, score
 from foveate.report.rows import Row, read
 from foveate.results.errors import DataError
+from foveate.results.measurements import SCHEMA
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("kascade-accuracy.jsonl", "luka-niah.jsonl", "luka-wikisalad.jsonl")
@@ -54,6 +56,7 @@ def _line(old: Row, new: Row) -> dict[str, Any]:
     change = paired_bootstrap(aggregate, mine, theirs, new["seed"])
     changed = [any(mine[name][item] != theirs[name][item] for name in theirs) for item in range(new["n"])]
     return {
+        "schema": SCHEMA,
         "cell": new["spec"].partition(":")[0],
         **{name: new[name] for name in ("spec", "model", "task", "split", "length", "n")},
         "old": {name: old[name] for name in _SHOWN},
@@ -70,7 +73,7 @@ def table(lines: Sequence[Row]) -> str:
     return columns(
         lines,
         {
-            "method": lambda line: f"`{line['spec']}`",
+            "method": lambda line: f"`{line['spec'] if 'schema' in line else restated(line['spec'])}`",
             "comparison": lambda line: f"{line['task']} {line['split']}, {line['length']:,} tokens",
             "old [95 %]": lambda line: score(line["old"]),
             "new [95 %]": lambda line: score(line["new"]),

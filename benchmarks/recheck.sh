@@ -24,7 +24,7 @@ compare() { # NAME BATCH ARGUMENT... -- METHOD...
 }
 
 compare multikey_2 97 --task ruler --split niah_multikey_2 --length 8192 --limit 67 -- \
-  'kascade:pool=layer,decode_only=true,calibration="divergence.json"' quest omnikv
+  'kascade:pool=layer,pooling=post_softmax,decode_only=true,calibration="divergence.json"' quest omnikv
 compare single_3 97 --task ruler --split niah_single_3 --length 8192 --limit 67 -- lessismore
 compare needle 146 --task niah --split single --length 8192 --limit 340 -- tova:top_k=0.1 streaming:window=0.25
 compare long 292 --task wikisalad_long:length=4096 --split test --limit 70 -- \

@@ -25,7 +25,7 @@ from foveate.inputs import model_folder
 from foveate.methods import parse
 from foveate.results import measurements
 
-METHODS = [f"kascade:decode_only=true,pool=layer,pooling=sqrt,anchors={number}" for number in (10, 5)]
+METHODS = [f"kascade:anchors={number}" for number in (10, 5)]
 CASES = ["131072x1", "65536x4", "32768x16", "8192x1", "8192x16"]
 """Tokens and requests."""
 SHAPES = {

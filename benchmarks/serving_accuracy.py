@@ -75,6 +75,7 @@ def _row(case: Any, task: Any, found: Any, grades: list[Any], same: int, seed: i
     score = metrics.bootstrap(aggregate, ours, seed)
     difference = metrics.paired_bootstrap(aggregate, ours, theirs, seed)
     return {
+        "schema": measurements.SCHEMA,
         "bench": "serving-accuracy",
         "case": case,
         "n": len(found["answers"]),

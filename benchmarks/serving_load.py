@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import serving
 from foveate.results import measurements
 
-METHODS = [serving.METHODS[1], "pages:weighted=false"]
+METHODS = [serving.METHODS[1], "pages:top_k=0.1,weighted=false"]
 PROGRAM = ("-m", "benchmarks.serving_load")
 PERCENTILES = (50, 90, 99)
 BLOCK = 32

@@ -1,7 +1,7 @@
 """foveate: long-context inference that looks closely only where it matters.
 
 >>> import foveate
->>> foveate.attach(model, "luka")
+>>> foveate.attach(model)  # chooses a method, or: foveate.attach(model, "luka")
 >>> model.generate(**inputs)
 >>> print(foveate.stats(model))
 >>> foveate.detach(model)

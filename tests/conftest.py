@@ -1,6 +1,7 @@
 """Set-up of every test run: one thread, and property tests that draw the same examples every time."""
 
 import os
+import uuid
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole files that run under Triton's interpreter come first, so that nothing waits for them at the end."""
     items.sort(key=lambda item: "under_the_interpreter" not in item.name)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_calibrations(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a cache folder of its own, which is not there yet."""
+    folder = tmp_path_factory.getbasetemp() / "caches" / uuid.uuid4().hex
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture

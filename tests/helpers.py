@@ -11,8 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from foveate import methods
 from foveate.integrations.transformers.releases import CACHE
 from foveate.integrations.transformers.releases import returned_cache as returned_cache
+from foveate.methods import Method
 from tests.problems import LAYOUTS as LAYOUTS
 from tests.problems import LargestTensor as LargestTensor
 from tests.problems import Naive as Naive
@@ -38,6 +40,14 @@ def full_disk(room: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Methods
+
+
+def kascade_by_head(**settings: Any) -> Method:
+    """Kascade whose KV heads choose for themselves by mean attention, in prompts too, unless settings say otherwise."""
+    return methods.make("kascade", **{"pool": "kv_head", "pooling": "post_softmax", "decode_only": False} | settings)
 
 
 # Models

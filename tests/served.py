@@ -14,16 +14,16 @@ BELOW = 250
 """Tokens of all rows, each taken as long as one, below which that one is read whole."""
 SPECS = [
     "dense",
-    "kascade:top_k=7,anchors=[0,3],decode_only=true",
-    "kascade:top_k=0.3,min_k=4,anchors=[1,4],pool=layer,pooling=sqrt,decode_only=true",
-    'kascade:top_k=9,anchors=[1,3],heads={"2": [1, 0]},decode_only=true',
+    "kascade_paper:top_k=7,anchors=[0,3],decode_only=true",
+    "kascade:top_k=0.3,min_k=4,anchors=[1,4]",
+    'kascade_paper:top_k=9,anchors=[1,3],heads={"2": [1, 0]},decode_only=true',
     "oracle_topk:top_k=5,decode_only=true",
     "omnikv:top_k=6,filters=[0,3],wait=1",
     "lessismore:top_k=9,sinks=2,selections=[1,3]",
     "pages:top_k=24,page_size=2,rank=1,weighted=false",
     "locks:top_k=18,page_size=4,rank=2",
-    "kascade:top_k=7,anchors=[1,3],score_keys=pages,page_size=2,weighted=false,decode_only=true",
-    "kascade:top_k=7,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
+    "kascade_paper:top_k=7,anchors=[1,3],score_keys=pages,page_size=2,weighted=false,decode_only=true",
+    "kascade_paper:top_k=7,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
 ]
 BATCHES = {
     "long": ([90, 201, 64, 120, 77], []),

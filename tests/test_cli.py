@@ -11,6 +11,7 @@ import pytest
 from evaluation import tiny
 from typer.testing import CliRunner
 
+from foveate.calibration import kept_folder
 from foveate.cli import app
 from foveate.integrations.transformers import releases
 from foveate.methods import base
@@ -374,7 +375,9 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
     file = tmp_path / "deep" / "tiny.json"
     done = call(*calibrate(model, file))
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == f"anchors [0]; use them as --method 'kascade:calibration=\"{file}\"'"
+    (kept,) = kept_folder().iterdir()
+    assert done.stdout == f"anchors [0], kept in {kept}; use them as --method\nkascade:calibration={file}\n"
+    assert kept.read_bytes() == file.read_bytes()
     assert json.loads(file.read_text(encoding="utf-8"))["anchors"] == [0]
     before = file.read_bytes()
     again = call(*calibrate(model, file))
@@ -402,12 +405,85 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
         assert "is for another model of the same shape" in done.stderr.strip().splitlines()[-1]
 
 
+def test_calibrations_are_kept_and_found_again(model, out, tmp_path):
+    """Without a file of one's own; each by kascade, and by auto."""
+    arguments = [*calibrate(model, "-")[:5], *calibrate(model, "-")[7:]]
+    assert "--out" not in arguments
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    (kept,) = kept_folder().iterdir()
+    first, spec = done.stdout.splitlines()
+    assert (first, spec) == (
+        f"anchors [0], kept in {kept}; use them as --method",
+        f"kascade:calibration=kept:{kept.stem}",
+    )
+    assert "--out" not in json.loads(kept.read_text(encoding="utf-8"))["found"]["command"]
+    assert "is complete; nothing to run" in call(*arguments).stderr
+    again = call(*arguments, "--seed", 1)
+    assert again.exit_code == 0, again.output
+    assert "is another calibration (it differs in seed, items" in again.stderr
+    assert "is replaced when this one is complete" in again.stderr
+    assert list(kept_folder().iterdir()) == [kept]
+    assert json.loads(kept.read_text(encoding="utf-8"))["found"]["run"]["seed"] == 1
+
+    with pytest.warns(UserWarning, match=r"kascade, with calibration 'kept:"):
+        assert call(*compare(model, out, "--method", "auto", "--method", "kascade", "--method", spec)).exit_code == 0
+    assert [row["spec"] for row in rows(out)] == ["dense", f'kascade:calibration="kept:{kept.stem}"']  # all are one
+    other = tiny.build(tmp_path / "tiny-llama", seed=1)
+    with pytest.warns(UserWarning, match=r"pages, because calibration 'kept:.*' is for another model"):
+        assert call(*compare(other, tmp_path / "o.jsonl", "--method", "auto")).exit_code == 0
+    assert [row["spec"] for row in rows(tmp_path / "o.jsonl")] == ["dense", "pages"]
+
+    done = call(*arguments, "--by", "similarity")
+    assert done.exit_code == 0, done.output
+    assert len(list(kept_folder().iterdir())) == 2, "which kascade is not served by"
+    assert done.stdout.splitlines()[-1].startswith("kascade_paper:calibration=kept:")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(model, tmp_path, monkeypatch):
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.json"
+    done = call(*calibrate(model, file))
+    assert done.exit_code == 0, done.output
+    first, spec = done.stdout.splitlines()
+    assert first.startswith("anchors [0], not kept for attach to find: ")
+    assert "cache/foveate/calibrations/" in first
+    assert spec == f"kascade:calibration={file}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foveate.inputs.loading.load_model", None)  # nothing is lost
+        done = call(*calibrate(model, file)[:5], *calibrate(model, file)[7:])
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert f"{tmp_path / 'cache'} is no folder" in line
+
+
+def test_documents_are_calibrated_on_in_the_usual_way(model, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("Call me Ishmael. Some years ago. " * 60, encoding="utf-8")
+    arguments = ["--task", "documents", "--data", tmp_path / "docs", "--length", 300, "--limit", 2]
+    done = call("calibrate", "--model", model, *arguments, "--keys", 16, "--tile", 24)
+    assert done.exit_code == 0, done.output
+    (kept,) = kept_folder().iterdir()
+    found = json.loads(kept.read_text(encoding="utf-8"))
+    assert found["settings"] == {"pool": "layer", "pooling": "sqrt", "decode_only": True}
+    chosen = found["found"]["chosen_by"]
+    assert (chosen["by"], chosen["anchors"], chosen["rounds"], chosen["method"]) == ("together", 1, 0, "kascade")
+
+
 def test_calibrate_by_divergence_on_several_tasks(model, tmp_path):
     file = tmp_path / "tiny.json"
-    more = ["--task", "ruler:split=niah_single_2,length=360", "--by", "divergence", "--method", "kascade:pool=layer"]
+    more = [
+        "--task",
+        "ruler:split=niah_single_2,length=360",
+        "--by",
+        "divergence",
+        "--method",
+        "kascade:pooling=post_softmax",
+    ]
     done = call(*calibrate(model, file, *more, "--answer-tokens", 3, "--batch-size", 4))
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == f"anchors [0]; use them as --method 'kascade:pool=layer,calibration=\"{file}\"'"
+    assert done.stdout.splitlines()[-1] == f"kascade:pooling=post_softmax,calibration={file}"
     found = json.loads(file.read_text(encoding="utf-8"))["found"]
     assert found["divergence"][0][1] > 0
     assert [len(found["run"]["tokens"]), found["run"]["answers"]["answer_tokens"]] == [4, 3]
@@ -421,8 +497,8 @@ def test_what_calibrate_says_can_be_pasted_whatever_the_file_is_called(model, tm
     monkeypatch.chdir(tmp_path)
     done = call(*calibrate(model, name))
     assert done.exit_code == 0, done.output
-    words = shlex.split(done.stdout)
-    answer = call("generate", "--model", model, "--max-new-tokens", 2, "--prompt", "Call me", *words[-2:])
+    (spec,) = shlex.split(done.stdout.splitlines()[-1])
+    answer = call("generate", "--model", model, "--max-new-tokens", 2, "--prompt", "Call me", "--method", spec)
     assert answer.exit_code == 0, answer.output
     assert Path(name).is_file()
 

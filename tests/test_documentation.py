@@ -167,7 +167,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     start, calibrated, questions = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert len([line for line in start.splitlines() if line]) <= 9
     assert "calibration=kascade.json" in calibrated
-    methods.parse(re.search(r'"(.*)"', calibrated)[1].replace("calibration=kascade.json,", ""))
+    methods.spelled(re.search(r'"(.*)"', calibrated)[1])
     use, detach = start.replace('"cuda"', '"cpu"').rsplit("\n", 2)[:2]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "document.txt").write_text("The whale swam on. " * 20, encoding="utf-8")

@@ -35,7 +35,7 @@ Device = Annotated[str, typer.Option(help="cuda or cpu.")]
 @app.command()
 def decode(
     methods: Methods = (
-        *("dense", "kascade:decode_only=true", "luka:page_size=16,top_k=3,score=spread", "luka"),
+        *("dense", "kascade", "luka:page_size=16,top_k=3,score=spread", "luka"),
         *("pages", "quest", "omnikv", "lessismore"),
     ),
     contexts: Contexts = (8192, 32768, 131072),
@@ -62,7 +62,7 @@ def decode(
 @app.command("decode-model")
 def decode_model(
     model: Model = "llama-3.1-8b",
-    methods: Methods = ("dense", "kascade:decode_only=true", "luka"),
+    methods: Methods = ("dense", "kascade", "luka"),
     contexts: Contexts = (32768,),
     batches: Batches = (1,),
     steps: Annotated[int, typer.Option(min=1, help="Timed tokens of a round.")] = 64,
@@ -92,7 +92,7 @@ def decode_model(
 @app.command()
 def prefill(
     methods: Methods = (
-        *("dense", "kascade", "kascade:dense_anchor_prefill=false", "streaming", "snapkv", "tova", "h2o", "luka"),
+        *("dense", "kascade:decode_only=false", "kascade_paper", "streaming", "snapkv", "tova", "h2o", "luka"),
     ),
     contexts: Prompts = (8192, 32768, 131072),
     heads: Heads = 32,
@@ -118,7 +118,7 @@ def prefill(
 def prefill_model(
     model: Model = "llama-3.1-8b",
     methods: Methods = (
-        *("dense", "streaming", "kascade", "kascade:dense_anchor_prefill=false"),
+        *("dense", "streaming", "kascade:decode_only=false", "kascade_paper"),
         *("tova", "snapkv", "h2o", "luka", "luka:compressor=attention", "mixed"),
     ),
     contexts: Prompts = (8192, 16384, 32768),

@@ -16,7 +16,8 @@ from foveate.calibration.anchors import (
     improved,
     objective,
 )
-from foveate.calibration.artefact import Calibration, check_facts, load, say_once, shipped
+from foveate.calibration.artefact import Calibration, check_facts, kept_folder, load, say_once, shipped
+from foveate.calibration.kept import Known, kept_name, kept_path, known
 from foveate.calibration.similarity import Measured, Similarity, least_tokens
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "WEIGHTS",
     "AnchorChoice",
     "Calibration",
+    "Known",
     "Measured",
     "Similarity",
     "best_anchors",
@@ -34,6 +36,10 @@ __all__ = [
     "counterparts",
     "grown",
     "improved",
+    "kept_folder",
+    "kept_name",
+    "kept_path",
+    "known",
     "least_tokens",
     "load",
     "objective",

@@ -141,8 +141,8 @@ def _neighbours(anchors: Sequence[int], layers: int) -> list[list[int]]:
     return [sorted({*anchors} - {one} | {layer}) for one in anchors[1:] for layer in free]
 
 
-BY, OVER, WEIGHTS = ("similarity", "divergence", "together"), ("least", "mean"), ("importance", "none")
-"""What anchors can be chosen by; the first are the paper's."""
+BY, OVER, WEIGHTS = ("together", "divergence", "similarity"), ("least", "mean"), ("importance", "none")
+"""What anchors can be chosen by; the first are the usual ones."""
 
 
 def check_number(number: int, layers: int) -> None:

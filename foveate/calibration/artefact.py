@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,19 +18,21 @@ from foveate.json_text import parse_json
 
 KIND, SCHEMA = "foveate calibration", 1
 SHIPPED, _SHIPPED_AS = Path(__file__).parent.parent / "calibrations", "shipped:"
+KEPT_AS = "kept:"
 _RELATIVE, _ABSOLUTE = 2**-8, 2**-20  # of two number formats of one checkpoint's weights
 _LARGEST, _SLACK = sys.float_info.max, 1e-3
 _FOUND = {"similarity": 1.0, "mean_similarity": 1.0, "coverage": 1.0, "importance": 2.0, "divergence": _LARGEST}
 """The largest numbers of what a choice was made by; none is below 0."""
-_AGAIN = "`foveate calibrate --model DIR --task TASK --data DIR --out FILE` makes one for this model"
+_AGAIN = "`foveate calibrate --model DIR` makes one for this model"
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """Anchor layers and head maps for one model.
 
-    `model` holds what :func:`check_model` compares; `found` what the choice was made by, for people and pictures;
-    `source` is the file that it was read from.
+    `model` holds what :func:`check_model` compares; `settings` those of Kascade under which the anchors were chosen,
+    none in older files; `found` what the choice was made by, for people and pictures; `source` is the file that it was
+    read from.
     """
 
     model: Mapping[str, Any]
@@ -37,6 +40,7 @@ class Calibration:
     heads: Mapping[str, list[int]]
     """For layers that read an anchor's choice: the anchor's KV head for each of their own."""
     found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = dataclasses.field(default="", compare=False)
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
@@ -46,6 +50,11 @@ class Calibration:
             facts: as `model`; the weights of a layer are compared where both have them.
         """
         check_facts(self.model, facts, f"calibration {self.source!r}", _AGAIN)
+
+    @property
+    def origin(self) -> str:
+        """How foveate has come to it, after "which"."""
+        return "comes with foveate" if self.source.startswith(_SHIPPED_AS) else "`foveate calibrate` has kept"
 
     def check_layers(self, layers: int) -> None:
         """Raises `ValueError` if this was made for a model of another depth."""
@@ -64,6 +73,7 @@ class Calibration:
     def text(self) -> str:
         """The file's content: one line for each number, list or row of a matrix."""
         values = {"kind": KIND, "schema": SCHEMA, "anchors": list(self.anchors), "heads": dict(self.heads)}
+        values |= {"settings": dict(self.settings)} if self.settings else {}
         return _pretty({**values, "model": dict(self.model), "found": dict(self.found)}, 0) + "\n"
 
 
@@ -97,15 +107,24 @@ def _check_fact(model: Mapping[str, Any], key: str, value: Any, what: str, again
         raise ValueError(f"{what} is for a model with {key} {model.get(key)!r}, and this one has {value!r}; {again}")
 
 
+def kept_folder() -> Path:
+    """Where `foveate calibrate` keeps what it finds: a folder of the user's caches, which need not be there."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "foveate", "calibrations")
+
+
 def load(path: Path | str) -> Calibration:
-    """Reads a calibration: a file, or ``shipped:NAME``, one that comes with this package.
+    """Reads a calibration: a file, ``shipped:NAME``, one that comes with this package, or ``kept:NAME``, one in
+    :func:`kept_folder`.
 
     Raises:
         ValueError: if there is no such file, or it is something else, damaged, or of another schema.
     """
-    path, name = Path(path), str(path).removeprefix(_SHIPPED_AS)
+    file, path = Path(path), str(path)
+    for prefix, folder in ((_SHIPPED_AS, SHIPPED), (KEPT_AS, kept_folder())):
+        if path.startswith(prefix):
+            file = folder / f"{path.removeprefix(prefix)}.json"
     try:
-        file = path if name == str(path) else SHIPPED / f"{name}.json"
         value = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such calibration; {_AGAIN}") from None
@@ -123,7 +142,8 @@ def load(path: Path | str) -> Calibration:
             tuple(value["anchors"]),
             {str(layer): list(heads) for layer, heads in value["heads"].items()},
             dict(value["found"]),
-            str(path),
+            dict(value.get("settings", {})),
+            path,
         )
         layers, kv_heads = found.model["layers"], found.model["kv_heads"]
         readers = [int(layer) for layer in found.heads]

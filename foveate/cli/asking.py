@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import re
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -230,7 +232,6 @@ def compare(
 
 def calibrate(
     model: Model,
-    out: Annotated[Path, typer.Option(help="File for the calibration (JSON).", show_default=False, callback=announce)],
     task: Annotated[
         list[str] | None,
         typer.Option(
@@ -243,8 +244,17 @@ def calibrate(
         Path | None,
         typer.Option(help="The tasks' data (docs/guide/data.md lists the files).", show_default=False),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file for the calibration (JSON), besides the one in the cache folder.",
+            show_default=False,
+            callback=announce,
+        ),
+    ] = None,
     anchors: Annotated[
-        int | None, typer.Option(help="Anchor layers to choose; if left out, by a task 5, else a third of the layers.")
+        int | None,
+        typer.Option(help="Anchor layers to choose; if left out ten for every 28 layers, by similarity five."),
     ] = None,
     split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
@@ -254,13 +264,12 @@ def calibrate(
     keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
     tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
     by: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="Choose by similarity of layers (the paper; default with a task), or by divergence of predictions: of "
-            "pairs of layers, or with all layers together (default without).",
-            show_default=False,
+            help="Choose by divergence of predictions with all layers together, or of pairs of layers (divergence); or "
+            "by similarity of layers (the paper, for kascade_paper).",
         ),
-    ] = None,
+    ] = "together",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
@@ -271,10 +280,10 @@ def calibrate(
         ),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
-    batch_size: Annotated[int | None, typer.Option(help="Prompts answered together; 1, or 8 of the novel.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 8,
     rounds: Annotated[
-        int | None, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
-    ] = None,
+        int, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
+    ] = 0,
     prompts: Annotated[
         str, typer.Option(help="Together: how prompts are read, dense, or sparse by --method as in use.")
     ] = "dense",
@@ -288,67 +297,82 @@ def calibrate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Choose Kascade's anchor layers and head maps for a model: resumable, one JSON file."""
+    """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
+    from foveate.calibration import kept_name
     from foveate.evaluation import tasks
-    from foveate.evaluation.calibration.calibrate import Plan, partial_folder, run
-    from foveate.evaluation.calibration.plan import without_data
+    from foveate.evaluation.calibration.calibrate import keep, partial_folder, run
+    from foveate.evaluation.calibration.plan import Plan, kept_at, without_data
     from foveate.evaluation.runner import parse_method
     from foveate.evaluation.tasks import probes
     from foveate.report import terminal
     from foveate.results.errors import UserError
 
     notes = terminal.console(stderr=True)
+
+    def say(text: str) -> None:
+        notes.print(text, style="dim", markup=False, soft_wrap=True)
+
     if task:
         if data is None:
             raise UserError("--task reads files: give their folder as --data, or leave --task away")
-        read = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])]
-        usual = {}
+        read, usual_limit = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])], 20
     else:
         if data is not None or split is not None:
             raise UserError("--data and --split are of a --task; without one the novel of the package is read")
         quiet()
-        read, usual = without_data(model, length)
-        data, share = probes.TEXT, usual.pop("anchors")
-        anchors = share if anchors is None and time_share is None else anchors
-        if by not in (None, usual["by"]):  # what else is usual has no effect by similarity, or by pairs of layers
-            usual = {"limit": usual["limit"]}
-    given = {"limit": limit, "by": by, "batch_size": batch_size, "rounds": rounds}
-    given["method"] = None if method is None else parse_method(method)
-    usual |= {name: value for name, value in given.items() if value is not None}
+        read, data, usual_limit = without_data(model, length), probes.TEXT, 8
+    chosen = None if method is None else parse_method(method)
     quiet()
     plan = Plan(
         model,
         read[0],
         data,
-        out,
+        out or Path(),
         tuple(read[1:]),
         anchors,
-        keys=keys,
-        tile=tile,
-        over=over,
-        weights=weights,
-        answer_tokens=answer_tokens,
-        prompts=prompts,
-        time_share=time_share,
-        time_context=time_context,
-        time_batch=time_batch,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        **usual,
+        usual_limit if limit is None else limit,
+        keys,
+        tile,
+        by,
+        over,
+        weights,
+        chosen,
+        answer_tokens,
+        batch_size,
+        rounds,
+        prompts,
+        time_share,
+        time_context,
+        time_batch,
+        seed,
+        dtype,
+        device,
     )
-
-    def say(text: str) -> None:
-        notes.print(text, style="dim", markup=False, soft_wrap=True)
-
+    place = kept_at(plan)
+    if out is None:
+        plan = dataclasses.replace(plan, out=place, kept=True)
     try:
         with _Progress(notes, plan.limit * len(plan.tasks)) as progress:
             found = run(plan, progress.at, say)
     except KeyboardInterrupt:
-        say(f"interrupted; what is read so far is in {partial_folder(out)}, the same command goes on from there")
+        say(f"interrupted; what is read so far is in {partial_folder(plan.out)}, the same command goes on from there")
         raise typer.Exit(_INTERRUPTED) from None
-    spec = dataclasses.replace(plan.method, calibration=str(out)).spec
-    typer.echo(f"anchors {list(found.anchors)}; use them as --method {shlex.quote(spec)}")
+    kept = f"kept in {place}"
+    if out is not None:
+        try:
+            keep(plan, found)
+        except UserError as error:
+            kept = f"not kept for attach to find: {error}"
+    typer.echo(f"anchors {list(found.anchors)}, {kept}; use them as --method")
+    typer.echo(_pasted(plan.in_use, str(out) if out is not None else kept_name(place)))
+
+
+def _pasted(method: Any, calibration: str) -> str:
+    """A spec with a calibration as a shell takes it, without quotes where it needs none."""
+    spec = dataclasses.replace(method, calibration=calibration).spec
+    if re.fullmatch(r"[\w./+:@-]+", calibration):
+        spec = spec.replace(json.dumps(calibration), calibration)
+    return shlex.quote(spec)
 
 
 class _Progress(Progress):

@@ -32,7 +32,7 @@ PRUNING = ("snapkv", "adakv")
 """Methods that keep a share of the prompt."""
 EVICTING = (*PRUNING, "h2o", "tova")
 """And those that keep no more as they go on, which matters for memory alone."""
-KASCADE = "kascade:top_k={share},pool=layer,pooling=sqrt,decode_only=true,calibration={file}"
+KASCADE = "kascade:top_k={share},calibration={file}"
 _LEAST, _FIRST, _MOST = 0.02, 0.12, 0.8
 """Shares of a context: the least, that with which each method is tried first, and the largest."""
 _CLOSE = 1.25

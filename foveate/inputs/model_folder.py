@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.facts import folder_weights
 from foveate.integrations.transformers.positions import HYBRID, max_positions
+from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.json_text import parse_json
 from foveate.methods import Method
 from foveate.results.errors import UserError
@@ -25,7 +27,7 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
     Raises `UserError` if there is no such model, or Transformers does not know it.
     """
-    config, text = read_config(folder), _decoder_config(folder)
+    config, text = read_config(folder), _decoder_config(folder).to_dict()
     heads = text.get("num_attention_heads")
     hidden = text.get("hidden_size")
     facts = {
@@ -40,17 +42,26 @@ def model_facts(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None}
 
 
+def attention_layers(folder: Path) -> int:
+    """How many layers of a model folder's model keep all keys, which methods can choose among.
+
+    Raises `UserError` as :func:`model_facts` does.
+    """
+    layers = cache_layers(_decoder_config(folder))
+    return sum(type(layer) not in releases.UNCHANGED_LAYERS and not keeps_memory(layer) for layer in layers)
+
+
 def method_for(folder: Path, method: Method) -> Method:
     """A method as :func:`foveate.attach` settles it for a model folder's weights, before they are loaded."""
     return method.for_model(lambda: model_facts(folder) | {"weights": folder_weights(folder)})
 
 
-def _decoder_config(folder: Path) -> dict[str, Any]:
+def _decoder_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return config.get_text_config(decoder=True).to_dict()
+        return config.get_text_config(decoder=True)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 
+from foveate.methods.auto import Auto
 from foveate.methods.base import REGISTRY, Method, Observation, Replay, replay_obstacle
 from foveate.methods.budgets import budget
 from foveate.methods.dense import Dense
@@ -12,7 +13,7 @@ from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
 from foveate.methods.shared_prompt import SharedPrompt
 from foveate.methods.snapkv import SnapKV
-from foveate.methods.spec import complete, get, make, names, parse, present, recorded, spelled
+from foveate.methods.spec import complete, get, make, names, parse, present, recorded, restated, spelled
 from foveate.methods.streaming import Streaming
 from foveate.methods.tova import TOVA
 from foveate.methods.uniform import Uniform
@@ -21,6 +22,7 @@ __all__ = [
     "H2O",
     "REGISTRY",
     "TOVA",
+    "Auto",
     "Dense",
     "H2OAsPublished",
     "LuKA",
@@ -44,6 +46,7 @@ __all__ = [
     "present",
     "recorded",
     "replay_obstacle",
+    "restated",
     "spelled",
 ]
 

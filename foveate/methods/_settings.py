@@ -23,6 +23,11 @@ def setting(default: Any, help: str, later: bool = False, before: Any = None) ->
     return dataclasses.field(default=default, metadata={"help": help, "later": later, "before": before})
 
 
+def redefined(base: type[Settings], name: str, default: Any) -> Any:
+    """A base class's field with another default."""
+    return dataclasses.field(default=default, metadata=base.__dataclass_fields__[name].metadata)
+
+
 @dataclass(frozen=True)
 class Settings:
     """A frozen dataclass whose fields are the settings of a method."""
@@ -31,6 +36,9 @@ class Settings:
     """Registered name."""
     retired: ClassVar[Mapping[str, Any]] = {}
     """Removed settings that older rows record, each with the value under which it had no effect."""
+    former_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Former values of defaults that have changed, which specs of older rows leave out; see
+    :func:`~foveate.methods.restated`."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Former names of the method and of its settings, which specs and rows may still use, each with the present one."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._settings import Settings
+from foveate.methods._settings import redefined as redefined
 from foveate.methods._settings import setting as setting
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
@@ -93,6 +94,8 @@ class Method(Settings):
 
     source: ClassVar[str] = ""
     """Paper that the method comes from. Per class."""
+    listed: ClassVar[bool] = True
+    """Whether :func:`foveate.methods.names` has it; False for what stands for another method. Per class."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which every token of any context is read or kept, so that outputs are those of dense attention.
     Per class."""

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.calibration import load, say_once, shipped
+from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
 from foveate.methods._common import choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, check_records
+from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Method, Observation, setting
+from foveate.methods.base import Method, Observation, redefined, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -27,6 +28,8 @@ ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 _ANCHORS = 5
 """Evenly spaced, where nothing says which."""
+SETTLED_BY = ("pool", "pooling", "decode_only")
+"""Settings on which depends what anchors lose; a calibration records them."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,12 @@ class Kascade(TopKByMass):
     """Anchor layers compute the attention mass of all keys and choose; the layers after an anchor read its choice.
 
     Layer 0 is dense; where it is an anchor, it chooses for the layers up to the next one. Layers before the first
-    anchor are dense, too. In a prompt, tiles of queries choose together among the keys before them, and see those of
-    their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that a chunk
-    of the prompt ends in is chosen for in two parts.
+    anchor are dense, too. All heads of a layer share their keys, and prompts are dense, which is more accurate than the
+    paper's setting (:class:`~foveate.methods.kascade_paper.KascadePaper`).
+
+    With ``decode_only=false`` prompts are sparse: tiles of queries choose together among the keys before them, and see
+    those of their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that
+    a chunk of the prompt ends in is chosen for in two parts.
 
     With ``score_keys=pages`` anchors keep low-rank summaries of pages (``page_size``) and choose in two
     steps, which is approximate: the third of the pages that hold most of the attention by their summaries, the
@@ -50,8 +56,13 @@ class Kascade(TopKByMass):
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
     retired: ClassVar[dict] = TopKByMass.retired | {"remap": True, "rank": 2}
     renamed: ClassVar[dict] = {"exact_anchors": "dense_anchor_prefill"}
+    former_defaults: ClassVar[dict] = {"pool": "kv_head", "pooling": "post_softmax", "decode_only": False}
     rank: ClassVar[int] = 2
     """Directions of a page's summary."""
+
+    pool: str = redefined(TopKByMass, "pool", "layer")
+    pooling: str = redefined(TopKByMass, "pooling", "sqrt")
+    decode_only: bool = redefined(TopKByMass, "decode_only", True)
 
     anchors: Any = setting(
         None,
@@ -60,7 +71,8 @@ class Kascade(TopKByMass):
     )
     heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
     calibration: str = setting(
-        "", "file of `foveate calibrate` with both; left out, the one that comes with foveate for the model, if any"
+        "",
+        "file of `foveate calibrate` with both; left out, one that is kept or comes with foveate for the model, if any",
     )
 
     dense_anchor_prefill: bool = setting(
@@ -92,7 +104,7 @@ class Kascade(TopKByMass):
         super().__post_init__()
         self._check("dense_anchor_prefill", isinstance(self.dense_anchor_prefill, bool), "true or false")
         if self.decode_only:  # all layers read all keys of a prompt
-            object.__setattr__(self, "dense_anchor_prefill", True)
+            object.__setattr__(self, "dense_anchor_prefill", type(self).dense_anchor_prefill)
         self._check_choice("score_keys", "exact", "pages")
         self._check_choice("first_layer", "dense", "pages")
         summarised = self.first_layer == "dense" or self.score_keys == "pages"
@@ -155,17 +167,42 @@ class Kascade(TopKByMass):
         return super().changed(**own | settings)
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
-        """With anchors of the calibration that comes with foveate for the model's weights; else evenly spaced."""
+        """With anchors of a calibration that is kept, or comes with foveate, for the model's weights; else evenly
+        spaced. One that was chosen under this method's settings comes before others."""
         if self.anchors is not None:
+            self._say_what_differs()
             return self
-        found = shipped(facts()) if self.heads is None else None
-        if found is None:
+        if self.heads is not None:
             return self.changed(anchors=_ANCHORS)
-        say_once(
-            f"{self.name}: {len(found.anchors)} anchors of calibration {found.source!r}, which comes with foveate for "
-            f"these weights; anchors={_ANCHORS} spaces {_ANCHORS} evenly"
+        found = known(facts())
+        best = sorted(found.calibrations, key=lambda one: len(self.differing(one)))
+        if not best:
+            for obstacle in found.obstacles:
+                say_once(f"{self.name}: {obstacle}")
+            return self.changed(anchors=_ANCHORS)
+        first = best[0]
+        what = f"{len(first.anchors)} anchors of calibration {first.source!r}, which {first.origin} for these weights"
+        say_once(f"{self.name}: {what}; anchors={_ANCHORS} spaces {_ANCHORS} evenly")
+        own = self.changed(calibration=first.source)
+        own._say_what_differs()
+        return own
+
+    def differing(self, calibration: Calibration) -> list[str]:
+        """The settings under which a calibration was chosen and that this method has otherwise."""
+        theirs = calibration.settings
+        return [name for name in SETTLED_BY if name in theirs and theirs[name] != getattr(self, name)]
+
+    def _say_what_differs(self) -> None:
+        if self.artefact is None or not (names := self.differing(self.artefact)):
+            return
+        theirs, ours = (
+            ", ".join(f"{name}={spelled_value(of(name))}" for name in names)
+            for of in (self.artefact.settings.get, functools.partial(getattr, self))
         )
-        return self.changed(calibration=found.source)
+        say_once(
+            f"{self.name}: the anchors of calibration {self.calibration!r} were chosen under {theirs}, and may lose "
+            f"more under {ours} (docs/guide/calibrate.md)"
+        )
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         if self.calibration:
@@ -184,7 +221,7 @@ class Kascade(TopKByMass):
             return ""
         return (
             f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up; "
-            "`foveate calibrate --model DIR --out FILE` chooses them, for calibration=FILE (docs/guide/calibrate.md)"
+            "`foveate calibrate --model DIR` chooses them (docs/guide/calibrate.md)"
         )
 
     def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:

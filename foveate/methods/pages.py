@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._common import attend_all, choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -165,11 +165,13 @@ class Pages(PageMethod):
         **{"min_k": LEAST_KEYS, "score": "lowrank", "dense_layers": 0},
         **{"sinks": 4, "window": 16, "pool": "kv_head"},
     }
+    former_defaults: ClassVar[dict] = {"top_k": 0.1}
     counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
     """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
     sinks: ClassVar[int] = 4
     tail: ClassVar[int] = 16
 
+    top_k: int | float = redefined(PageMethod, "top_k", 0.25)
     page_size: int = setting(8, "tokens of a page")
     rank: int = setting(2, "directions of a page's summary, 1 to 8")
     weighted: bool = setting(

@@ -20,7 +20,7 @@ from foveate.methods.base import REGISTRY, Method
 
 def names() -> list[str]:
     """Registered methods, sorted."""
-    return sorted(REGISTRY)
+    return sorted(name for name, cls in REGISTRY.items() if cls.listed)
 
 
 def get(name: str) -> type[Method]:
@@ -35,8 +35,8 @@ def get(name: str) -> type[Method]:
     return found
 
 
-SETTING, SETTING_SCHEMA = "foveate_setting", 1
-"""Kind and version of the files of `foveate tune`, which name a method."""
+SETTING, SETTING_SCHEMA = "foveate_setting", 2
+"""Kind and version of the files of `foveate tune`, which name a method; version 1 by former defaults."""
 
 
 def make(method: str | Method, **settings: Any) -> Method:
@@ -119,6 +119,29 @@ def present(spec: str) -> str:
     return cls.name + colon + given
 
 
+def restated(spec: str, settings: Mapping[str, Any] | None = None) -> str:
+    """A spec that was written before defaults changed, by those of now; settings that are gone stay.
+
+    Args:
+        settings: those on record beside the spec; None: what it leaves out is :attr:`Method.former_defaults`.
+    """
+    spec = present(spec)
+    name, _, rest = spec.partition(":")
+    try:
+        cls, given = get(name), _split(rest, spec)
+    except ValueError:
+        return spec
+    former = cls.former_defaults if settings is None else settings
+    former = {key: former[key] for key in cls.former_defaults if key in former}
+    now = {field.name: field.default for field in dataclasses.fields(cls)}
+    off = {key: value for key, value in (former | given).items() if key not in former or value != now[key]}
+    if off == given:
+        return spec
+    places = {key: place for place, key in enumerate(now)}
+    words = [f"{key}={spelled_value(off[key])}" for key in sorted(off, key=lambda key: places.get(key, len(places)))]
+    return name + (":" + ",".join(words) if words else "")
+
+
 def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
     """The class that a spec names, or the file that `foveate tune` has written, and the settings that it gives."""
     if spec.strip().endswith(".json") and ":" not in spec:
@@ -138,11 +161,11 @@ def _of_file(path: Path) -> str:
         raise ValueError(f"{path}: not a setting of foveate tune ({error})") from None
     if not isinstance(found, dict) or found.get("kind") != SETTING or not isinstance(found.get("method"), str):
         raise ValueError(f"{path}: not a setting of foveate tune")
-    if found.get("schema") != SETTING_SCHEMA:
-        raise ValueError(f"{path}: schema {found.get('schema')!r}, and this version reads {SETTING_SCHEMA}")
+    if found.get("schema") not in (1, SETTING_SCHEMA):
+        raise ValueError(f"{path}: schema {found.get('schema')!r}, and this version reads 1 and {SETTING_SCHEMA}")
     if found["method"].endswith(".json"):
         raise ValueError(f"{path}: names another file, {found['method']}, in the place of a method")
-    return found["method"]
+    return restated(found["method"]) if found["schema"] == 1 else found["method"]
 
 
 def _split(text: str, spec: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from foveate import methods
 from foveate.inputs.reading import read_jsonl
+from foveate.results import measurements
 from foveate.results.errors import DataError, UserError, unknown
 from foveate.results.measurements import bench_of, needed
 from foveate.results.resultfile import method_of
@@ -68,7 +69,7 @@ def read_any(file: Path) -> list[Row]:
             name = (missing or ["case"])[0]
             raise DataError(f"{where}: not a row of foveate bench ('{name}' is missing or no object)")
 
-    return checked([file], check)
+    return [measurements.present(row) if "bench" in row else row for row in checked([file], check)]
 
 
 def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
@@ -78,7 +79,7 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
         if not isinstance(row, dict) or bench_of(row) != bench or not row.keys() >= set(needed(row)):
             raise DataError(f"{where}: not a row of foveate bench {bench}")
 
-    return checked(files, check)
+    return list(map(measurements.present, checked(files, check)))
 
 
 def spelled(row: Row) -> Row:
@@ -88,7 +89,8 @@ def spelled(row: Row) -> Row:
     """
     method = method_of(row)
     if method is None:
-        return {**row, "method": methods.present(row["method"]), "spec": methods.present(row["spec"])}
+        spec = methods.restated(row["spec"], row["settings"])
+        return {**row, "method": methods.present(row["method"]), "spec": spec}
     known = {
         method.renamed.get(name, name): value for name, value in row["settings"].items() if name not in method.retired
     }
@@ -123,11 +125,7 @@ def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
         UserError: for a condition of another form, a name, spec or method that no case has, or when no row is left.
     """
 
-    def present(row: Row) -> Row:
-        case = row["case"]
-        return {**row, "case": {**case, "method": methods.present(case["method"])}} if "method" in case else row
-
-    return _meeting([present(row) for row in rows], conditions, lambda row: (row["case"],), "condition")
+    return _meeting(list(map(measurements.present, rows)), conditions, lambda row: (row["case"],), "condition")
 
 
 def _meeting(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate import methods
 from foveate.json_text import parse_json
 from foveate.results import circumstances, outfile
 from foveate.results.errors import UserError
@@ -53,6 +54,8 @@ attention libraries count as ``attend``."""
 TRANSFORMERS = "transformers-sdpa"
 """The name of Transformers' own attention among the methods of a bench."""
 
+SCHEMA = 2
+"""Version of the rows of benches, whose cases name methods by specs; older rows have none, and former defaults."""
 FORMER = {"dsa": "csa-model"}
 """Benches that were renamed, by the name that older rows carry."""
 
@@ -61,6 +64,14 @@ def bench_of(row: Mapping[str, Any]) -> str | None:
     """The present name of the bench that wrote a row; None for a row that no bench wrote."""
     name = row.get("bench")
     return FORMER.get(name, name)
+
+
+def present(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of a bench whose method is spelled by the defaults of now."""
+    if "method" not in row["case"]:
+        return row
+    spell = methods.present if "schema" in row else methods.restated
+    return {**row, "case": {**row["case"], "method": spell(row["case"]["method"])}, "schema": SCHEMA}
 
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -89,6 +100,7 @@ def speed_row(
     """
     name, baseline_ms = baseline
     return {
+        "schema": SCHEMA,
         "bench": bench,
         "case": dict(case),
         "ms": ms,
@@ -137,6 +149,6 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"row lacks {', '.join(missing)}")
     there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     cases = [json.loads(json.dumps(row["case"])) for row in rows]  # as the file has them: tuples are lists there
-    lines = [line for line in there if json.loads(line)["case"] not in cases]
+    lines = [line for line in there if present(json.loads(line))["case"] not in cases]
     lines += [json.dumps(row, ensure_ascii=False) for row in rows]
     outfile.write(out, "".join(line + "\n" for line in lines).encode())

@@ -1,6 +1,6 @@
 """Engine-neutral execution of methods: prompt, decode and undo of an attention layer; capture and replay of steps."""
 
-from foveate.runtime.layer import Layer
+from foveate.runtime.layer import Layer, dense_until
 from foveate.runtime.phase import Phase
 from foveate.runtime.policy import Policy
 from foveate.runtime.recorder import CaptureError, CudaRecorder, Recording, Use
@@ -18,5 +18,6 @@ __all__ = [
     "Recording",
     "ReplayedSteps",
     "Use",
+    "dense_until",
     "without_cache",
 ]

@@ -20,6 +20,20 @@ _EMPTY_SLOTS = 256
 """Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
 
 
+def dense_until(method: Method, dense_below: int | str, geometry: Geometry, device: torch.device) -> int:
+    """Tokens of all sequences together below which decode steps of a layer are dense; 0: none is.
+
+    Args:
+        dense_below: as of :class:`Layer`.
+    """
+    sparse_from = method.sparse_from_tokens
+    if sparse_from is None:
+        return 0
+    if dense_below != "auto":
+        return int(dense_below)
+    return geometry.at_least(sparse_from) if device.type == "cuda" and runs_kernel("attend") else 0
+
+
 class Layer:
     """The keys, values and method state of one attention layer, and the method that works on them.
 
@@ -213,12 +227,8 @@ class Layer:
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
-        below, store, sparse_from = self.dense_below, self.store, self.method.sparse_from_tokens
-        if sparse_from is None:
-            return False
-        if below == "auto":
-            below = store.geometry.at_least(sparse_from) if store.device.type == "cuda" and runs_kernel("attend") else 0
-        return store.batch_size * held < below
+        below = dense_until(self.method, self.dense_below, self.store.geometry, self.store.device)
+        return self.store.batch_size * held < below
 
     # Undo
 

@@ -31,8 +31,8 @@ SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 1
 SMALL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
 MODEL = {"contexts": (60,), "batches": (1,), "steps": 3, "rounds": 1, "liger": False, "dense_below": 0}
 MODEL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
-METHODS = ("dense", "kascade:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")
-PAGED = "kascade:min_k=16,decode_only=true,score_keys=pages"
+METHODS = ("dense", "kascade_paper:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")
+PAGED = "kascade_paper:min_k=16,decode_only=true,score_keys=pages"
 FIRST = f"{PAGED},first_layer=pages"
 OTHER_PAGES = f"{PAGED},page_size=16"
 TINY = {
@@ -541,13 +541,13 @@ def test_methods_take_turns(monkeypatch):
 
 def test_tokens_of_a_model(monkeypatch):
     monkeypatch.setitem(models.SHAPES, "tiny", LlamaConfig(**TINY))
-    method = "kascade:anchors=2,decode_only=true,min_k=16"
+    method = "kascade_paper:anchors=2,decode_only=true,min_k=16"
     how = MODEL | {"batches": (2,)}
     found = decode_model.run(decode_model.Plan("tiny", (method,), **how), say=lambda _: None)
     assert [row["case"]["method"] for row in found] == ["dense", parse(method).spec, "transformers-sdpa"]
     for row in found:
         assert set(measurements.FIELDS) <= set(row)
-        assert row["command"].startswith("foveate bench decode-model --model tiny --method kascade:")
+        assert row["command"].startswith("foveate bench decode-model --model tiny --method kascade_paper:")
         assert row["speedup"] == pytest.approx(found[0]["ms"] / row["ms"])
         assert row["tokens_per_s"] == pytest.approx(2000 / row["ms"])
     assert found[0]["stats"]["decode_steps"] == 3 + decode_model._WARM_UP

@@ -24,8 +24,8 @@ from foveate.results.errors import UserError
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "repeats": 1, "dtype": "float32"}
 SMALL |= {"seed": 0, "device": "cpu"}
 METHODS = (
-    "kascade:min_k=16",
-    "kascade:decode_only=true",
+    "kascade_paper:min_k=16",
+    "kascade_paper:decode_only=true",
     "h2o",
     "snapkv",
     "streaming:window=64",
@@ -52,8 +52,8 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
     assert kinds == {
         "sdpa": {},
         "dense": {"dense": 12},
-        "kascade:min_k=16": {"dense, choosing": 1, "choosing": 4, "reading": 7},
-        "kascade:decode_only=true": {"dense": 12},
+        "kascade_paper:min_k=16": {"dense, choosing": 1, "choosing": 4, "reading": 7},
+        "kascade_paper:decode_only=true": {"dense": 12},
         "h2o": {"dense, learning": 12},
         "snapkv": {"dense, learning": 12},
         "streaming:window=64": {"streaming": 12},
@@ -63,7 +63,7 @@ def test_every_layer_is_of_the_kind_that_it_is_in_a_prompt(found):
 @pytest.mark.parametrize(("exact", "expected"), [(True, [2, 1, 1]), (False, [1, 2, 1])])
 def test_anchors_that_choose_for_nobody_are_dense(exact, expected):
     """Nobody reads the choice of layers 0 and 3."""
-    method = parse(f"kascade:anchors=[0,1,3],dense_anchor_prefill={exact}")
+    method = parse(f"kascade_paper:anchors=[0,1,3],dense_anchor_prefill={exact}")
     counts = {kind.name: kind.number for kind in layer_kinds.kinds(method, 4, layer_kinds.in_prompt)}
     assert [counts.get(name, 0) for name in ("dense", "choosing", "reading")] == expected
 
@@ -173,7 +173,7 @@ def test_tables(found):
     text = report.table(list(found.values()))
     assert "prefill, a layer of 8 query and 2 KV heads, 300 tokens, float32" in text
     assert "| `h2o` | 300 | 12 | dense, learning |" in text
-    assert "| `kascade:min_k=16` | 300 | 7 | reading |" in text
+    assert "| `kascade_paper:min_k=16` | 300 | 7 | reading |" in text
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def tiny(monkeypatch):
 
 
 def test_the_first_token_of_a_model(tiny):
-    method, said = "kascade:anchors=2,min_k=16", []
+    method, said = "kascade_paper:anchors=2,min_k=16", []
     plan = tiny(methods=(method, "snapkv"), chunks=(0, 16))
     measured = prefill_model.run(plan, say=said.append)
     spec = parse(method).spec

@@ -13,7 +13,7 @@ SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 1
 SMALL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
 SPECS = (
     "dense",
-    "kascade:decode_only=true,anchors=[1],top_k=0.2,min_k=16",
+    "kascade_paper:decode_only=true,anchors=[1],top_k=0.2,min_k=16",
     "quest:page_size=8,top_k=0.3",
     "luka:page_size=8,tail=16,top_k=2,prior=0.5",
     "luka:page_size=[4,8],tail=16,top_k=0.3",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recheck
+from foveate.methods import restated
 from foveate.report.rows import read
 from foveate.results.errors import DataError
 
@@ -24,7 +25,7 @@ def cells(old):
     key = ("spec", "model", "task", "split", "length", "n")
     found = []
     for one in wanted:
-        one["spec"] = "luka:score=spread" if one["spec"] == "luka" else one["spec"]  # which was the default then
+        one["spec"] = "luka:score=spread" if one["spec"] == "luka" else restated(one["spec"])  # defaults of then
         found += [row for row in old if all(row[name] == one[name] for name in key)]
     return found
 

@@ -30,11 +30,14 @@ def test_each_kind_of_latency_has_a_panel_and_each_engine_a_line(pages_of, tmp_p
 def test_settings_of_one_method_are_told_apart(pages_of, tmp_path):
     pages, rows = pages_of(figure), [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     for row in list(rows):
-        rows.append(row | {"case": row["case"] | {"method": "kascade:anchors=5"}})
+        rows.append(row | {"case": row["case"] | {"method": "kascade:pool=layer,anchors=5"}})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     serving_plots.load(tmp_path / "rows.jsonl", tmp_path / "load.png")
     _, one, other = pages[0].axes[1].lines
-    assert [one.get_label(), other.get_label()] == [rows[0]["case"]["method"], "kascade:anchors=5"]
+    assert [one.get_label(), other.get_label()] == [
+        'kascade:calibration="data-free.json"',
+        "kascade:pooling=post_softmax,decode_only=false,anchors=5",
+    ]  # by the defaults of now
     assert one.get_linestyle() != other.get_linestyle()
 
 

@@ -20,8 +20,8 @@ from tests.helpers import tiny_model, tokens
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "calibrations"
 SHIPPED = sorted(artefact.SHIPPED.glob("*.json"))
-FOUND = 'kascade:top_k=9,decode_only=true,calibration="shipped:tiny"'
-EVEN = "kascade:top_k=9,decode_only=true,anchors=2"
+FOUND = 'kascade:top_k=9,calibration="shipped:tiny"'
+EVEN = "kascade:top_k=9,anchors=2"
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def write(path, model, **more):
 def attached_spec(model, method="kascade", **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with foveate.attached(model, method, top_k=9, decode_only=True, **settings) as attachment:
+        with foveate.attached(model, method, top_k=9, **settings) as attachment:
             return attachment.method.spec
 
 
@@ -73,8 +73,8 @@ def test_no_two_shipped_files_are_of_one_model():
 class TestAttach:
     def test_uses_the_one_of_the_model_and_says_so_once(self, folder):
         model, ids = tiny_model(), tokens(60)
-        with pytest.warns(UserWarning, match="kascade: 2 anchors of calibration 'shipped:tiny'") as said:
-            attachment = foveate.attach(model, "kascade:tile=12", top_k=9)
+        with pytest.warns(UserWarning, match="kascade_paper: 2 anchors of calibration 'shipped:tiny'") as said:
+            attachment = foveate.attach(model, "kascade_paper:tile=12", top_k=9)
         assert not any("evenly spaced anchors lose" in str(one.message) for one in said)
         settings = attachment.method.settings()
         assert (settings["calibration"], settings["heads"]) == ("shipped:tiny", {"2": [1, 1]})
@@ -82,13 +82,13 @@ class TestAttach:
         assert {layer.method for layer in foveate.stats(model).layers} == {attachment.method.spec}
         with torch.no_grad():
             found = model(ids).logits
-            foveate.attach(model, "kascade:tile=12", top_k=9, calibration=str(folder / "tiny.json"))
+            foveate.attach(model, "kascade_paper:tile=12", top_k=9, calibration=str(folder / "tiny.json"))
             assert torch.equal(found, model(ids).logits)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            foveate.attach(model, "kascade:tile=12", top_k=9)
+            foveate.attach(model, "kascade_paper:tile=12", top_k=9)
 
-    @pytest.mark.parametrize("settings", [{"pool": "layer", "pooling": "sqrt"}, {"score_keys": "pages"}])
+    @pytest.mark.parametrize("settings", [{"pool": "kv_head", "pooling": "post_softmax"}, {"score_keys": "pages"}])
     def test_uses_it_under_other_settings(self, folder, settings):
         assert 'calibration="shipped:tiny"' in attached_spec(tiny_model(), **settings)
 
@@ -100,7 +100,7 @@ class TestAttach:
         assert attached_spec(tiny_model().to(torch.bfloat16)) == FOUND
 
     def test_gives_a_prompt_read_for_several_methods_what_their_layers_have(self, folder):
-        shared = methods.SharedPrompt((methods.parse("kascade:decode_only=true,top_k=9"),))
+        shared = methods.SharedPrompt((methods.parse("kascade:top_k=9"),))
         with foveate.attached(tiny_model(), shared) as attachment:
             assert attachment.method.spec == FOUND
 
@@ -108,7 +108,7 @@ class TestAttach:
     def test_leaves_other_weights_evenly_spaced_and_warns(self, folder, seed):
         importlib.import_module("foveate.integrations.transformers.attach")._warn_once.cache_clear()
         with pytest.warns(UserWarning, match="kascade without a calibration: evenly spaced anchors lose"):
-            assert foveate.attach(tiny_model(seed=seed), "kascade:top_k=9,decode_only=true").method.spec == EVEN
+            assert foveate.attach(tiny_model(seed=seed), "kascade:top_k=9").method.spec == EVEN
 
     @pytest.mark.parametrize(
         "settings", [{"anchors": 2}, {"anchors": 1}, {"anchors": [0, 2]}, {"heads": {"1": [0, 0]}}]
@@ -139,7 +139,7 @@ class TestAttach:
 
     def test_spaces_anchors_of_some_layers_evenly(self, folder):
         """A calibration is of all layers."""
-        composed = methods.make("per_layer", layers={"rest": "kascade:decode_only=true,top_k=9"})
+        composed = methods.make("per_layer", layers={"rest": "kascade:top_k=9"})
         assert composed.layers == {"rest": EVEN}
         assert foveate.attach(tiny_model(), composed).policies[1].method.artefact is None
 
@@ -156,7 +156,7 @@ class TestBeforeWeightsAreLoaded:
             assert read == pytest.approx(own, rel=2**-8)
 
     def test_a_folder_finds_the_calibration(self, folder, model):
-        method = methods.parse("kascade:decode_only=true,top_k=9")
+        method = methods.parse("kascade:top_k=9")
         with pytest.warns(UserWarning, match="shipped:tiny"):
             assert model_folder.method_for(model, method).spec == FOUND
 
@@ -164,7 +164,7 @@ class TestBeforeWeightsAreLoaded:
         parts = dict.fromkeys(("lora_config", "speculative_config", "kv_transfer_config"))
         parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "tensor_parallel_size": 1}
         config = types.SimpleNamespace(
-            additional_config={"foveate": "kascade:decode_only=true,top_k=9"},
+            additional_config={"foveate": "kascade:top_k=9"},
             model_config=types.SimpleNamespace(
                 model=str(model), use_mla=False, dtype=torch.bfloat16, hf_text_config=tiny_model().config
             ),
@@ -175,18 +175,18 @@ class TestBeforeWeightsAreLoaded:
         with pytest.warns(UserWarning, match="shipped:tiny"):
             assert served(config).method.spec == FOUND
         check_early(config)
-        config.parallel_config.tensor_parallel_size = 2  # heads of KV heads that a rank has not
-        assert served(config).method.spec == EVEN
-        config.additional_config["foveate"] += ",pool=layer"
-        assert "shipped:tiny" in served(config).method.spec
-        config.additional_config["foveate"] = "kascade:decode_only=true,top_k=9"
+        config.parallel_config.tensor_parallel_size = 2
+        assert served(config).method.spec == FOUND
+        config.additional_config["foveate"] += ",pool=kv_head"  # heads of KV heads that a rank has not
+        assert "shipped:tiny" not in served(config).method.spec
+        config.additional_config["foveate"] = "kascade:top_k=9"
         config.parallel_config.tensor_parallel_size = 1
         config.lora_config = object()
         assert served(config).method.spec == EVEN
 
     def test_an_engine_looks_for_a_name_of_the_hub_among_what_was_loaded(self, folder, model, tmp_path):
         config = types.SimpleNamespace(
-            additional_config={"foveate": "kascade:decode_only=true,top_k=9"},
+            additional_config={"foveate": "kascade:top_k=9"},
             model_config=types.SimpleNamespace(model="some/model", revision=None, hf_text_config=tiny_model().config),
             load_config=types.SimpleNamespace(download_dir=str(tmp_path / "hub")),
             parallel_config=types.SimpleNamespace(tensor_parallel_size=1),

@@ -180,7 +180,7 @@ def test_the_sample_has_none(tokenizer):
         (["no", "a"], "pages", False),
         (["no", "a"], "dense", True),
         (["no", "a"], "streaming", True),  # whose prompts are sparse
-        (["no", "a"], "kascade:anchors=1,top_k=8,tile=8", True),
+        (["no", "a"], "kascade_paper:anchors=1,top_k=8,tile=8", True),
         (["no", "yes"], "h2o", True),  # "yes" is two tokens
     ],
 )

@@ -111,10 +111,10 @@ def test_long_prompts_are_read_in_chunks(model, tokenizer, monkeypatch, method):
 @pytest.mark.parametrize(
     ("method", "piece"),
     [
-        ("kascade:anchors=[0],top_k=3,tile=10", 15),  # of two heads a group: five tokens a tile
-        ("kascade:anchors=[0],top_k=3,tile=60", 30),
+        ("kascade_paper:anchors=[0],top_k=3,tile=10", 15),  # of two heads a group: five tokens a tile
+        ("kascade_paper:anchors=[0],top_k=3,tile=60", 30),
         ('per_layer:layers={"0": "oracle_topk:top_k=3,tile=6,dense_layers=0", "1": "oracle_topk:top_k=3,tile=10"}', 15),
-        ("kascade:anchors=[0],top_k=3,tile=10,decode_only=true", 17),
+        ("kascade_paper:anchors=[0],top_k=3,tile=10,decode_only=true", 17),
     ],
 )
 def test_long_prompts_are_cut_between_tiles(model, tokenizer, monkeypatch, method, piece):
@@ -226,7 +226,7 @@ def test_likelihood_is_that_of_one_full_forward(model, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "method", ["own", "dense", "tova:top_k=12,min_k=1", "luka:page_size=4,tail=8", "kascade:anchors=1"]
+    "method", ["own", "dense", "tova:top_k=12,min_k=1", "luka:page_size=4,tail=8", "kascade_paper:anchors=1"]
 )
 def test_texts_of_any_lengths_share_a_batch(model, tokenizer, method):
     """Each has the likelihood that it has alone, and the hits of its greedy choices."""

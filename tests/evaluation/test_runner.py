@@ -58,11 +58,11 @@ def test_a_row_names_the_shipped_calibration_that_was_used(plan, tmp_path, monke
     (shipped := tmp_path / "shipped").mkdir()
     Calibration(model_facts(model.config, layers), (0,), heads).write(shipped / "tiny.json")
     monkeypatch.setattr("foveate.calibration.artefact.SHIPPED", shipped)
-    specs = ["kascade:decode_only=true,top_k=9", 'kascade:decode_only=true,top_k=9,calibration="shipped:tiny"']
+    specs = ["kascade:decode_only=true,top_k=9", 'kascade:top_k=9,calibration="shipped:tiny"']
     plan = dataclasses.replace(plan, methods=runner.parse_methods(specs)[0])
     with pytest.warns(UserWarning, match="kascade: 1 anchors of calibration 'shipped:tiny'"):
         rows = runner.run(runner.prepare(plan))
-    assert [row["spec"] for row in rows] == ["dense", 'kascade:top_k=9,decode_only=true,calibration="shipped:tiny"']
+    assert [row["spec"] for row in rows] == ["dense", 'kascade:top_k=9,calibration="shipped:tiny"']
     assert (rows[1]["settings"]["anchors"], rows[1]["settings"]["calibration"]) == ((0,), "shipped:tiny")
     assert not runner.prepare(plan).missing
 

@@ -21,13 +21,13 @@ from foveate.state.hybrid import BlockMemory, RetainedMemory
 PROMPT, DECODED = 289, 4
 SPECS = (
     "dense",
-    "kascade:anchors=[1],top_k=40,min_k=16",
-    "kascade:anchors=[1],top_k=40,min_k=16,pool=layer",
-    "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true",
-    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,pooling=sqrt",
-    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
-    "kascade:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages,pool=layer,pooling=sqrt",
-    "kascade:anchors=[0],top_k=40,min_k=16,decode_only=true,score_keys=pages,first_layer=pages",
+    "kascade_paper:anchors=[1],top_k=40,min_k=16",
+    "kascade:anchors=[1],top_k=40,min_k=16,pooling=post_softmax,decode_only=false",
+    "kascade_paper:anchors=[0],top_k=40,min_k=16,decode_only=true",
+    "kascade:anchors=[1],top_k=40,min_k=16,pool=kv_head",
+    "kascade_paper:anchors=[1],top_k=40,min_k=16,decode_only=true,score_keys=pages",
+    "kascade:anchors=[1],top_k=40,min_k=16,score_keys=pages",
+    "kascade_paper:anchors=[0],top_k=40,min_k=16,decode_only=true,score_keys=pages,first_layer=pages",
     "oracle_topk:top_k=40,dense_layers=0",
     "quest:top_k=64,dense_layers=0",
     "pages:top_k=64",
@@ -52,7 +52,7 @@ CAPPED = [
 IN_BLOCKS = [
     spec
     for spec in SPECS
-    if spec.startswith(("dense", "quest", "pages", "locks", "oracle_topk", "kascade:anchors=[0]"))
+    if spec.startswith(("dense", "quest", "pages", "locks", "oracle_topk", "kascade_paper:anchors=[0]"))
     or "score_keys=pages" in spec
 ]
 
@@ -132,7 +132,7 @@ def read_tiles() -> None:
         for offset, more in ((0, ""), (200, ""), (200, ",dense_anchor_prefill=false")):
             forward, own = {}, (q[:, :, offset:], k, v)
             for layer in (1, 2):
-                method = methods.parse(f"kascade:anchors=[0,1],min_k=150{more}").for_layer(layer, 3)
+                method = methods.parse(f"kascade_paper:anchors=[0,1],min_k=150{more}").for_layer(layer, 3)
                 method.prompt(SlotCache.of(*own[1:], 8, forward), own[0], 0.1)
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = {"heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 32, "dtype": "float16", "seed": 0, "device": "cuda"}
 METHODS = (
-    "kascade:decode_only=true",
+    "kascade_paper:decode_only=true",
     "quest",
     "pages",
     "locks",
@@ -62,7 +62,7 @@ def test_training_steps():
 
 
 def test_prompts_of_all_methods():
-    methods = ("kascade", "kascade:dense_anchor_prefill=false", "streaming", "snapkv", "tova", "h2o", "luka")
+    methods = ("kascade:decode_only=false", "kascade_paper", "streaming", "snapkv", "tova", "h2o", "luka")
     plan = prefill.Plan(methods, (4096,), repeats=1, **SHAPE)
     rows = {row["case"]["method"]: row for row in prefill.run(plan, say=lambda text: None)}
     assert {"sdpa-cudnn", "sdpa-flash"} <= set(rows)
@@ -74,7 +74,7 @@ def test_prompts_of_all_methods():
     (dense,) = rows["dense"]["layers"].values()
     assert dense["parts_ms"]["attend"] > 0.9 * sum(dense["parts_ms"].values())
     for kind in ("dense, choosing", "choosing"):
-        parts = rows["kascade"]["layers"][kind]["parts_ms"]
+        parts = rows["kascade:decode_only=false"]["layers"][kind]["parts_ms"]
         assert parts["score"] > 0
         assert parts["select"] > 0
     assert rows["h2o"]["layers"]["dense, learning"]["learn_ms"] > 0
@@ -85,10 +85,10 @@ def test_the_first_token_of_a_model(monkeypatch):
     config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 4}
     small = LlamaConfig(**config, num_key_value_heads=2, vocab_size=500, max_position_embeddings=8192)
     monkeypatch.setitem(models.SHAPES, "small", small)
-    plan = prefill_model.Plan("small", ("kascade",), (4096,), (0, 1024), 1, "bfloat16", 0, "cuda")
+    plan = prefill_model.Plan("small", ("kascade_paper",), (4096,), (0, 1024), 1, "bfloat16", 0, "cuda")
     rows = prefill_model.run(plan, say=lambda text: None)
     assert [(row["case"]["method"], row["case"]["chunk"]) for row in rows] == [
-        (name, chunk) for chunk in (0, 1024) for name in ("dense", "kascade", "transformers-sdpa")
+        (name, chunk) for chunk in (0, 1024) for name in ("dense", "kascade_paper", "transformers-sdpa")
     ]
     assert all(row["ms"] > 0 and row["peak_bytes"] > 0 for row in rows)
     library = ops.prompt_path(ops.PromptHeads(torch.device("cuda", 0), torch.bfloat16, 64, 64, 2))

@@ -80,7 +80,7 @@ def test_attention_over_bits(room, monkeypatch):
 
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(
-    "spec", [f"kascade:anchors=[0,1],{setting}" for setting in ("dense_anchor_prefill=false", "top_k=0.2")]
+    "spec", [f"kascade_paper:anchors=[0,1],{setting}" for setting in ("dense_anchor_prefill=false", "top_k=0.2")]
 )
 @pytest.mark.parametrize(("length", "chunk"), [(131_072, 131_072), (262_144, 262_144), (524_288, 32_768)])
 def test_memory_of_a_long_prompt(spec, length, chunk):

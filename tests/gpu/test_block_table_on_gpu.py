@@ -28,9 +28,9 @@ SPECS = [
     "quest:top_k=64,page_size=12,dense_layers=0",
     "oracle_topk:top_k=64,dense_layers=0",
     "omnikv:top_k=64,filters=[0],wait=0",
-    "kascade:top_k=64,anchors=[0],decode_only=true",
-    "kascade:top_k=64,anchors=[1],score_keys=pages,decode_only=true",
-    "kascade:top_k=64,anchors=[0],score_keys=pages,first_layer=pages,decode_only=true",
+    "kascade_paper:top_k=64,anchors=[0],decode_only=true",
+    "kascade_paper:top_k=64,anchors=[1],score_keys=pages,decode_only=true",
+    "kascade_paper:top_k=64,anchors=[0],score_keys=pages,first_layer=pages,decode_only=true",
     "pages:top_k=64",
     "locks:top_k=64",
 ]

@@ -503,7 +503,7 @@ def test_methods_run_on_the_kernels(monkeypatch):
         "quest:top_k=64,dense_layers=0",
         "pages:top_k=64",
         "locks:top_k=64",
-        "kascade:top_k=64,score_keys=pages,decode_only=true",
+        "kascade_paper:top_k=64,score_keys=pages,decode_only=true",
         "h2o:top_k=64",
     ]
     for spec in specs:

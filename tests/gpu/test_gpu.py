@@ -128,7 +128,9 @@ def test_topk_equals_the_cpu_ties_and_nothing_included(n):
 def test_a_calibration_by_divergence_equals_the_cpu(tmp_path):
     folder = tiny.build(tmp_path / "tiny-llama", layers=4)
     plan = calibrate.Plan(folder, tasks.parse("niah", length=300), tiny.SAMPLE, tmp_path / "cpu.json", limit=3, keys=16)
-    plan = dataclasses.replace(plan, anchors=2, by="divergence", method=methods.parse("kascade:top_k=9"), batch_size=2)
+    plan = dataclasses.replace(
+        plan, anchors=2, by="divergence", method=methods.parse("kascade_paper:top_k=9"), batch_size=2
+    )
     found = []
     for device in ("cpu", "cuda"):
         one = dataclasses.replace(plan, dtype="float32", device=device, out=tmp_path / f"{device}.json")

@@ -26,8 +26,8 @@ SPECS = [
         if methods.get(name).replay is not None
     ),
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
-    'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
-    "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
+    'kascade_paper:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
+    "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
 ]
 
 
@@ -131,7 +131,7 @@ def test_families_sampling_and_ends_of_sequences(family):
 
 def test_graphs_go_with_their_cache_and_share_memory():
     model = tiny_model().cuda()
-    foveate.attach(model, "kascade:anchors=1,top_k=9", cuda_graph=True, dense_below=0)
+    foveate.attach(model, "kascade_paper:anchors=1,top_k=9", cuda_graph=True, dense_below=0)
     ids = tokens(60, 2).cuda()
     sizes = []
     for _ in range(6):

@@ -188,7 +188,7 @@ SPECS = [
     "streaming:window=20",
     "quest:top_k=32,page_size=4,dense_layers=0",
     "pages:top_k=32,page_size=8",
-    "kascade:anchors=[0],top_k=16,min_k=4",
+    "kascade_paper:anchors=[0],top_k=16,min_k=4",
     "omnikv:filters=[0],wait=0,top_k=16,min_k=4",
     "lessismore:selections=[0],top_k=16,min_k=4",
     "luka:page_size=4,tail=9,top_k=2",

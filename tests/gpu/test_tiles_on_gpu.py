@@ -327,7 +327,7 @@ def test_a_prompt_of_kascade_takes_the_kernels(layer, launches):
     for device in ("cpu", "cuda"):
         forward = {}
         for number in (2, 3)[: layer - 1]:
-            method = methods.parse("kascade:anchors=[0,2],dense_anchor_prefill=false,min_k=16").for_layer(number, 4)
+            method = methods.parse("kascade_paper:anchors=[0,2],min_k=16").for_layer(number, 4)
             cache = SlotCache.of(k.to(device), v.to(device), 14, forward)
             found = method.prompt(cache, q.to(device), 0.125).out.cpu()
         expected = found if device == "cpu" else expected
@@ -336,7 +336,7 @@ def test_a_prompt_of_kascade_takes_the_kernels(layer, launches):
 
 
 def test_a_decode_step_that_reads_the_choice_of_other_heads_does_not_wait():
-    kascade, forward = methods.parse('kascade:anchors=[0,1],heads={"2":[1,1]},min_k=16'), {}
+    kascade, forward = methods.parse('kascade_paper:anchors=[0,1],heads={"2":[1,1]},min_k=16'), {}
     q, k, v = problem(2, 14, 2, 1, 2999, 64, torch.bfloat16)
     layers = [(kascade.for_layer(n, 3), SlotCache.of(k, v, 14, forward)) for n in range(3)]
     for method, cache in layers:

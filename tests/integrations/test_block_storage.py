@@ -19,7 +19,7 @@ EVICTING = [
 SPECS = {name: method for name, method in SMALL.items() if name not in EVICTING}
 SPECS = {name: method.spec for name, method in SPECS.items() if method.prompt_tile(1) is not None}
 SPECS |= {
-    "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
+    "kascade_decode": "kascade_paper:top_k=6,anchors=1,decode_only=true",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
 }
 MODES = {

@@ -9,9 +9,10 @@ import torch
 import transformers
 
 import foveate
+from foveate.calibration import say_once
 from foveate.integrations.transformers import csa
 from foveate.integrations.transformers.csa import attention as csa_attention
-from tests.helpers import LargestTensor, cached, tiny_model
+from tests.helpers import LargestTensor, cached
 
 SMALL = {
     "vocab_size": 64,
@@ -263,6 +264,10 @@ def test_a_decode_step_that_does_not_wait_says_afterwards_that_it_was_lost(model
             model(ids())
 
 
-def test_other_models_need_a_method():
-    with pytest.raises(ValueError, match="has no sparse attention of its own that is known: name a method"):
-        foveate.attach(tiny_model())
+@pytest.mark.parametrize("method", [None, "auto"])
+def test_auto_is_the_attention_of_the_model_and_says_so(model, method):
+    say_once.cache_clear()
+    kind = model.get_decoder().config.get_text_config(decoder=True).model_type
+    with pytest.warns(UserWarning, match=f"auto: csa, the sparse attention of {kind} models"):
+        foveate.attach(model, method)
+    assert f"of {kind} models" in str(foveate.stats(model))

@@ -745,10 +745,10 @@ def test_composed_methods_may_be_nested(model):
 def test_gradient_checkpointing_is_refused_where_layers_read_what_others_chose(model):
     checkpoint_activations(model)
     try:
-        refused = pytest.raises(ValueError, match="gradient checkpointing is not possible with kascade")
-        with foveate.attached(model.train(), "kascade", anchors=1, top_k=9, tile=12), refused:
+        refused = pytest.raises(ValueError, match="gradient checkpointing is not possible with kascade_paper")
+        with foveate.attached(model.train(), "kascade_paper", anchors=1, top_k=9, tile=12), refused:
             model(tokens(20), use_cache=False)
-        with foveate.attached(model, "kascade", anchors=1, top_k=9, decode_only=True):
+        with foveate.attached(model, "kascade", anchors=1, top_k=9):
             model(tokens(20), use_cache=False).logits.sum().backward()
     finally:
         checkpoint_activations(model, on=False)

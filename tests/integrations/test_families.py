@@ -78,7 +78,7 @@ def test_a_convolution_is_not_cropped_in_part():
 class TestLearnedSinks:
     """gpt-oss: in layers that take a method and in those that do not, with a cache and without."""
 
-    @pytest.fixture(params=["dense", "kascade", "streaming"])
+    @pytest.fixture(params=["dense", "kascade_paper", "streaming"])
     def method(self, request):
         return methods.make(request.param, **methods.get(request.param).full_budget)
 
@@ -169,7 +169,7 @@ class TestLearnedSinks:
 class TestCappedLogits:
     """Gemma 2: in layers that take a method and in those that do not, with a cache and without."""
 
-    @pytest.fixture(params=["dense", "kascade", "streaming"])
+    @pytest.fixture(params=["dense", "kascade_paper", "streaming"])
     def method(self, request):
         return methods.make(request.param, **methods.get(request.param).full_budget)
 

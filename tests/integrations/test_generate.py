@@ -44,8 +44,8 @@ SPECS = {
     if method.prompt_tile(1) is not None  # tests/methods/test_lined.py
 }
 SPECS |= {  # what one layer hands to another; other settings are the matrix's, layer by layer
-    "kascade_anchors": "kascade:top_k=6,tile=1,anchors=[0.0,0.5]",
-    "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
+    "kascade_anchors": "kascade_paper:top_k=6,tile=1,anchors=[0.0,0.5]",
+    "kascade_decode": "kascade_paper:top_k=6,anchors=1,decode_only=true",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
 }
 SPARSE = [name for name in SPECS if name != "dense"]

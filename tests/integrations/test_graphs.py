@@ -22,10 +22,10 @@ SPECS = [
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
     "h2o:top_k=0.2,window=6",
-    'kascade:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
-    "kascade:anchors=[0,1],score_keys=pages,top_k=9",
-    "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
-    "kascade:anchors=[1],score_keys=pages,first_layer=pages,top_k=9",
+    'kascade_paper:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
+    "kascade_paper:anchors=[0,1],score_keys=pages,top_k=9",
+    "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
+    "kascade_paper:anchors=[1],score_keys=pages,first_layer=pages,top_k=9",
 ]
 
 
@@ -67,7 +67,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SLIDING])
-@pytest.mark.parametrize("spec", ["dense", "kascade:anchors=1,top_k=9"])
+@pytest.mark.parametrize("spec", ["dense", "kascade_paper:anchors=1,top_k=9"])
 def test_every_family_sampled_and_with_ends(family, spec):
     batch, outs = left_padded([33, 50]), []
     for settings in ({"cuda_graph": False}, {}):
@@ -87,8 +87,8 @@ def test_every_family_sampled_and_with_ends(family, spec):
         "dense",
         "h2o:top_k=9,window=8",
         "quest:dense_layers=0,page_size=4,top_k=9",
-        "kascade:anchors=[0,1],score_keys=pages,top_k=9",
-        "kascade:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
+        "kascade_paper:anchors=[0,1],score_keys=pages,top_k=9",
+        "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
         "pages:page_size=4,top_k=32",
     ],
 )
@@ -120,7 +120,7 @@ def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):
 
 
 def test_what_was_recorded_goes_with_its_cache():
-    model = attached("kascade:anchors=1,top_k=9")
+    model = attached("kascade_paper:anchors=1,top_k=9")
     kept = []
     real = ReplayedSteps.__init__
 
@@ -236,7 +236,10 @@ def test_a_step_that_cannot_be_recorded_is_run():
         run()
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    plain, model = attached("kascade:anchors=1,top_k=9", cuda_graph=False), attached("kascade:anchors=1,top_k=9")
+    plain, model = (
+        attached("kascade_paper:anchors=1,top_k=9", cuda_graph=False),
+        attached("kascade_paper:anchors=1,top_k=9"),
+    )
     model.foveate.graphs.recorder = lambda run: record(lambda: fails(run))
     with pytest.warns(UserWarning, match="could not be captured .operation not permitted"):
         found = generate(model, tokens(40, 2))

@@ -8,8 +8,8 @@ from tests.helpers import cached, tiny_model
 
 METHODS = [
     "quest:top_k=9,page_size=3,dense_layers=0",
-    "kascade:anchors=1,top_k=6,tile=1",
-    'kascade:anchors=[0,1],heads={"2":[1,1]},top_k=6,tile=1',
+    "kascade_paper:anchors=1,top_k=6,tile=1",
+    'kascade_paper:anchors=[0,1],heads={"2":[1,1]},top_k=6,tile=1',
     "dense",
 ]
 

@@ -27,8 +27,8 @@ from tests.integrations.vllm_engine import ENVIRONMENT, ONE_BY_ONE  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 NEW, VOCAB, LAYERS = 24, 512, 6
-FULL = "kascade:top_k=1.0,anchors=[0,3],decode_only=true"
-SMALL = "kascade:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
+FULL = "kascade_paper:top_k=1.0,anchors=[0,3],decode_only=true"
+SMALL = "kascade_paper:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
 FULL_PAGES = "pages:top_k=1.0,weighted=false"
 PAGES = "pages:top_k=64,weighted=false"
 BY_PAGES = f"{SMALL},score_keys=pages,first_layer=pages,weighted=false"

@@ -26,8 +26,8 @@ from foveate.lm_eval import main
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 NOVEL = (ROOT / "examples" / "data" / "books" / "moby_dick.txt").read_text(encoding="utf-8")[20_000:30_000]
-SPARSE_PROMPT = "kascade:anchors=1,top_k=0.1,min_k=8,tile=8"
-DECODING = ["kascade:anchors=1,top_k=0.1,min_k=8,decode_only=true", "quest", "luka", "h2o", "snapkv"]
+SPARSE_PROMPT = "kascade_paper:anchors=1,top_k=0.1,min_k=8,tile=8"
+DECODING = ["kascade_paper:anchors=1,top_k=0.1,min_k=8,decode_only=true", "quest", "luka", "h2o", "snapkv"]
 SETTINGS = {name: methods.get(name).small_budget for name in methods.names()}
 
 

@@ -136,7 +136,7 @@ class TestTokensThatSeeEachOther:
             with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
                 assert torch.equal(generate(model, **given, new=10), expected)
 
-    @pytest.mark.parametrize("method", ["dense", "kascade:anchors=1"])
+    @pytest.mark.parametrize("method", ["dense", "kascade_paper:anchors=1"])
     def test_images_are_refused(self, method):
         model, given = wrapper("Gemma 3"), with_image("Gemma 3")
         assert generate(model, **given, new=4).shape == (1, 4)

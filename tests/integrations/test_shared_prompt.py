@@ -156,8 +156,8 @@ def test_what_cannot_go_on_is_refused():
             cache.branch(model)
         with pytest.raises(ValueError, match="not complete"):
             unfinished.branch(model)
-    message = "kascade:anchors=1 is not among the methods"  # it learns nothing, but is sparse in prefill
-    with foveate.attached(model, "kascade:anchors=1"), pytest.raises(ValueError, match=message):
+    message = "kascade_paper:anchors=1 is not among the methods"  # it learns nothing, but is sparse in prefill
+    with foveate.attached(model, "kascade_paper:anchors=1"), pytest.raises(ValueError, match=message):
         cache.branch(model)
     with foveate.attached(model, SharedPrompt((methods.parse("dense"),))):
         _, cache = read(model, batch)

@@ -297,7 +297,7 @@ class TestMethodsThatNeverActed:
             assert torch.equal(generate(model, tokens(PROMPT), use_cache=False), own)
             assert self.NOTE in str(foveate.stats(model))
 
-    @pytest.mark.parametrize("method", ["h2o", "dense", "kascade:anchors=1,top_k=8,tile=8"])
+    @pytest.mark.parametrize("method", ["h2o", "dense", "kascade_paper:anchors=1,top_k=8,tile=8"])
     def test_others_do_act(self, method):
         """In a step, as they should, or in a prompt."""
         model = tiny_model()

@@ -21,7 +21,7 @@ from foveate.integrations.vllm.rows import attend_prompt, prompts_from, write_to
 from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, batch
 
 LAYERS = 4
-SPEC = "kascade:top_k=4,anchors=[1],decode_only=true"
+SPEC = "kascade_paper:top_k=4,anchors=[1],decode_only=true"
 """Layer 0 reads all keys and chooses none."""
 MIXED = ([1, 1, 1, 5], [30, 9, 17, 12], [False, False, True, True])
 """Two rows decode; the last token of a prompt, and a chunk of another, do not."""

@@ -26,9 +26,9 @@ from tests.integrations.test_vllm_settings import KASCADE, engine
 LAYERS, ROWS, LONGEST, BELOW = 4, 5, 80, 100
 SPECS = [
     "dense",
-    "kascade:top_k=4,anchors=[1],decode_only=true",
-    "kascade:top_k=0.2,min_k=4,anchors=[0,2],pool=layer,pooling=sqrt,decode_only=true",
-    'kascade:top_k=4,anchors=[1],heads={"2": [1, 0]},decode_only=true',  # numbers that the first run sends
+    "kascade_paper:top_k=4,anchors=[1],decode_only=true",
+    "kascade:top_k=0.2,min_k=4,anchors=[0,2]",
+    'kascade_paper:top_k=4,anchors=[1],heads={"2": [1, 0]},decode_only=true',  # numbers that the first run sends
     "omnikv:top_k=4,filters=[0],wait=1",
     "oracle_topk:top_k=4,decode_only=true",
 ]

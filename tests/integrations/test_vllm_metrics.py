@@ -38,7 +38,7 @@ def collected(folder):
 
 
 def kascade():
-    method = methods.parse("kascade:top_k=4,anchors=[1],decode_only=true")
+    method = methods.parse("kascade_paper:top_k=4,anchors=[1],decode_only=true")
     return EngineSteps({n: method.for_layer(n, 3) for n in range(3)}, torch.device("cpu"))
 
 

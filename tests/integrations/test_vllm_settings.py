@@ -17,7 +17,7 @@ from foveate.integrations.vllm.settings import check_early, check_engine, layer_
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
 
-KASCADE = "kascade:top_k=0.1,anchors=[0,2],decode_only=true"
+KASCADE = "kascade_paper:top_k=0.1,anchors=[0,2],decode_only=true"
 
 
 def engine(spec=KASCADE, **changes):
@@ -127,11 +127,11 @@ def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
     ("spec", "why"),
     [
         ("h2o", "h2o evicts tokens"),
-        ("kascade:anchors=[0,2]", "add decode_only=true"),
+        ("kascade_paper:anchors=[0,2]", "add decode_only=true"),
         ("quest", "keeps state beside the keys"),
         ("pages", "requests share blocks: add weighted=false"),
         ("luka", "keeps state beside the keys"),
-        ("kascade:anchors=[0,7],decode_only=true", "not 7"),
+        ("kascade_paper:anchors=[0,7],decode_only=true", "not 7"),
     ],
 )
 def test_methods_that_cannot_be_served_are_refused_before_weights_are_loaded(spec, why):
@@ -169,7 +169,7 @@ def test_a_calibration_of_another_model_is_refused(tmp_path):
 
 
 def test_heads_of_all_ranks_do_not_fit_one_rank():
-    spec = 'kascade:anchors=[0,2],heads={"1": [1, 0]},decode_only=true'
+    spec = 'kascade_paper:anchors=[0,2],heads={"1": [1, 0]},decode_only=true'
     check_early(engine(spec))
     with pytest.raises(ValueError, match=r"heads of layer 1 are of all 2 KV heads, and this rank .* has 1"):
         check_early(engine(spec, parallel_config__tensor_parallel_size=2))
@@ -178,7 +178,7 @@ def test_heads_of_all_ranks_do_not_fit_one_rank():
 
 def test_layers_that_the_method_is_not_applied_to_are_not_counted():
     """Of six layers two have sliding windows: anchors by number are those of the model."""
-    method = settings_of({"foveate": "kascade:anchors=2,decode_only=true"}).method
+    method = settings_of({"foveate": "kascade_paper:anchors=2,decode_only=true"}).method
     found = layer_methods(method, dict.fromkeys((1, 2, 4, 5), Geometry(4, 2, 8, 8)), 6, {})
     assert {layer: own.role for layer, own in found.items()} == {
         1: "choosing",

@@ -72,7 +72,7 @@ def test_weights_of_bitsandbytes(bits, tmp_path):
     projection = model.model.layers[0].self_attn.q_proj
     assert type(projection).__name__ == f"Linear{bits}bit" + ("Lt" if bits == 8 else "")
     expected = answer(model, PADDED)
-    for spec in ("dense", "pages:top_k=1.0", "snapkv:top_k=1.0", "kascade:anchors=[0],top_k=1.0"):
+    for spec in ("dense", "pages:top_k=1.0", "snapkv:top_k=1.0", "kascade_paper:anchors=[0],top_k=1.0"):
         with foveate.attached(model, spec):
             assert answer(model, PADDED) == expected
             assert foveate.stats(model).layers[0].decode_steps
@@ -133,7 +133,7 @@ def test_a_compiled_model_and_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    "spec", ["dense", "kascade:anchors=1,top_k=4,min_k=1", "luka:page_size=4,top_k=1,sinks=1,tail=4"]
+    "spec", ["dense", "kascade_paper:anchors=1,top_k=4,min_k=1", "luka:page_size=4,top_k=1,sinks=1,tail=4"]
 )
 def test_a_model_that_device_map_spreads(tmp_path, spec):
     tiny(128).save_pretrained(tmp_path)

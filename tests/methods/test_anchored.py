@@ -13,7 +13,7 @@ from foveate.ops.compress.low_rank import factors
 from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters, SlotCache
 from tests.combinations import every_pair
-from tests.helpers import assert_close
+from tests.helpers import assert_close, kascade_by_head
 
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 16, 0.3
 GROUP = HEADS // KV_HEADS
@@ -104,7 +104,7 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax")
 def test_kascade_written_out(settings, top_k):
     layers, prompt, total = 4, 41, 46
     settings = {"anchors": [0, 2], "tile": 12, "top_k": top_k, "min_k": 5, "dense_anchor_prefill": False} | settings
-    method = methods.make("kascade", **settings)
+    method = kascade_by_head(**settings)
     tokens = draw(layers, 1, total)
     stack = Stack(method, layers, prompt)
     out = torch.cat(
@@ -149,10 +149,10 @@ def test_kascade_written_out(settings, top_k):
 @pytest.mark.parametrize(
     "method",
     [
-        methods.make("kascade", anchors=[0, 2], tile=9, top_k=0.2, min_k=3, heads={"1": [1, 0]}),
-        methods.make("kascade", anchors=[1], decode_only=True, top_k=0.2, min_k=3),
-        methods.make("kascade", anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="pages"),
-        methods.make("kascade", anchors=[0], top_k=0.1, min_k=3, score_keys="pages", first_layer="pages"),
+        kascade_by_head(anchors=[0, 2], tile=9, top_k=0.2, min_k=3, heads={"1": [1, 0]}),
+        kascade_by_head(anchors=[1], decode_only=True, top_k=0.2, min_k=3),
+        kascade_by_head(anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="pages"),
+        kascade_by_head(anchors=[0], top_k=0.1, min_k=3, score_keys="pages", first_layer="pages"),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3, score="logit"),
         methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
@@ -246,9 +246,9 @@ def test_lessismore_reads_every_key_once_where_its_budget_is_the_context(recent,
     [
         methods.make("omnikv", filters=[0, 3], wait=0, top_k=5),
         methods.make("lessismore", selections=[0, 3], top_k=9, sinks=1),
-        methods.make("kascade", anchors=[0, 2], top_k=5, tile=12),
-        methods.make("kascade", anchors=[0, 2], top_k=0.4, min_k=3, tile=12, pool="layer"),
-        methods.make("kascade", anchors=[0, 2], top_k=5, tile=12, pool="layer", pooling="sqrt"),
+        kascade_by_head(anchors=[0, 2], top_k=5, tile=12),
+        kascade_by_head(anchors=[0, 2], top_k=0.4, min_k=3, tile=12, pool="layer"),
+        kascade_by_head(anchors=[0, 2], top_k=5, tile=12, pool="layer", pooling="sqrt"),
     ],
     ids=lambda method: method.spec,
 )
@@ -328,7 +328,7 @@ def test_settings_that_cannot_be(name, settings, message):
 
 
 def test_layers_that_the_method_is_not_applied_to_choose_nothing():
-    anchors = [methods.make("kascade", anchors=2).for_layer(n, 8, (3, 5, 6, 7)).layer_role.anchor for n in (3, 5, 6, 7)]
+    anchors = [kascade_by_head(anchors=2).for_layer(n, 8, (3, 5, 6, 7)).layer_role.anchor for n in (3, 5, 6, 7)]
     assert anchors == [3, 3, 6, 6]
     mixed = methods.make("per_layer", layers={"0-1": "dense", "rest": "lessismore:selections=[0.0, 0.5]"})
     roles = [mixed.for_layer(n, 6).layer_role for n in (2, 3, 4, 5)]
@@ -339,12 +339,12 @@ def test_layers_that_the_method_is_not_applied_to_choose_nothing():
         (4, False, False),
     ]
     with pytest.raises(ValueError, match="anchors must be among"):
-        methods.make("kascade", anchors=[0, 5]).for_layer(5, 8, (3, 5, 6, 7))
+        kascade_by_head(anchors=[0, 5]).for_layer(5, 8, (3, 5, 6, 7))
 
 
 @pytest.mark.parametrize("heads", [[0], [0, 2], [0, -1], [0, 1, 1]])
 def test_head_maps_that_do_not_fit_the_model(heads):
-    stack = Stack(methods.make("kascade", anchors=[0], heads={"1": heads}), 2, 9)
+    stack = Stack(kascade_by_head(anchors=[0], heads={"1": heads}), 2, 9)
     with pytest.raises(ValueError, match="heads of layer 1 must be 2 numbers below 2, one for each KV head"):
         stack.feed(draw(2, 1, 9))
 
@@ -353,10 +353,10 @@ def test_head_maps_that_do_not_fit_the_model(heads):
     ("method", "layers", "left"),
     [
         ("oracle_topk", 3, 0),
-        ("kascade:anchors=[0,2]", 3, 1),
+        ("kascade_paper:anchors=[0,2]", 3, 1),
         ("lessismore:selections=[1]", 3, 1),
-        ("kascade:anchors=[0,2,4]", 6, 1),  # of several anchors, the last one's
-        ("kascade:anchors=[0,2,3,5]", 7, 1),
+        ("kascade_paper:anchors=[0,2,4]", 6, 1),  # of several anchors, the last one's
+        ("kascade_paper:anchors=[0,2,3,5]", 7, 1),
     ],
 )
 def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
@@ -370,8 +370,8 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
 @pytest.mark.parametrize(
     ("method", "layers", "choosing"),
     [
-        ("kascade:anchors=[0,1]", 3, [1]),
-        ("kascade:anchors=[0,2]", 3, [0, 2]),
+        ("kascade_paper:anchors=[0,1]", 3, [1]),
+        ("kascade_paper:anchors=[0,2]", 3, [0, 2]),
         ("omnikv:filters=[0,2]", 4, []),  # one dense layer waits after each filter
         ("omnikv:filters=[0,2],wait=0", 4, [0, 2]),
         ("lessismore:selections=[1,2]", 4, [2]),
@@ -396,7 +396,7 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
     tokens = [tuple(x.half() for x in layer) for layer in draw(2, 1, 40)]
     tokens = [(q * 600, k, v) for q, k, v in tokens]
     for pooling in ("post_softmax", "sqrt"):
-        stack = Stack(methods.make("kascade", anchors=[1], top_k=5, tile=24, pooling=pooling), 2, 39)
+        stack = Stack(kascade_by_head(anchors=[1], top_k=5, tile=24, pooling=pooling), 2, 39)
         assert stack.feed(part(tokens, 39)).isfinite().all()
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
 
@@ -411,7 +411,7 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
 )
 def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
     beside = {"score_keys": "pages"} if name == "first_layer" else {}
-    old, method = (methods.make("kascade", **{name: x}, **beside) for x in (before, value))
+    old, method = (kascade_by_head(**{name: x}, **beside) for x in (before, value))
     assert name not in old.settings()
     assert method.settings()[name] == value
     for one in (old, method):
@@ -425,9 +425,9 @@ def test_methods_on_record_within_others_are_as_they_were():
 
 
 def test_dense_prompts_have_no_anchors_that_could_read_less():
-    method, other = (methods.make("kascade", decode_only=True, dense_anchor_prefill=x) for x in (True, False))
+    method, other = (kascade_by_head(decode_only=True, dense_anchor_prefill=x) for x in (True, False))
     assert method == other == methods.recorded("kascade", **method.settings())
-    assert method.spec == "kascade:decode_only=true"
+    assert method.spec == "kascade:pool=kv_head,pooling=post_softmax"
     assert "dense_anchor_prefill" not in method.settings()
 
 
@@ -478,7 +478,7 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page
 def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k):
     """Layer 0 is dense, and chooses by exact scores."""
     layers, prompt, total = 3, 150, 163
-    method = methods.make("kascade", anchors=[0, 1], score_keys="pages", top_k=top_k, min_k=5, **settings)
+    method = kascade_by_head(anchors=[0, 1], score_keys="pages", top_k=top_k, min_k=5, **settings)
     method = methods.make(method, decode_only=True)
     tokens, stack = draw(layers, 1, total), Stack(method, layers, prompt)
     stack.feed(part(tokens, prompt))
@@ -516,7 +516,7 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
     """Where it has readers; its prompt is dense, as are the layers that come before any anchor."""
     layers, prompt, total = 3, 150, 163
     settings = {"score_keys": "pages", "first_layer": "pages", "decode_only": True, "min_k": 5} | settings
-    method = methods.make("kascade", anchors=anchors, top_k=top_k, **settings)
+    method = kascade_by_head(anchors=anchors, top_k=top_k, **settings)
     tokens, stack = draw(layers, 1, total), Stack(method, layers, prompt)
     close_to_dense = stack.feed(part(tokens, prompt))[0, 0]
     (q, k, v), everything = (x[0] for x in tokens[0]), [set(range(prompt))] * KV_HEADS
@@ -547,7 +547,7 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
 def test_layer_0_reads_no_keys_of_other_pages():
     """They, and their values, may hold anything, in rows of any length; so may a row without a full page."""
     summaries = {"score_keys": "pages", "first_layer": "pages", "page_size": 16}
-    method = methods.make("kascade", anchors=[0], top_k=9, decode_only=True, **summaries)
+    method = kascade_by_head(anchors=[0], top_k=9, decode_only=True, **summaries)
     layers, size = [method.for_layer(layer, 2) for layer in range(2)], method.page_size
     lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
@@ -579,7 +579,7 @@ def test_layer_0_reads_no_keys_of_other_pages():
 
 def test_keys_of_other_pages_are_not_scored():
     """They may hold anything; the newest page is scored, open or just filled."""
-    method = methods.make("kascade", anchors=[1], score_keys="pages", page_size=16, top_k=9, decode_only=True)
+    method = kascade_by_head(anchors=[1], score_keys="pages", page_size=16, top_k=9, decode_only=True)
     anchor, size = method.for_layer(1, 2), method.page_size
     lengths, k = [160, 157, 9], torch.randn(3, KV_HEADS, 160, DIM, generator=torch.manual_seed(0))
     cache = SlotCache.of(k, k, HEADS).branch(anchor.channels(SlotCache.of(k, k, HEADS).geometry), False, Counters(), {})
@@ -607,7 +607,7 @@ def test_scores_by_pages_find_what_exact_scores_choose(page_size, missed, recall
     """Keys that stand out in a few pages, as a model's do, are found, all or all but one; of the others most, of
     smaller pages more."""
     summaries = {"score_keys": "pages", "page_size": page_size}
-    method = methods.make("kascade", anchors=[0, 1], top_k=0.05, min_k=1, decode_only=True, **summaries)
+    method = kascade_by_head(anchors=[0, 1], top_k=0.05, min_k=1, decode_only=True, **summaries)
     exact, method = (one.for_layer(1, 2) for one in (method.exact, method))
     generator = torch.manual_seed(0)
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
@@ -640,7 +640,7 @@ def test_scores_of_a_prompt_are_there_of_a_few_tiles_at_a_time(monkeypatch):
             del mass
 
     monkeypatch.setattr(ops, "tile_mass", watched)
-    method = methods.make("kascade", anchors=[0, 1], top_k=9, tile=12)
+    method = kascade_by_head(anchors=[0, 1], top_k=9, tile=12)
     Stack(method, 3, 200).feed(part(draw(3, 1, 200), 200))
     assert len(seen) > 10
 
@@ -651,6 +651,6 @@ def test_anchors_that_read_all_choose_for_others_alone(monkeypatch, exact, choos
     kascade, chose = methods.get("kascade"), []
     real = kascade.select_tiles
     monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.layer_role.layer) or real(self, *a))
-    method = methods.make("kascade", anchors=[0, 1, 3], dense_anchor_prefill=exact, top_k=5, tile=12)
+    method = kascade_by_head(anchors=[0, 1, 3], dense_anchor_prefill=exact, top_k=5, tile=12)
     Stack(method, 4, 40).feed(part(draw(4, 1, 40), 40))
     assert chose == choosing

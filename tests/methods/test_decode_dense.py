@@ -99,7 +99,10 @@ def test_of_a_model():
     model, how = tiny_model("llama"), {"input_ids": tokens(61), "new": 12}
     with foveate.attached(model, "dense"):
         expected = generate(model, **how)
-    for method in ("quest:top_k=16,page_size=4,dense_layers=0", "kascade:anchors=1,top_k=9,min_k=4,decode_only=true"):
+    for method in (
+        "quest:top_k=16,page_size=4,dense_layers=0",
+        "kascade_paper:anchors=1,top_k=9,min_k=4,decode_only=true",
+    ):
         with foveate.attached(model, method, dense_below=4096):
             assert torch.equal(generate(model, **how), expected)
             stats = foveate.stats(model)

@@ -13,7 +13,7 @@ from foveate import methods
 from foveate.calibration import Calibration
 from foveate.integrations.transformers.facts import model_facts
 from foveate.results.resultfile import method_of
-from tests.helpers import fingerprint, tiny_model, tokens
+from tests.helpers import fingerprint, kascade_by_head, tiny_model, tokens
 
 ANCHORS, HEADS = (0, 1), {"2": [1, 1]}
 
@@ -33,7 +33,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def method(path):
-    return methods.make("kascade", calibration=str(path), top_k=9)
+    return kascade_by_head(calibration=str(path), top_k=9)
 
 
 def row(method):
@@ -61,7 +61,9 @@ class TestTheFile:
         assert [role.dense for role in roles] == [True, False, False]
 
     def test_stands_for_them_in_a_spec_that_parses_back(self, method, path):
-        assert method.spec == f'kascade:top_k=9,calibration="{path}"'
+        assert (
+            method.spec == f'kascade:top_k=9,pool=kv_head,pooling=post_softmax,decode_only=false,calibration="{path}"'
+        )
         assert methods.parse(method.spec) == method
         assert hash(methods.parse(method.spec)) == hash(method)
         assert method.for_layer(2, 3).spec == method.spec
@@ -93,7 +95,7 @@ class TestTheFile:
             methods.make(method, anchors=[0, 2])
 
     def test_serves_composed_methods(self, path):
-        spec = methods.make("kascade", calibration=str(path)).spec
+        spec = kascade_by_head(calibration=str(path)).spec
         with pytest.raises(ValueError, match="anchors must be among the layers that it is applied to"):
             methods.make("per_layer", layers={"0": "dense", "rest": spec}).for_layer(2, 3)
         mixed = methods.make("per_layer", layers={"rest": spec})
@@ -129,10 +131,10 @@ def test_a_damaged_file_is_no_method(path):
 class TestAttached:
     def test_it_is_as_if_anchors_and_heads_were_given(self, method):
         model, ids = tiny_model(), tokens(60)
-        given = methods.make("kascade", anchors=[0, 1], heads=HEADS, top_k=9)
+        given = kascade_by_head(anchors=[0, 1], heads=HEADS, top_k=9)
         with torch.no_grad():
             outs = []
-            for one in (method, given, "kascade:anchors=[0,1],top_k=9"):
+            for one in (method, given, kascade_by_head(anchors=[0, 1], top_k=9)):
                 with foveate.attached(model, one, tile=12):
                     outs.append(model(ids).logits)
         assert torch.equal(outs[0], outs[1])
@@ -175,6 +177,33 @@ class TestAttached:
         assert [policy.method for policy in twin.foveate.policies.values()] == [
             policy.method for policy in model.foveate.policies.values()
         ]
+
+
+class TestOtherSettings:
+    """A file says under which settings its anchors were chosen."""
+
+    def said(self, path, method="kascade", **settings):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            foveate.attach(tiny_model(), method, calibration=str(path), **settings)
+        return [str(one.message) for one in said]
+
+    def test_are_warned_of_once_and_named(self, tmp_path):
+        path = write(tmp_path / "a.json", settings={"pool": "layer", "pooling": "sqrt", "decode_only": True})
+        chosen = f"the anchors of calibration {str(path)!r} were chosen under"
+        sparse = f"{chosen} decode_only=true, and may lose more under decode_only=false"
+        assert self.said(path) == self.said(path, top_k=0.2) == self.said(path, score_keys="pages") == []
+        assert self.said(path, decode_only=False) == [f"kascade: {sparse} (docs/guide/calibrate.md)"]
+        assert self.said(path, decode_only=False, top_k=7) == []
+        (by_head,) = self.said(path, "kascade_paper", decode_only=True)
+        assert by_head == (
+            f"kascade_paper: {chosen} pool=layer, pooling=sqrt, and may lose more under pool=kv_head, "
+            "pooling=post_softmax (docs/guide/calibrate.md)"
+        )
+
+    def test_are_not_known_of_older_files(self, path):
+        assert "settings" not in json.loads(path.read_text(encoding="utf-8"))
+        assert self.said(path, "kascade_paper") == self.said(path) == []
 
 
 def test_evenly_spaced_anchors_are_warned_of():

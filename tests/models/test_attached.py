@@ -8,8 +8,8 @@ from foveate.models import HybridForCausalLM, make_config
 from tests.helpers import CACHE
 from tests.models.test_models import generate, greedy, model_of, prompt
 
-FULL = ["dense", "tova:top_k=1.0", "h2o:top_k=1.0", "uniform:top_k=1.0", "kascade:top_k=1.0,anchors=1"]
-SPARSE = ["tova:top_k=24", "uniform:top_k=8,window=8", "kascade:top_k=12,anchors=1,tile=1"]
+FULL = ["dense", "tova:top_k=1.0", "h2o:top_k=1.0", "uniform:top_k=1.0", "kascade_paper:top_k=1.0,anchors=1"]
+SPARSE = ["tova:top_k=24", "uniform:top_k=8,window=8", "kascade_paper:top_k=12,anchors=1,tile=1"]
 
 
 @pytest.mark.parametrize("spec", FULL)

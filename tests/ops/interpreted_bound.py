@@ -28,16 +28,16 @@ LENGTHS = (300, 170, 0, 33)
 NEAR, FAR = 304, 4096
 SPECS = [
     "dense",
-    "kascade:top_k=0.2,min_k=4,anchors=[0,2],decode_only=true",
-    "kascade:top_k=0.2,min_k=4,anchors=[1],pool=layer,pooling=sqrt,decode_only=true",
-    'kascade:top_k=40,anchors=[1],heads={"2": [1, 0]},decode_only=true',
+    "kascade_paper:top_k=0.2,min_k=4,anchors=[0,2],decode_only=true",
+    "kascade:top_k=0.2,min_k=4,anchors=[1]",
+    'kascade_paper:top_k=40,anchors=[1],heads={"2": [1, 0]},decode_only=true',
     "oracle_topk:top_k=0.2,min_k=4,decode_only=true",
     "omnikv:top_k=0.2,min_k=4,filters=[1],wait=0",
     "omnikv:top_k=0.2,min_k=4,filters=[1],wait=0,score=logit",
     "pages:top_k=0.2,page_size=8,rank=1,weighted=false",
     "locks:top_k=0.2,page_size=16,rank=2",
-    "kascade:top_k=0.2,min_k=4,anchors=[1],score_keys=pages,page_size=8,weighted=false,decode_only=true",
-    "kascade:top_k=40,anchors=[0],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
+    "kascade_paper:top_k=0.2,min_k=4,anchors=[1],score_keys=pages,page_size=8,weighted=false,decode_only=true",
+    "kascade_paper:top_k=40,anchors=[0],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
 ]
 
 

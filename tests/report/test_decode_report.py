@@ -10,10 +10,11 @@ from foveate.report.plots import decode as decode_plots
 from foveate.report.plots import figure
 from foveate.report.rows import of_cases
 from foveate.results.errors import UserError
+from foveate.results.measurements import SCHEMA
 
-KASCADE, LUKA = "kascade:decode_only=true", "luka:page_size=16,top_k=3,score=summary,prior=0.0"
+KASCADE, LUKA = "kascade:anchors=5", "luka:page_size=16,top_k=3,score=summary,prior=0.0"
 
-ELSEWHERE = {"device": "a device", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}
+ELSEWHERE = {"schema": SCHEMA, "device": "a device", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}
 MADE = ELSEWHERE | {"device": "NVIDIA H100 80GB HBM3"}
 MORE = {"baseline": "dense", "baseline_ms": 1.0, "gb_per_s": 1.0, "tflop_per_s": None, "peak_bytes": 1}
 
@@ -46,7 +47,7 @@ class TestCases:
     ROWS = [of_layers(method, context, 1, 1.0) for context in (8192, 32768) for method in ("dense", KASCADE)]
 
     def test_of_several_values_any_in_their_order(self):
-        found = of_cases(self.ROWS, ["method=kascade:decode_only=true", "method=dense", "context=32768"])
+        found = of_cases(self.ROWS, [f"method={KASCADE}", "method=dense", "context=32768"])
         assert [(row["case"]["method"], row["case"]["context"]) for row in found] == [
             (KASCADE, 32768),
             ("dense", 32768),

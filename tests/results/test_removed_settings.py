@@ -15,6 +15,8 @@ from foveate.results.resultfile import method_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_MASS = {"top_p": (1.0, 0.95)}
+BY_HEAD = "pool=kv_head,pooling=post_softmax"
+"""What Kascade was by default when the rows were measured."""
 PAGES = {"min_k": (128, 64)}
 RECORDED = {
     "kascade": {**BY_MASS, "remap": (True, False), "rank": (2, 1)},
@@ -78,18 +80,21 @@ def test_the_same_of_a_value_that_is_gone(setting, value, allowed):
     [
         (
             "kascade-accuracy.jsonl summary task=2wiki split=dev length=1202",
-            'kascade:decode_only=true,remap=false,calibration="divergence.json"',
+            'kascade:pool=kv_head,pooling=post_softmax,calibration="divergence.json",remap=false',
         ),
         (
             "kascade-accuracy.jsonl differences task=2wiki split=dev length=1202",
-            'kascade:pool=layer,pooling=pre_softmax,calibration="divergence.json"',
+            'kascade:pooling=pre_softmax,decode_only=false,calibration="divergence.json"',
         ),
         (
             "kascade-accuracy.jsonl task=2wiki split=dev length=1202",
-            'kascade:top_k=0.2,top_p=0.95,pool=layer,decode_only=true,calibration="divergence.json"',
+            'kascade:top_k=0.2,pooling=post_softmax,calibration="divergence.json",top_p=0.95',
         ),
-        ("prefill.jsonl prefill-layers level=kernel context=131072", "kascade:score_queries=0.25"),
-        ("decode.jsonl decode-speedups level=kernel context=131072", "kascade:decode_only=true,score_keys=fp8"),
+        (
+            "prefill.jsonl prefill-layers level=kernel context=131072",
+            f"kascade:{BY_HEAD},decode_only=false,score_queries=0.25",
+        ),
+        ("decode.jsonl decode-speedups level=kernel context=131072", f"kascade:{BY_HEAD},score_keys=fp8"),
         ("pages-accuracy.jsonl summary task=hotpotqa", "pages:top_k=0.125"),
         ("pages-accuracy.jsonl summary task=hotpotqa", "quest:top_k=0.125"),
         ("pages-accuracy.jsonl summary task=hotpotqa", "locks:top_k=0.125"),
@@ -135,10 +140,12 @@ def test_former_names_are_not_listed_and_a_setting_is_given_once():
 def test_a_bench_row_with_a_former_name_is_found_by_either():
     words = ["benchmarks/results/prefill.jsonl", "prefill-layers", "level=kernel", "context=131072"]
     for name in ("exact_anchors", "dense_anchor_prefill"):
-        assert "`kascade:dense_anchor_prefill=false`" in tables.marked([*words, f"method=kascade:{name}=false"], ROOT)
+        method = f"kascade:{{}}=false,{BY_HEAD},decode_only=false"
+        marked = tables.marked([*words, f"method={method.format(name)}"], ROOT)
+        assert f"`{method.format('dense_anchor_prefill')}`" in marked
 
 
 def test_kascade_beside_its_paper_has_the_rows_of_fp8_keys():
     words = ["benchmarks/results/decode.jsonl", "decode-kascade", "context=131072", "method=flash-attention-3"]
-    table = tables.marked([*words, "method=kascade:decode_only=true,score_keys=fp8"], ROOT)
+    table = tables.marked([*words, f"method=kascade:{BY_HEAD},score_keys=fp8"], ROOT)
     assert "10 %, chosen by fp8 keys (recall 0.979)" in table

@@ -59,7 +59,7 @@ def test_a_batch_of_prompts_is_no_step():
 def test_a_step_may_run_again_before_it_is_captured():
     """What its first run has computed once for all layers belongs to that run, and a graph must not read it."""
     served = Served()
-    steps = served.steps("kascade:top_k=7,anchors=[0,3],decode_only=true")
+    steps = served.steps("kascade_paper:top_k=7,anchors=[0,3],decode_only=true")
     steps.begin_capture(served.lengths, served.table, LONGEST)
     served.run(steps)
     recording = record(lambda: served.run(steps))

@@ -132,7 +132,9 @@ def test_caps_and_sinks_of_the_layer_count():
     assert not torch.allclose(found, run(SPECS[1])[1], atol=1e-3)
 
 
-@pytest.mark.parametrize("spec", ["kascade:top_k=1.0,anchors=[0,3],decode_only=true", "omnikv:top_k=1.0,filters=[0]"])
+@pytest.mark.parametrize(
+    "spec", ["kascade_paper:top_k=1.0,anchors=[0,3],decode_only=true", "omnikv:top_k=1.0,filters=[0]"]
+)
 def test_the_full_budget_is_dense(spec):
     torch.testing.assert_close(run(spec)[1], run("dense")[1])
 
@@ -274,6 +276,6 @@ def test_methods_that_cannot_run_say_why(name):
 
 
 def test_state_that_a_setting_adds_is_refused():
-    spec = "kascade:score_keys=pages,anchors=[1],decode_only=true"
+    spec = "kascade_paper:score_keys=pages,anchors=[1],decode_only=true"
     assert "requests share blocks: add weighted=false" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
     assert "state beside the keys" in obstacle(methods.parse("sparq"), GEOMETRY)

@@ -118,7 +118,7 @@ class Answers:
             return _told(divergence.together, model, held[index], methods, lambda: progress(next(begun)))
 
         def losses(turn: int, tried: list[list[int]]) -> Tensor:
-            method = self._plan.method if self._plan.prompts == "sparse" else self._plan.dense_method
+            method = self._plan.in_use
             methods = [
                 dataclasses.replace(method, anchors=[layers[one] for one in anchors], heads=named(other, layers))
                 for anchors, other in ((anchors, choice.at(anchors)) for anchors in tried)

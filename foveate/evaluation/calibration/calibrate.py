@@ -32,7 +32,7 @@ from foveate.calibration.similarity import COVERAGE_KEYS
 from foveate.evaluation.calibration import layer_costs
 from foveate.evaluation.calibration.answers import Answers, named
 from foveate.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
-from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, option
+from foveate.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, kept_at, option
 from foveate.evaluation.tasks.base import Item, Task, items_digest
 from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts
@@ -63,14 +63,15 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     device = loading.choose_device(plan.device)
     dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
-    _check_anchors(plan, facts["layers"])
+    plan = plan.with_anchors(number := model_folder.attention_layers(plan.model))
+    _check_anchors(plan, number)
     files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
     tokenizer = loading.load_tokenizer(plan.model)
     items = [item for task in plan.tasks for item in _items(plan, task, tokenizer, facts)]
     if len(items) < FEWEST_PROMPTS:
         raise UserError(f"limit {plan.limit} gives one prompt, which shows too little: the others are the same")
     mark = {
-        "schema": 1,
+        "schema": 2,  # methods by former defaults in 1
         "tasks": [{"task": task.name, "settings": task.settings()} for task in plan.tasks],
         "limit": plan.limit,
         "seed": plan.seed,
@@ -92,15 +93,31 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         answers = {"answers": about}
     else:
         answers = {}
-    chosen_by = {"anchors": plan.number, **{name: getattr(plan, name) for name in ("by", "over", "weights", *TIMES)}}
+    chosen_by = {"anchors": plan.anchors, **{name: getattr(plan, name) for name in ("by", "over", "weights", *TIMES)}}
     chosen_by["method"] = plan.method.spec
     if plan.by == "together":
         chosen_by["rounds"] = plan.rounds
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
     if plan.out.exists():
-        return _finished(plan.out, mark | answers, chosen_by, say)
+        try:
+            return _finished(plan.out, mark | answers, chosen_by, say)
+        except UserError as error:
+            if not plan.kept:
+                raise UserError(f"{error}; choose another --out, or move it away") from None
+            say(f"{error}, and is replaced when this one is complete")
     with take_up(partial_folder(plan.out), mark):
         return _calibrated(plan, items, tokenizer, mark | answers, chosen_by, progress, say)
+
+
+def keep(plan: Plan, artefact: Calibration) -> Path:
+    """Writes an artefact to the user's cache folder as well, and returns where.
+
+    Raises:
+        UserError: if it cannot be written there.
+    """
+    place = kept_at(plan)
+    outfile.write(place, artefact.text().encode())
+    return place
 
 
 def _calibrated(
@@ -124,7 +141,7 @@ def _calibrated(
         shape = model_facts(attachment.config, attention_modules(model, layers))
         costs = None if plan.time_share is None else _costs(plan, shape)
         number = (
-            plan.number if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
+            plan.anchors if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
         )
         steps = len(items) + answers.steps(layers, number)
         for done, (path, item) in enumerate(zip(paths, items)):
@@ -152,7 +169,9 @@ def _calibrated(
         ]
         choice = choice.at(tried.moved[-1][0])
     progress(steps, steps)
-    artefact = Calibration(shape, tuple(layers[one] for one in choice.anchors), named(choice, layers), found)
+    artefact = Calibration(
+        shape, tuple(layers[one] for one in choice.anchors), named(choice, layers), found, plan.settings
+    )
     about = {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
@@ -180,9 +199,9 @@ def _say_what_is_kept(paths: list[Path], answers: Answers, say: Say) -> None:
 def _check_anchors(plan: Plan, layers: int) -> None:
     if plan.time_share is None:
         try:
-            check_number(plan.number, layers)
+            check_number(plan.anchors, layers)
         except ValueError as error:
-            raise UserError(f"{error}{' (the default)' if plan.anchors is None else ''}") from None
+            raise UserError(str(error)) from None
 
 
 def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[Item]:
@@ -193,7 +212,7 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
     for item in items:
         tokens = len(item.prompt_ids) + len(item.target_ids)
         if plan.diverges and item.target_ids:
-            raise UserError(f"task '{task.name}' has no questions to answer: its anchors are chosen by similarity")
+            raise UserError(f"task '{task.name}' has no questions to answer: choose its anchors by similarity (--by)")
         if plan.diverges and budget(plan.method.top_k, tokens, plan.method.min_k) >= tokens:
             raise UserError(
                 f"task '{task.name}', item {item.id}: all keys of a prompt of {tokens:,} tokens are read under "
@@ -224,19 +243,17 @@ def _studied(
 
 
 def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: Say) -> Calibration:
-    """The artefact that an earlier run of the same plan has written."""
+    """The artefact that an earlier run of the same plan has written. Raises `UserError` if it is another one."""
     try:
         artefact = load(out)
     except ValueError:
-        raise UserError(f"{out} is another file; choose another --out, or move it away") from None
+        raise UserError(f"{out} is another file") from None
     differ = differing(mark, artefact.found.get("run") or {})
     idle = ("anchors",) if chosen_by["time_share"] else TIMES[1:]  # older ones may tell what had no effect
     other = differing(chosen_by, artefact.found.get("chosen_by") or {})
     differ += [f"--{option(name)}" for name in other if name not in idle]
     if differ:
-        raise UserError(
-            f"{out} is another calibration (it differs in {', '.join(differ)}); choose another --out, or move it away"
-        )
+        raise UserError(f"{out} is another calibration (it differs in {', '.join(differ)})")
     shutil.rmtree(partial_folder(out), ignore_errors=True)  # a run that was killed while it tidied up
     say(f"{out} is complete; nothing to run")
     return artefact

@@ -6,19 +6,22 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from foveate.calibration import BY, OVER, WEIGHTS
+from foveate.calibration import BY, OVER, WEIGHTS, kept_path
 from foveate.evaluation.tasks.base import Task
 from foveate.evaluation.tasks.probes import SHORTEST, TEXT, Probes
-from foveate.inputs.model_folder import model_facts
-from foveate.methods.kascade import Kascade
+from foveate.inputs.model_folder import model_digest, model_facts
+from foveate.methods.kascade import SETTLED_BY, Kascade
+from foveate.methods.kascade_paper import KascadePaper
 from foveate.results.errors import UserError, check_seed, unknown
 
 KEYS, TILE = 64, 128
 """Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
 FEWEST_PROMPTS = 2
-_FEWEST_TOKENS, _ANCHORS, _ANSWER_TOKENS, _ROUNDS = 2, 5, 16, 1
-_LENGTH, _ROOM, _ANCHOR_SHARE = 4096, 64, 10 / 28
-"""Without data: tokens of a prompt and of an answer, and anchors among the layers (docs/guide/calibrate.md)."""
+_FEWEST_TOKENS, _ANSWER_TOKENS, _BATCH_SIZE = 2, 16, 8
+_ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5
+"""Anchors among the layers, and by similarity (docs/guide/calibrate.md)."""
+_LENGTH, _ROOM = 4096, 64
+"""Without data: tokens of a prompt and of an answer."""
 PROMPTS = ("dense", "sparse")
 """How prompts are read before answers are compared."""
 _OF_PROMPTS = ("tile", "dense_anchor_prefill")
@@ -28,18 +31,20 @@ TIMES = ("time_share", "time_context", "time_batch")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to calibrate: `limit` prompts of a task, and of each of the tasks `also`, and how many anchors to choose,
-    five if `anchors` is None.
+    """What to calibrate: `limit` prompts of a task, and of each of the tasks `also`, and how many anchors to choose;
+    if `anchors` is None, ten for every 28 layers that can be one, or by similarity five.
 
-    `by`, `over` and `weights` are what the choice goes by (:func:`foveate.calibration.choose`): the paper's similarity,
-    or the same with the mean over a prompt's tiles, and all layers alike; or the divergence of predictions along dense
+    `by` is what the choice goes by. With `together` and `divergence` it is the divergence of predictions along dense
     attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
-    `method`: with `divergence` the sum of what each layer loses that alone reads another's choice, with `together` what
-    is lost when all layers read theirs, for anchors added one by one (:func:`foveate.calibration.grown`) and then, up
-    to `rounds` times, each tried in every other place (:func:`foveate.calibration.improved`). With `together`,
-    `prompts` may be sparse: `method` then reads the prompts as well, and not only decodes. `time_share`, if given,
-    stands for `anchors`: as many as keep the attention of a decode step at `time_context` tokens and `time_batch`
-    sequences within this share of dense attention's time, by costs measured on the device.
+    `method`: with `together` what is lost when all layers read their anchors' choice, for anchors added one by one
+    (:func:`foveate.calibration.grown`) and then, up to `rounds` times, each tried in every other place
+    (:func:`foveate.calibration.improved`); with `divergence` the sum of what each layer loses that alone reads
+    another's. With `similarity` it is the paper's (:func:`foveate.calibration.choose`), by `over` and `weights` also
+    with the mean over a prompt's tiles, and all layers alike. With `together`, `prompts` may be sparse: `method` then
+    reads the prompts as well, and not only decodes. `time_share`, if given, stands for `anchors`: as many as keep the
+    attention of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense
+    attention's time, by costs measured on the device. `method` is by default `kascade`, by similarity `kascade_paper`.
+    `kept`: `out` is :func:`kept_at`, where a newer calibration replaces an older one.
     """
 
     model: Path
@@ -54,10 +59,10 @@ class Plan:
     by: str = BY[0]
     over: str = OVER[0]
     weights: str = WEIGHTS[0]
-    method: Kascade = dataclasses.field(default_factory=Kascade)
+    method: Kascade = None  # type: ignore[assignment]  # made in __post_init__
     answer_tokens: int = _ANSWER_TOKENS
-    batch_size: int = 1
-    rounds: int = _ROUNDS
+    batch_size: int = _BATCH_SIZE
+    rounds: int = 0
     prompts: str = PROMPTS[0]
     time_share: float | None = None
     time_context: int = 32768
@@ -65,8 +70,11 @@ class Plan:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    kept: bool = False
 
     def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", self._usual_method)
         for name in ("anchors", "keys", "tile", "answer_tokens", "batch_size", "time_context", "time_batch"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
@@ -92,11 +100,11 @@ class Plan:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
         idle: dict[str, Any] = {"over": OVER[0], "weights": WEIGHTS[0]}
         if self.by != "together":
-            idle |= {"rounds": _ROUNDS, "prompts": PROMPTS[0]}
+            idle |= {"rounds": 0, "prompts": PROMPTS[0]}
         if not self.diverges:
-            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": 1, "rounds": _ROUNDS, "prompts": PROMPTS[0]}
+            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": _BATCH_SIZE, "rounds": 0, "prompts": PROMPTS[0]}
             if self.time_share is None:
-                idle["method"] = Kascade()
+                idle["method"] = self._usual_method
         for name, default in idle.items():
             if getattr(self, name) != default:
                 raise UserError(f"{option(name)} has no effect when anchors are chosen by {self.by}")
@@ -113,7 +121,7 @@ class Plan:
         if self.prompts == "sparse" and method.decode_only:
             raise UserError(f"method must be sparse in prompts, too, with prompts sparse: {method.spec}")
         for name in _OF_PROMPTS if self.prompts == "dense" else ():
-            if getattr(method, name) != getattr(Kascade, name):
+            if getattr(method, name) != getattr(type(method), name):
                 raise UserError(
                     f"{name} has no effect: what is measured is decoding after dense prompts: {method.spec}"
                 )
@@ -131,9 +139,26 @@ class Plan:
         return self.by != "similarity"
 
     @property
-    def number(self) -> int:
-        """How many anchors, unless `time_share` says."""
-        return _ANCHORS if self.anchors is None else self.anchors
+    def _usual_method(self) -> Kascade:
+        return Kascade() if self.diverges else KascadePaper()
+
+    @property
+    def in_use(self) -> Kascade:
+        """The method that the anchors are for, without them."""
+        return self.dense_method if self.diverges and self.prompts == "dense" else self.method
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the anchors are for; what is similar in prompts is so for sparse and dense ones alike."""
+        names = SETTLED_BY if self.diverges else [name for name in SETTLED_BY if name != "decode_only"]
+        return {name: getattr(self.in_use, name) for name in names}
+
+    def with_anchors(self, layers: int) -> Plan:
+        """With as many anchors as are usual among so many layers, unless it says how many itself."""
+        if self.anchors is not None or self.time_share is not None:
+            return self
+        usual = max(1, round(_ANCHOR_SHARE * layers)) if self.diverges else min(_ANCHORS_OF_PAPER, layers)
+        return dataclasses.replace(self, anchors=usual)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -143,13 +168,13 @@ class Plan:
         """The command line, paths shortened to their last names."""
         arguments = [argument for task in self.tasks for argument in task.arguments()]
         if self.data == TEXT:
-            arguments = [f"--length {self.task.length} --batch-size {self.batch_size}"]  # type: ignore[attr-defined]
+            arguments = [f"--length {self.task.length}"]  # type: ignore[attr-defined]
         else:
             arguments.append(f"--data {self.data.name}")
         parts = ["foveate calibrate", f"--model {self.model.name}", *arguments]
-        parts += [f"--anchors {self.number}"] if self.time_share is None else []
+        parts += [f"--anchors {self.anchors}"] if self.time_share is None else []
         parts += [f"--{name} {getattr(self, name)}" for name in ("limit", "keys", "tile", "by")]
-        if self.method != Kascade():
+        if self.method != self._usual_method:
             parts += [f'--method "{self.method.spec}"']
         if self.diverges:
             how = ("answer_tokens", "batch_size", *(("rounds",) if self.by == "together" else ()))
@@ -159,12 +184,21 @@ class Plan:
             parts += [f"--over {self.over} --weights {self.weights}"]
         if self.time_share is not None:
             parts += [f"--{option(name)} {getattr(self, name)}" for name in TIMES]
-        parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
-        return " ".join(parts)
+        parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}"]
+        return " ".join(parts if self.kept else [*parts, f"--out {self.out.name}"])
 
 
-def without_data(model: Path, length: int | None = None) -> tuple[list[Task], dict[str, Any]]:
-    """The tasks, and the other arguments of a :class:`Plan`, of a calibration by the package's own prompts.
+def kept_at(plan: Plan) -> Path:
+    """The file in the user's cache folder by which `attach` finds a plan's calibration again.
+
+    Raises:
+        UserError: for a folder that holds no model.
+    """
+    return kept_path(model_facts(plan.model), model_digest(plan.model), plan.settings)
+
+
+def without_data(model: Path, length: int | None = None) -> list[Task]:
+    """The tasks of a calibration by the package's own prompts.
 
     Args:
         model: a model folder.
@@ -180,11 +214,7 @@ def without_data(model: Path, length: int | None = None) -> tuple[list[Task], di
         raise UserError(
             f"{model}: prompts without data take {SHORTEST} tokens or more, and {_ROOM} for answers; {room} positions"
         )
-    how = {"anchors": max(1, round(_ANCHOR_SHARE * facts["layers"])), "limit": 8, "by": "together", "batch_size": 8}
-    return [Probes(split=split, length=length) for split in Probes.splits], how | {
-        "rounds": 0,
-        "method": Kascade(pool="layer", pooling="sqrt"),
-    }
+    return [Probes(split=split, length=length) for split in Probes.splits]
 
 
 def option(name: str) -> str:

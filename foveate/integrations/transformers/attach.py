@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from foveate.calibration import say_once
 from foveate.integrations.transformers import attention, csa, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
 from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
@@ -21,7 +22,7 @@ from foveate.integrations.transformers.hooks import AfterForward, BeforeForward,
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
-from foveate.methods import Method, make
+from foveate.methods import Auto, Method, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
 from foveate.state import Evicts
@@ -44,10 +45,12 @@ def attach(
     Args:
         model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind). Of a pipeline,
             of a compiled model and of PEFT's, the model within is attached to.
-        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`; left
-            out for models with sparse attention of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin), which
-            is then computed in bounded memory, to the same result. Of DeepSeek-V4 a row with padding on the left gives
-            what it gives alone, which it does not do in Transformers.
+        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`; None
+            or ``"auto"`` chooses, and says what and why, as does :func:`stats`: ``kascade`` where a calibration is kept
+            (`foveate calibrate`) or comes with foveate for the model's weights, else ``pages``. The sparse attention
+            that some models have of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin) is then computed in
+            bounded memory, to the same result. Of DeepSeek-V4 a row with padding on the left gives what it gives alone,
+            which it does not do in Transformers.
         cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the tokens that follow
             (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
             model and method allow, and otherwise :func:`stats` tells why not.
@@ -61,8 +64,8 @@ def attach(
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
-            ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` without a method, or
-            ``block_size`` of a method that evicts in decode; the model is left as it was.
+            ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` of a model with sparse
+            attention of its own, or ``block_size`` of a method that evicts in decode; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
@@ -71,28 +74,30 @@ def attach(
         raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 <= block_size <= _LARGEST_BLOCK:
         raise ValueError(f"block_size must be 1 to {_LARGEST_BLOCK} slots, or 0 for one piece, not {block_size!r}")
-    if method is None:
-        if settings:
-            raise ValueError(f"settings need a method: {', '.join(settings)}")
+    if method is None and settings:
+        raise ValueError(f"settings need a method: {', '.join(settings)}")
+    chosen, decoder = make("auto" if method is None else method, **settings), decoder_of(model)
+    if isinstance(chosen, Auto) and csa.has_own(model, decoder):
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
             raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
         if block_size:
             raise ValueError(f"block_size={block_size} needs a method: a model's own sparse attention stays as it is")
-        decoder = decoder_of(model)
-        csa.check(model, decoder)
         releases.check(model, decoder)
         detach(model)
-        own = csa.SparseAttachment()
+        own = csa.SparseAttachment(f"auto: csa, the sparse attention of {csa.kind(decoder)} models")
         own.put_on(model)
+        say_once(own.chosen)
         return own
-    chosen = make(method, **settings)
-    decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = attention_modules(model, decoder, config)
     releases.check(model, decoder)
-    chosen = chosen.for_model(lambda: {} if adapted(model) else model_facts(config, modules))
+    facts, why = lambda: {} if adapted(model) else model_facts(config, modules), ""
+    if isinstance(chosen, Auto):
+        chosen, why = chosen.choose(facts())
+    else:
+        chosen = chosen.for_model(facts)
     uid = new_uid()
     forward: dict[Hashable, Any] = {}
     policies = {
@@ -114,6 +119,12 @@ def attach(
         graphs.require(attachment.replay_obstacle(model))
     detach(model)
     _put_on(attachment, model)
+    short = attachment.short_contexts(model)
+    if why:
+        attachment.chosen = f"auto: {why}"
+        say_once(f"{attachment.chosen}; {short}")
+    elif dense_below == "auto" and short.startswith("dense"):
+        say_once(f"{chosen.name}: {short}")
     if chosen.caution:
         _warn_once(chosen.caution)
     return attachment
@@ -213,7 +224,9 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     if reset:
         attachment.graphs.use.reset()
     layers.sort(key=lambda layer: layer.layer)
-    return Stats(layers, resident, graphs, dense_prompts, attachment.method.spec if attachment.decodes_alone else "")
+    alone = attachment.method.spec if attachment.decodes_alone else ""
+    short = attachment.short_contexts(model)
+    return Stats(layers, resident, graphs, dense_prompts, alone, attachment.chosen, short)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:

@@ -17,7 +17,8 @@ from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import kv_heads
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.methods import Method
-from foveate.runtime import Policy
+from foveate.runtime import Policy, dense_until
+from foveate.state import Geometry
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Attachment:
     _cache: Any = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
     graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
+    chosen: str = ""
+    """What `auto` has chosen, and why; empty where the method was named."""
     positions: int | None = None
     """How many positions the model has; None until it was asked; 0 when it does not say, and once `generate` has warned
     of more."""
@@ -69,6 +72,21 @@ class Attachment:
     def _prompt_tiles(self) -> set[int | None]:
         group = self.config.num_attention_heads // kv_heads(self.config)
         return {policy.method.prompt_tile(group) for policy in self.policies.values()}
+
+    def short_contexts(self, model: nn.Module) -> str:
+        """From how many tokens on decode steps are sparse, in words; empty of methods that never decode densely."""
+        device, heads = model.device, self.config.num_attention_heads
+        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        geometry = Geometry(heads, kv_heads(self.config), size, size)
+        able = [policy for policy in self.policies.values() if policy.method.sparse_from_tokens is not None]
+        until = max((dense_until(one.method, one.dense_below, geometry, device) for one in able), default=0)
+        where = "this GPU" if device.type == "cuda" else f"a {device.type.upper()}"
+        if not able:
+            return ""
+        if not until:
+            return f"sparse at any length on {where}"
+        asked = all(one.dense_below != "auto" for one in able)
+        return f"dense below {until:,} tokens" + (" (dense_below)" if asked else f" on {where}")
 
     @property
     def cache(self) -> transformers.Cache | None:

@@ -17,10 +17,11 @@ from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.json_text import parse_json
-from foveate.methods import present
+from foveate.methods import present, restated
 from foveate.state.packing import pack, unpack
 
-_KIND, _SCHEMA = "foveate_cache", 1
+_KIND, _SCHEMA = "foveate_cache", 2
+"""Version 1 names methods by former defaults."""
 _AGAIN = "read the prompt again"
 
 
@@ -91,7 +92,8 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
         raise ValueError(f"cache {str(path)!r} is for other rotary positions than the model's; {_AGAIN}")
     cache = Cache(model)
     layers = _layers(cache, model)
-    specs = [present(layer["method"]) for layer in described["layers"]]
+    spell = restated if described["schema"] == 1 else present
+    specs = [spell(layer["method"]) for layer in described["layers"]]
     own = [layer.method.spec for layer in layers]
     if specs != own:
         index = next((i for i, pair in enumerate(zip(specs, own)) if pair[0] != pair[1]), 0)
@@ -150,6 +152,8 @@ def _described(path: Path, text: str | None) -> dict[str, Any]:
         described = None
     if not isinstance(described, dict) or not isinstance(described.get("layers"), list):
         raise ValueError(f"{path}: not a cache of foveate")
-    if described.get("schema") != _SCHEMA:
-        raise ValueError(f"{path}: schema {described.get('schema')!r}, and this version reads {_SCHEMA}; {_AGAIN}")
+    if described.get("schema") not in (1, _SCHEMA):
+        raise ValueError(
+            f"{path}: schema {described.get('schema')!r}, and this version reads 1 and {_SCHEMA}; {_AGAIN}"
+        )
     return described

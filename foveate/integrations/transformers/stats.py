@@ -47,6 +47,11 @@ class Stats:
     torch; empty while no prompt has been read."""
     decodes_alone: str = ""
     """Spec of a method that acts on decoded tokens alone; empty for others."""
+    chosen: str = ""
+    """What ``attach`` has chosen, and why; empty where the method was named."""
+    short_contexts: str = ""
+    """Below how many tokens, of all sequences together, decode steps are dense on this device, in words; empty of
+    methods that never decode densely."""
 
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
@@ -84,6 +89,7 @@ class Stats:
         """Everything as JSON-able values."""
         layers = [asdict(layer) for layer in self.layers]
         more = {"cuda_graphs": asdict(self.graphs), "dense_prompts": self.dense_prompts}
+        more |= {"chosen": self.chosen, "short_contexts": self.short_contexts}
         return {"layers": layers, **more, **self.summary()}
 
     def __str__(self) -> str:
@@ -99,6 +105,7 @@ class Stats:
             lines.append(
                 f"pages read hold {100 * total['mass_read_share']:.1f} % of the attention to pages (estimated)"
             )
+        lines += filter(None, [self.chosen, self.short_contexts])
         if self.dense_prompts:
             lines.append(f"dense prompts by {self.dense_prompts}")
         if self.graphs.replayed:

@@ -68,6 +68,7 @@ _LOOKS = {
     "uniform": Look("#999933", "<"),
     "per_layer": Look("#332288", "h"),
     "kascade": Look("#EE3377", "o"),
+    "kascade_paper": Look("#EE3377", "s"),
     "oracle_topk": Look("#661100", "*"),
     "quest": Look("#117733", "D"),
     "omnikv": Look("#AA4499", "^"),

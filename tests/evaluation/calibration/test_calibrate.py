@@ -16,11 +16,13 @@ import foveate
 from foveate.calibration import choose, counterparts, load
 from foveate.evaluation import tasks
 from foveate.evaluation.calibration import calibrate, divergence, layer_costs
+from foveate.evaluation.calibration.plan import Plan
 from foveate.evaluation.tasks.base import Sampling
 from foveate.inputs import loading
 from foveate.integrations.transformers.study import Study
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
+from foveate.methods.kascade_paper import KascadePaper
 from foveate.results import timing
 from foveate.results.errors import UserError
 from tests.helpers import COMMON, CONFIGS, prepare, tiny_model, tokens
@@ -39,7 +41,7 @@ def folder(tmp_path_factory):
 def plan(folder, sample, tmp_path):
     task = tasks.parse("niah", length=300)
     out = tmp_path / "deep" / "tiny.json"
-    return calibrate.Plan(folder, task, sample, out, anchors=2, limit=3, keys=16, tile=24)
+    return Plan(folder, task, sample, out, anchors=2, limit=3, keys=16, tile=24, by="similarity")
 
 
 @pytest.fixture
@@ -146,6 +148,7 @@ class TestTheArtefact:
             [value for _, value in choice.by_number], rel=1e-4
         )
         assert artefact.model["weights"]
+        assert artefact.settings == {"pool": "kv_head", "pooling": "post_softmax"}
         assert found["run"]["tokens"] == [len(prompt) for prompt in prompts(plan)]
         assert found["layer_ms"] is None
 
@@ -175,7 +178,7 @@ class TestTheArtefact:
 
     def test_is_for_the_model(self, plan, tmp_path):
         run(plan)
-        method = foveate.methods.make("kascade", calibration=str(plan.out))
+        method = foveate.methods.make("kascade_paper", calibration=str(plan.out))
         with foveate.attached(loading.load_model(plan.model, "bfloat16", "cpu"), method):
             pass
         other = tiny.build(tmp_path / "tiny-llama", seed=1, layers=LAYERS)
@@ -200,7 +203,9 @@ class TestTheArtefact:
         artefact = run(plan)
         assert (artefact.anchors, list(artefact.heads), artefact.found["layers"]) == ((1,), ["3"], [1, 3])
         assert [one["anchors"] for one in artefact.found["by_number"]] == [[1], [1, 3]]
-        with foveate.attached(loading.load_model(folder, "float32", "cpu"), f"kascade:calibration={plan.out}") as one:
+        with foveate.attached(
+            loading.load_model(folder, "float32", "cpu"), f"kascade_paper:calibration={plan.out}"
+        ) as one:
             assert one.policies[3].method.layer_role.heads == tuple(artefact.heads["3"])
         with pytest.raises(UserError, match="anchors must be a number from 1 to 2"):
             run(dataclasses.replace(plan, out=plan.out.with_name("more.json"), anchors=3))
@@ -495,8 +500,8 @@ class TestBadPlans:
             ({"prompts": "sparse"}, "prompts has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "prompts": "sparse"}, "prompts has no effect when anchors are chosen by divergence"),
             (
-                {"by": "together", "prompts": "sparse", "method": Kascade(decode_only=True)},
-                "method must be sparse in prompts, too, with prompts sparse: kascade:decode_only=true",
+                {"by": "together", "prompts": "sparse", "method": Kascade()},
+                "method must be sparse in prompts, too, with prompts sparse: kascade",
             ),
             ({"rounds": 2}, "rounds has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "rounds": 2}, "rounds has no effect when anchors are chosen by divergence"),
@@ -504,7 +509,7 @@ class TestBadPlans:
                 {"by": "divergence", "method": Kascade(score_keys="pages")},
                 "score_keys has no effect by divergence, of keys that are scored exactly",
             ),
-            ({"by": "luck"}, "unknown by 'luck'. Allowed: similarity, divergence"),
+            ({"by": "luck"}, "unknown by 'luck'. Allowed: together, divergence, similarity"),
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
             ({"by": "divergence", "answer_tokens": 1}, "answer-tokens must be at least 2, got 1: the first is"),
             ({"also": (tasks.parse("niah", length=310),), "limit": 0}, "limit must be at least 1, got 0"),
@@ -513,7 +518,7 @@ class TestBadPlans:
                     {"by": "divergence", "method": Kascade(**idle)},
                     f"{next(iter(idle))} has no effect: what is measured is decoding after dense prompts",
                 )
-                for idle in ({"tile": 9}, {"dense_anchor_prefill": False})
+                for idle in ({"tile": 9}, {"dense_anchor_prefill": False, "decode_only": False})
             ),
             ({"by": "divergence", "method": Kascade(top_k=1.0)}, r"all keys of a prompt of 29\d tokens are read under"),
             ({"by": "divergence", "method": Kascade(min_k=299)}, r"all keys of a prompt .* under kascade:min_k=299"),
@@ -533,14 +538,13 @@ class TestBadPlans:
             ),
             (
                 {"by": "divergence", "task": tasks.parse("perplexity", length=100)},
-                "task 'perplexity' has no questions to answer",
+                "task 'perplexity' has no questions to answer: choose its anchors by similarity",
             ),
             (
                 {"by": "divergence", "task": tasks.parse("niah", length=2030), "answer_tokens": 30},
                 "item .* needs 2,05. positions, the model has 2,048",
             ),
             ({"anchors": 5}, "anchors must be a number from 1 to 4, the layers that can be one, not 5$"),
-            ({"anchors": None}, r"anchors must be a number from 1 to 4, .* not 5 \(the default\)"),
             ({"keys": 290}, r"item 0: a prompt of 29\d tokens is too short .* at least 301 \(keys 290, tile 24\)"),
             ({"task": tasks.parse("perplexity", length=2040)}, "item .* needs 2,552 positions, the model has 2,048"),
             ({"device": "tpu"}, "unknown device"),
@@ -574,7 +578,7 @@ class TestByDivergence:
     @pytest.fixture
     def plan(self, plan):
         other = tasks.parse("ruler:split=niah_multikey_1", length=360)
-        method = Kascade(top_k=5, pool="layer")
+        method = Kascade(top_k=5)
         return dataclasses.replace(
             plan, also=(other,), limit=2, by="divergence", method=method, answer_tokens=5, batch_size=3
         )
@@ -651,7 +655,7 @@ class TestByDivergence:
         assert found["command"] == (
             "foveate calibrate --model tiny-llama --task niah:split=single,length=300,max_new_tokens=16 "
             "--task ruler:split=niah_multikey_1,length=360,max_new_tokens=0 --data data --anchors 2 --limit 2 "
-            '--keys 16 --tile 24 --by divergence --method "kascade:top_k=5,pool=layer" --answer-tokens 5 '
+            '--keys 16 --tile 24 --by divergence --method "kascade:top_k=5" --answer-tokens 5 '
             "--batch-size 3 --seed 0 --dtype float32 --device cpu --out tiny.json"
         )
         assert [task["task"] for task in found["run"]["tasks"]] == ["niah", "ruler"]
@@ -679,7 +683,7 @@ class TestTogether:
     @pytest.fixture
     def plan(self, plan):
         other = tasks.parse("ruler:split=niah_multikey_1", length=360)
-        how = {"by": "together", "method": Kascade(top_k=5, pool="layer"), "answer_tokens": 5, "batch_size": 3}
+        how = {"by": "together", "method": Kascade(top_k=5), "answer_tokens": 5, "batch_size": 3, "rounds": 1}
         return dataclasses.replace(plan, also=(other,), limit=2, **how)
 
     @pytest.mark.parametrize("number", [1, 2, 3])
@@ -717,7 +721,7 @@ class TestTogether:
     def test_prompts_may_be_sparse(self, plan, monkeypatch):
         seen, together = [], divergence.together
         monkeypatch.setattr(divergence, "together", lambda *more: seen.extend(more[2]) or together(*more))
-        method = Kascade(top_k=5, pool="layer", tile=12)
+        method = Kascade(top_k=5, decode_only=False, tile=12)
         artefact = run(dataclasses.replace(plan, prompts="sparse", method=method))
         assert {(one.decode_only, one.tile) for one in seen} == {(False, 12)}
         assert artefact.found["run"]["answers"]["prompts"] == "sparse"
@@ -750,7 +754,7 @@ class TestTogether:
 
     def test_tells_how_it_was_made(self, plan):
         assert (
-            '--by together --method "kascade:top_k=5,pool=layer" --answer-tokens 5 --batch-size 3 --rounds 1 '
+            '--by together --method "kascade:top_k=5" --answer-tokens 5 --batch-size 3 --rounds 1 '
             in (run(plan).found["command"])
         )
 
@@ -766,6 +770,31 @@ class TestTogether:
         monkeypatch.setattr(divergence, "together", lambda model, answered, methods, step: torch.zeros(len(methods)))
         with pytest.raises(UserError, match="no prediction moves, whichever layer reads another's choice"):
             run(plan)
+
+
+class TestUsually:
+    """What a plan is that says nothing."""
+
+    def test_anchors_are_chosen_together_ten_of_28(self, folder, sample, tmp_path):
+        plan = Plan(folder, tasks.parse("niah"), sample, tmp_path / "x.json")
+        assert (plan.by, plan.rounds, plan.method) == ("together", 0, Kascade())
+        assert plan.settings == {"pool": "layer", "pooling": "sqrt", "decode_only": True}
+        assert [plan.with_anchors(layers).anchors for layers in (1, 2, 24, 28, 30, 32, 56)] == [1, 1, 9, 10, 11, 11, 20]
+        assert dataclasses.replace(plan, anchors=3).with_anchors(28).anchors == 3
+
+    def test_by_similarity_they_are_the_papers(self, folder, sample, tmp_path):
+        plan = Plan(folder, tasks.parse("niah"), sample, tmp_path / "x.json", by="similarity")
+        assert plan.method == plan.in_use == KascadePaper()
+        assert plan.settings == {"pool": "kv_head", "pooling": "post_softmax"}
+        assert [plan.with_anchors(layers).anchors for layers in (4, 28, 56)] == [4, 5, 5]
+
+    def test_prompts_are_dense_in_use_as_they_were(self, folder, sample, tmp_path):
+        how = {"method": Kascade(decode_only=False)}
+        plan = Plan(folder, tasks.parse("niah"), sample, tmp_path / "x.json", **how)
+        assert plan.in_use == Kascade()
+        sparse = dataclasses.replace(plan, prompts="sparse")
+        assert sparse.in_use == Kascade(decode_only=False)
+        assert sparse.settings["decode_only"] is False
 
 
 class TestTimeShare:

@@ -13,7 +13,7 @@ from foveate.evaluation.calibration import divergence
 from foveate.evaluation.tasks.base import Item
 from foveate.inputs import loading
 from foveate.methods import SharedPrompt
-from foveate.methods.kascade import Kascade
+from foveate.methods.kascade_paper import KascadePaper
 
 LAYERS = 4
 
@@ -95,8 +95,8 @@ MAPS = torch.tensor([1, 0]).expand(LAYERS, LAYERS, 2)
 @pytest.mark.parametrize(
     ("spec", "number", "pool", "mapped"),
     [
-        ("kascade:top_k=7", 7, "kv_head", True),
-        ("kascade:top_k=0.1,min_k=9,pool=layer", 9, "layer", False),
+        ("kascade_paper:top_k=7", 7, "kv_head", True),
+        ("kascade:top_k=0.1,min_k=9,pooling=post_softmax,decode_only=false", 9, "layer", False),
     ],
 )
 def test_is_that_of_a_model_with_masks(model, tokenizer, spec, number, pool, mapped):
@@ -122,7 +122,7 @@ def test_is_that_of_a_model_with_masks(model, tokenizer, spec, number, pool, map
 @pytest.mark.parametrize(
     ("spec", "number", "more"),
     [
-        ("kascade:top_k=7,pooling=sqrt", 7, {"pooling": "sqrt"}),
+        ("kascade:top_k=7,pool=kv_head,decode_only=false", 7, {"pooling": "sqrt"}),
     ],
 )
 def test_is_of_some_layers_under_the_settings_of_the_method(model, tokenizer, spec, number, more):
@@ -144,7 +144,9 @@ def test_predictions_that_are_not_finite_name_the_layers(model, tokenizer, monke
 
 def test_is_nothing_where_all_keys_are_read(model, tokenizer):
     items = [item(0, 50), item(1, 38)]
-    found = divergence.measure(model, tokenizer, items, foveate.methods.parse("kascade:top_k=1.0"), range(LAYERS), MAPS)
+    found = divergence.measure(
+        model, tokenizer, items, foveate.methods.parse("kascade_paper:top_k=1.0"), range(LAYERS), MAPS
+    )
     assert found.max() < 1e-6
 
 
@@ -152,7 +154,9 @@ def test_layers_that_do_not_begin_with_layer_0_may_choose_for_themselves():
     assert divergence.pairs([2, 5]) == [(0, 0), (0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("spec", ["kascade:anchors=2,top_k=5,decode_only=true", "luka:page_size=4,tail=8,top_k=2"])
+@pytest.mark.parametrize(
+    "spec", ["kascade_paper:anchors=2,top_k=5,decode_only=true", "luka:page_size=4,tail=8,top_k=2"]
+)
 def test_one_forward_pass_sees_what_steps_see(model, tokenizer, spec):
     items, method = [item(0, 50), item(1, 38), item(2, 64)], foveate.methods.parse(spec)
     model.generation_config.eos_token_id = int(answered(model, items[1])[0, -3])  # one ends before the others
@@ -178,9 +182,9 @@ def test_an_answer_of_one_token_is_the_prompts(model, tokenizer):
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_sparse_prompts_are_read_by_each_method_and_predict_the_first_token(model, tokenizer, tokens):
     items = [item(0, 50, tokens), item(1, 38, tokens)]
-    answered, sparse = divergence.answer(model, tokenizer, items), Kascade(anchors=2, top_k=5, tile=12)
+    answered, sparse = divergence.answer(model, tokenizer, items), KascadePaper(anchors=2, top_k=5, tile=12)
     behind_dense = dataclasses.replace(sparse, decode_only=True)
-    found = divergence.together(model, answered, [sparse, behind_dense, Kascade(anchors=2, top_k=1.0)])
+    found = divergence.together(model, answered, [sparse, behind_dense, KascadePaper(anchors=2, top_k=1.0)])
     with foveate.attached(model, sparse):
         prompt = generation.read_prompt(model, tokenizer, items)
         steps = [output.divergence / output.tokens for output in prompt.decode(model, along=answered.trace).outputs]

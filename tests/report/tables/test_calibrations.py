@@ -112,7 +112,7 @@ def test_divergence_and_similarity_go_side_by_side():
     (one, _), (other, worth) = by_divergence(0), calibration(1, "2wiki")
     head, first, second = shares(table([one, other]))
     assert head[2:] == [
-        "lost on musique (7), kascade:pool=layer along 16 tokens",
+        "lost on musique (7), kascade:pooling=post_softmax along 16 tokens",
         "reached on 2wiki (7), least, weights importance",
     ]
     at = [LAYERS.index(anchor) for anchor in one.anchors]
@@ -135,7 +135,7 @@ def test_anchors_tried_together_have_a_line_and_no_sum():
     head, first, second = shares(table([other, one]))
     assert head[2:] == ["reached on 2wiki (7), least, weights importance"]
     assert first[:2] == [
-        "musique (7), together, kascade:pool=layer along 16 tokens",
+        "musique (7), together, kascade:pooling=post_softmax along 16 tokens",
         ", ".join(map(str, other.anchors)),
     ]
     at = [LAYERS.index(anchor) for anchor in other.anchors]

@@ -6,6 +6,6 @@ the same projections that selects in bounded memory. The attention function read
 get key positions in place of a mask.
 """
 
-from foveate.integrations.transformers.csa.attachment import MODELS, SparseAttachment, check
+from foveate.integrations.transformers.csa.attachment import MODELS, SparseAttachment, has_own, kind
 
-__all__ = ["MODELS", "SparseAttachment", "check"]
+__all__ = ["MODELS", "SparseAttachment", "has_own", "kind"]

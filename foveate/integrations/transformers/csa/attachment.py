@@ -39,6 +39,8 @@ _MASK_OF_INDICES = "build_attention_mask_from_topk"
 class SparseAttachment:
     """What :func:`foveate.attach` put on a model with sparse attention of its own."""
 
+    chosen: str = ""
+    """What was chosen, and why."""
     layers: dict[int, SelectionCounts] = field(default_factory=dict)
     configurations: Configurations = field(default_factory=Configurations)
     before: Any = None
@@ -63,18 +65,18 @@ class SparseAttachment:
         if reset:
             for seen in self.layers.values():
                 seen.reset()
-        return Stats(rows, 0)
+        return Stats(rows, 0, chosen=self.chosen)
 
     def put_on(self, model: nn.Module) -> None:
         """Replace the forwards of a model's indexers or compressors, attention and masks; its weights stay."""
         decoder = decoder_of(model)
-        kind, replacements = MODELS[_kind(decoder)], []
+        forward_of, replacements = MODELS[kind(decoder)], []
         for module in decoder.modules():
-            own, layer_idx = getattr(module, kind.replaces, None), getattr(module, "layer_idx", None)
+            own, layer_idx = getattr(module, forward_of.replaces, None), getattr(module, "layer_idx", None)
             if isinstance(own, nn.Module) and layer_idx is not None:
                 self.layers.setdefault(layer_idx, SelectionCounts())
                 modeling = importlib.import_module(type(own).__module__)
-                replacements.append((own, kind(own, layer_idx, self.layers, modeling)))
+                replacements.append((own, forward_of(own, layer_idx, self.layers, modeling)))
         _register()
         self.configurations.replace(around(model, decoder), IMPLEMENTATION)
         for own, forward in replacements:
@@ -83,7 +85,7 @@ class SparseAttachment:
             if hasattr(module, _MASK_OF_INDICES):
                 setattr(module, _MASK_OF_INDICES, pooled.as_selected)
         decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True)
-        if kind is compressed.Compress:
+        if forward_of is compressed.Compress:
             decoder.register_forward_pre_hook(compressed.before_forward, with_kwargs=True)
         model.foveate = self
 
@@ -111,19 +113,21 @@ def _register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, key_positions)
 
 
-def check(model: nn.Module, decoder: nn.Module) -> None:
-    """Raise ValueError for a model that is not of a type in :data:`MODELS`."""
-    if _kind(decoder) not in MODELS:
-        indexer = next((one.indexer for one in decoder.modules() if getattr(one, "indexer", None) is not None), None)
-        if indexer is not None:
-            raise ValueError(
-                f"{type(model).__name__} is not supported: foveate has no sparse attention for {_kind(decoder)} "
-                f"models, whose layers choose their keys by {type(indexer).__name__}"
-            )
-        raise ValueError(f"{type(model).__name__} has no sparse attention of its own that is known: name a method")
+def has_own(model: nn.Module, decoder: nn.Module) -> bool:
+    """Whether a model is of a type in :data:`MODELS`. Raises ValueError for another one that has an indexer."""
+    if kind(decoder) in MODELS:
+        return True
+    indexer = next((one.indexer for one in decoder.modules() if getattr(one, "indexer", None) is not None), None)
+    if indexer is not None:
+        raise ValueError(
+            f"{type(model).__name__} is not supported: foveate has no sparse attention for {kind(decoder)} models, "
+            f"whose layers choose their keys by {type(indexer).__name__}"
+        )
+    return False
 
 
-def _kind(decoder: nn.Module) -> str:
+def kind(decoder: nn.Module) -> str:
+    """The model type of a decoder."""
     return decoder.config.get_text_config(decoder=True).model_type
 
 
