@@ -29,10 +29,18 @@ def without_cache(
         mask: ``[B, n]``, nonzero for real tokens; None: all are real. Reading it is a host sync.
         logits: how the layer's logits are made.
         forward: shared by the layers of this forward pass, see :meth:`SlotCache.hand_on`.
+
+    Raises:
+        ValueError: for a method that evicts while a prompt is read, and a longer prompt than it reads at once.
     """
+    if 0 < method.evict_every < q.shape[2]:
+        raise ValueError(
+            f"{method.name} with evict_every={method.evict_every} evicts from a cache while {q.shape[2]} tokens are "
+            "read: pass use_cache=True, or evict_every=0, under which a prompt is dense"
+        )
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
-        if method.sparse_prompt:
+        if method.sparse_prompt and not method.evict_every:
             cache = SlotCache.of(k, v, q.shape[1], forward, row, logits)
             return method.prompt(cache, q, logits.scaling).out
         return attend_causal(q, k, v, logits=logits).out

@@ -206,14 +206,16 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         )
         if reset:
             counted.reset()
-    resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values())
-    resident += cache.unchanged_bytes if cache is not None else 0
+    unchanged = cache.unchanged_bytes if cache is not None else 0
+    resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values()) + unchanged
+    peak = max(policy.counters.held.peak for policy in attachment.policies.values()) + unchanged
     graphs = copy.copy(attachment.graphs.use)
     graphs.reason = attachment.replay_obstacle(model) or graphs.reason
     if reset:
         attachment.graphs.use.reset()
     layers.sort(key=lambda layer: layer.layer)
-    return Stats(layers, resident, graphs, dense_prompts, attachment.method.spec if attachment.decodes_alone else "")
+    decodes_alone = attachment.method.spec if attachment.decodes_alone else ""
+    return Stats(layers, resident, peak, graphs, dense_prompts, decodes_alone)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:

@@ -63,7 +63,7 @@ class SparseAttachment:
         if reset:
             for seen in self.layers.values():
                 seen.reset()
-        return Stats(rows, 0)
+        return Stats(rows, 0, 0)
 
     def put_on(self, model: nn.Module) -> None:
         """Replace the forwards of a model's indexers or compressors, attention and masks; its weights stay."""
