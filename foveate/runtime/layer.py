@@ -106,7 +106,8 @@ class Layer:
         n = k.shape[2]
         if self.store is not None and k.shape[0] != self.store.batch_size:
             raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
-        prompt_end = self.seen if self.phase.prompt_end is None else self.phase.prompt_end
+        guessed = self.phase.prompt_end is None
+        prompt_end = self.seen if guessed else self.phase.prompt_end
         prompt = min(max(prompt_end - first, 0), n)
         columns = self.phase.rows(mask, first, prompt) if prompt else None
         single = self.phase.prompt_end_known and n == 1
@@ -115,7 +116,7 @@ class Layer:
                 "attention_mask marks padding after the prompt: decoded tokens must be real in every row "
                 "(a new turn with padding goes through generate)"
             )
-        self.phase.prompt_end = prompt_end
+        self.phase.prompt_end, self.phase.prompt_end_guessed = prompt_end, guessed or self.phase.prompt_end_guessed
         return prompt, columns
 
     def _attend(

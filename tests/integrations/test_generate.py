@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -506,6 +507,38 @@ def test_a_prompt_fed_by_hand_gives_the_greedy_tokens(method):
         for _ in range(11):
             chosen.append(model(chosen[-1][:, None], **cached(cache)).logits[:, -1].argmax(-1))
     assert torch.equal(torch.stack(chosen, 1), greedy("llama", method))
+
+
+@pytest.mark.parametrize("method", ["h2o", "pages", "kascade"])
+@torch.no_grad()
+def test_chunks_by_hand_without_the_length_of_the_prompt_are_told_of_once(method):
+    model, ids = tiny_model(), single()["input_ids"]
+    with foveate.attached(model, spec(method)):
+        first = model(ids[:, :20], use_cache=True)
+        cache = returned_cache(first)
+        with pytest.warns(UserWarning, match=rf"{method} takes the first .*Cache\(model, prompt_length=...\)"):
+            model(ids[:, 20:40], **cached(cache))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(ids[:, 40:], **cached(cache))
+            cache.reset()
+            for part in (ids[:, :20], *ids[:, 20:30].split(1, 1), ids[:, 30:]):  # decoded in between
+                model(part, **cached(cache))
+            for length in (20, PROMPT):
+                cache = foveate.Cache(model, prompt_length=length)
+                for part in ids.split(20, 1):
+                    model(part, **cached(cache))
+
+
+@torch.no_grad()
+def test_methods_that_take_all_tokens_alike_say_nothing_of_chunks():
+    model, ids = tiny_model(), single()["input_ids"]
+    for method in ("dense", "streaming"):
+        with foveate.attached(model, spec(method)), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache = foveate.Cache(model)
+            outs = [model(part, **cached(cache)).logits for part in ids.split(20, 1)]
+            torch.testing.assert_close(torch.cat(outs, 1), model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 # Several turns

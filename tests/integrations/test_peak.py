@@ -120,7 +120,7 @@ def test_a_printed_peak():
 def test_without_a_cache_nothing_can_be_evicted():
     model, ids = tiny_model(), tokens(60)
     with foveate.attached(model, "h2o:top_k=8,window=8,evict_every=20"):
-        with pytest.raises(ValueError, match="evict_every=20 evicts from a cache while 60 tokens .* use_cache=True"):
+        with pytest.raises(ValueError, match=r"evict_every=20 evicts from a cache while 60 tokens .* use_cache=True"):
             model(ids, use_cache=False)
         alone = model(ids[:, :20], use_cache=False).logits
         torch.testing.assert_close(alone, model(ids[:, :20]).logits)

@@ -67,7 +67,7 @@ class Cache(transformers.Cache):
         """
         self.steps = None
         empty = self.get_seq_length() == 0
-        self.phase.prompt_end_known, self.phase.assistant = True, assistant
+        self.phase.prompt_end_known, self.phase.prompt_end_guessed, self.phase.assistant = True, False, assistant
         if not assistant:
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
@@ -176,6 +176,7 @@ class Cache(transformers.Cache):
     def reset(self) -> None:
         super().reset()
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
+        self.phase.prompt_end_guessed = False
         self.phase.forward.clear()
         self.phase.held = Held()
         self.steps = None
