@@ -171,29 +171,27 @@ class Layer:
 
         Rows that are alike go together, others each by itself.
         """
-        store, n = self.store, k.shape[2]
-        whole = columns is None and store.uniform and self._until_eviction(store.rows["observed"][0], n) == n
-        out = None if whole else q.new_zeros(*q.shape[:3], v.shape[3])
+        store, n, out = self.store, k.shape[2], None
         left = [range(n)] * store.batch_size if columns is None else columns
         while any(map(len, left)):
             takes = [self._until_eviction(*each) for each in zip(store.rows["observed"], map(len, left))]
             store.reserve(store.used + max(takes))
             parts = [real[:take] for real, take in zip(left, takes)]
             left = [real[take:] for real, take in zip(left, takes)]
-            if whole:
+            alike = columns is None and store.uniform and len(set(takes)) == 1
+            if alike and takes[0] == n:
                 out = self._prompt_rows(store, q, k, v, scaling)
-            elif columns is None and store.uniform:
-                at = slice(parts[0].start, parts[0].stop)
-                out[:, :, at] = self._prompt_rows(store, *(x[:, :, at] for x in (q, k, v)), scaling)
             else:
-                for b, real in enumerate(parts):
-                    if len(real) == 0:
-                        continue
-                    row, at = store.row(b), slice(real.start, real.stop) if isinstance(real, range) else real
+                out = q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out
+                places = [slice(real.start, real.stop) if isinstance(real, range) else real for real in parts]
+                if alike:
+                    out[:, :, places[0]] = self._prompt_rows(store, *(x[:, :, places[0]] for x in (q, k, v)), scaling)
+                for b in [b for b, take in enumerate(takes) if take and not alike]:
+                    row, at = store.row(b), places[b]
                     out[b, :, at] = self._prompt_rows(row, *(x[b : b + 1, :, at] for x in (q, k, v)), scaling)[0]
                     store.put_back(b, row)
             self._evict_in_prompt([b for b, take in enumerate(takes) if take and (len(left[b]) or not ends)], scaling)
-        return out
+        return q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out  # a chunk may be all padding
 
     def _until_eviction(self, observed: int, new: int) -> int:
         """How many of a row's new prompt tokens it reads before it evicts, having read ``observed``."""
