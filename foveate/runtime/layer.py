@@ -6,7 +6,8 @@ An engine's cache layer derives from :class:`Layer`. Columns are positions of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Layer:
         except ValueError:
             self.seen = first
             raise
-        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        if not _differentiates(q, k, v):
             return self._attend(q, k, v, prompt, columns, first, logits)
         with torch.no_grad():
             given = (x.detach() for x in (q, k, v))
@@ -312,6 +313,24 @@ class Layer:
         """Replace the batch by the rows ``index``, int64 ``[B']``, as beam search does."""
         if self.store is not None:
             self.store.take_rows(index.to(self.store.device))
+
+
+def read_once(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits, forward: dict[Hashable, Any]
+) -> Tensor:
+    """Attention of a prompt of which nothing is kept: by :func:`without_cache`, or, where the method evicts in it, by a
+    layer that is then dropped. Arguments, result and errors as of :func:`without_cache`.
+    """
+    n = k.shape[2]
+    if not 0 < method.evict_every < n or _differentiates(q, k, v):
+        return without_cache(method, q, k, v, mask, logits, forward)
+    layer = Layer(method, Counters(), Phase(prompt_end=n, forward=forward))
+    layer.announce(n)
+    return layer.attend(q, k, v, mask, logits)
+
+
+def _differentiates(*given: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collection[int]) -> bool:

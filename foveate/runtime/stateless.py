@@ -31,12 +31,12 @@ def without_cache(
         forward: shared by the layers of this forward pass, see :meth:`SlotCache.hand_on`.
 
     Raises:
-        ValueError: for a method that evicts while a prompt is read, and a longer prompt than it reads at once.
+        ValueError: for a prompt in which the method would evict.
     """
     if 0 < method.evict_every < q.shape[2]:
         raise ValueError(
-            f"{method.name} with evict_every={method.evict_every} evicts from a cache while {q.shape[2]} tokens are "
-            "read: pass use_cache=True, or evict_every=0, under which a prompt is dense"
+            f"{method.name} with evict_every={method.evict_every} evicts while {q.shape[2]} tokens are read, and "
+            "gradients do not flow through what it evicts: train with evict_every=0, or read under torch.no_grad()"
         )
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:

@@ -48,6 +48,8 @@ SPECS |= {  # what one layer hands to another; other settings are the matrix's, 
     "kascade_anchors": "kascade:top_k=6,tile=1,anchors=[0.0,0.5]",
     "kascade_decode": "kascade:top_k=6,anchors=1,decode_only=true",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
+    "h2o_in_prompt": "h2o:top_k=9,window=8,evict_every=17",
+    "adakv_in_prompt": "adakv:top_k=9,window=5,kernel_size=3,evict_every=17",
 }
 SPARSE = [name for name in SPECS if name != "dense"]
 PROMPT = 61
@@ -55,6 +57,7 @@ LENGTHS = [PROMPT, 23, 40]
 METHODS = ("method", SPARSE)
 TWO_FAMILIES = ("family", ["llama", "gemma3"])
 every_method = pytest.mark.parametrize(*METHODS)
+every_trainable = pytest.mark.parametrize("method", [name for name in SPARSE if not name.endswith("in_prompt")])
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 MODES = {
@@ -440,7 +443,7 @@ def test_dense_logits_under_autocast(family):
     torch.testing.assert_close(actual[real], expected[real], rtol=0.02, atol=0.1)
 
 
-@every_method
+@every_trainable
 def test_autocast_from_the_first_turn_to_training(method):
     """The layers compute in the type of autocast, and the cache keeps it when a second turn runs without."""
     model, batch = tiny_model(), left_padded(LENGTHS)
@@ -705,7 +708,7 @@ def test_dense_gradients_in_evaluation_mode(padded):
     check_gradients("llama", padded, train=False)
 
 
-@every_method
+@every_trainable
 def test_gradients_flow_through_every_method(method):
     model = tiny_model()
     with foveate.attached(model, spec(method)):

@@ -5,7 +5,7 @@ import torch
 
 import foveate
 from foveate import methods
-from tests.helpers import cached, generate, tiny_model, tokens
+from tests.helpers import cached, generate, left_padded, tiny_model, tokens
 
 CHUNK = 32
 LAYERS = 3
@@ -117,13 +117,15 @@ def test_a_printed_peak():
     )
 
 
-def test_without_a_cache_nothing_can_be_evicted():
-    model, ids = tiny_model(), tokens(60)
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_is_not_kept_is_read_alike(family):
+    model, batch = tiny_model(family), left_padded([60, 25, 41])
     with foveate.attached(model, "h2o:top_k=8,window=8,evict_every=20"):
-        with pytest.raises(ValueError, match=r"evict_every=20 evicts from a cache while 60 tokens .* use_cache=True"):
-            model(ids, use_cache=False)
-        alone = model(ids[:, :20], use_cache=False).logits
-        torch.testing.assert_close(alone, model(ids[:, :20]).logits)
+        real = batch["attention_mask"].bool()
+        found = [model(**batch, use_cache=kept).logits[real] for kept in (False, True)]
+    torch.testing.assert_close(*found)
+    assert float((found[0] - model(**batch).logits[real]).abs().max()) > 0.1
 
 
 def test_gradients_do_not_flow_through_a_prompt_that_evicts():
@@ -134,3 +136,6 @@ def test_gradients_do_not_flow_through_a_prompt_that_evicts():
             torch.testing.assert_close(out, model(ids).logits)
         with pytest.raises(RuntimeError, match="gradients do not flow"):
             out.sum().backward()
+        with pytest.raises(ValueError, match=r"h2o with evict_every=20 evicts while 60 tokens .* evict_every=0"):
+            model(ids, use_cache=False)
+        model(ids[:, :20], use_cache=False).logits.sum().backward()
