@@ -107,6 +107,17 @@ VARIANTS = [
             "global_count": {"allocation": "global", "top_k": 20, "sinks": 1},
         }.items()
     ),
+    *(
+        (f"{name}/evict_every", methods.make(name, **methods.get(name).small_budget, evict_every=17))
+        for name in ("uniform", "h2o", "tova", "snapkv", "adakv", "rocketkv", "lte")
+    ),
+    *(
+        (
+            f"lte/evict_every_{allocation}",
+            methods.make("lte", **LTE, allocation=allocation, evict_every=20).for_layer(1, 3),
+        )
+        for allocation in ("uniform", "global")
+    ),
     ("sparq/no_mean", methods.make("sparq", top_k=0.2, min_k=6, rank=4, window=3, mean_value=False)),
     ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
     *(

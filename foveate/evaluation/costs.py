@@ -27,6 +27,7 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "keys_read_share": read / dense if dense else None,
         "kv_bytes_per_step": kv_bytes / counted if counted else None,
         "resident_bytes": max(batch["stats"]["resident_bytes"] for batch in batches),
+        "cache_peak_bytes": _largest(batch["stats"].get("cache_peak_bytes") for batch in batches),
         "decode_steps": int(steps),
         **{
             counter: sum(batch["stats"].get(counter, 0) for batch in batches)
@@ -48,6 +49,12 @@ def _mean_share(batches: Sequence[Mapping[str, Any]]) -> float | None:
     shares = [(batch["stats"].get("mass_read_share"), batch["stats"]["decode_steps"]) for batch in batches]
     known = [(share, steps) for share, steps in shares if share is not None and steps]
     return sum(share * steps for share, steps in known) / sum(steps for _, steps in known) if known else None
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    """The largest value; None where one is not known."""
+    known = list(values)
+    return None if None in known else max(known)
 
 
 def _joined(values: Iterable[str]) -> str:

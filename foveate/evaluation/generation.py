@@ -25,6 +25,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from foveate.evaluation.decoding import Along, Clock, Greedy, Paused, Sampled, Trace, check_finite, decode, kl
 from foveate.evaluation.tasks.base import Item, Output
 from foveate.integrations.transformers import releases
+from foveate.integrations.transformers.attachment import Attachment
+from foveate.integrations.transformers.cache import Cache
 
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
@@ -278,9 +280,11 @@ class _Texts(Prompt):
         self._mask = torch.arange(width, device=device) >= width - self._lengths[:, None]
         self._padded = any(len(text.prompt_ids) < width for text in texts)
         prompt = torch.tensor(rows, device=device)
-        clock = Clock(device)
+        clock, fed = Clock(device), {"use_cache": True, **self._placed(-width, 0)}
+        if isinstance(getattr(model, "foveate", None), Attachment):
+            fed[releases.CACHE] = Cache(model, prompt_length=width)
         clock.tick()
-        out = model(prompt, use_cache=True, logits_to_keep=1, **self._placed(-width, 0))
+        out = model(prompt, logits_to_keep=1, **fed)
         clock.tick()
         self.prefill_ms, self.cache, self._logits = clock.elapsed_ms, releases.returned_cache(out), out.logits[:, -1:]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from foveate import methods
-from foveate.integrations.transformers import attach, releases, stats
+from foveate.integrations.transformers import Cache, attach, releases, stats
 
 try:
     from lm_eval.api.registry import register_model
@@ -41,7 +41,8 @@ class FoveateLM(HFLM):
 
     - `dense`: as HFLM reads it, to the bit;
     - a method that is sparse in prompts: context and continuation in one forward pass, as a prompt;
-    - a method that acts in decoding alone: the context as a prompt, then the continuation token by token.
+    - a method that acts in decoding alone, or evicts while a prompt is read: the context as a prompt, then the
+      continuation token by token.
 
     Padding is masked, so that a row of a batch is read as it is alone.
     """
@@ -67,9 +68,9 @@ class FoveateLM(HFLM):
         method = methods.make(method.replace(";", ",") if isinstance(method, str) else method)
         super().__init__(pretrained, **{"use_safetensors": True} | options)
         self.attachment = attach(self.model, method, dense_below=dense_below)
-        if self.attachment.sparse_prompt:
+        if self.attachment.sparse_prompt and not self.attachment.evicts_in_prompt:
             self.likelihoods = "context and continuation in one forward pass, as a prompt"
-        elif self.attachment.decodes_alone:
+        elif self.attachment.evicts_in_prompt or self.attachment.decodes_alone:
             self.likelihoods = "the context as a prompt, then the continuation token by token"
         else:
             self.likelihoods = "as model 'hf' reads them"
@@ -94,10 +95,10 @@ class FoveateLM(HFLM):
         A method that acts in decoding alone decodes a text from its first token on.
 
         Raises:
-            ValueError: for a method that evicts and is dense in prompts: what it keeps depends on a prompt.
+            ValueError: for a method that evicts when a prompt ends: what it keeps depends on a prompt.
         """
         evicting = [one.method for one in self.attachment.policies.values() if one.method.evicts]
-        if evicting and self.attachment.decodes_alone:
+        if evicting and (self.attachment.decodes_alone or self.attachment.evicts_in_prompt):
             raise ValueError(
                 f"{evicting[0].spec} evicts, and what it keeps depends on where a prompt ends; a rolling likelihood "
                 "is that of a whole text, without a prompt: choose tasks with a context, or `foveate compare --task "
@@ -170,13 +171,14 @@ class FoveateLM(HFLM):
     def _logits(self, rows: Sequence[Row]) -> list[Tensor]:
         """Logits ``[T, V]`` of the T tokens of each row's continuation."""
         steps = max(len(fed) for _, fed in rows)
-        if self.attachment.sparse_prompt:
+        if self.attachment.sparse_prompt and not self.attachment.evicts_in_prompt:
             ids, placed = self._padded([context + fed for context, fed in rows])
             logits = self.model(ids, use_cache=False, logits_to_keep=steps + 1, **placed).logits
             return [one[steps - len(fed) :] for one, (_, fed) in zip(logits, rows)]
         ids, placed = self._padded([context for context, _ in rows], after=steps)
         width = ids.shape[1]
-        out = self.model(ids, use_cache=True, logits_to_keep=1, **_columns(placed, 0, width))
+        cache = {releases.CACHE: Cache(self.model, prompt_length=width)}
+        out = self.model(ids, use_cache=True, logits_to_keep=1, **cache, **_columns(placed, 0, width))
         logits = out.logits[:, -1:]
         if steps:
             fed = torch.tensor([[*fed, *[0] * (steps - len(fed))] for _, fed in rows], device=self.device)

@@ -7,8 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Method
+from foveate.methods.base import Method, setting
 from foveate.state import SlotCache
+
+
+def eviction_setting() -> Any:
+    """The setting of :attr:`Method.evict_every`, for methods with dense prompts that evict when a prompt ends."""
+    return setting(0, "evict also after so many tokens of a prompt, each time by what was read so far; 0: never", True)
 
 
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:

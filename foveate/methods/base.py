@@ -125,6 +125,10 @@ class Method(Settings):
     engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
     dense, or that treats all tokens alike, declares False."""
 
+    evict_every: ClassVar[int] = 0
+    """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
+    prompt's first token in each row; 0: at its end alone. Per settings."""
+
     # How decode steps may be run
 
     sparse_from_tokens: ClassVar[int | None] = None
@@ -207,8 +211,8 @@ class Method(Settings):
 
     @property
     def sparse_prompt(self) -> bool:
-        """Whether prefill is sparse: by default, whether :meth:`prompt` is overridden."""
-        return type(self).prompt is not Method.prompt
+        """Whether prefill is sparse: by default, whether it evicts or :meth:`prompt` is overridden."""
+        return self.evict_every > 0 or type(self).prompt is not Method.prompt
 
     def prompt_tile(self, group: int) -> int | None:
         """Size in tokens of the tiles whose queries share one selection in prefill, counted from a row's first token.

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, evict_weakest, keep_heavy
+from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -31,11 +31,13 @@ class H2O(Method):
     top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")
     min_k: int = setting(0, "least number of heavy hitters when top_k is a share")
     window: int = setting(128, "recent tokens that are always kept")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k")
         self._check_count("window", 1)
+        self._check_count("evict_every")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.layers import eviction_scores
-from foveate.methods._common import attend_all, evict_weakest, keep_heavy, recent
+from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy, recent
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -54,6 +54,7 @@ class LTE(Method):
     sinks: int = setting(4, "first tokens that are always kept")
     allocation: str = setting("uniform", "budgets of KV heads: uniform, layer (by layer), or global (by head)")
     score: str = setting("learned", "what ranks tokens: learned (by `file`), or key_norm (short keys stay, no file)")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
         self._check_choice("score", "learned", "key_norm")
@@ -65,6 +66,7 @@ class LTE(Method):
         self._check_budget("top_k")
         self._check_count("window", 13 if self.score == "learned" else 1)  # what a score depends on
         self._check_count("sinks")
+        self._check_count("evict_every")
         self._check_choice("allocation", "uniform", "layer", "global")
         if self.score == "key_norm":
             self._check("allocation", self.allocation == "uniform", "uniform with score=key_norm")

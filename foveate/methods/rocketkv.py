@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import keep_heavy, note_queries, window_votes
+from foveate.methods._common import eviction_setting, keep_heavy, note_queries, window_votes
 from foveate.methods._page_summaries import PageBoxes
 from foveate.methods.base import Observation, setting
 from foveate.methods.budgets import budget
@@ -55,12 +55,14 @@ class RocketKV(PageMethod):
     keep: int | float = setting(2048, "tokens kept at the end of a prompt: a number, or a share of the tokens so far")
     window: int = setting(32, "observation window: the last tokens of the prompt, which vote and are kept")
     kernel_size: int = setting(63, "neighbourhood over which votes are pooled by their maximum, odd")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
         super().__post_init__()
         self._check_budget("keep")
         self._check_count("window", 1)
         self._check_odd("kernel_size")
+        self._check_count("evict_every")
 
     @functools.cached_property
     def summaries(self) -> PageBoxes:

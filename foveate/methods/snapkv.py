@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, keep_heavy, note_queries, window_votes
+from foveate.methods._common import attend_all, eviction_setting, keep_heavy, note_queries, window_votes
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -35,6 +35,7 @@ class SnapKV(Method):
     window: int = setting(32, "observation window: the last tokens of the prompt, always kept")
     kernel_size: int = setting(5, "neighbourhood over which votes are pooled, odd")
     pooling: str = setting("avg", "how votes are pooled: avg or max")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -42,6 +43,7 @@ class SnapKV(Method):
         self._check_count("window", 1)
         self._check_odd("kernel_size")
         self._check_choice("pooling", "avg", "max")
+        self._check_count("evict_every")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"queries": Channel((geometry.num_heads, self.window, geometry.head_dim), per=0, dtype=None)}

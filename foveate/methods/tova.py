@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, evict_weakest, keep_heavy
+from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -31,11 +31,13 @@ class TOVA(Method):
     top_k: int | float = setting(0.25, "tokens kept: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of tokens when top_k is a share")
     pool: str = setting("layer", "heads that choose together: layer (the paper) or kv_head")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k", 1)
         self._check_choice("pool", "layer", "kv_head")
+        self._check_count("evict_every")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel()}

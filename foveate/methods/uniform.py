@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveate.methods._common import attend_all, evict_weakest
+from foveate.methods._common import attend_all, evict_weakest, eviction_setting
 from foveate.methods.base import Method, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Evicts, SlotCache
@@ -31,11 +31,13 @@ class Uniform(Method):
     top_k: int | float = setting(0.125, "evenly spaced tokens: a number, or a share of the tokens so far")
     min_k: int = setting(0, "least number of spaced tokens when top_k is a share")
     window: int = setting(128, "recent tokens that are always kept")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k")
         self._check_count("window", 1)
+        self._check_count("evict_every")
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         spaced = self.allowed(cache.lengths[0]) - self.window

@@ -37,7 +37,8 @@ def comparison(rows: Sequence[Row]) -> Table:
     """One line of figures per method, intervals below their values."""
     table = _table(_title(rows[0]), "bold")
     table.add_column("method", overflow="fold")
-    for name in ("score", "Δ to dense", "keys read", "KV/step", "resident", "prefill", "time/token"):
+    held = "resident\n/ peak" if _peaks(rows) else "resident"
+    for name in ("score", "Δ to dense", "keys read", "KV/step", held, "prefill", "time/token"):
         table.add_column(name, justify="right", no_wrap=True)
     digits = 1 if max(row["high"] for row in rows) >= 10 else 2
     compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
@@ -49,7 +50,7 @@ def comparison(rows: Sequence[Row]) -> Table:
             NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+"),
             percent(row["keys_read_share"]),
             size(row["kv_bytes_per_step"]),
-            size(row["resident_bytes"]),
+            _resident(row),
             time(row["prefill_ms"]),
             time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None),
         )
@@ -84,7 +85,8 @@ def reading(summary: Mapping[str, Any]) -> str:
     parts = [f"{summary['decode_steps']} decode steps"]
     if share is not None and summary["decode_steps"]:
         parts.append(f"{percent(share)} of the keys read ({size(summary['kv_bytes_per_step'])} a step)")
-    parts.append(f"{size(summary['resident_bytes'])} resident")
+    peak = f" (peak {size(summary['cache_peak_bytes'])})" if summary.get("cache_peak_bytes") else ""
+    parts.append(f"{size(summary['resident_bytes'])} resident{peak}")
     for counter in ("tokens_evicted", "pages_refined", "indices_reused"):
         if summary.get(counter):
             parts.append(f"{summary[counter]:,} {counter.replace('_', ' ')}")
@@ -131,6 +133,8 @@ def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
     first = rows[0]
     main = next(iter(first["metrics"]))
     lines = [f"score: {main}, 0–100, with its 95 % bootstrap interval; Δ is paired on the same items"]
+    if _peaks(rows):
+        lines.append("resident: the cache after an answer; peak: the most that it held, while the prompt was read")
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
     lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]
@@ -158,6 +162,17 @@ def _method(row: Row, settings: bool = True) -> Text:
     elif rest:
         text.append(" " + rest, style="not bold dim")
     return text
+
+
+def _resident(row: Row) -> Text:
+    """What the cache holds after an answer, over the most that it held."""
+    text, peak = Text(size(row["resident_bytes"])), row.get("cache_peak_bytes")
+    return text if peak is None else text.append(f"\n{size(peak)}", _DIM)
+
+
+def _peaks(rows: Sequence[Row]) -> bool:
+    """Whether some row says how much its cache held at most."""
+    return any(row.get("cache_peak_bytes") for row in rows)
 
 
 def _interval(value: float, low: float, high: float, digits: int, sign: str = "") -> Text:

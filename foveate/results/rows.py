@@ -37,6 +37,8 @@ ROW_FIELDS = {
     "keys_read_share": "keys read in decode over the keys that full attention would read, 0..1; none of method 'own'",
     "kv_bytes_per_step": "bytes of keys and values read in a decode step, a sequence, all layers; none of method 'own'",
     "resident_bytes": "bytes of keys, values and state after an answer, all layers, the largest batch",
+    "cache_peak_bytes": "the most bytes of keys, values and state that the cache of the method held at once, "
+    "the largest batch; none where it is not known",
     "decode_steps": "decode steps taken",
     "tokens_evicted": "tokens that the method dropped",
     "pages_refined": "pages that the method looked into",
@@ -63,7 +65,7 @@ ROW_FIELDS = {
     "examples": "the first items: id, gold answers, what the method said",
 }
 """The fields of a result row, in their order."""
-LATER_FIELDS = frozenset({"mass_read_share"})
+LATER_FIELDS = frozenset({"mass_read_share", "cache_peak_bytes"})
 """Those that rows of earlier versions lack."""
 
 _OF_ROWS = (("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high"))
@@ -125,7 +127,7 @@ _ROW: Mapping[str, Kind] = {
     **dict.fromkeys(("diff_to_dense", "diff_low", "diff_high", "resident_bytes", "decode_steps"), _NUMBER),
     **dict.fromkeys(("tokens_evicted", "pages_refined", "indices_reused", "peak_bytes", "batch_size"), _NUMBER),
     **dict.fromkeys(("limit", "seed"), _NUMBER),
-    **dict.fromkeys(("kv_bytes_per_step", "prefill_ms", "decode_ms_per_token"), _MAYBE),
+    **dict.fromkeys(("kv_bytes_per_step", "cache_peak_bytes", "prefill_ms", "decode_ms_per_token"), _MAYBE),
     "keys_read_share": _maybe_in(4.0),  # what is scored, of keys and of summaries, counts beside what is read
     "mass_read_share": _maybe_in(1.0),
     "metrics": _INTERVALS,

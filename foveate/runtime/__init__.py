@@ -1,11 +1,10 @@
 """Engine-neutral execution of methods: prompt, decode and undo of an attention layer; capture and replay of steps."""
 
-from foveate.runtime.layer import Layer, dense_until
+from foveate.runtime.layer import Layer, dense_until, read_once
 from foveate.runtime.phase import Phase
 from foveate.runtime.policy import Policy
 from foveate.runtime.recorder import CaptureError, CudaRecorder, Recording, Use
 from foveate.runtime.replay import ReplayedSteps
-from foveate.runtime.stateless import without_cache
 from foveate.runtime.steps import EngineSteps
 
 __all__ = [
@@ -19,5 +18,6 @@ __all__ = [
     "ReplayedSteps",
     "Use",
     "dense_until",
+    "read_once",
     "without_cache",
 ]

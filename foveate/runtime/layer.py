@@ -6,6 +6,9 @@ An engine's cache layer derives from :class:`Layer`. Columns are positions of th
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,6 +57,8 @@ class Layer:
         self.counters = counters.declare(method.counters)
         self.store: SlotCache | None = None
         """Keys, values and method state; None before the first token."""
+        self.before = 0
+        """Slots of each row before the last forward pass over a prompt."""
         self.seen = 0
         """Columns of the batch so far, padding included."""
         self.pending = False
@@ -83,7 +88,7 @@ class Layer:
         """Store the announced tokens and return their attention over all tokens so far, ``[B, Hq, n, Dv]``.
 
         The cache holds no gradients. With gradients enabled, the first forward pass of a cache is differentiated as
-        attention without a cache; the backward pass through a later one raises RuntimeError.
+        attention without a cache; the backward pass through a later one, or one that evicts, raises RuntimeError.
 
         Args:
             q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
@@ -102,12 +107,12 @@ class Layer:
         except ValueError:
             self.seen = first
             raise
-        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        if not _differentiates(q, k, v):
             return self._attend(q, k, v, prompt, columns, first, logits)
         with torch.no_grad():
             given = (x.detach() for x in (q, k, v))
             out = self._attend(*given, prompt, columns, first, logits)
-        if first == 0 and prompt == n:
+        if first == 0 and prompt == n and not 0 < self.method.evict_every < n:
             return without_cache(self.method, q, k, v, mask, logits, self.phase.forward)
         return _WithoutGradient.apply(out, q)
 
@@ -116,7 +121,8 @@ class Layer:
         n = k.shape[2]
         if self.store is not None and k.shape[0] != self.store.batch_size:
             raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
-        prompt_end = self.seen if self.phase.prompt_end is None else self.phase.prompt_end
+        guessed = self.phase.prompt_end is None
+        prompt_end = self.seen if guessed else self.phase.prompt_end
         prompt = min(max(prompt_end - first, 0), n)
         columns = self.phase.rows(mask, first, prompt) if prompt else None
         single = self.phase.prompt_end_known and n == 1
@@ -125,7 +131,7 @@ class Layer:
                 "attention_mask marks padding after the prompt: decoded tokens must be real in every row "
                 "(a new turn with padding goes through generate)"
             )
-        self.phase.prompt_end = prompt_end
+        self.phase.prompt_end, self.phase.prompt_end_guessed = prompt_end, guessed or self.phase.prompt_end_guessed
         return prompt, columns
 
     def _attend(
@@ -143,6 +149,7 @@ class Layer:
             channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
             self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
             self.store.record_past, self.store.forward = self.record_past, self.phase.forward
+            self.store.count_in(self.phase.held)
         self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()
         self.store.softcap = logits.softcap
         outs, self.finite = [], None
@@ -164,22 +171,54 @@ class Layer:
         dims = (shape.head_dim, shape.value_dim, shape.group)
         self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
         store.compact()
-        store.reserve(store.used + n)
-        if columns is None and store.uniform:
-            out = self._prompt_rows(store, q, k, v, scaling)
-        else:
-            out = q.new_zeros(*q.shape[:3], v.shape[3])
-            for b in range(store.batch_size):
-                real = columns[b] if columns is not None else torch.arange(n, device=q.device)
-                if len(real) == 0:
-                    continue
-                row = store.row(b)
-                out[b, :, real] = self._prompt_rows(row, *(x[b : b + 1, :, real] for x in (q, k, v)), scaling)[0]
-                store.put_back(b, row)
-        if first + n == self.phase.prompt_end or not self.method.needs_prompt_end:
+        self.before = store.capacity
+        ends = first + n == self.phase.prompt_end
+        out = self._prompt_parts(q, k, v, columns, scaling, ends)
+        if ends or not self.method.needs_prompt_end:
             finish_prompt(self.method, store, scaling)
             store.save(first + n)
         return out
+
+    def _prompt_parts(
+        self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, scaling: float, ends: bool
+    ) -> Tensor:
+        """Attention of new prompt tokens, in parts after which rows evict; ``ends``: the prompt ends with them.
+
+        Rows that are alike go together, others each by itself.
+        """
+        store, n, out = self.store, k.shape[2], None
+        left = [range(n)] * store.batch_size if columns is None else columns
+        while any(map(len, left)):
+            takes = [self._until_eviction(*each) for each in zip(store.rows["observed"], map(len, left))]
+            store.reserve(store.used + max(takes))
+            parts = [real[:take] for real, take in zip(left, takes)]
+            left = [real[take:] for real, take in zip(left, takes)]
+            alike = columns is None and store.uniform and len(set(takes)) == 1
+            if alike and takes[0] == n:
+                out = self._prompt_rows(store, q, k, v, scaling)
+            else:
+                out = q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out
+                places = [slice(real.start, real.stop) if isinstance(real, range) else real for real in parts]
+                if alike:
+                    out[:, :, places[0]] = self._prompt_rows(store, *(x[:, :, places[0]] for x in (q, k, v)), scaling)
+                for b in [b for b, take in enumerate(takes) if take and not alike]:
+                    row, at = store.row(b), places[b]
+                    out[b, :, at] = self._prompt_rows(row, *(x[b : b + 1, :, at] for x in (q, k, v)), scaling)[0]
+                    store.put_back(b, row)
+            self._evict_in_prompt([b for b, take in enumerate(takes) if take and (len(left[b]) or not ends)], scaling)
+        return q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out  # a chunk may be all padding
+
+    def _until_eviction(self, observed: int, new: int) -> int:
+        """How many of a row's new prompt tokens it reads before it evicts, having read ``observed``."""
+        every = self.method.evict_every
+        return min(every - observed % every, new) if every else new
+
+    def _evict_in_prompt(self, rows: Iterable[int], scaling: float) -> None:
+        """Evict from those of the rows that have read a multiple of :attr:`Method.evict_every`; more is to come."""
+        every, observed = self.method.evict_every, self.store.rows["observed"]
+        due = [b for b in rows if observed[b] % every == 0] if every else []
+        if due:
+            evict_prompt(self.method, self.store, scaling, due)
 
     def _prompt_rows(self, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Run the prompt hooks on unpadded rows of one length: store tokens, ``Method.prompt``, ``Method.observe``."""
@@ -189,16 +228,23 @@ class Layer:
         store.rows["observed"] = [number + k.shape[2] for number in store.rows["observed"]]
         return attended.out
 
-    def continue_from(self, read: Layer) -> None:
-        """Start from the prompt of another layer, whose method is :class:`~foveate.methods.SharedPrompt`."""
+    def continue_from(self, read: Layer) -> tuple[int, int]:
+        """Start from the prompt of another layer, whose method is :class:`~foveate.methods.SharedPrompt`.
+
+        Returns:
+            The bytes that this layer would have held before and after the last pass over the prompt, before it evicts.
+        """
         store = read.store
         channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
         self.store = store.branch(channels, self.method.evicts, self.counters, filled)
         self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
+        self.store.count_in(self.phase.held)
+        whole = self.store.resident_bytes
         self.seen = read.seen
         self.counters.prompt_tokens += sum(store.lengths)
         self.counters.prompt_heads = read.counters.prompt_heads
         finish_prompt(self.method, self.store, read.scaling)
+        return whole * read.before // read.store.capacity, whole
 
     # Decode
 
@@ -279,28 +325,56 @@ class Layer:
             self.store.take_rows(index.to(self.store.device))
 
 
-def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
-    """Call ``Method.prompt_end``, evict the slots that it does not keep, and call ``Method.prompt_packed``.
-
-    Both hooks are called row by row if lengths differ.
-
-    Args:
-        store: the cache, which holds the prompt and nothing after it.
+def read_once(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits, forward: dict[Hashable, Any]
+) -> Tensor:
+    """Attention of a prompt of which nothing is kept: by :func:`without_cache`, or, where the method evicts in it, by a
+    layer that is then dropped. Arguments, result and errors as of :func:`without_cache`.
     """
-    together = store.uniform and len(set(store.rows["observed"])) == 1
+    n = k.shape[2]
+    if not 0 < method.evict_every < n or _differentiates(q, k, v):
+        return without_cache(method, q, k, v, mask, logits, forward)
+    layer = Layer(method, Counters(), Phase(prompt_end=n, forward=forward))
+    layer.announce(n)
+    return layer.attend(q, k, v, mask, logits)
+
+
+def _differentiates(*given: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collection[int]) -> bool:
+    """Call ``Method.prompt_end`` for these rows, and evict the slots that it does not keep.
+
+    Returns:
+        Whether it was called for all rows at once, and not row by row, as if lengths differ.
+    """
+    together = store.uniform and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
     if together:
         keep = method.prompt_end(store, scaling)
     else:
         kept = []
         for b in range(store.batch_size):
             row = store.row(b)
-            kept.append(method.prompt_end(row, scaling) if row.used else None)
+            kept.append(method.prompt_end(row, scaling) if row.used and b in rows else None)
             store.put_back(b, row)
         everything = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
         keep = [every if one is None else one for one, every in zip(kept, everything)]
         keep = keep if any(one is not None for one in kept) else None
     if keep is not None:
         store.retain(keep, method.uneven)
+    return together
+
+
+def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
+    """Evict what ``Method.prompt_end`` does not keep, and call ``Method.prompt_packed``.
+
+    Both hooks are called row by row if lengths differ.
+
+    Args:
+        store: the cache, which holds the prompt and nothing after it.
+    """
+    together = evict_prompt(method, store, scaling, range(store.batch_size))
     for row in [store] if together else map(store.row, range(store.batch_size)):
         method.prompt_packed(row)
     store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from foveate.state import Held
+
 
 @dataclass
 class Phase:
@@ -18,6 +20,8 @@ class Phase:
 
     prompt_end: int | None = None
     """Columns before the first decoded one, those of earlier turns included; None until the first forward pass."""
+    prompt_end_guessed: bool = False
+    """Whether :attr:`prompt_end` is that of the first forward pass because nobody has set it."""
     prompt_end_known: bool = False
     """Whether the engine has set :attr:`prompt_end`; if so, a single token after it is real in every row."""
     assistant: bool = False
@@ -26,6 +30,8 @@ class Phase:
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
+    held: Held = field(default_factory=Held)
+    """The bytes that the layers hold together."""
 
     def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.

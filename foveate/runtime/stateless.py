@@ -29,10 +29,18 @@ def without_cache(
         mask: ``[B, n]``, nonzero for real tokens; None: all are real. Reading it is a host sync.
         logits: how the layer's logits are made.
         forward: shared by the layers of this forward pass, see :meth:`SlotCache.hand_on`.
+
+    Raises:
+        ValueError: for a prompt in which the method would evict.
     """
+    if 0 < method.evict_every < q.shape[2]:
+        raise ValueError(
+            f"{method.name} with evict_every={method.evict_every} evicts while {q.shape[2]} tokens are read, and "
+            "gradients do not flow through what it evicts: train with evict_every=0, or read under torch.no_grad()"
+        )
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
-        if method.sparse_prompt:
+        if method.sparse_prompt and not method.evict_every:
             cache = SlotCache.of(k, v, q.shape[1], forward, row, logits)
             return method.prompt(cache, q, logits.scaling).out
         return attend_causal(q, k, v, logits=logits).out

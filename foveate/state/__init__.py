@@ -1,7 +1,7 @@
 """What one attention layer keeps between forward passes: keys, values, a method's state, and counters."""
 
 from foveate.state.cache import SlotCache
-from foveate.state.counters import Counters
+from foveate.state.counters import Counters, Held
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 
-__all__ = ["Channel", "Counters", "Evicts", "Geometry", "RowNumber", "SlotCache"]
+__all__ = ["Channel", "Counters", "Evicts", "Geometry", "Held", "RowNumber", "SlotCache"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops import Logits, first_keys, put_token
-from foveate.state.counters import Counters, Tally, over_rows
+from foveate.state.counters import Counters, Held, Tally, over_rows
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed
@@ -60,7 +60,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.evicts = evicts
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
-        self.capacity = 0
+        self.capacity, self.held = 0, Held()
         self.tensors: dict[str, Tensor] = {}
         self.freed: Freed | None = None
         self.ordered = True  # tokens are stored in the order of their positions
@@ -204,11 +204,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         if mask is not None:
             return mask.sum(-1)
         return self.used if lengths is None else lengths[:, None]
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes allocated for keys, values and channels."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     def count_read(self, keys: float | Tensor | None = None, available: int | None = None) -> None:
         """Count one decode step and the keys that it read, from the sizes or masks of the selection.
@@ -363,7 +358,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.rows = {name: [numbers[b] for b in chosen] for name, numbers in self.rows.items()}
         if self.freed is not None:
             self.freed = Freed(self.freed.slots.index_select(0, index), [self.freed.rows[b] for b in chosen])
-        self.counters.resident_bytes = self.resident_bytes
+        self._count_bytes()
         self.snapshots = {}
 
     # Other methods
@@ -412,7 +407,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             one.tensors[name].copy_(self.tensors[here])
         if evicts:
             one.tensors["positions"][:, :, : self.used] = self.positions
-        counters.resident_bytes = one.resident_bytes
+        one._count_bytes()
         return one
 
     # Inside

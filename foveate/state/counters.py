@@ -15,6 +15,19 @@ _DTYPES = {"keys_read": torch.float64, "tokens_evicted": torch.float64}
 
 
 @dataclass
+class Held:
+    """The bytes that the layers of one cache hold together, now and at most so far."""
+
+    bytes: int = 0
+    peak: int = 0
+
+    def change(self, by: int) -> None:
+        """Count so many bytes more, or fewer."""
+        self.bytes += by
+        self.peak = max(self.peak, self.bytes)
+
+
+@dataclass
 class Counters:
     """What a layer did since the last reset, counted from the sizes and masks of what was actually read."""
 
@@ -37,7 +50,9 @@ class Counters:
     bytes_per_key: int = 0
     """Bytes of a token's key and value over all KV heads."""
     resident_bytes: int = 0
-    """Bytes that the cache holds at present."""
+    """Bytes that the layer's cache holds at present."""
+    held: Held = field(default_factory=Held, compare=False)
+    """What all layers of that cache hold."""
     own: dict[str, float | Tensor] = field(default_factory=dict)
     """The method's own counters, by the names that it declares (``Method.counters``)."""
 
@@ -52,7 +67,7 @@ class Counters:
             value = getattr(self, one.name)
             if isinstance(value, Tensor) and not value.is_inference():
                 value.zero_()
-            elif one.name not in ("bytes_per_key", "resident_bytes", "own"):
+            elif one.name not in ("bytes_per_key", "resident_bytes", "held", "own"):
                 setattr(self, one.name, one.default)
         for name, value in self.own.items():
             if isinstance(value, Tensor) and not value.is_inference():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops import BlockTable
+from foveate.state.counters import Counters, Held
 from foveate.state.description import Channel, Geometry
 
 ALIGN = 64
@@ -28,6 +29,7 @@ class Storage:
 
     geometry: Geometry
     dtype: torch.dtype
+    counters: Counters
     tensors: dict[str, Tensor]
     """``keys``, ``values``, the channels by name and, where the cache has them, ``positions`` and ``block_table``."""
     capacity: int
@@ -40,6 +42,27 @@ class Storage:
     """Whether channels are those of an engine's blocks, ``[N, Hkv, block_size / per, *shape]``."""
     _borrowed: bool
     """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
+
+    held: Held
+    """The bytes of all layers of the cache, this one's included as of the last :meth:`_count_bytes`."""
+    _counted: int = 0
+    """Bytes of this layer in :attr:`held`."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated for keys, values and channels."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    def count_in(self, held: Held) -> None:
+        """Count what the layer holds, now and later, with the other layers of its cache."""
+        held.change(self._counted)
+        self.held = self.counters.held = held
+
+    def _count_bytes(self) -> None:
+        """Note what the layer holds. Copies that a layer makes while it grows or evicts are not counted."""
+        self.counters.resident_bytes, self.counters.held = self.resident_bytes, self.held
+        self.held.change(self.counters.resident_bytes - self._counted)
+        self._counted = self.counters.resident_bytes
 
     # What methods read
 
@@ -107,7 +130,7 @@ class Storage:
         else:
             self._borrowed = False
         self.capacity = capacity
-        self.counters.resident_bytes = self.resident_bytes
+        self._count_bytes()
 
     def _buffer(self, name: str, spec: Channel, capacity: int) -> Tensor:
         """A new tensor with entries for this many slots: zeros, or -1 for positions."""

@@ -39,5 +39,10 @@ def test_costs_are_weighted_by_steps():
     estimating = [batch(10, 5.0, 0.5, 1.0, 3.0), batch(30, 5.0, 0.5, 1.0, 3.0), batch(9, 5.0, 0.5, 1.0, 3.0)]
     estimating[0]["stats"]["mass_read_share"], estimating[1]["stats"]["mass_read_share"] = 0.9, 0.5
     assert costs.add_up(estimating)["mass_read_share"] == pytest.approx((10 * 0.9 + 30 * 0.5) / 40)
+    assert total["cache_peak_bytes"] is None
+    held = [batch(10, 5.0, 0.5, 1.0, 3.0), batch(30, 5.0, 0.5, 1.0, 3.0)]
+    held[0]["stats"]["cache_peak_bytes"], held[1]["stats"]["cache_peak_bytes"] = 900, 300
+    assert costs.add_up(held)["cache_peak_bytes"] == 900
+    assert costs.add_up([*held, batch(9, 5.0, 0.5, 1.0, 3.0)])["cache_peak_bytes"] is None
     idle = costs.add_up([batch(0, 0.0, 1.0, 2.0, None)])
     assert idle["keys_read_share"] is idle["kv_bytes_per_step"] is idle["decode_ms_per_token"] is None

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,8 @@ SPECS |= {  # what one layer hands to another; other settings are the matrix's, 
     "kascade_anchors": "kascade_paper:top_k=6,tile=1,anchors=[0.0,0.5]",
     "kascade_decode": "kascade_paper:top_k=6,anchors=1,decode_only=true",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
+    "h2o_in_prompt": "h2o:top_k=9,window=8,evict_every=17",
+    "adakv_in_prompt": "adakv:top_k=9,window=5,kernel_size=3,evict_every=17",
 }
 SPARSE = [name for name in SPECS if name != "dense"]
 PROMPT = 61
@@ -54,6 +57,7 @@ LENGTHS = [PROMPT, 23, 40]
 METHODS = ("method", SPARSE)
 TWO_FAMILIES = ("family", ["llama", "gemma3"])
 every_method = pytest.mark.parametrize(*METHODS)
+every_trainable = pytest.mark.parametrize("method", [name for name in SPARSE if not name.endswith("in_prompt")])
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 MODES = {
@@ -439,7 +443,7 @@ def test_dense_logits_under_autocast(family):
     torch.testing.assert_close(actual[real], expected[real], rtol=0.02, atol=0.1)
 
 
-@every_method
+@every_trainable
 def test_autocast_from_the_first_turn_to_training(method):
     """The layers compute in the type of autocast, and the cache keeps it when a second turn runs without."""
     model, batch = tiny_model(), left_padded(LENGTHS)
@@ -506,6 +510,38 @@ def test_a_prompt_fed_by_hand_gives_the_greedy_tokens(method):
         for _ in range(11):
             chosen.append(model(chosen[-1][:, None], **cached(cache)).logits[:, -1].argmax(-1))
     assert torch.equal(torch.stack(chosen, 1), greedy("llama", method))
+
+
+@pytest.mark.parametrize("method", ["h2o", "pages", "kascade"])
+@torch.no_grad()
+def test_chunks_by_hand_without_the_length_of_the_prompt_are_told_of_once(method):
+    model, ids = tiny_model(), single()["input_ids"]
+    with foveate.attached(model, spec(method)):
+        first = model(ids[:, :20], use_cache=True)
+        cache = returned_cache(first)
+        with pytest.warns(UserWarning, match=rf"{method} takes the first .*Cache\(model, prompt_length=...\)"):
+            model(ids[:, 20:40], **cached(cache))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(ids[:, 40:], **cached(cache))
+            cache.reset()
+            for part in (ids[:, :20], *ids[:, 20:30].split(1, 1), ids[:, 30:]):  # decoded in between
+                model(part, **cached(cache))
+            for length in (20, PROMPT):
+                cache = foveate.Cache(model, prompt_length=length)
+                for part in ids.split(20, 1):
+                    model(part, **cached(cache))
+
+
+@torch.no_grad()
+def test_methods_that_take_all_tokens_alike_say_nothing_of_chunks():
+    model, ids = tiny_model(), single()["input_ids"]
+    for method in ("dense", "streaming"):
+        with foveate.attached(model, spec(method)), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache = foveate.Cache(model)
+            outs = [model(part, **cached(cache)).logits for part in ids.split(20, 1)]
+            torch.testing.assert_close(torch.cat(outs, 1), model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 # Several turns
@@ -672,7 +708,7 @@ def test_dense_gradients_in_evaluation_mode(padded):
     check_gradients("llama", padded, train=False)
 
 
-@every_method
+@every_trainable
 def test_gradients_flow_through_every_method(method):
     model = tiny_model()
     with foveate.attached(model, spec(method)):

@@ -28,6 +28,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 NOVEL = (ROOT / "examples" / "data" / "books" / "moby_dick.txt").read_text(encoding="utf-8")[20_000:30_000]
 SPARSE_PROMPT = "kascade_paper:anchors=1,top_k=0.1,min_k=8,tile=8"
 DECODING = ["kascade_paper:anchors=1,top_k=0.1,min_k=8,decode_only=true", "quest", "luka", "h2o", "snapkv"]
+IN_PROMPT = "h2o:top_k=9,window=8,evict_every=32"
 SETTINGS = {name: methods.get(name).small_budget for name in methods.names()}
 
 
@@ -102,7 +103,7 @@ def test_a_full_budget_gives_the_numbers_of_hf(folder, method):
         assert [greedy for _, greedy in lm._loglikelihood_tokens(asked, disable_tqdm=True)] == [True, False]
 
 
-@pytest.mark.parametrize("method", [SPARSE_PROMPT, *DECODING])
+@pytest.mark.parametrize("method", [SPARSE_PROMPT, IN_PROMPT, *DECODING])
 def test_a_row_of_a_batch_is_read_as_it_is_alone(folder, method):
     together, alone = attached_lm(folder, small(method)), attached_lm(folder, small(method), batch_size=1)
     found, dense = likelihoods(together)[0], likelihoods(hf(folder))[0]
@@ -123,7 +124,7 @@ def by_hand(model, context, continuation):
     return total
 
 
-@pytest.mark.parametrize("method", DECODING)
+@pytest.mark.parametrize("method", [*DECODING, IN_PROMPT])
 def test_methods_of_decoding_decode_continuations(folder, method):
     lm = attached_lm(folder, small(method))
     found = likelihoods(lm)[0]
@@ -174,6 +175,8 @@ def test_whole_texts(folder):
         assert float((found - dense).abs().min()) > 0.1
     with pytest.raises(ValueError, match=r"h2o.* evicts, and what it keeps depends on where a prompt ends"):
         rolling(attached_lm(folder, small("h2o")), texts)
+    with pytest.raises(ValueError, match=r"evict_every=32.* evicts, and what it keeps depends on where a prompt ends"):
+        rolling(attached_lm(folder, IN_PROMPT), texts)
 
 
 def test_what_measures_nothing_is_refused_or_told(folder, caplog):

@@ -73,6 +73,16 @@ def test_everything_fits_into_100_columns_and_nothing_is_cut():
     assert "It is 1234567" in text
 
 
+def test_the_peak_stands_below_what_stays():
+    lines = printed(terminal.results([row(), WORST | {"cache_peak_bytes": 80_200_000}])).splitlines()
+    above = next(number for number, line in enumerate(lines) if "80.2 MB" in line) - 1
+    assert lines[above].index("50.1 MB") == lines[above + 1].index("80.2 MB")
+    assert any("/ peak" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+    assert "peak: the most that it held" in " ".join(" ".join(lines).split())
+    assert "peak" not in printed(terminal.results([row(), WORST]))
+
+
 def test_answers_only_where_asked_for():
     assert "1234567" not in printed(terminal.results([row()]))
     assert "gold" in printed(terminal.results([row()], answers=1))
@@ -143,6 +153,7 @@ def test_reading():
         "9 decode steps · 25.0 % of the keys read (2.6 MB a step) · 6.0 MB resident · 1,200 tokens evicted · a note"
     )
     assert "keys" not in terminal.reading({**summary, "decode_steps": 0})
+    assert " · 6.0 MB resident (peak 9.0 MB) · " in terminal.reading({**summary, "cache_peak_bytes": 9_000_000})
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,9 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         )
         if reset:
             counted.reset()
-    resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values())
-    resident += cache.unchanged_bytes if cache is not None else 0
+    unchanged = cache.unchanged_bytes if cache is not None else 0
+    resident = sum(policy.counters.resident_bytes for policy in attachment.policies.values()) + unchanged
+    peak = max(policy.counters.held.peak for policy in attachment.policies.values()) + unchanged
     graphs = copy.copy(attachment.graphs.use)
     graphs.reason = attachment.replay_obstacle(model) or graphs.reason
     if reset:
@@ -226,7 +227,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     layers.sort(key=lambda layer: layer.layer)
     alone = attachment.method.spec if attachment.decodes_alone else ""
     short = attachment.short_contexts(model)
-    return Stats(layers, resident, graphs, dense_prompts, alone, attachment.chosen, short)
+    return Stats(layers, resident, peak, graphs, dense_prompts, alone, attachment.chosen, short)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:

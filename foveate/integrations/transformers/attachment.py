@@ -55,6 +55,11 @@ class Attachment:
         return any(policy.method.sparse_prompt for policy in self.policies.values())
 
     @property
+    def evicts_in_prompt(self) -> bool:
+        """Whether some layer evicts while a prompt is read, which takes a cache."""
+        return any(policy.method.evict_every for policy in self.policies.values())
+
+    @property
     def decodes_alone(self) -> bool:
         """Whether the method acts on decoded tokens alone, so that prompts and passes without a cache are dense."""
         return not self.sparse_prompt and any(policy.method.name != "dense" for policy in self.policies.values())

@@ -16,7 +16,7 @@ from foveate import ops
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
 from foveate.ops._dispatch import watched
-from foveate.runtime import Policy, handover, without_cache
+from foveate.runtime import Policy, handover, read_once
 from foveate.runtime.layer import Layer
 
 IMPLEMENTATION = "foveate"
@@ -113,7 +113,7 @@ def _attention(
         one = handover.current(policy.owner)
         forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = without_cache(policy.method, query, key, value, attention_mask, logits, forward)
+            out = read_once(policy.method, query, key, value, attention_mask, logits, forward)
     handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 

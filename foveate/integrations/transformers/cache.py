@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
 from foveate.runtime import Phase, ReplayedSteps
+from foveate.state import Held
 
 
 class Cache(transformers.Cache):
@@ -65,7 +67,7 @@ class Cache(transformers.Cache):
         """
         self.steps = None
         empty = self.get_seq_length() == 0
-        self.phase.prompt_end_known, self.phase.assistant = True, assistant
+        self.phase.prompt_end_known, self.phase.prompt_end_guessed, self.phase.assistant = True, False, assistant
         if not assistant:
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
@@ -96,13 +98,18 @@ class Cache(transformers.Cache):
             raise ValueError("the prompt is not complete: branches begin at its end")
         cache = Cache(model)
         cache.phase.prompt_end, cache.phase.prompt_end_known = self.phase.prompt_end, self.phase.prompt_end_known
+        held = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                cache.layers[index].continue_from(layer)
+                held.append((*cache.layers[index].continue_from(layer), cache.layers[index].store.resident_bytes))
             else:
                 cache.layers[index] = (copy.deepcopy if keeps_memory(layer) else copy.copy)(layer)
             if isinstance(layer, LinearAttentionLayer):
                 copy_states(layer, cache.layers[index])
+        before, _, kept = map(sum, zip(*held))
+        at_layers = itertools.accumulate(held, lambda total, one: total - one[0] + one[2], initial=before)
+        most = max(total - one[0] + one[1] for total, one in zip(at_layers, held))
+        cache.phase.held.peak = max(most, kept)
         return cache
 
     def begin_forward(self) -> None:
@@ -169,7 +176,9 @@ class Cache(transformers.Cache):
     def reset(self) -> None:
         super().reset()
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
+        self.phase.prompt_end_guessed = False
         self.phase.forward.clear()
+        self.phase.held = Held()
         self.steps = None
 
     @property

@@ -54,6 +54,8 @@ class BeforeForward:
         if cache is not None and not training:
             check_cache(cache, attachment)
             cache.begin_forward()
+            if ids is not None and ids.shape[1] > 1:
+                _warn_of_chunks(cache, attachment)
         elif isinstance(cache, Cache):
             cache.phase.forward.clear()
         if training and getattr(decoder, "gradient_checkpointing", False):
@@ -261,6 +263,22 @@ class PrepareCache:
             owes_steps=one_by_one and self.attachment.graphs.mode is not False,
             prompt_only=one_by_one and not assistant,
         )
+
+
+def _warn_of_chunks(cache: Cache, attachment: Attachment) -> None:
+    """Warn, once a cache, of several tokens right after a first pass that was taken for the whole prompt."""
+    phase = cache.phase
+    if not phase.prompt_end_guessed or phase.prompt_end != cache.get_seq_length():
+        return
+    method = next((one.method for one in attachment.policies.values() if one.method.needs_prompt_end), None)
+    if method is not None:
+        warnings.warn(
+            f"{method.name} takes the first forward pass on a cache for the whole prompt, and the tokens after it for "
+            "decoded ones. If they are more of the prompt, start again with foveate.Cache(model, prompt_length=...), "
+            "which says how many tokens are prompt in all; if not, say so with the length of the first pass",
+            stacklevel=2,
+        )
+    phase.prompt_end_guessed = False
 
 
 def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> None:

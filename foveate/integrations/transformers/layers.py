@@ -86,9 +86,9 @@ class CacheLayer(Layer, CacheLayerMixin):
     def batch_size(self) -> int:
         return -1 if self.store is None else self.store.batch_size
 
-    def continue_from(self, read: Layer) -> None:
-        super().continue_from(read)
+    def continue_from(self, read: Layer) -> tuple[int, int]:
         self.is_initialized = True
+        return super().continue_from(read)
 
     def reset(self) -> None:
         self.forget()

@@ -115,6 +115,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
         how = (layer.method.channels, layer.method.evicts, layer.counters, layer.block_size)
         layer.store = unpack(found, known, *how)
         layer.store.forward = cache.phase.forward
+        layer.store.count_in(cache.phase.held)
         layer.seen, layer.scaling, layer.is_initialized = described["seen"], known["scaling"], True
     cache.phase.prompt_end, cache.phase.prompt_end_known = described["prompt_end"], True
     return cache

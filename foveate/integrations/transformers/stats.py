@@ -40,6 +40,9 @@ class Stats:
 
     layers: list[LayerStats]
     resident_bytes: int
+    cache_peak_bytes: int
+    """The most bytes that this cache has held at once: methods that evict hold more while they read a prompt. Layers
+    left alone count with what they hold now."""
     graphs: Use = field(default_factory=Use)
     """Decode steps that were replayed as CUDA graphs, and why others were not."""
     dense_prompts: str = ""
@@ -65,6 +68,7 @@ class Stats:
             "keys_read_per_step": read / len(handled) if handled else 0.0,
             "kv_bytes_per_step": sum(layer.kv_bytes_per_step for layer in handled),
             "resident_bytes": self.resident_bytes,
+            "cache_peak_bytes": self.cache_peak_bytes,
             "tokens_evicted": sum(layer.tokens_evicted for layer in handled),
             "pages_refined": sum(layer.pages_refined for layer in handled),
             "mass_read_share": sum(masses) / len(masses) if masses else None,
@@ -97,7 +101,8 @@ class Stats:
         lines = [
             f"{total['decode_steps']} decode steps, {100 * total['keys_read_share']:.1f} % of the keys read "
             f"({total['keys_read_per_step']:.0f} a head and layer), "
-            f"{total['kv_bytes_per_step'] / 1e6:.2f} MB of KV a step, {total['resident_bytes'] / 1e6:.1f} MB resident"
+            f"{total['kv_bytes_per_step'] / 1e6:.2f} MB of KV a step, {total['resident_bytes'] / 1e6:.1f} MB resident "
+            f"({total['cache_peak_bytes'] / 1e6:.1f} MB at the peak)"
         ]
         if total["tokens_evicted"] or total["pages_refined"]:
             lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")

@@ -63,6 +63,8 @@ def _comparison(rows: Sequence[Row]) -> str:
         ),
         "resident a sequence": lambda row: f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
     }
+    if all(row.get("cache_peak_bytes") for row in rows):
+        cells["peak of a sequence"] = lambda row: f"{row['cache_peak_bytes'] / row['batch_size'] / 1e6:.1f} MB"
     if all("answer_tokens" in row["metrics"] for row in rows):
         cells["answer, tokens [95 %]"] = lambda row: interval(row["metrics"]["answer_tokens"], 0)
     return columns(rows, cells)

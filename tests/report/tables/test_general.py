@@ -41,6 +41,13 @@ def test_other_tasks_keep_their_scores():
     assert "| `h2o:top_k=0.05` | 30.0 [27.0, 33.0] | -50.0" in tables([row | MORE | COSTS for row in FRONTIER[:3]])
 
 
+def test_the_peak_of_the_cache_beside_what_stays():
+    rows = [row | MORE | COSTS | {"cache_peak_bytes": 8e6, "batch_size": 2} for row in FRONTIER[:3]]
+    assert tables(rows).count("| 1.0 MB | 4.0 MB |") == 3
+    assert "| resident a sequence | peak of a sequence |" in tables(rows)
+    assert "peak" not in tables([*rows[:2], FRONTIER[2] | MORE | COSTS | {"batch_size": 2}])
+
+
 def test_long_answers_tell_their_length():
     rows = [row | MORE | COSTS for row in FRONTIER[:3]]
     assert "answer, tokens" not in tables(rows)

@@ -65,7 +65,7 @@ class SparseAttachment:
         if reset:
             for seen in self.layers.values():
                 seen.reset()
-        return Stats(rows, 0, chosen=self.chosen)
+        return Stats(rows, 0, 0, chosen=self.chosen)
 
     def put_on(self, model: nn.Module) -> None:
         """Replace the forwards of a model's indexers or compressors, attention and masks; its weights stay."""
