@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
 from foveate.calibration import load
+from foveate.evaluation import tasks
 from foveate.report import pooled
 from foveate.report.lines import once
 from foveate.report.rows import Row, chosen, of_cases, spelled
@@ -78,7 +79,7 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     elif "spec" in rows[0] and "cell" not in rows[0]:
-        rows, _ = once(chosen([spelled(row) for row in rows], conditions))
+        rows, _ = once(chosen([spelled(tasks.estimated(row)) for row in rows], conditions))
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)
             sys.stderr.writelines(f"{line}\n" for line in notes)

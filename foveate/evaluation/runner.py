@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import costs, decoding, generation
-from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
+from foveate.evaluation import costs, decoding, generation, tasks
+from foveate.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.evaluation.native_model import NativeModel, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.inputs import loading, model_folder, reading
@@ -164,7 +164,7 @@ def prepare(plan: Comparison) -> Prepared:
         "device": device,
         "batch_size": plan.batch_size,
     }
-    rows = resultfile.read_rows(plan.out, run)
+    rows = [tasks.estimated(row) for row in resultfile.read_rows(plan.out, run)]
     kept = resultfile.read_partial(plan.out, run)
     sizes = {group[0].id: len(group) for group in generation.batches(items, plan.batch_size)}
     for record in kept:
@@ -347,7 +347,7 @@ def _row(
 ) -> dict[str, Any]:
     plan, task, items = prepared.plan, prepared.plan.task, prepared.items
     names = sorted(task.metrics, key=lambda name: name != task.main)  # the main one first
-    metrics = {name: bootstrap(task.metrics[name], values, plan.seed) for name in names}
+    metrics = {name: estimate(task.metrics[name], values, plan.seed) for name in names}
     main, aggregate = metrics[task.main], task.metrics[task.main]
     if dense is None:  # this row is dense itself, or the model's own
         difference, dense_score = Interval(0.0, 0.0, 0.0), main.value

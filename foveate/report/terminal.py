@@ -130,7 +130,7 @@ def _title(row: Row) -> str:
 def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
     first = rows[0]
     main = next(iter(first["metrics"]))
-    lines = [f"score: {main}, 0–100, with its 95 % bootstrap interval; Δ is paired on the same items"]
+    lines = [f"score: {main}, 0–100, with its 95 % interval; Δ is paired on the same items"]
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
     lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate.evaluation import generation, tasks
-from foveate.evaluation.metrics import bootstrap, columns
+from foveate.evaluation.metrics import columns, estimate
 from foveate.evaluation.tasks.base import Output
 from foveate.inputs import loading
 from foveate.results.errors import DataError, UserError
@@ -47,8 +47,8 @@ def test_grading_by_hand(folder, tokenizer):
     items = task.items(folder, tokenizer, 2, 0)
     outputs = [Output(nll=math.log(4.0), hits=(True, True)), Output(nll=math.log(9.0), hits=(True, False))]
     graded = columns(map(task.grade, items, outputs))
-    assert bootstrap(task.metrics["accuracy"], graded).value == 50.0
-    assert bootstrap(task.metrics["perplexity"], graded).value == pytest.approx(6.0)  # of words: sqrt(4 * 9)
+    assert estimate(task.metrics["accuracy"], graded).value == 50.0
+    assert estimate(task.metrics["perplexity"], graded).value == pytest.approx(6.0)  # of words: sqrt(4 * 9)
     assert [*map(task.said, items, outputs)] == ["right, perplexity 4.00", "wrong, perplexity 9.00"]
 
 

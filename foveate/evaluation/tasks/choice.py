@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Option, Output, Task
 from foveate.inputs import reading
@@ -137,7 +137,7 @@ class MultipleChoice(Task):
 
     name: ClassVar[str] = "choice"
     splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {name: mean(name) for name in ("acc", "acc_norm")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {name: Mean(name) for name in ("acc", "acc_norm")}
 
     @property
     def main(self) -> str:  # type: ignore[override]

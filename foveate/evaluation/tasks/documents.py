@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from foveate.evaluation.metrics import Aggregate, f1, mean, normalize
+from foveate.evaluation.metrics import Aggregate, Mean, f1, normalize
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.inputs import reading
@@ -46,7 +46,7 @@ class Documents(Task):
 
     name: ClassVar[str] = "documents"
     splits: ClassVar[tuple[str, ...]] = ("all", "tune", "test")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": mean("found"), "f1": mean("f1")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found"), "f1": Mean("f1")}
     main: ClassVar[str] = "found"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of a text's window"})

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task
 from foveate.inputs import reading
@@ -34,7 +34,7 @@ class Lambada(Task):
     name: ClassVar[str] = "lambada"
     splits: ClassVar[tuple[str, ...]] = ("openai",)
     metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "accuracy": mean("right"),
+        "accuracy": Mean("right"),
         "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1)),
     }
     main: ClassVar[str] = "accuracy"

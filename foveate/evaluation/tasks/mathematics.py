@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Sampling, Task, at_least
 from foveate.inputs import reading
@@ -38,8 +38,8 @@ class Mathematics(Task):
     name: ClassVar[str] = "math"
     splits: ClassVar[tuple[str, ...]] = tuple(_LONGEST)
     metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "correct": mean("correct"),
-        "answer_tokens": mean("answer_tokens", scale=1.0),
+        "correct": Mean("correct"),
+        "answer_tokens": Mean("answer_tokens", scale=1.0),
     }
     main: ClassVar[str] = "correct"
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean, string_match_part
+from foveate.evaluation.metrics import Aggregate, Mean, string_match_part
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
 from foveate.inputs import reading
@@ -148,7 +148,7 @@ class Recall(Task):
 
     name: ClassVar[str] = "recall"
     splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": mean("contains")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": Mean("contains")}
     main: ClassVar[str] = "contains"
 
     max_length: int = dataclasses.field(
