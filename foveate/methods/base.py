@@ -155,10 +155,27 @@ class Method(Settings):
         """A short name for what this layer does with a decoded token, by which measurements group layers."""
         return self.name
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, replaces: bool = False, **kwargs: Any):
+        """Register a class with a ``name`` of its own.
+
+        Args:
+            replaces: whether the class may take the name of a method that is defined elsewhere.
+
+        Raises:
+            ValueError: for a name that is taken.
+        """
         super().__init_subclass__(**kwargs)
-        if "name" in cls.__dict__:
-            REGISTRY[cls.name] = cls
+        if "name" not in cls.__dict__:
+            return
+        for there in REGISTRY.values():
+            if there.renamed.get(cls.name, cls.name) == there.name and there.__module__ != cls.__module__:
+                if replaces:
+                    break
+                raise ValueError(
+                    f"{cls.__qualname__} of {cls.__module__}: the name {cls.name!r} belongs to {there.__qualname__} of "
+                    f"{there.__module__}; choose another, or write class {cls.__name__}(..., replaces=True)"
+                )
+        REGISTRY[cls.name] = cls
 
     # Hooks
 

@@ -29,7 +29,8 @@ def get(name: str) -> type[Method]:
     Raises:
         ValueError: when the name is unknown; names the nearest.
     """
-    found = next((cls for cls in REGISTRY.values() if cls.renamed.get(name, name) == cls.name), None)
+    former = (cls for cls in REGISTRY.values() if cls.renamed.get(name) == cls.name)
+    found = REGISTRY.get(name) or next(former, None)
     if found is None:
         raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
     return found
