@@ -163,3 +163,23 @@ def test_an_error_in_a_users_method_is_named_with_its_line(body, message, comman
     done = compare(file) if command == "compare" else CliRunner().invoke(app, [str(one) for one in how])
     assert done.exit_code == 2, done.output
     assert message in said(done)
+
+
+def test_tune_searches_methods_of_a_file(model, mine, tmp_path):
+    arguments = ["tune", "--model", model, "--data", tiny.SAMPLE / "books", "--out", tmp_path / "foveate.json"]
+    arguments += ["--limit", 3, "--max-loss", 80, "--task", "documents:length=120,max_new_tokens=3"]
+    arguments += ["--objective", "memory", "--minutes", 1e-6, "--import"]
+    done = CliRunner().invoke(app, [str(one) for one in [*arguments, mine()]])
+    assert "mine.py has no top_k, the share that is searched" in said(done)
+    file = mine()
+    file.write_text(file.read_text(encoding="utf-8").replace("streaming", "h2o").replace("Streaming", "H2O"))
+    done = CliRunner().invoke(app, [str(one) for one in [*arguments, file]])
+    assert "tova:top_k=0.12, mine:top_k=0.12" in said(done)
+    row = json.loads((tmp_path / "foveate.tune.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert row["run"]["imports"][0].startswith("mine.py ")
+
+
+def test_chat_takes_methods_of_a_file(model, mine):
+    arguments = ["chat", "--model", model, "--import", mine(), "--method", "mine:window=32", "--max-new-tokens", 3]
+    done = CliRunner().invoke(app, list(map(str, arguments)), input="hello\n\n")
+    assert done.exit_code == 0, done.output

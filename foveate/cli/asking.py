@@ -171,7 +171,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Items (wikisalad: examples of several questions).")] = 10,
+    limit: Annotated[int, typer.Option(help="Items at most (wikisalad: examples of several questions).")] = 10,
     batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
     dtype: Dtype = "auto",

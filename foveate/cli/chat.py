@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.asking import Device, Dtype, Model
+from foveate.cli.asking import Device, Dtype, Import, Model
 from foveate.inputs.prompting import Message, render
 from foveate.results.errors import UserError
 from foveate.results.quiet import quiet
@@ -32,6 +32,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    imported: Import = None,
 ) -> None:
     """Talk to a model with a method; an empty line or the end of input ends."""
     from transformers import TextStreamer

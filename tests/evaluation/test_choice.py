@@ -149,8 +149,7 @@ def test_missing_data(folder, tokenizer, tmp_path):
     task = tasks.parse("choice:split=hellaswag")
     with pytest.raises(DataError, match=r"hellaswag_val_1000\.jsonl: no such file .*'endings'.*rowanz/hellaswag"):
         task.items(tmp_path, tokenizer, 1, 0)
-    with pytest.raises(UserError, match="holds 1 questions, and 2 are wanted"):
-        task.items(folder, tokenizer, 2, 0)
+    assert len(task.items(folder, tokenizer, 2, 0)) == 1, "a limit is a maximum"
     with pytest.raises(UserError, match="unknown split 'arc'"):
         tasks.parse("choice:split=arc")
 

@@ -9,7 +9,7 @@ from foveate.evaluation import generation, tasks
 from foveate.evaluation.metrics import columns, estimate
 from foveate.evaluation.tasks.base import Output
 from foveate.inputs import loading
-from foveate.results.errors import DataError, UserError
+from foveate.results.errors import DataError
 
 RECORDS = [
     {"context": "Call me Ishmael. Some years ago I went to", "continuation": "sea"},
@@ -76,5 +76,4 @@ def test_malformed_records(folder, tokenizer, name):
 def test_missing_data(folder, tokenizer, tmp_path_factory):
     with pytest.raises(DataError, match=r"lambada_openai\.jsonl: no such file .*llm-foundry"):
         tasks.parse("lambada").items(tmp_path_factory.mktemp("empty"), tokenizer, 1, 0)
-    with pytest.raises(UserError, match="holds 2 passages, and 3 are wanted"):
-        tasks.parse("lambada").items(folder, tokenizer, 3, 0)
+    assert len(tasks.parse("lambada").items(folder, tokenizer, 3, 0)) == 2, "a limit is a maximum"

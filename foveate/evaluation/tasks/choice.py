@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Option, Output, Task
+from foveate.evaluation.tasks.base import Item, Option, Output, Task, some
 from foveate.inputs import reading
 from foveate.inputs.prompting import encode_continued
-from foveate.results.errors import DataError, UserError
+from foveate.results.errors import DataError
 
 _FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data"
 _SIQA = re.compile(r"Context: (.*)\nQuestion: (.*)\nChoices:\nA\. (.*)\nB\. (.*)\nAnswer:", re.DOTALL)
@@ -151,8 +151,7 @@ class MultipleChoice(Task):
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
-        if len(records) < limit:
-            raise UserError(f"{path}: holds {len(records):,} questions, and {limit:,} are wanted")
+        some(records, "questions", path)
         chosen = random.Random(f"choice/{self.split}/{seed}").sample(records, len(records))[:limit]
         read = _SETS[self.split].read
         return [_item(tokenizer, read(value, f"{path}:{line}"), line) for line, value in chosen]

@@ -82,12 +82,12 @@ class Documents(Task):
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         found = [item for item in self._all(data, tokenizer) if self.split in ("all", _half(item))]
-        if len(found) < limit:
+        if not found:
             raise UserError(
-                f"{data}: {len(found)} items in split '{self.split}', and {limit} are wanted; ask for fewer (--limit), "
-                f"or for shorter windows than length={self.length}"
+                f"{data}: all items are in the other half than '{self.split}'; give more documents, or texts shorter "
+                f"windows than length={self.length}"
             )
-        return random.Random(f"documents/{self.split}/{seed}").sample(found, limit)
+        return random.Random(f"documents/{self.split}/{seed}").sample(found, min(limit, len(found)))
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         said = f" {normalize(output.text)} "

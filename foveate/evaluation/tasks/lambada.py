@@ -17,10 +17,9 @@ import numpy as np
 
 from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Task
+from foveate.evaluation.tasks.base import Item, Output, Task, some
 from foveate.inputs import reading
 from foveate.inputs.prompting import encode_continued
-from foveate.results.errors import UserError
 
 _FILE = "lambada_openai.jsonl"
 _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/language_understanding/lambada_openai.jsonl"
@@ -47,8 +46,7 @@ class Lambada(Task):
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
-        if len(records) < limit:
-            raise UserError(f"{path}: holds {len(records):,} passages, and {limit:,} are wanted")
+        some(records, "passages", path)
         chosen = random.Random(f"lambada/{seed}").sample(records, len(records))[:limit]
         return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
 
