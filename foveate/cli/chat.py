@@ -5,6 +5,8 @@ torch and Transformers are imported inside the command, so that help and bad nam
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ import typer
 
 from foveate.cli.asking import Device, Dtype, Import, Model
 from foveate.inputs.prompting import Message, render
-from foveate.results.errors import UserError
+from foveate.results.errors import UserError, check_text
 from foveate.results.quiet import quiet
 
 _INTERRUPTED = 130
@@ -66,6 +68,7 @@ def chat(
         while question := _asked():
             start = time.perf_counter()
             try:
+                check_text(question, "the question")
                 said = talk.answer(question, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
             except KeyboardInterrupt:
                 notes.print("interrupted: the conversation ends here", style="dim")
@@ -80,7 +83,9 @@ def chat(
 
 
 def _asked() -> str:
-    """What the user types next; empty at the end of input."""
+    """What the user types next, bytes that are no UTF-8 as half characters; empty at the end of input."""
+    with contextlib.suppress(AttributeError):  # where another program stands in for the terminal
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         return input("> ").strip()
     except EOFError:

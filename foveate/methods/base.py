@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.methods._declared import check_names
 from foveate.methods._settings import Settings
 from foveate.methods._settings import setting as setting
 from foveate.methods.budgets import Number
@@ -137,6 +138,9 @@ class Method(Settings):
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 
+    made_for: ClassVar[Mapping[str, Any] | None] = None
+    """The architecture for which a file of `foveate tune` names the method. Set on the instance that is made of it."""
+
     # What the layer gets from elsewhere
 
     artefact: ClassVar[Any] = None
@@ -162,9 +166,10 @@ class Method(Settings):
             replaces: whether the class may take the name of a method that is defined elsewhere.
 
         Raises:
-            ValueError: for a name that is taken.
+            ValueError: for a name that is taken or cannot be in a spec, and for a misspelt hook.
         """
         super().__init_subclass__(**kwargs)
+        check_names(cls, Method)
         if "name" not in cls.__dict__:
             return
         for there in REGISTRY.values():

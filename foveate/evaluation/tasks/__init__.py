@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,7 @@ def _convert(task: str, key: str, value: Any, kind: type) -> Any:
         raise UserError(f"task '{task}': {key} must be of type {kind.__name__}, got '{value}'") from None
 
 
+@functools.cache
 def _load() -> None:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -64,7 +66,7 @@ class Documents(Task):
         if data.is_file():
             files = [data]
         elif data.is_dir():
-            files = sorted(path for path in data.rglob("*") if path.is_file() and _kind(path) in _TEXTS + _RECORDS)
+            files = sorted(_walk(data))
         else:
             raise DataError(f"{data}: no such file or folder; source: your own texts (docs/guide/data.md)")
         if not files or _kind(files[0]) not in _TEXTS + _RECORDS:
@@ -95,8 +97,16 @@ class Documents(Task):
         return {"found": float(found), "f1": f1(output.text, item.answers)}
 
     def _documents(self, data: Path) -> list[Document]:
-        """All documents. Raises `DataError` for an empty one, and where some questions have answers and others none."""
-        found = [one for path in self.files(data) for one in _read(path, _name(data, path))]
+        """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
+        have answers and others none."""
+        files = self.files(data)
+        read = {path: _read(path, _name(data, path)) for path in files}
+        if empty := [path for path in files if not read[path]]:
+            if len(empty) == len(files):
+                raise DataError(f"{empty[0]}: an empty document")
+            others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+            warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=2)
+        found = [one for of_file in read.values() for one in of_file]
         asked = [one for one in found if one.question]
         without = [one.name for one in found if not one.answers]
         if without and len(without) < len(found):
@@ -153,6 +163,22 @@ class Documents(Task):
             )
 
 
+def _walk(folder: Path) -> Iterator[Path]:
+    """The files of documents in a folder and its subfolders. Raises `DataError` for what may not be read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}; its documents cannot be read") from None
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        for path in map(Path(place).joinpath, names):
+            try:
+                wanted = _kind(path) in _TEXTS + _RECORDS and path.is_file()
+            except OSError as error:
+                refuse(error)
+            if wanted:
+                yield path
+
+
 def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".xz")).suffix.lower()
 
@@ -169,9 +195,7 @@ def _half(item: Item) -> str:
 def _read(path: Path, name: str) -> Sequence[Document]:
     if _kind(path) in _TEXTS:
         text = reading.strip_gutenberg(reading.read_text(path))
-        if not text:
-            raise DataError(f"{path}: an empty document")
-        return [Document(name, text)]
+        return [Document(name, text)] if text else []
     return [_record(value, f"{path}:{number}", f"{name}:{number}") for number, value in reading.read_jsonl(path)]
 
 

@@ -21,7 +21,7 @@ from foveate.integrations.transformers.hooks import AfterForward, BeforeForward,
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
-from foveate.methods import Method, make
+from foveate.methods import Method, check_made_for, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
 from foveate.state import Evicts
@@ -91,6 +91,7 @@ def attach(
     decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = attention_modules(model, decoder, config)
+    check_made_for(chosen, model_facts(config, modules))
     releases.check(model, decoder)
     chosen = chosen.for_model(lambda: {} if adapted(model) else model_facts(config, modules))
     uid = new_uid()
