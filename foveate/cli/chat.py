@@ -5,7 +5,7 @@ torch and Transformers are imported inside the command, so that help and bad nam
 
 from __future__ import annotations
 
-import contextlib
+import io
 import sys
 import time
 from pathlib import Path
@@ -58,6 +58,8 @@ def chat(
         raise UserError(f"{model}: the tokenizer has no chat template; `foveate generate` continues a text")
     network = loading.load_model(model, form, place)
     notes = terminal.console(stderr=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 end no conversation
 
     with foveate.attached(network, chosen) as attachment:
         talk = Conversation(network, tokenizer, text, max_new_tokens, facts.get("max_positions"))
@@ -83,9 +85,7 @@ def chat(
 
 
 def _asked() -> str:
-    """What the user types next, bytes that are no UTF-8 as half characters; empty at the end of input."""
-    with contextlib.suppress(AttributeError):  # where another program stands in for the terminal
-        sys.stdin.reconfigure(errors="surrogateescape")
+    """What the user types next; empty at the end of input."""
     try:
         return input("> ").strip()
     except EOFError:

@@ -1,6 +1,10 @@
 """A user's own documents as a task."""
 
 import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -141,3 +145,44 @@ def test_a_folder_without_documents_is_refused(tmp_path):
         task().files(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         task().files(tmp_path / "missing")
+
+
+def test_empty_files_are_left_out_and_named(tmp_path):
+    write(tmp_path / "asked.jsonl", QUESTION)
+    for name in ("empty.txt", "blank.md"):
+        (tmp_path / name).write_text("  \n", encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"left out as empty: .*blank\.md and 1 more"):
+        (item,) = task().items(tmp_path, Words(), 10, 0)
+    assert item.id == "asked.jsonl:1"
+    (tmp_path / "asked.jsonl").unlink()
+    with pytest.raises(DataError, match=r"blank\.md: an empty document"):
+        task().items(tmp_path, Words(), 10, 0)
+
+
+_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from foveate.evaluation.tasks.documents import Documents
+b"x".decode("utf-8-sig")  # which nobody may not import
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    print([path.name for path in Documents().items(Path(sys.argv[1]), None, 9, 0)])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("closed", ["closed", "closed/b.txt"])
+def test_what_may_not_be_read_is_named(closed):
+    with tempfile.TemporaryDirectory() as name:  # pytest's folders are another user's
+        folder = Path(name)
+        (folder / "closed").mkdir()
+        for path in (folder / "a.txt", folder / "closed" / "b.txt"):
+            path.write_text("A text.", encoding="utf-8")
+        folder.chmod(0o755)
+        (folder / closed).chmod(0)
+        done = subprocess.run([sys.executable, "-c", _AS_NOBODY, name], capture_output=True, text=True, check=True)
+        (folder / closed).chmod(0o755)
+    assert done.stdout.startswith(f"DataError {folder / closed}: Permission denied")

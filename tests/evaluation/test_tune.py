@@ -6,6 +6,7 @@ import pytest
 from evaluation import tiny
 from typer.testing import CliRunner
 
+import foveate
 from foveate import methods
 from foveate.cli import app
 from foveate.evaluation import tasks, tune
@@ -266,22 +267,49 @@ def test_refusals(folder, tmp_path, settings, message):
         tune.Plan(folder, **given)
 
 
+SETTING = {"kind": "foveate_setting", "schema": 1, "method": "pages:top_k=0.5", "architecture": {"layers": 2}}
+SETTING |= {"objective": "memory", "max_loss": 1.0, "measured": {}}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "not a setting of foveate tune"),
         ('{"kind": "other"}', "not a setting of foveate tune"),
-        ('{"kind": "foveate_setting", "schema": 9, "method": "dense"}', "schema 9"),
-        ('{"kind": "foveate_setting", "schema": 1, "method": "x.json"}', "names another file"),
+        (SETTING | {"schema": 9}, "schema 9"),
+        (SETTING | {"schema": True}, "schema True"),
+        (SETTING | {"method": "x.json"}, "names another file"),
+        (SETTING | {"method": 3}, "'method' must not be 3"),
+        (SETTING | {"architecture": "x"}, "'architecture' must not be 'x'"),
+        (SETTING | {"evil": 1}, "'evil' is unknown; a setting of foveate tune has kind, schema, method"),
+        ({name: value for name, value in SETTING.items() if name != "architecture"}, "'architecture' is missing"),
+        (json.dumps(SETTING | {"max_loss": float("nan")}), "NaN is no number"),
+        (json.dumps(SETTING)[:-1] + ', "method": "h2o"}', "method is given twice"),
     ],
 )
 def test_files_that_are_no_setting(tmp_path, content, message):
     path = tmp_path / "foveate.json"
     with pytest.raises(ValueError, match="no such file"):
         methods.make(str(path))
-    path.write_text(content, encoding="utf-8")
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         methods.make(str(path))
+
+
+@pytest.mark.parametrize("architecture", [{"layers": 99}, {"layers": 2, "head_dim": 64}])
+def test_a_setting_of_another_model_is_refused(folder, tmp_path, architecture):
+    path = tmp_path / "foveate.json"
+    path.write_text(json.dumps(SETTING | {"architecture": architecture}), encoding="utf-8")
+    network = loading.load_model(folder, "float32", "cpu")
+    name, number = list(architecture.items())[-1]
+    with pytest.raises(ValueError, match=f"found by foveate tune for a model of {name} {number}, and this one has"):
+        foveate.attach(network, str(path))
+    command = ["compare", "--model", folder, "--data", tiny.SAMPLE / "books", "--task", "documents:length=64"]
+    done = CliRunner().invoke(app, [str(one) for one in [*command, "--method", path, "--out", tmp_path / "rows.jsonl"]])
+    assert done.exit_code == 2
+    assert "found by foveate tune for a model of" in " ".join(done.output.split())
+    path.write_text(json.dumps(SETTING), encoding="utf-8")
+    assert foveate.attach(network, str(path)).method.spec == "pages:top_k=0.5"
 
 
 def test_the_command(folder, tmp_path):
