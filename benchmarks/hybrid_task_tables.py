@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foveate.evaluation import tasks
-from foveate.evaluation.metrics import Interval, Values, bootstrap
+from foveate.evaluation.metrics import Interval, Values, estimate
 from foveate.models import PRESETS, cache_bytes, make_config
 from foveate.report.markdown import NONE, interval, markdown_table, titled
 from foveate.report.rows import Row
@@ -182,7 +182,7 @@ def _score(rows: Sequence[Row], line: str) -> tuple[Interval, list[float]]:
         return np.mean([aggregate(one) for one in own], axis=0)
 
     together = {f"{number} {name}": values for number, seed in enumerate(seeds) for name, values in seed.items()}
-    return bootstrap(mean, together, rows[0]["seed"]), [row["metrics"][metric]["value"] for row in rows]
+    return estimate(mean, together, rows[0]["seed"]), [row["metrics"][metric]["value"] for row in rows]
 
 
 def _cell(score: Interval, seeds: Sequence[float]) -> str:

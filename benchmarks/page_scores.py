@@ -23,7 +23,7 @@ from benchmarks import page_estimates, table_kinds
 from benchmarks.page_estimates import LIMIT, SINKS, TAIL, Case, Measures
 from foveate.bench.plan import Keep, Row, Say, measure
 from foveate.evaluation import tasks
-from foveate.evaluation.metrics import bootstrap, columns, mean
+from foveate.evaluation.metrics import Mean, columns, estimate
 from foveate.evaluation.tasks import Item, Task
 from foveate.inputs import loading, model_folder
 from foveate.integrations.transformers.probe import Seen, watched
@@ -134,7 +134,7 @@ def _rows(plan: Plan, task: Task, items: list[Item], found: list[dict[Case, Meas
     rows = []
     for case in (case for case in found[0] if all(case in measures for measures in found)):
         values = columns(measures[case] for measures in found)
-        measures = {name: dataclasses.asdict(bootstrap(mean(name, 1.0), values, plan.seed)) for name in MEASURES}
+        measures = {name: dataclasses.asdict(estimate(Mean(name, 1.0), values, plan.seed)) for name in MEASURES}
         rows.append(
             {
                 "bench": "page-scores",

@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _row(case: Any, task: Any, found: Any, grades: list[Any], same: int, seed: int) -> dict[str, Any]:
     aggregate, (ours, theirs) = task.metrics[task.main], grades
-    score = metrics.bootstrap(aggregate, ours, seed)
+    score = metrics.estimate(aggregate, ours, seed)
     difference = metrics.paired_bootstrap(aggregate, ours, theirs, seed)
     return {
         "schema": measurements.SCHEMA,

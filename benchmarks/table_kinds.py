@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from foveate.evaluation import tasks
 from foveate.report import lines, pooled
 from foveate.report.markdown import (
     NONE,
@@ -202,6 +203,12 @@ def page_scores(rows: Sequence[Row]) -> str:
     return "\n\n".join(titled(title, some, table(some)) for (title, _), some in groups.items())
 
 
+def _exact_score(row: Row) -> str:
+    task = row["case"]["task"]
+    main = tasks.exact_intervals(task, row["item_values"]).get(tasks.get(task).main)
+    return score(row) if main is None else interval(vars(main))
+
+
 serving_accuracy = Table(
     lambda rows: f"{rows[0]['case']['model']} in vLLM, n = {rows[0]['n']}, scores [95 %]",
     {
@@ -210,7 +217,7 @@ serving_accuracy = Table(
         ),
         "method": lambda row: f"`{row['case']['method']}`",
         "keys read": lambda row: percent(row["keys_read_share"]),
-        "score": score,
+        "score": _exact_score,
         "vLLM's own attention": lambda row: number(row["baseline_score"], 1),
         "difference": lambda row: interval(row, 1, "+", ("diff", "diff_low", "diff_high")),
         "same answers": lambda row: f"{row['same_answers']} of {row['n']}",

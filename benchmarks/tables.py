@@ -6,7 +6,7 @@
 A table is marked by `<!-- report: FILE.jsonl [FILE.jsonl ...] [KIND] [NAME=VALUE ...] [over-splits] -->`; `KINDS` has
 the kinds. Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does. `over-splits`
 makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
-are compared with each other.
+are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`.
 """
 
 import json
@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
+from benchmarks import age, csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
 from foveate.calibration import load
+from foveate.evaluation import tasks
 from foveate.report import pooled
 from foveate.report.lines import once
 from foveate.report.rows import Row, chosen, of_cases, spelled
@@ -78,16 +79,32 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     elif "spec" in rows[0] and "cell" not in rows[0]:
-        rows, _ = once(chosen([spelled(row) for row in rows], conditions))
+        rows, _ = once(chosen([spelled(tasks.estimated(row)) for row in rows], conditions))
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)
             sys.stderr.writelines(f"{line}\n" for line in notes)
     return (KINDS[kinds[0]] if kinds else tables)(rows)
 
 
-def written(text: str) -> str:
-    """The text with every marked table made anew."""
-    return MARK.sub(lambda match: f"{match[1]}\n{marked(match[2].split())}\n\n{match[3]}", text)
+def written(text: str, check: bool = False) -> str:
+    """The text with every marked table made anew.
+
+    Args:
+        check: whether a table of ages may count to the commit that it names, see :func:`benchmarks.age.kept`.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        try:
+            if match[2] != "age":
+                table = marked(match[2].split())
+            else:
+                table = age.kept(ROOT, match[0]) if check else age.table(ROOT)
+        except age.NoHistoryError as error:
+            sys.stderr.write(f"the age of rows is not counted: {error}\n")
+            return match[0]
+        return f"{match[1]}\n{table}\n\n{match[3]}"
+
+    return MARK.sub(made, text)
 
 
 def main(words: Sequence[str]) -> int:
@@ -97,10 +114,10 @@ def main(words: Sequence[str]) -> int:
     stale = []
     for path in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
-        if text != written(text):
+        if text != (made := written(text, bool(words))):
             stale.append(path.name)
             if not words:
-                path.write_text(written(text), encoding="utf-8")
+                path.write_text(made, encoding="utf-8")
     print("\n".join(stale) or "all tables are as the result files say")
     return int(bool(stale and words))
 

@@ -35,6 +35,12 @@ def small(name, layer=0):
     return methods.make(name, **methods.get(name).small_budget).for_layer(layer, 3, [layer])
 
 
+def by_layers(name):
+    """Whether a method makes an instance for each layer, which may be equal and yet keep other state of its own."""
+    method = methods.make(name, **methods.get(name).small_budget)
+    return method.for_layer(1, 3, [1]) is not method
+
+
 _FOLDER = tempfile.TemporaryDirectory()
 
 
@@ -54,7 +60,7 @@ LTE = {"file": lte_file(), "top_k": 0.3, "window": 13, "sinks": 2}
 
 VARIANTS = [
     *((name, small(name)) for name in NAMES),
-    *((name, small(name, 1)) for name in NAMES if small(name, 1) != small(name)),
+    *((f"{name}/another_layer", small(name, 1)) for name in NAMES if by_layers(name)),
     *(
         (f"kascade/{name}", kascade_by_head(**{"top_k": 9, "tile": 12} | settings).for_layer(1, 3))
         for name, settings in {
@@ -354,6 +360,11 @@ def influences(driver, token):
     return values, summaries
 
 
+BYTES = (0x4B, 0xCB, 0x00, 0xFF, 0xF0, 0x0F)
+"""What is written to bytes: numbers of both signs and about as large, whether they are read as fp32, as int8 or by
+halves; then the least and the largest halves, which differ from any code in one of them."""
+
+
 def vectors(store):
     """The tensors of a cache, beside values and summaries, that hold a vector for each slot or page."""
     apart = ("values", "summary_")
@@ -365,19 +376,15 @@ def changes(driver, token, name, places, value):
 
     Args:
         places: int64 ``[n, 2]``, KV heads and entries; or ``[n, 3]``, with a number of the entry.
-        value: what is written there, or the nearest that the dtype has; in bytes, a number of its sign and about as
-            large, whether they are read as fp32, as int8 or by halves.
+        value: what is written there, or the nearest that the dtype has.
     """
     found = []
     for some in places.split(1024):
         probe = copy.deepcopy(driver)
         probe.layer.batch_repeat_interleave(len(some) + 1)  # a row for each place, and one that stays as it is
         tensor = probe.store.tensors[name]
-        if tensor.dtype == torch.uint8:
-            written = torch.tensor(0x4B if value > 0 else 0xCB, dtype=torch.uint8)
-        else:
-            most = torch.finfo(tensor.dtype).max
-            written = torch.tensor(value).clamp(-most, most).to(tensor.dtype)
+        bounds = torch.iinfo(tensor.dtype) if tensor.dtype == torch.uint8 else torch.finfo(tensor.dtype)
+        written = torch.tensor(value).clamp(bounds.min, bounds.max).to(tensor.dtype)
         tensor[(torch.arange(len(some)), *some.T)] = written
         rows = [getattr(token, part).expand(len(some) + 1, -1, -1, -1) for part in "qkv"]
         out = probe.feed(Tokens(*rows))[:, :, 0].unflatten(1, (KV_HEADS, -1)).flatten(2)
@@ -398,7 +405,7 @@ def looked_at(driver, token, keys):
         numbers_of, whole = tensor.shape[-1], tensor.dtype == torch.uint8  # packed numbers are tried together
         places = entries.nonzero() if whole else entries[..., None].expand(-1, -1, numbers_of).nonzero()
         changed = torch.zeros(len(places), dtype=torch.bool)
-        for value in (1e4, -1e4):
+        for value in BYTES if whole else (1e4, -1e4):
             rest = (~changed).nonzero()[:, 0]
             if len(rest):
                 changed[rest] = changes(driver, token, name, places[rest], value).any(1)

@@ -107,3 +107,11 @@ def test_the_command(folder, tmp_path):
     assert done.output.count("tokens/s") == 2
     assert "luka · read" in done.output
     assert CliRunner().invoke(app, ["chat", "--model", str(folder), "--max-new-tokens", "0"]).exit_code == 2
+
+
+def test_a_question_that_is_no_utf_8_is_asked_for_again(folder):
+    arguments = ["chat", "--model", str(folder), "--max-new-tokens", "3"]
+    done = CliRunner().invoke(app, arguments, input=b"caf\xe9?\nhello\n\n")
+    assert done.exit_code == 0, done.output
+    assert "the question is not UTF-8: its character 4 is" in done.output
+    assert "tokens so far" in done.output, "the next question is answered"

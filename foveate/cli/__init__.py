@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from foveate.bench.commands import app as bench_app
 from foveate.cli import asking, chat, train_lte, tuning
 from foveate.cli.train import app as train_app
+from foveate.inputs import imports
 from foveate.report.commands import app as plot_app
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
@@ -33,11 +34,12 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             no_memory = type(error).__name__ == "OutOfMemoryError"
-            if ctx.params["debug"] or not (no_memory or isinstance(error, _BAD_INPUT)):
+            own = None if no_memory else imports.fault(error)
+            if ctx.params["debug"] or not (own or no_memory or isinstance(error, _BAD_INPUT)):
                 raise
-            message = "out of memory; try fewer sequences at once, or shorter ones" if no_memory else str(error)
+            message = "out of memory; try fewer sequences at once, or shorter ones" if no_memory else own or str(error)
             from foveate.report import terminal
 
             terminal.console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from foveate.cli.progress import Progress
+from foveate.inputs import imports
 from foveate.results import outfile
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
@@ -30,24 +31,17 @@ Dtype = Annotated[
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 
 
-def _run(file: Path | None) -> Path | None:
-    """Runs a file of the user's, whose methods then have names."""
-    if file is not None:
-        import runpy
-
-        from foveate.results.errors import UserError
-
-        if not file.is_file():
-            raise UserError(f"{file}: no such file")
-        runpy.run_path(str(file))
-    return file
+def _run(files: list[Path] | None) -> list[Path]:
+    for file in files or ():
+        imports.run(file)
+    return files or []
 
 
 Import = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
         "--import",
-        help="A Python file that is run first: the methods that it defines can be named.",
+        help="A Python file that is run first: the methods that it defines can be named; may be repeated.",
         show_default=False,
         callback=_run,
         is_eager=True,
@@ -179,7 +173,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Items (wikisalad: examples of several questions).")] = 10,
+    limit: Annotated[int, typer.Option(help="Items at most (wikisalad: examples of several questions).")] = 10,
     batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
     dtype: Dtype = "auto",
@@ -208,7 +202,8 @@ def compare(
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])
     quiet()
-    plan = Comparison(model, chosen_task, data, chosen, limit, out, batch_size, seed, dtype, device, share_prompt)
+    how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()))
+    plan = Comparison(model, chosen_task, data, chosen, limit, out, *how)
     prepared = prepare(plan)
     if method and added:
         notes.print("dense runs too: every row is compared with it", style="dim")

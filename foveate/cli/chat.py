@@ -5,15 +5,17 @@ torch and Transformers are imported inside the command, so that help and bad nam
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.asking import Device, Dtype, Model
+from foveate.cli.asking import Device, Dtype, Import, Model
 from foveate.inputs.prompting import Message, render
-from foveate.results.errors import UserError
+from foveate.results.errors import UserError, check_text
 from foveate.results.quiet import quiet
 
 _INTERRUPTED = 130
@@ -32,6 +34,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    imported: Import = None,
 ) -> None:
     """Talk to a model with a method; an empty line or the end of input ends."""
     from transformers import TextStreamer
@@ -55,6 +58,8 @@ def chat(
         raise UserError(f"{model}: the tokenizer has no chat template; `foveate generate` continues a text")
     network = loading.load_model(model, form, place)
     notes = terminal.console(stderr=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 end no conversation
 
     with foveate.attached(network, chosen) as attachment:
         talk = Conversation(network, tokenizer, text, max_new_tokens, facts.get("max_positions"))
@@ -65,6 +70,7 @@ def chat(
         while question := _asked():
             start = time.perf_counter()
             try:
+                check_text(question, "the question")
                 said = talk.answer(question, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
             except KeyboardInterrupt:
                 notes.print("interrupted: the conversation ends here", style="dim")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.cli.asking import Device, Dtype, Model
+from foveate.cli.asking import Device, Dtype, Import, Model
 from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
 
@@ -27,12 +27,20 @@ def tune(
     calibration: Annotated[
         Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.", show_default=False)
     ] = None,
-    limit: Annotated[int, typer.Option(help="Items to choose on, and as many to check on.")] = 20,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help="Items to choose on at most, and as many to check on; if left out, as many as tell --max-loss, or 20 "
+            "of documents without answers.",
+            show_default=False,
+        ),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="Time after which nothing new is tried.")] = 15.0,
     batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the items.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    imported: Import = None,
 ) -> None:
     """Search methods and budgets on one half of your documents, check the best on the other, write it: resumable."""
     from foveate.evaluation import tasks
@@ -42,7 +50,7 @@ def tune(
     notes = terminal.console(stderr=True)
     chosen = tasks.parse(task, split="tune")
     quiet()
-    how = (max_loss, objective, calibration, limit, minutes, batch_size, seed, dtype, device)
+    how = (max_loss, objective, calibration, limit, minutes, batch_size, seed, dtype, device, tuple(imported or ()))
     plan = Plan(model, chosen, data, out, *how)
 
     def say(text: str) -> None:

@@ -1,11 +1,11 @@
-"""Answer metrics, and their 95 % intervals by the bootstrap over items.
+"""Answer metrics and their 95 % intervals: exact for shares of items, else by the bootstrap over items.
 
-Answers are graded per item; a metric of a run is a function of the items' values (`Aggregate`), so that its interval,
-and the interval of a difference between two methods on the same items, come from one resampling routine.
+Answers are graded per item; a metric of a run is a function of the items' values (`Aggregate`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 from collections import Counter
@@ -18,15 +18,23 @@ RESAMPLES = 2000
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BLOCK = 4_000_000  # resampled values held at once
+_TAIL = 0.025
+"""Probability beyond each end of an interval."""
 
 Values = Mapping[str, np.ndarray]
 Aggregate = Callable[[Values], np.ndarray]
 """Takes item values, each `[..., n]`, and returns the metric `[...]`, reduced over the items."""
 
 
-def mean(key: str, scale: float = 100.0) -> Aggregate:
+@dataclass(frozen=True)
+class Mean:
     """The mean of one item value, times `scale` (100: a share in percent)."""
-    return lambda values: scale * values[key].mean(axis=-1)
+
+    key: str
+    scale: float = 100.0
+
+    def __call__(self, values: Values) -> np.ndarray:
+        return self.scale * values[self.key].mean(axis=-1)
 
 
 def normalize(text: str) -> str:
@@ -68,17 +76,35 @@ def string_match_part(prediction: str, answers: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A metric and its 95 % percentile-bootstrap bounds, in the metric's own unit."""
+    """A metric and its 95 % bounds, in the metric's own unit."""
 
     value: float
     low: float
     high: float
 
 
-def bootstrap(aggregate: Aggregate, values: Values, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """A metric with its 95 % interval; items (last axis of `values`, each `[n]`) are resampled with replacement."""
-    draws = _resampled(lambda index: aggregate(_take(values, index)), _count(values), seed, resamples)
+def estimate(aggregate: Aggregate, values: Values, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """A metric with its 95 % interval over the items, the last axis of `values`, each `[n]`.
+
+    Exact (Clopper and Pearson's) for a share of items with value 1 where the others have 0; else by the percentile
+    bootstrap, which resamples items with replacement.
+    """
+    n = _count(values)
+    if (exact := exact_interval(aggregate, values)) is not None:
+        return exact
+    draws = _resampled(lambda index: aggregate(_take(values, index)), n, seed, resamples)
     return _interval(float(aggregate(values)), draws)
+
+
+def exact_interval(aggregate: Aggregate, values: Values) -> Interval | None:
+    """A share of items in percent with its exact 95 % interval; None where values are not there, or not 0 or 1."""
+    if not isinstance(aggregate, Mean) or aggregate.scale != 100.0 or aggregate.key not in values:
+        return None
+    of_items = values[aggregate.key]
+    if not np.isin(of_items, (0.0, 1.0)).all():
+        return None
+    n, hits = len(of_items), int(of_items.sum())
+    return Interval(float(aggregate(values)), 100 * _least_share(hits, n), 100 * (1 - _least_share(n - hits, n)))
 
 
 def paired_bootstrap(
@@ -118,6 +144,22 @@ def _count(values: Values) -> int:
     return sizes.pop()
 
 
+@functools.cache
+def _least_share(hits: int, n: int) -> float:
+    """The share of which `hits` or more of `n` items come out with a probability of 2.5 %: Clopper and Pearson's lower
+    bound, by bisection."""
+    if hits == 0:
+        return 0.0
+    log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])
+    counts = np.arange(hits, n + 1)
+    log_ways = log_factorial[n] - log_factorial[counts] - log_factorial[n - counts]
+    low, high = 0.0, hits / n
+    while low < (share := (low + high) / 2) < high:
+        log_odds = counts * np.log(share) + (n - counts) * np.log1p(-share)
+        low, high = (low, share) if np.exp(log_ways + log_odds).sum() > _TAIL else (share, high)
+    return low
+
+
 def _take(values: Values, index: np.ndarray) -> dict[str, np.ndarray]:
     return {key: array[index] for key, array in values.items()}
 
@@ -132,5 +174,5 @@ def _resampled(statistic: Callable[[np.ndarray], np.ndarray], n: int, seed: int,
 
 
 def _interval(value: float, draws: np.ndarray) -> Interval:
-    low, high = np.percentile(draws, [2.5, 97.5])
+    low, high = np.percentile(draws, [100 * _TAIL, 100 * (1 - _TAIL)])
     return Interval(value, float(low), float(high))

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 import foveate
-from foveate.evaluation import costs, decoding, generation
-from foveate.evaluation.metrics import Interval, bootstrap, columns, paired_bootstrap
+from foveate.evaluation import costs, decoding, generation, tasks
+from foveate.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.evaluation.native_model import NativeModel, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
-from foveate.inputs import loading, model_folder, reading
+from foveate.inputs import imports, loading, model_folder, reading
 from foveate.results import circumstances, outfile, resultfile
 from foveate.results.errors import DataError, UserError, check_seed, check_text
 from foveate.results.rows import ROW_SCHEMA, ordered
@@ -44,7 +44,8 @@ class Comparison:
     `methods` are foveate methods, "dense" among them, or :class:`NativeModel` alone or among them.
 
     `share_prompt`: methods that are dense in prefill share one reading of each prompt; without it each reads the prompt
-    itself, which times its prefill. Nothing else differs.
+    itself, which times its prefill. Nothing else differs. `imports`: files that define methods, which have run
+    (:func:`foveate.inputs.imports.run`); rows of other versions of them belong to another run.
     """
 
     model: Path
@@ -58,10 +59,12 @@ class Comparison:
     dtype: str = "auto"
     device: str = "auto"
     share_prompt: bool = True
+    imports: tuple[Path, ...] = ()
 
     def command(self, method: Any) -> str:
         """The command line that makes the row of one method of these, paths shortened to their last names."""
-        parts = ["foveate compare", f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
+        parts = ["foveate compare", *(f"--import {shlex.quote(file.name)}" for file in self.imports)]
+        parts += [f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
         specs = [other.spec for other in self.methods if other.name == "dense"] + [method.spec]
         parts += [f"--method {shlex.quote(spec)}" for spec in dict.fromkeys(specs)]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
@@ -163,8 +166,9 @@ def prepare(plan: Comparison) -> Prepared:
         "dtype": plan.dtype,
         "device": device,
         "batch_size": plan.batch_size,
+        **({"imports": list(map(imports.identity, plan.imports))} if plan.imports else {}),
     }
-    rows = resultfile.read_rows(plan.out, run)
+    rows = [tasks.estimated(row) for row in resultfile.read_rows(plan.out, run)]
     kept = resultfile.read_partial(plan.out, run)
     sizes = {group[0].id: len(group) for group in generation.batches(items, plan.batch_size)}
     for record in kept:
@@ -347,7 +351,7 @@ def _row(
 ) -> dict[str, Any]:
     plan, task, items = prepared.plan, prepared.plan.task, prepared.items
     names = sorted(task.metrics, key=lambda name: name != task.main)  # the main one first
-    metrics = {name: bootstrap(task.metrics[name], values, plan.seed) for name in names}
+    metrics = {name: estimate(task.metrics[name], values, plan.seed) for name in names}
     main, aggregate = metrics[task.main], task.metrics[task.main]
     if dense is None:  # this row is dense itself, or the model's own
         difference, dense_score = Interval(0.0, 0.0, 0.0), main.value

@@ -3,6 +3,7 @@
 A method loses less the more it reads, so the least share that keeps the answers is bracketed for each; methods that can
 no longer become the cheapest are left. Settings are tried on the task's split `tune` and chosen there; what the best
 ones lose is then measured on `test`. Each trial is a row of `compare`, so that a search which was interrupted goes on.
+What these items cannot tell, or what gains nothing, is not recommended.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from foveate.evaluation.runner import Comparison, Progress, parse_method, prepare, run
 from foveate.evaluation.tasks.base import Task
 from foveate.evaluation.tasks.fidelity import Fidelity
+from foveate.inputs import imports
+from foveate.methods import REGISTRY, Method
 from foveate.methods.spec import SETTING, SETTING_SCHEMA
 from foveate.results import outfile
 from foveate.results.errors import UserError, unknown
@@ -43,6 +46,10 @@ _FAILURES = (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryE
 """What a setting may raise that cannot be applied to the model."""
 _TOGETHER, _CONFIRMED = 4, 6
 """Trials of a run after the first, and the cheapest ones that are measured on held-back data at most."""
+_GAIN = 0.95
+"""A setting that costs more than this share of what dense attention costs gains nothing: times differ by chance."""
+_ITEMS, _TIMED = 20, 3
+"""Usual items of a split whose answers are dense attention's, and batches that are answered for their times alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +65,10 @@ class Plan:
         objective: what is to be small: time of a token (latency), time of a token at `batch_size` over the batch
             (throughput), or what stays in memory (memory).
         calibration: a file of `foveate calibrate`, with which kascade is among the methods; None: it is not.
-        limit: items of each split.
+        limit: items of each split at most; None: as many as tell a loss of `max_loss`, or 20 where methods go along
+            dense attention's answers, whose every token counts.
         minutes: no trial starts after so many, but for the first of each method. A few start together.
+        imports: files that define methods (:func:`foveate.inputs.imports.run`); these are searched by their top_k.
     """
 
     model: Path
@@ -69,24 +78,30 @@ class Plan:
     max_loss: float = 1.0
     objective: str = OBJECTIVES[0]
     calibration: Path | None = None
-    limit: int = 20
+    limit: int | None = None
     minutes: float = 15.0
     batch_size: int = 1
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    imports: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise unknown("objective", self.objective, OBJECTIVES)
-        if not 0 <= self.max_loss <= 100:
-            raise UserError(f"max-loss must be points of a score, 0 to 100, got {self.max_loss}")
+        if not 0 < self.max_loss <= 100:
+            raise UserError(f"max-loss must be points of a score, above 0 and at most 100, got {self.max_loss}")
         if self.minutes <= 0:
             raise UserError(f"minutes must be above 0, got {self.minutes}")
         if self.objective == "throughput" and self.batch_size == 1:
             raise UserError("throughput is of several sequences: give as batch-size how many you serve at once")
         if not {"tune", "test"} <= set(self.task.splits):
             raise UserError(f"task '{self.task.name}' has no splits tune and test; use documents")
+        for method in self._imported:
+            if "top_k" not in method.__dataclass_fields__:
+                raise UserError(
+                    f"method '{method.name}' of {method.__module__} has no top_k, the share that is searched"
+                )
 
     def rows(self, split: str) -> Path:
         """The file of a split's rows."""
@@ -96,8 +111,14 @@ class Plan:
     def methods(self) -> dict[str, str]:
         """The specs that are searched, by method, with places for the share and the file of a calibration."""
         memory = self.objective == "memory"
-        found = {name: f"{name}:top_k={{share}}" for name in (EVICTING if memory else (*KEEPING, *PRUNING))}
+        names = [*(EVICTING if memory else (*KEEPING, *PRUNING)), *(method.name for method in self._imported)]
+        found = {name: f"{name}:top_k={{share}}" for name in names}
         return found if memory or self.calibration is None else found | {"kascade": KASCADE}
+
+    @property
+    def _imported(self) -> list[type[Method]]:
+        files = {str(file.resolve()) for file in self.imports}
+        return [method for method in REGISTRY.values() if method.__module__ in files]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +136,16 @@ class Trial:
 def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     """Searches, writes the best setting and returns it, as measured on the held-back split.
 
-    Dense attention is the setting where nothing keeps what it may lose. Raises `UserError` as `compare` does.
+    Raises:
+        UserError: where there is nothing to recommend: dense attention scores no more than may be lost, the items are
+            too few to tell the loss, or no setting that keeps it costs less than dense attention; else as `compare`.
     """
     outfile.check(plan.out)
+    if not plan.task.needs_dense(plan.data):
+        plan = dataclasses.replace(plan, limit=plan.limit or math.ceil(100 / plan.max_loss))
+        for split in ("tune", "test"):
+            _check_number(plan, len(prepare(_comparison(plan, split, ["dense"])).items), "items", split)
+    plan = dataclasses.replace(plan, limit=plan.limit or _ITEMS)
     begun, dense = time.monotonic(), None
     tried: dict[str, dict[float, Trial]] = {name: {} for name in plan.methods}
     failed: set[str] = set()
@@ -126,14 +154,14 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
         specs = {name: _spec(plan, name, share) for name, share in shares.items()}
         _together(plan, "tune", list(specs.values()), say)
         if dense is None:
-            dense = best = _measure(plan, "tune", "dense")
+            dense = best = _dense(plan, "tune")
             say(f"dense: {_words(plan, dense)}")
         for name, spec in specs.items():
             try:
                 found = tried[name][shares[name]] = _measure(plan, "tune", spec)
             except _FAILURES as error:
                 failed.add(name)
-                say(f"{spec}: {str(error).splitlines()[0]}")
+                say(f"{spec}: {(imports.fault(error) or str(error)).splitlines()[0]}")
                 continue
             better = found.loss <= plan.max_loss and found.cost < best.cost
             best = found if better else best
@@ -143,9 +171,36 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
             say(f"{plan.minutes:g} minutes are over")
             break
     measured = (one for of_method in tried.values() for one in of_method.values())
-    chosen = _confirmed(plan, [one for one in measured if one.cost < dense.cost], say)
+    chosen = _confirmed(plan, [one for one in measured if one.cost <= _GAIN * dense.cost], say)
+    if chosen is None:
+        raise UserError(
+            f"nothing is gained: no setting that costs at most {_GAIN:.0%} of dense attention loses no more than "
+            f"{plan.max_loss:g} points on both halves; {plan.out} is not written"
+        )
     _write(plan, chosen)
     return chosen
+
+
+def _dense(plan: Plan, split: str) -> Trial:
+    """Dense attention on a split. Raises `UserError` if what may be lost cannot be told by these items."""
+    found = _measure(plan, split, "dense")
+    if found.row["score"] <= plan.max_loss:
+        raise UserError(
+            f"dense attention itself scores {found.row['score']:.1f} of 100 points on split '{split}': methods that "
+            f"answer nothing would lose no more than the {plan.max_loss:g} that may be lost; ask what the model can do"
+        )
+    if "tokens" in found.row["item_values"]:  # of dense attention's answers
+        _check_number(plan, round(sum(found.row["item_values"]["tokens"])), "tokens of answers", split)
+    return found
+
+
+def _check_number(plan: Plan, number: int, what: str, split: str) -> None:
+    if number * plan.max_loss < 100:
+        raise UserError(
+            f"{number} {what} of split '{split}' do not tell a loss of {plan.max_loss:g} points: each is worth "
+            f"{100 / number:.3g}; at least {math.ceil(100 / plan.max_loss)} do: give more documents, a larger --limit, "
+            f"or --max-loss {math.ceil(1000 / number) / 10:g}"
+        )
 
 
 def _promising(
@@ -197,12 +252,14 @@ def _together(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str],
         told = told or spec  # the first that is not measured yet
         if spec == told:
             answered += items
-            say(f"{answered} of {plan.limit} items")
+            say(f"{answered} items")
 
     if specs:
         say(f"together: dense, {', '.join(specs)}")
         with contextlib.suppress(*_FAILURES):  # ends the run; then each is measured alone, and the one that fails named
-            _rows(plan, split, ["dense", *specs], progress)
+            row = _rows(plan, split, ["dense", *specs], progress)["dense"]
+            if _untimed(plan, row):
+                _times(plan, split, ["dense", *specs])
 
 
 def _spec(plan: Plan, name: str, share: float) -> str:
@@ -210,51 +267,74 @@ def _spec(plan: Plan, name: str, share: float) -> str:
     return plan.methods[name].format(share=_rounded(share), file=file)
 
 
-def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial:
-    """The cheapest of the best trials that keeps what it may lose on held-back data; dense if none does."""
+def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial | None:
+    """The cheapest of the best trials that keeps what it may lose on held-back data, and gains there; None if none."""
     kept = sorted((one for one in tried if one.loss <= plan.max_loss), key=lambda one: one.cost)
     _together(plan, "test", [one.spec for one in kept[:_CONFIRMED]], say)
+    dense = _dense(plan, "test") if kept else None
     for one in kept[:_CONFIRMED]:
         again = _measure(plan, "test", one.spec)
         say(f"on held-back data {one.spec}: {_words(plan, again)}")
-        if again.loss <= plan.max_loss:
+        if again.loss <= plan.max_loss and again.cost <= _GAIN * dense.cost:
             return again
-    say("no setting keeps what it may lose on held-back data: dense attention it is")
-    return _measure(plan, "test", "dense")
+    return None
 
 
 def _measure(plan: Plan, split: str, spec: str) -> Trial:
     """A setting's row, made now or by an earlier search."""
-    row = _rows(plan, split, list(dict.fromkeys(("dense", spec))))[parse_method(spec).spec]
+    specs, name = list(dict.fromkeys(("dense", spec))), parse_method(spec).spec
+    row = _rows(plan, split, specs)[name]
+    if _untimed(plan, row):
+        row = row | {"decode_ms_per_token": _times(plan, split, specs)[name]["decode_ms_per_token"]}
     return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], row)
 
 
+def _untimed(plan: Plan, row: Mapping[str, Any]) -> bool:
+    return plan.objective != "memory" and row["decode_ms_per_token"] is None
+
+
+def _times(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Rows of a few items that methods answer by themselves: their times, where answers were dense attention's."""
+    limit = min(plan.limit, _TIMED * plan.batch_size)
+    return _rows(dataclasses.replace(plan, limit=limit), split, specs, timed=True)
+
+
 def _rows(
-    plan: Plan, split: str, specs: Sequence[str], progress: Progress = lambda method, items: None
+    plan: Plan,
+    split: str,
+    specs: Sequence[str],
+    progress: Progress = lambda method, items: None,
+    timed: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """The rows of a split by their specs, those of these settings among them."""
+    return {row["spec"]: row for row in run(prepare(_comparison(plan, split, specs, timed)), progress)}
+
+
+def _comparison(plan: Plan, split: str, specs: Sequence[str], timed: bool = False) -> Comparison:
+    """Settings on a split: their answers, or, where the data has none, how they follow dense attention's.
+
+    `timed`: their answers in any case.
+    """
     task = dataclasses.replace(plan.task, split=split)
-    if task.needs_dense(plan.data):
-        task = Fidelity(of=task)
-    methods = tuple(map(parse_method, specs))
-    comparison = Comparison(
+    along = not timed and task.needs_dense(plan.data)
+    return Comparison(
         plan.model,
-        task,
+        Fidelity(of=task) if along else task,
         plan.data,
-        methods,
+        tuple(map(parse_method, specs)),
         plan.limit,
-        plan.rows(split),
+        plan.rows(f"{split}-times" if timed else split),
         plan.batch_size,
         plan.seed,
         plan.dtype,
         plan.device,
+        imports=plan.imports,
     )
-    return {row["spec"]: row for row in run(prepare(comparison), progress)}
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:
-    """What a row's method costs: bytes resident (memory); else milliseconds a token and sequence, or, where the row has
-    no times (it goes along dense attention's answers), bytes of the cache that a step reads."""
+    """What a row's method costs: bytes resident (memory); else milliseconds a token and sequence, or, where no time can
+    be measured because answers are one token, bytes of the cache that a step reads."""
     if objective == "memory":
         return float(row["resident_bytes"])
     measured = row["decode_ms_per_token"]

@@ -79,7 +79,7 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # such as ImportError: what a quantised model needs is not installed
         raise UserError(f"{folder}: not loadable as a causal language model ({_first_line(error)})") from None
     _check_loaded(folder, loaded)
     ends = model.generation_config.eos_token_id

@@ -15,11 +15,12 @@ from foveate.integrations.transformers.facts import folder_weights
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.json_text import parse_json
-from foveate.methods import Method
+from foveate.methods import Method, check_made_for
 from foveate.results.errors import UserError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES = f"{_SINGLE} or {_INDEX}"
+_NUMBERS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
@@ -28,6 +29,9 @@ def model_facts(folder: Path) -> dict[str, Any]:
     Raises `UserError` if there is no such model, or Transformers does not know it.
     """
     config, text = read_config(folder), _decoder_config(folder).to_dict()
+    for name in _NUMBERS:
+        if isinstance(value := text.get(name), (str, float, bool)):
+            raise UserError(f"{folder / 'config.json'}: {name} must be a whole number, not {value!r}")
     heads = text.get("num_attention_heads")
     hidden = text.get("hidden_size")
     facts = {
@@ -52,7 +56,11 @@ def attention_layers(folder: Path) -> int:
 
 
 def method_for(folder: Path, method: Method) -> Method:
-    """A method as :func:`foveate.attach` settles it for a model folder's weights, before they are loaded."""
+    """A method as :func:`foveate.attach` settles it for a model folder's weights, before they are loaded.
+
+    Raises ValueError for one that a file names for another model.
+    """
+    check_made_for(method, model_facts(folder))
     return method.for_model(lambda: model_facts(folder) | {"weights": folder_weights(folder)})
 
 
@@ -62,7 +70,7 @@ def _decoder_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return config.get_text_config(decoder=True)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except Exception as error:  # a damaged configuration leads to any of them, those of Transformers' checks included
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
 

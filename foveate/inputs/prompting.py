@@ -12,6 +12,8 @@ Message = dict[str, str]
 
 Prompt = str | Sequence[Message]
 
+_TIMES, _ADDED = 4, 1_000_000
+"""How many times as long as its messages, and how many characters longer, a prompt may be."""
 # Templates that print the day would make a prompt depend on the clock; those that can think aloud are asked not to.
 _TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
@@ -86,18 +88,19 @@ def leading_ids(tokenizer: Any) -> list[int]:
 def _chat(tokenizer: Any, messages: Sequence[Message]) -> str:
     from jinja2 import TemplateError
 
-    try:
-        return _apply(tokenizer, messages)
-    except TemplateError as error:
-        if messages[0]["role"] != "system":
-            raise UserError(f"the tokenizer's chat template refuses the prompt: {error}") from None
-    # Some templates know no system role: the system prompt then opens the user's message.
-    system, user, *rest = messages
-    merged = {"role": "user", "content": f"{system['content']}\n\n{user['content']}"}
-    return _apply(tokenizer, [merged, *rest])
-
-
-def _apply(tokenizer: Any, messages: Sequence[Message]) -> str:
-    return tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, **_TEMPLATE_SETTINGS
-    )
+    ways = [list(messages)]
+    if messages[0]["role"] == "system":  # some templates know none: the system prompt then opens the user's message
+        system, user, *rest = messages
+        ways.append([{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest])
+    for way in ways:
+        try:
+            text = tokenizer.apply_chat_template(way, tokenize=False, add_generation_prompt=True, **_TEMPLATE_SETTINGS)
+        except TemplateError as error:
+            refusal = str(error)
+        except Exception as error:  # what a program that is no template runs into
+            raise UserError(f"the tokenizer's chat template fails: {type(error).__name__}: {error}") from None
+        else:
+            if len(text) > _TIMES * sum(len(one["content"]) for one in messages) + _ADDED:
+                raise UserError(f"the tokenizer's chat template makes {len(text):,} characters of the prompt")
+            return text
+    raise UserError(f"the tokenizer's chat template refuses the prompt: {refusal}")

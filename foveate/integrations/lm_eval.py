@@ -5,6 +5,8 @@ Importing this module registers the model; `python -m foveate.lm_eval` is lm-eva
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +29,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 _log = logging.getLogger("lm_eval.foveate")  # lm-eval prints what is below its own name
+_OF_HFLM = inspect.signature(HFLM.__init__).parameters.keys()
 Request = tuple[Any, list[int], list[int]]
 """What lm-eval asks a likelihood of: its strings (or None), the ids of the context, those of the continuation."""
 Row = tuple[tuple[int, ...], tuple[int, ...]]
@@ -66,6 +69,13 @@ class FoveateLM(HFLM):
             ValueError: as :func:`foveate.attach`; a bad method is refused before anything is loaded.
         """
         method = methods.make(method.replace(";", ",") if isinstance(method, str) else method)
+        split = {field.name for field in dataclasses.fields(method)} & options.keys() - _OF_HFLM
+        if split:
+            name = min(split)
+            raise ValueError(
+                f"{name} is a setting of {method.name}, and lm-eval splits its arguments at commas: write the spec "
+                f"with semicolons, method={method.spec.replace(',', ';')}{';' if ':' in method.spec else ':'}{name}=..."
+            )
         super().__init__(pretrained, **{"use_safetensors": True} | options)
         self.attachment = attach(self.model, method, dense_below=dense_below)
         if self.attachment.sparse_prompt and not self.attachment.evicts_in_prompt:

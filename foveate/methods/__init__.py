@@ -13,7 +13,18 @@ from foveate.methods.luka import LuKA, LuKAPaper
 from foveate.methods.per_layer import Mixed, PerLayer, per_layer
 from foveate.methods.shared_prompt import SharedPrompt
 from foveate.methods.snapkv import SnapKV
-from foveate.methods.spec import complete, get, make, names, parse, present, recorded, restated, spelled
+from foveate.methods.spec import (
+    check_made_for,
+    complete,
+    get,
+    make,
+    names,
+    parse,
+    present,
+    recorded,
+    restated,
+    spelled,
+)
 from foveate.methods.streaming import Streaming
 from foveate.methods.tova import TOVA
 from foveate.methods.uniform import Uniform
@@ -37,6 +48,7 @@ __all__ = [
     "Streaming",
     "Uniform",
     "budget",
+    "check_made_for",
     "complete",
     "get",
     "make",

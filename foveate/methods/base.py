@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.methods._declared import check_names
 from foveate.methods._settings import Settings
 from foveate.methods._settings import redefined as redefined
 from foveate.methods._settings import setting as setting
@@ -144,6 +145,9 @@ class Method(Settings):
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 
+    made_for: ClassVar[Mapping[str, Any] | None] = None
+    """The architecture for which a file of `foveate tune` names the method. Set on the instance that is made of it."""
+
     # What the layer gets from elsewhere
 
     artefact: ClassVar[Any] = None
@@ -162,10 +166,28 @@ class Method(Settings):
         """A short name for what this layer does with a decoded token, by which measurements group layers."""
         return self.name
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, replaces: bool = False, **kwargs: Any):
+        """Register a class with a ``name`` of its own.
+
+        Args:
+            replaces: whether the class may take the name of a method that is defined elsewhere.
+
+        Raises:
+            ValueError: for a name that is taken or cannot be in a spec, and for a misspelt hook.
+        """
         super().__init_subclass__(**kwargs)
-        if "name" in cls.__dict__:
-            REGISTRY[cls.name] = cls
+        check_names(cls, Method)
+        if "name" not in cls.__dict__:
+            return
+        for there in REGISTRY.values():
+            if there.renamed.get(cls.name, cls.name) == there.name and there.__module__ != cls.__module__:
+                if replaces:
+                    break
+                raise ValueError(
+                    f"{cls.__qualname__} of {cls.__module__}: the name {cls.name!r} belongs to {there.__qualname__} of "
+                    f"{there.__module__}; choose another, or write class {cls.__name__}(..., replaces=True)"
+                )
+        REGISTRY[cls.name] = cls
 
     # Hooks
 

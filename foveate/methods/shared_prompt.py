@@ -60,7 +60,16 @@ class SharedPrompt(Method):
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         for observer in self.observers:
-            observer.observe(cache.part(self.filled(observer, cache.geometry)), q, attended, scaling)
+            try:
+                observer.observe(cache.part(self.filled(observer, cache.geometry)), q, attended, scaling)
+            except KeyError as error:
+                spec = observer.channels(cache.geometry).get(error.args[0])
+                if not getattr(spec, "recomputed", False):
+                    raise
+                raise ValueError(
+                    f"{type(observer).__name__}.observe fills the channel {error.args[0]!r}, which is declared as "
+                    "recomputed; leave recomputed=True away, or fill the channel in prompt_packed"
+                ) from None
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         raise ValueError("a prompt was read for several methods, and none of them decodes on its cache: take a branch")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from foveate.json_text import parse_json
+from foveate.methods._declared import check_class
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
 
@@ -27,16 +28,29 @@ def get(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-        ValueError: when the name is unknown; names the nearest.
+        ValueError: when the name is unknown (names the nearest), or the class is no dataclass.
     """
-    found = next((cls for cls in REGISTRY.values() if cls.renamed.get(name, name) == cls.name), None)
+    former = (cls for cls in REGISTRY.values() if cls.renamed.get(name) == cls.name)
+    found = REGISTRY.get(name) or next(former, None)
     if found is None:
         raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
+    check_class(found, Method)
     return found
 
 
 SETTING, SETTING_SCHEMA = "foveate_setting", 2
 """Kind and version of the files of `foveate tune`, which name a method; version 1 by former defaults."""
+_FIELDS = {
+    "kind": str,
+    "schema": int,
+    "method": str,
+    "architecture": dict,
+    "objective": str,
+    "max_loss": int | float,
+    "measured": dict,
+}
+_SHAPE = ("layers", "heads", "kv_heads", "head_dim")
+"""What of an architecture has to be that of the model."""
 
 
 def make(method: str | Method, **settings: Any) -> Method:
@@ -49,12 +63,31 @@ def make(method: str | Method, **settings: Any) -> Method:
     """
     settings = {key: value.item() if isinstance(value, np.generic) else value for key, value in settings.items()}
     if isinstance(method, Method):
+        check_class(type(method), Method)
         settings = _known(type(method), settings)
         return method.changed(**settings) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
-    cls, given = _read(method)
-    return cls(**(given | _known(cls, settings)))
+    cls, given, architecture = _read(method)
+    made = cls(**(given | _known(cls, settings)))
+    if architecture is not None:
+        object.__setattr__(made, "made_for", architecture)
+    return made
+
+
+def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
+    """Raises ValueError for a method that a file of `foveate tune` names for a model of another shape.
+
+    Args:
+        facts: of the model, such as its number of ``layers``.
+    """
+    for name in _SHAPE:
+        there, here = (method.made_for or {}).get(name), facts.get(name)
+        if there is not None and here is not None and there != here:
+            raise ValueError(
+                f"{method.spec} was found by foveate tune for a model of {name} {there}, and this one has {here}; "
+                "search anew, or name the method itself"
+            )
 
 
 def recorded(method: str, **settings: Any) -> Method:
@@ -103,7 +136,7 @@ def spelled(spec: str) -> str:
     Raises:
         ValueError: for an unknown method or setting (the nearest is named).
     """
-    cls, given = _read(spec)
+    cls, given, _ = _read(spec)
     return cls._spell(given)
 
 
@@ -142,30 +175,43 @@ def restated(spec: str, settings: Mapping[str, Any] | None = None) -> str:
     return name + (":" + ",".join(words) if words else "")
 
 
-def _read(spec: str) -> tuple[type[Method], dict[str, Any]]:
-    """The class that a spec names, or the file that `foveate tune` has written, and the settings that it gives."""
+def _read(spec: str) -> tuple[type[Method], dict[str, Any], dict[str, Any] | None]:
+    """The class that a spec names, or the file that `foveate tune` has written, the settings that it gives, and the
+    architecture that a file names."""
+    architecture = None
     if spec.strip().endswith(".json") and ":" not in spec:
-        spec = _of_file(Path(spec.strip()))
+        spec, architecture = _of_file(Path(spec.strip()))
     name, _, rest = spec.partition(":")
     cls = get(name.strip())
-    return cls, _known(cls, _split(rest, spec))
+    return cls, _known(cls, _split(rest, spec)), architecture
 
 
-def _of_file(path: Path) -> str:
-    """The spec in a file of `foveate tune`. Raises ValueError for a file that is none."""
+def _of_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """The spec in a file of `foveate tune`, and for which architecture. Raises ValueError for a file that is none."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        once = functools.partial(_each_once, str(path))
+        found = parse_json(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_no_number)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a setting of foveate tune ({error})") from None
-    if not isinstance(found, dict) or found.get("kind") != SETTING or not isinstance(found.get("method"), str):
+    if not isinstance(found, dict) or found.get("kind") != SETTING:
         raise ValueError(f"{path}: not a setting of foveate tune")
-    if found.get("schema") not in (1, SETTING_SCHEMA):
+    if found.get("schema") not in (1, SETTING_SCHEMA) or isinstance(found["schema"], bool):
         raise ValueError(f"{path}: schema {found.get('schema')!r}, and this version reads 1 and {SETTING_SCHEMA}")
+    if strange := sorted(found.keys() ^ _FIELDS.keys()):
+        what = "unknown" if strange[0] in found else "missing"
+        raise ValueError(f"{path}: {strange[0]!r} is {what}; a setting of foveate tune has {', '.join(_FIELDS)}")
+    for name, kind in _FIELDS.items():
+        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+            raise ValueError(f"{path}: {name!r} must not be {found[name]!r}")
     if found["method"].endswith(".json"):
         raise ValueError(f"{path}: names another file, {found['method']}, in the place of a method")
-    return restated(found["method"]) if found["schema"] == 1 else found["method"]
+    return restated(found["method"]) if found["schema"] == 1 else found["method"], found["architecture"]
+
+
+def _no_number(text: str) -> None:
+    raise json.JSONDecodeError(f"{text} is no number of JSON", text, 0)
 
 
 def _split(text: str, spec: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,10 +53,15 @@ def line(row: Row, along: Sequence[str]) -> Line:
 def names(rows: Sequence[Row], along: Sequence[str]) -> dict[Line, str]:
     """The lines with their names, in the order of the rows: a method, and the settings in which its lines differ."""
     lines = dict.fromkeys(line(row, along) for row in rows)
+    values: dict[tuple[str, str], list[str]] = {}
+    for method, settings in lines:
+        for name, value in settings:
+            values.setdefault((method, name), []).append(value)
+    number = Counter(method for method, _ in lines)
+    differ = {key for key, of in values.items() if len(set(of)) > 1 or len(of) < number[key[0]]}
     named = {}
     for method, settings in lines:
-        siblings = [dict(theirs) for other, theirs in lines if other == method]
-        own = [name for name, value in settings if any(theirs.get(name) != value for theirs in siblings)]
+        own = [name for name, _ in settings if (method, name) in differ]
         words = [_word(name, dict(settings)[name]) for name in own]
         named[method, settings] = f"{method}: {', '.join(words)}" if words else method
     return named

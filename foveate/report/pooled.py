@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from foveate.evaluation.metrics import Interval, bootstrap, mean, paired_bootstrap
+from foveate.evaluation.metrics import Interval, Mean, estimate, paired_bootstrap
 from foveate.report.rows import Row, grouped
 from foveate.results.errors import UserError
 
-_AVERAGE = mean("value")
+_AVERAGE = Mean("value")
 _NUMBER = re.compile(r"_\d+$")
 
 
@@ -75,7 +75,7 @@ def _pool(row: Row) -> tuple[str, str, str, int, str]:
 
 def _pooled(family: str, rows: Sequence[Row], dense: Sequence[Row]) -> Row:
     first, counts = rows[0], [row["n"] for row in rows]
-    own, theirs = (bootstrap(_AVERAGE, {"value": _items(side)}) for side in (rows, dense))
+    own, theirs = (estimate(_AVERAGE, {"value": _items(side)}) for side in (rows, dense))
     beside = difference(rows, dense)
 
     def average(field: str) -> float | None:

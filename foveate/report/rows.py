@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foveate import methods
+from foveate.evaluation import tasks
 from foveate.inputs.reading import read_jsonl
 from foveate.results import measurements
 from foveate.results.errors import DataError, UserError, unknown
@@ -54,7 +55,8 @@ def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Ro
 
 def read(files: Sequence[Path]) -> list[Row]:
     """The rows of `foveate compare` in some files. Raises DataError as :func:`checked` does."""
-    return [spelled(row) for row in checked(files, lambda row, where: check_row(row, _NEEDED, where))]
+    rows = checked(files, lambda row, where: check_row(row, _NEEDED, where))
+    return [spelled(tasks.estimated(row)) for row in rows]
 
 
 def read_any(file: Path) -> list[Row]:
@@ -69,7 +71,7 @@ def read_any(file: Path) -> list[Row]:
             name = (missing or ["case"])[0]
             raise DataError(f"{where}: not a row of foveate bench ('{name}' is missing or no object)")
 
-    return [measurements.present(row) if "bench" in row else row for row in checked([file], check)]
+    return [measurements.present(row) if "bench" in row else tasks.estimated(row) for row in checked([file], check)]
 
 
 def read_bench(files: Sequence[Path], bench: str) -> list[Row]:

@@ -132,7 +132,7 @@ def _title(row: Row) -> str:
 def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
     first = rows[0]
     main = next(iter(first["metrics"]))
-    lines = [f"score: {main}, 0–100, with its 95 % bootstrap interval; Δ is paired on the same items"]
+    lines = [f"score: {main}, 0–100, with its 95 % interval; Δ is paired on the same items"]
     if _peaks(rows):
         lines.append("resident: the cache after an answer; peak: the most that it held, while the prompt was read")
     if first["ceiling"] < 100:

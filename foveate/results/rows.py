@@ -26,7 +26,7 @@ ROW_FIELDS = {
     "length": "prompt tokens: as asked for, or the mean where the task's prompts have their own",
     "n": "items",
     "score": "the task's main metric, 0..100",
-    "low": "lower end of the score's 95 % bootstrap interval",
+    "low": "lower end of the score's 95 % interval: exact (Clopper-Pearson) of a share of items, else by the bootstrap",
     "high": "its upper end",
     "metrics": "every metric of the task: value, low, high",
     "ceiling": "the best score that a reader of the prompts could reach, 0..100",

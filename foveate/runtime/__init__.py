@@ -19,5 +19,4 @@ __all__ = [
     "Use",
     "dense_until",
     "read_once",
-    "without_cache",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from foveate.methods import Dense, Method
 from foveate.ops import Logits, PromptHeads
 from foveate.ops._dispatch import runs_kernel
+from foveate.runtime import returned
 from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
@@ -69,6 +70,8 @@ class Layer:
         """Whether the layer is dense in captured steps; set by :class:`~foveate.runtime.replay.ReplayedSteps`."""
         self.record_past = False
         """Whether tokens may be removed again (assisted decoding): the cache keeps their slots, and snapshots."""
+        self.first_step = False
+        """Whether the next decode step is the first after a prompt."""
         self.finite: Tensor | None = None
         """Whether the output at a prompt's last token is finite, bool ``[]`` on the device; None for a decode step."""
 
@@ -147,6 +150,7 @@ class Layer:
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
+            returned.check_channels(self.method, channels)
             self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
             self.store.record_past, self.store.forward = self.record_past, self.phase.forward
             self.store.count_in(self.phase.held)
@@ -224,6 +228,8 @@ class Layer:
         """Run the prompt hooks on unpadded rows of one length: store tokens, ``Method.prompt``, ``Method.observe``."""
         store.append(k, v)
         attended = self.method.prompt(store, q, scaling)
+        returned.check_attended(self.method, attended, q, v.shape[3])
+        self.first_step = True
         self.method.observe(store, q, attended, scaling)
         store.rows["observed"] = [number + k.shape[2] for number in store.rows["observed"]]
         return attended.out
@@ -244,6 +250,7 @@ class Layer:
         self.counters.prompt_tokens += sum(store.lengths)
         self.counters.prompt_heads = read.counters.prompt_heads
         finish_prompt(self.method, self.store, read.scaling)
+        self.first_step = True
         return whole * read.before // read.store.capacity, whole
 
     # Decode
@@ -266,10 +273,21 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
+        if self.first_step and store.step is None:
+            return self._checked_step(q, scaling)
         if not (self.captured_dense if store.step is not None else self.decodes_densely(store.used)):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.decode_dense(store, q, scaling)
+
+    def _checked_step(self, q: Tensor, scaling: float) -> Tensor:
+        """The first step after a prompt, whose output and counts are checked."""
+        self.first_step, before = False, self.counters.decode_steps
+        hook = "decode_dense" if self.decodes_densely(self.store.used) else "decode"
+        out = self._step(q, scaling)
+        returned.check_output(self.method, hook, out, q, self.store.geometry.value_dim)
+        returned.check_counted(self.method, before, self.counters.decode_steps)
+        return out
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
@@ -351,12 +369,12 @@ def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collect
     """
     together = store.uniform and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
     if together:
-        keep = method.prompt_end(store, scaling)
+        keep = _kept(method, store, scaling)
     else:
         kept = []
         for b in range(store.batch_size):
             row = store.row(b)
-            kept.append(method.prompt_end(row, scaling) if row.used and b in rows else None)
+            kept.append(_kept(method, row, scaling) if row.used and b in rows else None)
             store.put_back(b, row)
         everything = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
         keep = [every if one is None else one for one, every in zip(kept, everything)]
@@ -378,6 +396,13 @@ def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
     for row in [store] if together else map(store.row, range(store.batch_size)):
         method.prompt_packed(row)
     store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
+
+
+def _kept(method: Method, store: SlotCache, scaling: float) -> Tensor | None:
+    keep = method.prompt_end(store, scaling)
+    if keep is not None:
+        returned.check_slots(method, keep, store)
+    return keep
 
 
 class _WithoutGradient(torch.autograd.Function):

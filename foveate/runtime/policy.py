@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from foveate.methods import Method
+from foveate.methods._declared import check_hooks
 from foveate.ops import Logits
 from foveate.state import Counters
 
@@ -33,6 +34,7 @@ class Policy:
     keys ``[B, Hkv, n, D]``, and how its logits are made."""
 
     def __post_init__(self):
+        check_hooks(self.method, Method)
         self.counters.declare(self.method.counters)
 
     def __getstate__(self) -> dict[str, Any]:  # for copies and pickles, which count anew and are not watched

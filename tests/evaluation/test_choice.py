@@ -6,7 +6,7 @@ import torch
 from evaluation import tiny
 
 from foveate.evaluation import generation, runner, tasks
-from foveate.evaluation.metrics import bootstrap, columns
+from foveate.evaluation.metrics import columns, estimate
 from foveate.evaluation.tasks.base import Output, items_digest
 from foveate.inputs.prompting import encode_continued
 from foveate.models import HybridForCausalLM, make_config
@@ -85,8 +85,8 @@ def test_grading_by_hand(folder, tokenizer):
     cases = {(9.0, 8.0): (1, 0), (9.0, 2.0): (1, 1), (2.0, 9.0): (0, 0), (16.0, 4.0): (1, 1), (1.0, 1.0): (0, 0)}
     graded = [task.grade(item, Output(option_nlls=nlls)) for nlls in cases]
     assert [(grade["acc"], grade["acc_norm"]) for grade in graded] == list(cases.values())
-    assert bootstrap(task.metrics["acc"], columns(graded)).value == pytest.approx(60.0)
-    assert bootstrap(task.metrics["acc_norm"], columns(graded)).value == pytest.approx(40.0)
+    assert estimate(task.metrics["acc"], columns(graded)).value == pytest.approx(60.0)
+    assert estimate(task.metrics["acc_norm"], columns(graded)).value == pytest.approx(40.0)
     assert task.said(item, Output(option_nlls=(9.0, 8.0))) == "sand"
 
 
@@ -149,8 +149,7 @@ def test_missing_data(folder, tokenizer, tmp_path):
     task = tasks.parse("choice:split=hellaswag")
     with pytest.raises(DataError, match=r"hellaswag_val_1000\.jsonl: no such file .*'endings'.*rowanz/hellaswag"):
         task.items(tmp_path, tokenizer, 1, 0)
-    with pytest.raises(UserError, match="holds 1 questions, and 2 are wanted"):
-        task.items(folder, tokenizer, 2, 0)
+    assert len(task.items(folder, tokenizer, 2, 0)) == 1, "a limit is a maximum"
     with pytest.raises(UserError, match="unknown split 'arc'"):
         tasks.parse("choice:split=arc")
 

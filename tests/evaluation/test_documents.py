@@ -1,6 +1,10 @@
 """A user's own documents as a task."""
 
 import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -77,16 +81,22 @@ def test_a_question_can_be_a_turn_of_its_own(tmp_path):
 def test_the_halves_share_no_item(tmp_path):
     path = write(tmp_path / "asked.jsonl", *(QUESTION | {"question": f"What is number {n}?"} for n in range(40)))
     every = {item.id for item in task().items(path, Words(), 40, 0)}
-    halves = []
-    for split in ("tune", "test"):
-        with pytest.raises(UserError, match=f"split '{split}'") as refusal:
-            task(split=split).items(path, Words(), 40, 0)
-        there = int(str(refusal.value).split(": ")[1].split()[0])
-        halves.append({item.id for item in task(split=split).items(path, Words(), there, 0)})
+    halves = [{item.id for item in task(split=split).items(path, Words(), 40, 0)} for split in ("tune", "test")]
     assert len(every) == 40
     assert halves[0] | halves[1] == every
     assert not halves[0] & halves[1]
     assert min(map(len, halves)) > 8
+
+
+def test_a_limit_is_a_maximum(tmp_path):
+    path = write(tmp_path / "asked.jsonl", *(QUESTION | {"question": f"What is number {n}?"} for n in range(3)))
+    assert len(task().items(path, Words(), 10, 0)) == 3
+    alone = write(tmp_path / "one.jsonl", QUESTION)
+    (item,) = task().items(alone, Words(), 10, 0)
+    there, other = ("tune", "test") if documents._half(item) == "tune" else ("test", "tune")
+    assert task(split=there).items(alone, Words(), 10, 0) == [item]
+    with pytest.raises(UserError, match=f"all items are in the other half than '{other}'"):
+        task(split=other).items(alone, Words(), 10, 0)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +145,44 @@ def test_a_folder_without_documents_is_refused(tmp_path):
         task().files(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         task().files(tmp_path / "missing")
+
+
+def test_empty_files_are_left_out_and_named(tmp_path):
+    write(tmp_path / "asked.jsonl", QUESTION)
+    for name in ("empty.txt", "blank.md"):
+        (tmp_path / name).write_text("  \n", encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"left out as empty: .*blank\.md and 1 more"):
+        (item,) = task().items(tmp_path, Words(), 10, 0)
+    assert item.id == "asked.jsonl:1"
+    (tmp_path / "asked.jsonl").unlink()
+    with pytest.raises(DataError, match=r"blank\.md: an empty document"):
+        task().items(tmp_path, Words(), 10, 0)
+
+
+_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from foveate.evaluation.tasks.documents import Documents
+b"x".decode("utf-8-sig")  # which nobody may not import
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    print([path.name for path in Documents().items(Path(sys.argv[1]), None, 9, 0)])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("closed", ["closed", "closed/b.txt"])
+def test_what_may_not_be_read_is_named(closed):
+    with tempfile.TemporaryDirectory() as name:  # pytest's folders are another user's
+        folder = Path(name)
+        (folder / "closed").mkdir()
+        for path in (folder / "a.txt", folder / "closed" / "b.txt"):
+            path.write_text("A text.", encoding="utf-8")
+        folder.chmod(0o755)
+        (folder / closed).chmod(0)
+        done = subprocess.run([sys.executable, "-c", _AS_NOBODY, name], capture_output=True, text=True, check=True)
+        (folder / closed).chmod(0o755)
+    assert done.stdout.startswith(f"DataError {folder / closed}: Permission denied")

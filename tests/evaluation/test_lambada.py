@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from foveate.evaluation import generation, tasks
-from foveate.evaluation.metrics import bootstrap, columns
+from foveate.evaluation.metrics import columns, estimate
 from foveate.evaluation.tasks.base import Output
 from foveate.inputs import loading
-from foveate.results.errors import DataError, UserError
+from foveate.results.errors import DataError
 
 RECORDS = [
     {"context": "Call me Ishmael. Some years ago I went to", "continuation": "sea"},
@@ -47,8 +47,8 @@ def test_grading_by_hand(folder, tokenizer):
     items = task.items(folder, tokenizer, 2, 0)
     outputs = [Output(nll=math.log(4.0), hits=(True, True)), Output(nll=math.log(9.0), hits=(True, False))]
     graded = columns(map(task.grade, items, outputs))
-    assert bootstrap(task.metrics["accuracy"], graded).value == 50.0
-    assert bootstrap(task.metrics["perplexity"], graded).value == pytest.approx(6.0)  # of words: sqrt(4 * 9)
+    assert estimate(task.metrics["accuracy"], graded).value == 50.0
+    assert estimate(task.metrics["perplexity"], graded).value == pytest.approx(6.0)  # of words: sqrt(4 * 9)
     assert [*map(task.said, items, outputs)] == ["right, perplexity 4.00", "wrong, perplexity 9.00"]
 
 
@@ -76,5 +76,4 @@ def test_malformed_records(folder, tokenizer, name):
 def test_missing_data(folder, tokenizer, tmp_path_factory):
     with pytest.raises(DataError, match=r"lambada_openai\.jsonl: no such file .*llm-foundry"):
         tasks.parse("lambada").items(tmp_path_factory.mktemp("empty"), tokenizer, 1, 0)
-    with pytest.raises(UserError, match="holds 2 passages, and 3 are wanted"):
-        tasks.parse("lambada").items(folder, tokenizer, 3, 0)
+    assert len(tasks.parse("lambada").items(folder, tokenizer, 3, 0)) == 2, "a limit is a maximum"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from foveate.evaluation import generation, tasks
-from foveate.evaluation.metrics import bootstrap, columns
+from foveate.evaluation.metrics import columns, estimate
 from foveate.evaluation.tasks.base import Output
 from foveate.inputs.halves import halves
 from foveate.models import HybridForCausalLM, make_config
@@ -54,7 +54,7 @@ def test_grading_by_hand(sample, tokenizer):
     hits = [(True, True, False, True, True, False, True), (False, True, False, True, False, True, False)]
     outputs = [Output(hits=hit) for hit in hits]  # values, of which 3 of 4 and none are right, and keys between them
     assert [task.grade(*pair)["accuracy"] for pair in zip(items, outputs)] == [0.75, 0.0]
-    assert bootstrap(task.metrics["accuracy"], columns(map(task.grade, items, outputs))).value == 37.5
+    assert estimate(task.metrics["accuracy"], columns(map(task.grade, items, outputs))).value == 37.5
     assert [*map(task.said, items, outputs)] == ["3 of 4 right", "0 of 4 right"]
 
 

@@ -6,6 +6,7 @@ import pytest
 from evaluation import tiny
 from typer.testing import CliRunner
 
+import foveate
 from foveate import methods
 from foveate.cli import app
 from foveate.evaluation import tasks, tune
@@ -84,6 +85,7 @@ def losing(monkeypatch, loss, fixed=0.0):
         return tune.dataclasses.replace(measured(plan, split, spec), loss=lost, cost=fixed + float(share))
 
     monkeypatch.setattr(tune, "_measure", found)
+    monkeypatch.setattr(tune, "_check_number", lambda *given: None)
     return asked
 
 
@@ -95,11 +97,11 @@ def test_the_least_share_that_keeps_the_answers_is_found(plan, monkeypatch):
     assert 0.137 <= float(share) <= 0.137 * 1.25, "5 / (10 * share) ** 0.7 is 4 at 0.1375"
     assert asked[: 1 + len(tune.EVICTING)] == ["dense", *(f"{name}:top_k=0.12" for name in tune.EVICTING)]
     assert "together: dense, snapkv:top_k=0.12, adakv:top_k=0.12, h2o:top_k=0.12, tova:top_k=0.12" in said
-    assert said.count("1 of 3 items") == said.count("3 of 3 items") > 1, "each run reads each prompt once"
+    assert said.count("1 items") == said.count("3 items") > 1, "each run reads each prompt once"
 
 
 def test_what_a_token_costs_besides_attention_ends_no_search(plan, monkeypatch):
-    losing(monkeypatch, lambda name, share: 0.0 if name == "tova" and share > 0.4 else 2.0, fixed=16.0)
+    losing(monkeypatch, lambda name, share: 0.0 if name == "tova" and share > 0.4 else 2.0, fixed=4.0)
     assert tune.search(plan(max_loss=1.0)).spec.startswith("tova")
 
 
@@ -121,15 +123,39 @@ def test_methods_that_cannot_become_the_cheapest_are_left(plan, monkeypatch):
     assert {spec.split(":")[0] for spec in asked[1 + len(tune.EVICTING) :]} == {"tova"}
 
 
-def test_dense_attention_where_nothing_keeps_the_answers(plan, monkeypatch):
+def test_nothing_is_recommended_where_nothing_keeps_the_answers(plan, monkeypatch):
     asked = losing(monkeypatch, lambda name, share: 50.0)
-    assert tune.search(plan(max_loss=1.0)).spec == "dense"
+    with pytest.raises(UserError, match=r"nothing is gained: .* 95% of dense .*foveate\.json is not written"):
+        tune.search(plan(max_loss=1.0))
     assert len(asked) <= 1 + 3 * len(tune.EVICTING)
+    assert not plan().out.exists()
+
+
+def test_nothing_is_recommended_that_costs_as_much_as_dense_attention(plan, monkeypatch):
+    losing(monkeypatch, lambda name, share: 0.0, fixed=30.0)
+    with pytest.raises(UserError, match="nothing is gained"):
+        tune.search(plan(max_loss=1.0))
+    losing(monkeypatch, lambda name, share: 0.0, fixed=3.0)
+    assert tune.search(plan(max_loss=1.0)).cost == 3.02
+
+
+def test_what_gains_on_one_half_alone_is_not_recommended(plan, monkeypatch):
+    losing(monkeypatch, lambda name, share: 0.0)
+    measured = tune._measure
+
+    def even(plan, split, spec):
+        found = measured(plan, split, spec)
+        return tune.dataclasses.replace(found, cost=1.0) if split == "test" else found
+
+    monkeypatch.setattr(tune, "_measure", even)
+    with pytest.raises(UserError, match="nothing is gained"):
+        tune.search(plan(max_loss=1.0))
 
 
 def test_no_search_goes_on_after_its_time(plan, monkeypatch):
     asked, said = losing(monkeypatch, lambda name, share: 9.0), []
-    tune.search(plan(minutes=1e-6, max_loss=8.0), said.append)
+    with pytest.raises(UserError, match="nothing is gained"):
+        tune.search(plan(minutes=1e-6, max_loss=8.0), said.append)
     assert len(asked) == 1 + len(tune.EVICTING), "but the first of each method"
     assert "1e-06 minutes are over" in said
 
@@ -176,11 +202,60 @@ def test_the_cost_is_what_was_asked_for():
     assert tune.cost_of(row | {"decode_ms_per_token": None}, "latency") == 11
 
 
+def questions(path, number):
+    """So many questions with answers."""
+    records = [
+        {"context": f"Gate {n} is green.", "question": f"What is gate {n}?", "answer": "green"} for n in range(number)
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    return path
+
+
+def test_too_few_questions_for_the_loss_are_refused_before_a_model_is_loaded(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_model", None)
+    data = questions(tmp_path / "few.jsonl", 40)
+    task = tasks.parse("documents", split="tune", length=64, max_new_tokens=3)
+    few = tune.dataclasses.replace(plan(max_loss=1.0, limit=None), task=task, data=data)
+    with pytest.raises(UserError, match=r"\d+ items of split 'tune' do not tell a loss of 1 points: each is worth"):
+        tune.search(few)
+    with pytest.raises(UserError, match=r"8 items .* is worth 12\.5; at least 25 do: .* --max-loss 12\.5"):
+        tune.search(tune.dataclasses.replace(few, max_loss=4.0, limit=8))
+
+
+def test_too_few_tokens_for_the_loss_are_refused(plan):
+    with pytest.raises(UserError, match=r"tokens of answers of split 'tune' do not tell a loss of 0\.5 points"):
+        tune.search(plan(max_loss=0.5))
+
+
+def test_where_dense_attention_answers_nothing_there_is_nothing_to_lose(plan, tmp_path):
+    task = tasks.parse("documents", split="tune", length=64, max_new_tokens=3)
+    data = questions(tmp_path / "many.jsonl", 60)
+    asked = tune.dataclasses.replace(plan(max_loss=10.0, limit=10), task=task, data=data)
+    with pytest.raises(UserError, match=r"dense attention itself scores 0.0 of 100 points on split 'tune'"):
+        tune.search(asked)
+
+
+def test_the_latency_of_documents_without_answers_is_time(plan):
+    given = plan(objective="latency", limit=4)
+    trial = tune._measure(given, "tune", "pages:top_k=0.5")
+    (row,) = (row for row in rows_of(given.rows("tune-times")) if row["method"] == "pages")
+    assert trial.cost == row["decode_ms_per_token"] > 0
+    assert (row["task"], row["n"]) == ("documents", 3), "a few items"
+    (agreed,) = (row for row in rows_of(given.rows("tune")) if row["method"] == "pages")
+    assert (agreed["task"], agreed["n"]) == ("fidelity", 4)
+    assert tune._words(given, trial).startswith(f"{trial.cost:.1f} ms a token")
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"objective": "speed"}, "objective"),
         ({"max_loss": -1.0}, "max-loss"),
+        ({"max_loss": 0.0}, "max-loss"),
         ({"minutes": 0.0}, "minutes"),
         ({"objective": "throughput"}, "batch-size"),
         ({"task": tasks.parse("perplexity")}, "no splits tune and test"),
@@ -192,27 +267,54 @@ def test_refusals(folder, tmp_path, settings, message):
         tune.Plan(folder, **given)
 
 
+SETTING = {"kind": "foveate_setting", "schema": 1, "method": "pages:top_k=0.5", "architecture": {"layers": 2}}
+SETTING |= {"objective": "memory", "max_loss": 1.0, "measured": {}}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "not a setting of foveate tune"),
         ('{"kind": "other"}', "not a setting of foveate tune"),
-        ('{"kind": "foveate_setting", "schema": 9, "method": "dense"}', "schema 9"),
-        ('{"kind": "foveate_setting", "schema": 1, "method": "x.json"}', "names another file"),
+        (SETTING | {"schema": 9}, "schema 9"),
+        (SETTING | {"schema": True}, "schema True"),
+        (SETTING | {"method": "x.json"}, "names another file"),
+        (SETTING | {"method": 3}, "'method' must not be 3"),
+        (SETTING | {"architecture": "x"}, "'architecture' must not be 'x'"),
+        (SETTING | {"evil": 1}, "'evil' is unknown; a setting of foveate tune has kind, schema, method"),
+        ({name: value for name, value in SETTING.items() if name != "architecture"}, "'architecture' is missing"),
+        (json.dumps(SETTING | {"max_loss": float("nan")}), "NaN is no number"),
+        (json.dumps(SETTING)[:-1] + ', "method": "h2o"}', "method is given twice"),
     ],
 )
 def test_files_that_are_no_setting(tmp_path, content, message):
     path = tmp_path / "foveate.json"
     with pytest.raises(ValueError, match="no such file"):
         methods.make(str(path))
-    path.write_text(content, encoding="utf-8")
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         methods.make(str(path))
 
 
+@pytest.mark.parametrize("architecture", [{"layers": 99}, {"layers": 2, "head_dim": 64}])
+def test_a_setting_of_another_model_is_refused(folder, tmp_path, architecture):
+    path = tmp_path / "foveate.json"
+    path.write_text(json.dumps(SETTING | {"architecture": architecture}), encoding="utf-8")
+    network = loading.load_model(folder, "float32", "cpu")
+    name, number = list(architecture.items())[-1]
+    with pytest.raises(ValueError, match=f"found by foveate tune for a model of {name} {number}, and this one has"):
+        foveate.attach(network, str(path))
+    command = ["compare", "--model", folder, "--data", tiny.SAMPLE / "books", "--task", "documents:length=64"]
+    done = CliRunner().invoke(app, [str(one) for one in [*command, "--method", path, "--out", tmp_path / "rows.jsonl"]])
+    assert done.exit_code == 2
+    assert "found by foveate tune for a model of" in " ".join(done.output.split())
+    path.write_text(json.dumps(SETTING), encoding="utf-8")
+    assert foveate.attach(network, str(path)).method.spec == "pages:top_k=0.5"
+
+
 def test_the_command(folder, tmp_path):
     data, out = tiny.SAMPLE / "books", tmp_path / "foveate.json"
-    arguments = ["tune", "--model", folder, "--data", data, "--out", out, "--limit", 3, "--max-loss", 50]
+    arguments = ["tune", "--model", folder, "--data", data, "--out", out, "--limit", 3, "--max-loss", 80]
     arguments += ["--task", "documents:length=120,max_new_tokens=3", "--objective", "memory"]
     done = CliRunner().invoke(app, [str(one) for one in arguments])
     assert done.exit_code == 0, done.output

@@ -213,3 +213,12 @@ def test_the_weights_are_those_of_the_digest(copied):
     assert "no weights in the model folder" in refused(copied)
     with pytest.raises(UserError, match="no weights in the model folder"):
         model_digest(copied)
+
+
+def test_a_model_that_needs_what_is_not_installed_is_refused_in_a_sentence(tiny_folder, monkeypatch):
+    def load(*given, **options):
+        raise ImportError("Using `bitsandbytes` 4-bit quantization requires bitsandbytes\nand more")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(UserError, match=r"not loadable as a causal language model \(Using `bitsandbytes` .* requires"):
+        loading.load_model(tiny_folder, "float32", "cpu")

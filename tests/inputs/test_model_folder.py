@@ -60,3 +60,19 @@ def test_digest_follows_weights_and_config(tiny_folder, tmp_path):
     (copy / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: malformed JSON"):
         model_folder.model_digest(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": "4"}, "config.json: .*num_attention_heads"),
+        ({"hidden_size": 32.5}, "config.json: .*hidden_size"),
+        ({"num_key_value_heads": "two"}, "config.json: .*num_key_value_heads"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused(tiny_folder, tmp_path, change, message):
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        model_folder.model_facts(copy)

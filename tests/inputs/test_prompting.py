@@ -46,3 +46,18 @@ def test_raw_text_gets_the_leading_token_that_the_tokenizer_uses(tokenizer):
     assert with_bos.eos_token_id not in ids
     assert text(with_bos, ids[1:]) == "Call me Ishmael."
     assert bos not in encode(with_bos, [USER])  # the template alone decides
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'x' * 2000000 }}", "makes 2,000,000 characters of the prompt"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "the tokenizer's chat template"),
+        ("{{ 1 / 0 }}", "the tokenizer's chat template fails: ZeroDivisionError"),
+        ("{{ messages[0]['content'] + 3 }}", "the tokenizer's chat template fails: TypeError"),
+        ("{{ (" * 3000, "the tokenizer's chat template"),
+    ],
+)
+def test_templates_that_fail_are_told_in_a_sentence(template, message):
+    with pytest.raises(UserError, match=message):
+        encode(tiny.make_tokenizer(chat_template=template), [USER])

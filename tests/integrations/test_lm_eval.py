@@ -200,6 +200,8 @@ def test_bad_methods_are_refused_before_anything_is_loaded(tmp_path):
         FoveateLM(str(tmp_path / "nothing"), method="kascad")
     with pytest.raises(ValueError, match="did you mean 'top_k'"):
         FoveateLM(str(tmp_path / "nothing"), method="kascade:top_q=3")
+    with pytest.raises(ValueError, match=r"at commas: write the spec with semicolons, method=kascade:anchors=8;pool="):
+        FoveateLM(str(tmp_path / "nothing"), method="kascade:anchors=8", pool="layer")
 
 
 def test_pickled_weights_are_not_read(folder, tmp_path):

@@ -3,13 +3,17 @@
 import builtins
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from foveate.cli import app
+from foveate.evaluation.tasks import estimated
 from foveate.evaluation.tasks.niah import DEPTHS
 from foveate.report import page
 from foveate.report.page import charts
@@ -32,7 +36,7 @@ def written(path, rows):
 
 @pytest.fixture(scope="module")
 def niah():
-    return some("luka-niah.jsonl", lambda row: row["device"] == "NVIDIA H200", 70)
+    return list(map(estimated, some("luka-niah.jsonl", lambda row: row["device"] == "NVIDIA H200", 70)))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,7 @@ def test_frontiers_are_those_of_the_rows(niah, tmp_path):
         assert all(point[name] == expected[key][name] for name in point)
     for panel in panels:
         assert panel["dense_score"] == 100.0
-        assert panel["dense"] == [100.0, 100.0]
+        assert panel["dense"] == pytest.approx([100 * 0.025 ** (1 / niah[0]["n"]), 100.0])
         best = [line["best"] for line in panel["lines"]]
         assert best == sorted(best, reverse=True)
         assert any(best)
@@ -142,6 +146,40 @@ def test_the_best_trade_offs_are_those_that_no_other_beats():
         for spec, share, score in [("a", 0.1, 50), ("b", 0.2, 60), ("c", 0.2, 55), ("d", 0.3, 60), ("e", 0.1, 50)]
     ]
     assert charts._undominated(rows) == {"a", "b", "e"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_what_is_best_is_as_every_pair_says(points):
+    rows = [{"spec": str(n), "keys_read_share": share, "score": score} for n, (share, score) in enumerate(points)]
+    beaten = {
+        str(n)
+        for n, (share, score) in enumerate(points)
+        if any(less <= share and more >= score and (less, more) != (share, score) for less, more in points)
+    }
+    assert charts._undominated(rows) == {row["spec"] for row in rows} - beaten
+
+
+def test_a_page_takes_no_longer_a_row_where_there_are_more(niah, monkeypatch):
+    """A thousand comparisons of one method, and a thousand methods of one comparison: few steps a row."""
+    dense, one = (next(row for row in niah if (row["method"] == "dense") == wanted) for wanted in (True, False))
+    many = [row | {"run": {"items": str(n)}} for n in range(1000) for row in (dense, one)]
+    methods = [one | {"spec": f"h2o:window={n}", "settings": one["settings"] | {"window": n}} for n in range(1, 1001)]
+    steps = 0
+
+    def counted(frame, event, argument):
+        nonlocal steps
+        steps += event == "line"
+        return counted
+
+    for rows in (many, [dense, *methods]):
+        before, steps = sys.gettrace(), 0
+        sys.settrace(counted)
+        try:
+            charts.frontier(rows)
+            charts.needles(rows)
+        finally:
+            sys.settrace(before)
+        assert steps < 2500 * len(rows)
 
 
 def test_needles_are_counted_by_depth_and_length(niah, tmp_path):

@@ -138,9 +138,10 @@ class Task:
         return False
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
-        """The first `limit` items (or examples, if the task counts these), a function of the arguments alone.
+        """The first `limit` items (or examples, if the task counts these), a function of the arguments alone; fewer
+        where the data holds no more.
 
-        Raises `DataError` for malformed data and `UserError` if there are fewer than asked for and more can't be made.
+        Raises `DataError` for malformed data and `UserError` if there is none.
         """
         raise NotImplementedError
 
@@ -155,6 +156,12 @@ class Task:
     def ceiling(self, items: list[Item]) -> float:
         """The best `score` that a reader of the prompts alone could reach, 0..100."""
         return 100.0
+
+
+def some(records: Sequence[Any], what: str, path: Path) -> None:
+    """Raises `UserError` for a file that holds none of what is asked for, in words."""
+    if not records:
+        raise UserError(f"{path}: holds no {what}")
 
 
 QUESTION = ("with", "after")

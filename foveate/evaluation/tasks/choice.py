@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Option, Output, Task
+from foveate.evaluation.tasks.base import Item, Option, Output, Task, some
 from foveate.inputs import reading
 from foveate.inputs.prompting import encode_continued
-from foveate.results.errors import DataError, UserError
+from foveate.results.errors import DataError
 
 _FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data"
 _SIQA = re.compile(r"Context: (.*)\nQuestion: (.*)\nChoices:\nA\. (.*)\nB\. (.*)\nAnswer:", re.DOTALL)
@@ -137,7 +137,7 @@ class MultipleChoice(Task):
 
     name: ClassVar[str] = "choice"
     splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {name: mean(name) for name in ("acc", "acc_norm")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {name: Mean(name) for name in ("acc", "acc_norm")}
 
     @property
     def main(self) -> str:  # type: ignore[override]
@@ -151,8 +151,7 @@ class MultipleChoice(Task):
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
-        if len(records) < limit:
-            raise UserError(f"{path}: holds {len(records):,} questions, and {limit:,} are wanted")
+        some(records, "questions", path)
         chosen = random.Random(f"choice/{self.split}/{seed}").sample(records, len(records))[:limit]
         read = _SETS[self.split].read
         return [_item(tokenizer, read(value, f"{path}:{line}"), line) for line, value in chosen]

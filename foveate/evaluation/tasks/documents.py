@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from foveate.evaluation.metrics import Aggregate, f1, mean, normalize
+from foveate.evaluation.metrics import Aggregate, Mean, f1, normalize
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.inputs import reading
@@ -46,7 +48,7 @@ class Documents(Task):
 
     name: ClassVar[str] = "documents"
     splits: ClassVar[tuple[str, ...]] = ("all", "tune", "test")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": mean("found"), "f1": mean("f1")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found"), "f1": Mean("f1")}
     main: ClassVar[str] = "found"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of a text's window"})
@@ -64,7 +66,7 @@ class Documents(Task):
         if data.is_file():
             files = [data]
         elif data.is_dir():
-            files = sorted(path for path in data.rglob("*") if path.is_file() and _kind(path) in _TEXTS + _RECORDS)
+            files = sorted(_walk(data))
         else:
             raise DataError(f"{data}: no such file or folder; source: your own texts (docs/guide/data.md)")
         if not files or _kind(files[0]) not in _TEXTS + _RECORDS:
@@ -82,12 +84,12 @@ class Documents(Task):
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         found = [item for item in self._all(data, tokenizer) if self.split in ("all", _half(item))]
-        if len(found) < limit:
+        if not found:
             raise UserError(
-                f"{data}: {len(found)} items in split '{self.split}', and {limit} are wanted; ask for fewer (--limit), "
-                f"or for shorter windows than length={self.length}"
+                f"{data}: all items are in the other half than '{self.split}'; give more documents, or texts shorter "
+                f"windows than length={self.length}"
             )
-        return random.Random(f"documents/{self.split}/{seed}").sample(found, limit)
+        return random.Random(f"documents/{self.split}/{seed}").sample(found, min(limit, len(found)))
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         said = f" {normalize(output.text)} "
@@ -95,8 +97,16 @@ class Documents(Task):
         return {"found": float(found), "f1": f1(output.text, item.answers)}
 
     def _documents(self, data: Path) -> list[Document]:
-        """All documents. Raises `DataError` for an empty one, and where some questions have answers and others none."""
-        found = [one for path in self.files(data) for one in _read(path, _name(data, path))]
+        """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
+        have answers and others none."""
+        files = self.files(data)
+        read = {path: _read(path, _name(data, path)) for path in files}
+        if empty := [path for path in files if not read[path]]:
+            if len(empty) == len(files):
+                raise DataError(f"{empty[0]}: an empty document")
+            others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+            warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=2)
+        found = [one for of_file in read.values() for one in of_file]
         asked = [one for one in found if one.question]
         without = [one.name for one in found if not one.answers]
         if without and len(without) < len(found):
@@ -153,6 +163,22 @@ class Documents(Task):
             )
 
 
+def _walk(folder: Path) -> Iterator[Path]:
+    """The files of documents in a folder and its subfolders. Raises `DataError` for what may not be read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}; its documents cannot be read") from None
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        for path in map(Path(place).joinpath, names):
+            try:
+                wanted = _kind(path) in _TEXTS + _RECORDS and path.is_file()
+            except OSError as error:
+                refuse(error)
+            if wanted:
+                yield path
+
+
 def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".xz")).suffix.lower()
 
@@ -169,9 +195,7 @@ def _half(item: Item) -> str:
 def _read(path: Path, name: str) -> Sequence[Document]:
     if _kind(path) in _TEXTS:
         text = reading.strip_gutenberg(reading.read_text(path))
-        if not text:
-            raise DataError(f"{path}: an empty document")
-        return [Document(name, text)]
+        return [Document(name, text)] if text else []
     return [_record(value, f"{path}:{number}", f"{name}:{number}") for number, value in reading.read_jsonl(path)]
 
 

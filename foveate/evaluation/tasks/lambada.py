@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Task
+from foveate.evaluation.tasks.base import Item, Output, Task, some
 from foveate.inputs import reading
 from foveate.inputs.prompting import encode_continued
-from foveate.results.errors import UserError
 
 _FILE = "lambada_openai.jsonl"
 _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/language_understanding/lambada_openai.jsonl"
@@ -34,7 +33,7 @@ class Lambada(Task):
     name: ClassVar[str] = "lambada"
     splits: ClassVar[tuple[str, ...]] = ("openai",)
     metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "accuracy": mean("right"),
+        "accuracy": Mean("right"),
         "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1)),
     }
     main: ClassVar[str] = "accuracy"
@@ -47,8 +46,7 @@ class Lambada(Task):
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
-        if len(records) < limit:
-            raise UserError(f"{path}: holds {len(records):,} passages, and {limit:,} are wanted")
+        some(records, "passages", path)
         chosen = random.Random(f"lambada/{seed}").sample(records, len(records))[:limit]
         return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Sampling, Task, at_least
+from foveate.evaluation.tasks.base import Item, Output, Sampling, Task, at_least, some
 from foveate.inputs import reading
 from foveate.inputs.prompting import encode
 from foveate.results.errors import UserError
@@ -38,8 +38,8 @@ class Mathematics(Task):
     name: ClassVar[str] = "math"
     splits: ClassVar[tuple[str, ...]] = tuple(_LONGEST)
     metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "correct": mean("correct"),
-        "answer_tokens": mean("answer_tokens", scale=1.0),
+        "correct": Mean("correct"),
+        "answer_tokens": Mean("answer_tokens", scale=1.0),
     }
     main: ClassVar[str] = "correct"
 
@@ -78,8 +78,7 @@ class Mathematics(Task):
             tuple(reading.field(record, name, str, f"{path}:{line}") for name in ("question", "answer"))
             for line, record in reading.read_jsonl(path)
         ]
-        if len(problems) < limit:
-            raise UserError(f"{path}: {len(problems)} problems, and {limit} are wanted")
+        some(problems, "problems", path)
         return [
             self._item(tokenizer, f"{number}/{sample}", *problem, seed)
             for number, problem in enumerate(problems[:limit])

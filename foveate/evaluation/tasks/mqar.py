@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
 from foveate.evaluation.tasks.niah import CHARS_PER_TOKEN
@@ -37,7 +37,7 @@ class AssociativeRecall(Task):
 
     name: ClassVar[str] = "mqar"
     splits: ClassVar[tuple[str, ...]] = ("books",)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"accuracy": mean("accuracy")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"accuracy": Mean("accuracy")}
     main: ClassVar[str] = "accuracy"
 
     length: int = dataclasses.field(default=1024, metadata={"help": "prompt tokens, up to the first key asked for"})

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from foveate.evaluation.metrics import normalize
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, at_least
+from foveate.evaluation.tasks.base import Item, at_least, some
 from foveate.evaluation.tasks.wikisalad import ContextQuestions
 from foveate.evaluation.tasks.wikisalad_long import FULLNESS, SHORTEST
 from foveate.inputs import reading
@@ -70,14 +70,13 @@ class MultiHop(ContextQuestions):
         path, *others = self.files(data)
         asked = {record.question for other in others for record in read_records(other)}
         records = read_records(path)
-        if not records:
-            raise UserError(f"{path}: holds no records, and {limit} are wanted")
+        some(records, "records", path)
         fresh = [record for record in records if record.question not in asked]
         usable = [record for record in fresh if record.passages]
-        if len(usable) < limit:
+        if not usable:
             raise UserError(
-                f"{path}: {len(usable)} records can be asked, and {limit} are wanted; of {len(records)}, "
-                f"{len(records) - len(fresh)} are of dev, too, and {len(fresh) - len(usable)} have nothing to read"
+                f"{path}: no record can be asked; of {len(records)}, {len(records) - len(fresh)} are of dev, too, and "
+                f"{len(fresh) - len(usable)} have nothing to read"
             )
         sizes = _sizes(tokenizer, usable) if self.length else {}
         chosen = random.Random(f"{self.name}/{self.split}/{seed}").sample(usable, len(usable))[:limit]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean, string_match
+from foveate.evaluation.metrics import Aggregate, Mean, string_match
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.inputs import reading
@@ -49,7 +49,7 @@ class NeedleInAHaystack(Task):
 
     name: ClassVar[str] = "niah"
     splits: ClassVar[tuple[str, ...]] = tuple(_NEEDLES)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {key: mean(key) for key in ("string_match", "number_match")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {key: Mean(key) for key in ("string_match", "number_match")}
     main: ClassVar[str] = "string_match"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})

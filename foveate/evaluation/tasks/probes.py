@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from foveate.evaluation.metrics import Aggregate, mean
+from foveate.evaluation.metrics import Aggregate, Mean
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least
 from foveate.evaluation.tasks.niah import longest
@@ -68,7 +68,7 @@ class Probes(Task):
 
     name: ClassVar[str] = "probes"
     splits: ClassVar[tuple[str, ...]] = ("codes", "numbers", "chain", "passage")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": mean("found")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found")}
     main: ClassVar[str] = "found"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})

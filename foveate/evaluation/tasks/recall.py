@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean, string_match_part
+from foveate.evaluation.metrics import Aggregate, Mean, string_match_part
 from foveate.evaluation.tasks import register
-from foveate.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.evaluation.tasks.base import Item, Output, Task, at_least, some
 from foveate.inputs import reading
 from foveate.inputs.prompting import encode
 from foveate.inputs.squad import find_squad, read_squad
@@ -148,7 +148,7 @@ class Recall(Task):
 
     name: ClassVar[str] = "recall"
     splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": mean("contains")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": Mean("contains")}
     main: ClassVar[str] = "contains"
 
     max_length: int = dataclasses.field(
@@ -167,8 +167,7 @@ class Recall(Task):
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         (path,) = self.files(data)
         records = list(_SETS[self.split].read(path))
-        if len(records) < limit:
-            raise UserError(f"{path}: {len(records):,} questions can be asked, and {limit:,} are wanted")
+        some(records, "questions that can be asked", path)
         chosen = random.Random(f"recall/{self.split}/{seed}").sample(records, len(records))[:limit]
         return [self._item(tokenizer, record) for record in chosen]
 

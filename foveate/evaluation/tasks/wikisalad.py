@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, contains_match, exact_match, f1, mean
+from foveate.evaluation.metrics import Aggregate, Mean, contains_match, exact_match, f1
 from foveate.evaluation.salad import SETS
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
@@ -32,7 +32,7 @@ SYSTEM = (
 class ContextQuestions(Task):
     """Questions on a context, one at a time. Score: lenient exact match as published (`em_paper`)."""
 
-    metrics: ClassVar[Mapping[str, Aggregate]] = {key: mean(key) for key in ("em_paper", "em", "f1")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {key: Mean(key) for key in ("em_paper", "em", "f1")}
     main: ClassVar[str] = "em_paper"
 
     max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer (the paper: 100)"})

@@ -22,7 +22,7 @@ from foveate.integrations.transformers.hooks import AfterForward, BeforeForward,
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
-from foveate.methods import Auto, Method, make
+from foveate.methods import Auto, Method, check_made_for, make
 from foveate.ops import prompt_path
 from foveate.runtime import Policy
 from foveate.state import Evicts
@@ -92,6 +92,7 @@ def attach(
         return own
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = attention_modules(model, decoder, config)
+    check_made_for(chosen, model_facts(config, modules))
     releases.check(model, decoder)
     facts, why = lambda: {} if adapted(model) else model_facts(config, modules), ""
     if isinstance(chosen, Auto):

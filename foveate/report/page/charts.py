@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +41,9 @@ def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     found = []
     for words, groups in alike.items():
         apart = [_circumstances(some[0]) for some in groups]
+        telling = [len(set(values)) > 1 for values in zip(*apart)]
         for some, own in zip(groups, apart):
-            title = ", ".join([words, *(part for part, values in zip(own, zip(*apart)) if len(set(values)) > 1)])
+            title = ", ".join([words, *itertools.compress(own, telling)])
             kept: dict[str, Row] = {}
             for row in some:
                 first = kept.setdefault(row["spec"], row)
@@ -63,8 +67,9 @@ def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if not drawn:
             continue
         best, entries = _undominated(drawn), []
-        for line, name in lines.names(drawn, BUDGETS).items():
-            points = [row for row in drawn if lines.line(row, BUDGETS) == line]
+        names = lines.names(drawn, BUDGETS)
+        for line, points in grouped(drawn, lambda row: lines.line(row, BUDGETS)).items():
+            name = names[line]
             entry = {"name": name, "best": any(row["spec"] in best for row in points)}
             entry["points"] = [_point(row) for row in sorted(points, key=lambda row: row[AMOUNTS[0]])]
             entries.append(entry)
@@ -83,18 +88,21 @@ def _point(row: Row) -> dict[str, Any]:
 def _undominated(rows: Sequence[Row]) -> set[str]:
     """The specs of rows than which none reads less and scores as high."""
 
-    def better(one: Row, row: Row) -> bool:
-        less, more = row[AMOUNTS[0]] - one[AMOUNTS[0]], one["score"] - row["score"]
-        return min(less, more) >= 0 < max(less, more)
-
-    return {row["spec"] for row in rows if not any(better(one, row) for one in rows)}
+    found, best = set(), -math.inf
+    for _, alike in sorted(grouped(rows, lambda row: row[AMOUNTS[0]]).items()):
+        score = max(row["score"] for row in alike)
+        if score > best:  # of those that read less
+            found |= {row["spec"] for row in alike if row["score"] == score}
+            best = score
+    return found
 
 
 def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Scores of `niah` by the needle's depth and the prompt's length: a map for each split, model and number format."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
+    of_length: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for _, some in comparisons([row for row in rows if row["task"] == "niah"]):
-        row, number = some[0], 0
+        row = some[0]
         settings = {name: value for name, value in row["task_settings"].items() if name != "length"}
         key = (
             lines.split_of(row),
@@ -104,8 +112,8 @@ def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
             *_circumstances(row)[1::2],
             str(settings),
         )
-        while any(other["length"] == row["length"] for other in groups.get((*key, number), ())):  # of other items
-            number += 1
+        number = of_length[(*key, row["length"])]  # of other items
+        of_length[(*key, row["length"])] += 1
         groups.setdefault((*key, number), []).extend(some)
     found = []
     for key, group in groups.items():

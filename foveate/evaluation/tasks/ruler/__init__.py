@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.metrics import Aggregate, mean, string_match, string_match_part
+from foveate.evaluation.metrics import Aggregate, Mean, string_match, string_match_part
 from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.evaluation.tasks.niah import longest
@@ -66,7 +66,7 @@ class Ruler(Task):
 
     name: ClassVar[str] = "ruler"
     splits: ClassVar[tuple[str, ...]] = tuple(_KINDS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {name: mean(name) for name in ("string_match", "begun")}
+    metrics: ClassVar[Mapping[str, Aggregate]] = {name: Mean(name) for name in ("string_match", "begun")}
     main: ClassVar[str] = "string_match"
 
     length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})

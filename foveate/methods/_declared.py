@@ -1,0 +1,72 @@
+"""Checks of what an author's class declares: each error is one sentence that names class, hook and remedy.
+
+Classes of foveate itself are left out; the matrix tests them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_RESERVED = ("own",)
+"""Names that commands use for something else."""
+_NEAR = 0.85
+
+
+def check_names(cls: type, base: type) -> None:
+    """Check, when a class is made, its name and those of its hooks, which are `base`'s. Raises ValueError."""
+    if _own(cls):
+        return
+    name = cls.__dict__.get("name", "unnamed")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        raise ValueError(
+            f"{cls.__name__}.name must be of letters, digits, _ and -, and not {' or '.join(_RESERVED)}; it is {name!r}"
+        )
+    hooks = [hook for hook in dir(base) if not hook.startswith("_")]
+    for given, value in cls.__dict__.items():
+        if given.startswith("_") or given in hooks or isinstance(value, dataclasses.Field):
+            continue
+        if near := difflib.get_close_matches(given.lower(), hooks, 1, _NEAR):
+            raise ValueError(
+                f"{cls.__name__}.{given} is no hook: did you mean {near[0]}? Begin the name of a helper with _"
+            )
+
+
+@functools.cache
+def check_class(cls: type, base: type) -> None:
+    """Check, when a method is chosen, that it is a dataclass with a name of its own. Raises ValueError."""
+    if _own(cls):
+        return
+    name = cls.__name__
+    if "name" not in cls.__dict__:
+        raise ValueError(f'{name} has no name: give it one of its own, such as name: ClassVar[str] = "{name.lower()}"')
+    if "__dataclass_params__" not in cls.__dict__:
+        raise ValueError(f"{name} is no dataclass: write @dataclass(frozen=True) above it")
+    for field in dataclasses.fields(cls):
+        if hasattr(base, field.name):
+            raise ValueError(f"{name}.{field.name} is declared as a setting: annotate it with ClassVar")
+
+
+def check_hooks(method: Any, base: type) -> None:
+    """Check, for a layer, that a method has the hooks that it needs. Raises ValueError."""
+    cls = type(method)
+    if _own(cls):
+        return
+    check_class(cls, base)
+    if cls.decode is base.decode:
+        raise ValueError(
+            f"{cls.__name__} has no decode: define decode(self, cache, q, scaling), which returns the attention of "
+            "one token a row"
+        )
+    if method.sparse_from_tokens is not None and cls.decode_dense is base.decode_dense:
+        raise ValueError(
+            f"{cls.__name__} declares sparse_from_tokens and has no decode_dense: define it, or leave the fact away"
+        )
+
+
+def _own(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "foveate"

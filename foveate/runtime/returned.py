@@ -1,0 +1,94 @@
+"""Checks of what a method's hooks return, made once a prompt: an error names class, hook and remedy in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.methods import Method
+from foveate.ops import Attended
+from foveate.state import SlotCache
+
+_OF_THE_CACHE = ("keys", "values", "positions", "block_table")
+
+
+def check_channels(method: Method, channels: Mapping[str, Any]) -> None:
+    """Raises ValueError for a channel that is called as a tensor of the cache's own."""
+    for name in _OF_THE_CACHE:
+        if name in channels:
+            raise ValueError(f"{_hook(method, 'channels')} names a channel {name!r}, as the cache's own; rename it")
+
+
+def check_attended(method: Method, attended: Any, q: Tensor, value_dim: int) -> None:
+    """Raises ValueError for a result of :meth:`Method.prompt` that is no attention of ``q [B, Hq, n, D]``."""
+    if not isinstance(attended, Attended):
+        raise ValueError(f"{_hook(method, 'prompt')} returned {_kind(attended)}; return an ops.Attended")
+    check_output(method, "prompt", attended.out, q, value_dim)
+
+
+def check_output(method: Method, hook: str, out: Any, q: Tensor, value_dim: int) -> None:
+    """Raises ValueError for an output that is no tensor ``[B, Hq, n, Dv]`` for ``q [B, Hq, n, D]``."""
+    if isinstance(out, Attended):
+        raise ValueError(f"{_hook(method, hook)} returned an Attended; return its tensor, .out")
+    wanted = [*q.shape[:3], value_dim]
+    if not isinstance(out, Tensor) or list(out.shape) != wanted:
+        found = list(out.shape) if isinstance(out, Tensor) else _kind(out)
+        raise ValueError(f"{_hook(method, hook)} returned {found}; return a tensor {wanted}, [B, Hq, n, Dv]")
+
+
+def check_slots(method: Method, keep: Any, store: SlotCache) -> None:
+    """Check what :meth:`Method.prompt_end` returned; waits for the device.
+
+    Raises:
+        ValueError: for slots of a method that never evicts, that are none of the cache's, or that are given twice; for
+            -1 where the method is not ``uneven``; and for another dtype or shape than int64 ``[K]`` or ``[B, Hkv, K]``.
+    """
+    who = _hook(method, "prompt_end")
+    batch, heads, used = store.batch_size, store.geometry.num_kv_heads, store.used
+    wanted = f"int64 slots [K] or [{batch}, {heads}, K]"
+    if not method.evicts:
+        raise ValueError(
+            f"{who} returned slots to keep, and {type(method).__name__}.evicts is Evicts.NEVER; declare "
+            "evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END"
+        )
+    if not isinstance(keep, Tensor):
+        raise ValueError(f"{who} returned {_kind(keep)}; return a tensor, {wanted}")
+    if keep.dtype == torch.bool:
+        raise ValueError(f"{who} returned a bool mask; return {wanted}, such as mask.nonzero()[:, 0] of a mask [K]")
+    if keep.dtype != torch.int64:
+        raise ValueError(f"{who} returned {keep.dtype}; return {wanted}, such as .long()")
+    if keep.dim() != 1 and (keep.dim() != 3 or list(keep.shape[:2]) != [batch, heads]):
+        raise ValueError(f"{who} returned slots {list(keep.shape)}; return {wanted}")
+    times = keep.new_zeros((*keep.shape[:-1], used + 1), dtype=torch.int32)
+    times.scatter_add_(-1, keep.clamp(-1, used - 1) + 1, torch.ones_like(keep, dtype=torch.int32))
+    outside, none, twice = (keep < -1) | (keep >= used), keep == -1, times[..., 1:] > 1
+    outside, none, twice = torch.stack([outside.any(), none.any(), twice.any()]).tolist()
+    if outside:
+        raise ValueError(f"{who} returned slots outside of 0 to {used - 1}; return slots below cache.used")
+    if none and not method.uneven:
+        raise ValueError(
+            f"{who} returned -1, for no slot, and {type(method).__name__}.uneven is False; give every KV head as "
+            "many slots, or declare uneven: ClassVar[bool] = True"
+        )
+    if twice:
+        raise ValueError(f"{who} returned a slot more than once; return each slot that is kept once, such as .unique()")
+
+
+def check_counted(method: Method, before: int, after: int) -> None:
+    """Raises ValueError where a decode step has not been counted."""
+    if after == before:
+        raise ValueError(
+            f"{_hook(method, 'decode')} counted no step; attend with attend_all, or call cache.count_read with the "
+            "keys that were read"
+        )
+
+
+def _hook(method: Method, hook: str) -> str:
+    return f"{type(method).__name__}.{hook}"
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,292 @@
+"""What authors get wrong: one sentence names class, hook and remedy, once a prompt, and in no decode step."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods, ops
+from foveate.methods import base
+from foveate.methods._common import attend_all
+from foveate.methods.base import Method, setting
+from foveate.runtime import returned
+from foveate.state import Channel, Evicts
+from tests.helpers import generate, left_padded, tiny_model, tokens
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    before = dict(base.REGISTRY)
+    yield
+    base.REGISTRY.clear()
+    base.REGISTRY.update(before)
+
+
+class Reads(Method):
+    """Attends to all."""
+
+    def decode(self, cache, q, scaling):
+        return attend_all(cache, q, scaling).out
+
+
+def evicting(keep, **facts):
+    """A method whose prompts end by a rule."""
+
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        evicts: ClassVar[Evicts] = facts.get("evicts", Evicts.AT_PROMPT_END)
+        uneven: ClassVar[bool] = facts.get("uneven", False)
+        needs_prompt_end: ClassVar[bool] = True
+
+        def prompt_end(self, cache, scaling):
+            return keep(cache)
+
+    return Mine()
+
+
+def decoding(decode, **more):
+    @dataclass(frozen=True)
+    class Mine(Method):
+        name: ClassVar[str] = "mine"
+
+    for hook, function in {"decode": decode, **more}.items():
+        setattr(Mine, hook, function)
+    return Mine()
+
+
+def short_head(cache):
+    keep = torch.arange(30).expand(1, 2, 30).clone()
+    keep[0, 1, 20:] = -1
+    return keep
+
+
+def run(method, ids=None, **options):
+    model = tiny_model()
+    with foveate.attached(model, method, dense_below=0):
+        return generate(model, tokens(60) if ids is None else ids, 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("keep", "facts", "message"),
+    [
+        (lambda cache: cache.positions[0, 0] % 2 == 0, {}, r"a bool mask; return int64 slots \[K\] or \[1, 2, K\]"),
+        (lambda cache: torch.arange(9, dtype=torch.int32), {}, r"torch.int32; return int64 slots .* such as .long"),
+        (lambda cache: [1, 2], {}, r"a list; return a tensor, int64 slots"),
+        (lambda cache: torch.zeros(30, dtype=torch.int64), {}, "a slot more than once; .* once, such as .unique"),
+        (lambda cache: torch.tensor([[[1, 2], [3, 3]]]), {}, "a slot more than once"),
+        (lambda cache: torch.arange(50, 80), {}, "slots outside of 0 to 59; return slots below cache.used"),
+        (lambda cache: torch.tensor([3, -2]), {}, "slots outside of 0 to 59"),
+        (lambda cache: torch.arange(4).expand(2, 4), {}, r"slots \[2, 4\]; return int64 slots"),
+        (lambda cache: torch.arange(4).expand(2, 2, 4), {}, r"slots \[2, 2, 4\]; return int64 slots"),
+        (short_head, {}, "-1, for no slot, and Mine.uneven is False; .* or declare uneven"),
+        (lambda cache: torch.arange(9), {"evicts": Evicts.NEVER}, "slots to keep, .* declare evicts: .*AT_PROMPT_END"),
+    ],
+)
+def test_slots_to_keep_are_checked(keep, facts, message):
+    with pytest.raises(ValueError, match=rf"^Mine.prompt_end returned {message}"):
+        run(evicting(keep, **facts))
+    batch = left_padded([60, 53])  # row by row, where lengths differ
+    with pytest.raises(ValueError, match=r"^Mine.prompt_end returned"):
+        run(evicting(keep, **facts), batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
+def test_empty_slots_are_given_where_heads_may_differ():
+    run(evicting(short_head, uneven=True))
+
+
+def one_head(self, cache, q, scaling):
+    return attend_all(cache, q, scaling).out[:, :1]
+
+
+def nothing(self, cache, q, scaling):
+    attend_all(cache, q, scaling)
+
+
+OUTPUTS = [
+    (lambda self, cache, q, scaling: attend_all(cache, q, scaling), "an Attended; return its tensor, .out"),
+    (one_head, r"\[1, 1, 1, 16\]; return a tensor \[1, 6, 1, 16\]"),
+    (nothing, r"nothing; return a tensor \[1, 6, 1, 16\]"),
+    (lambda self, cache, q, scaling: attend_all(cache, q, scaling).out.tolist(), "a list; return a tensor"),
+]
+
+
+@pytest.mark.parametrize(("decode", "message"), OUTPUTS)
+def test_what_a_decode_step_returns_is_checked(decode, message):
+    with pytest.raises(ValueError, match=rf"^Mine.decode returned {message}"):
+        run(decoding(decode))
+
+
+def test_a_step_that_counts_nothing_is_refused():
+    def uncounted(self, cache, q, scaling):
+        return ops.attend(q, *cache.memory, logits=cache.logits(scaling)).out
+
+    with pytest.raises(ValueError, match=r"^Mine.decode counted no step; attend with attend_all, or call cache.count_"):
+        run(decoding(uncounted))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (lambda self, cache, q, scaling: None, "nothing; return an ops.Attended"),
+        (lambda self, cache, q, scaling: q, "a Tensor; return an ops.Attended"),
+        (lambda self, cache, q, scaling: ops.Attended(q[:, :1]), r"\[1, 1, 60, 16\]; return a tensor \[1, 6, 60, 16\]"),
+    ],
+)
+def test_what_a_prompt_returns_is_checked(prompt, message):
+    with pytest.raises(ValueError, match=rf"^Mine.prompt returned {message}"):
+        run(decoding(Reads.decode, prompt=prompt))
+
+
+def test_channels_have_names_of_their_own():
+    with pytest.raises(ValueError, match=r"^Mine.channels names a channel 'keys', as the cache's own; rename it"):
+        run(decoding(Reads.decode, channels=lambda self, geometry: {"keys": Channel((3,))}))
+
+
+def test_channels_that_observe_fills_are_not_recomputed():
+    def observe(self, cache, q, attended, scaling):
+        cache.channel("codes").fill_(1)
+
+    mine = decoding(Reads.decode, channels=lambda self, geometry: {"codes": Channel(recomputed=True)}, observe=observe)
+    with pytest.raises(ValueError, match=r"^Mine.observe fills the channel 'codes', .* leave recomputed=True away, or"):
+        run(methods.SharedPrompt((mine,)))
+
+
+def test_checks_are_made_once_a_prompt_and_in_no_other_step(monkeypatch):
+    checked = []
+    for name in ("check_slots", "check_attended", "check_output", "check_counted", "check_channels"):
+        check = getattr(returned, name)
+        monkeypatch.setattr(
+            returned, name, lambda *given, name=name, check=check: (checked.append(name), check(*given))
+        )
+    model, layers = tiny_model(), tiny_model().config.num_hidden_layers
+    with foveate.attached(model, evicting(lambda cache: torch.arange(9)), dense_below=0):
+        generate(model, tokens(60), 8)
+    of_prompt = dict.fromkeys(("check_slots", "check_attended", "check_channels", "check_counted"), layers)
+    assert {name: checked.count(name) for name in set(checked)} == of_prompt | {"check_output": 2 * layers}
+
+
+def misspelt():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+
+        def promptend(self, cache, scaling):
+            return torch.arange(30)
+
+
+def misspelt_fact():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        need_prompt_end: ClassVar[bool] = True
+
+
+def named(name):
+    def make():
+        return type("Mine", (Reads,), {"name": name, "__module__": __name__})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (misspelt, r"Mine.promptend is no hook: did you mean prompt_end\? Begin the name of a helper with _"),
+        (misspelt_fact, r"Mine.need_prompt_end is no hook: did you mean needs_prompt_end\?"),
+        (named("a:b,c"), r"Mine.name must be of letters, digits, _ and -, .*; it is 'a:b,c'"),
+        (named(""), r"Mine.name must be .*; it is ''"),
+        (named("own"), r"Mine.name must be .* not own"),
+        (named(3), r"Mine.name must be .*; it is 3"),
+    ],
+)
+def test_a_class_is_checked_when_it_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_settings_and_helpers_may_be_called_like_hooks():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        prompt_ends: int = setting(3, "ends")
+
+        def _promptend(self):
+            return 3
+
+    run(Mine())
+
+
+def nameless():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        source: ClassVar[str] = ""
+
+    return Mine()
+
+
+def nameless_child():
+    @dataclass(frozen=True)
+    class Mine(methods.H2O):
+        pass
+
+    return Mine()
+
+
+def undecorated():
+    class Mine(Reads):
+        name = "mine"
+        k: int = setting(3, "x")
+
+    return Mine()
+
+
+def undecorated_spec():
+    undecorated()
+    return "mine:k=5"
+
+
+def setting_as_name():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: str = "mine"
+
+    return Mine()
+
+
+def without_decode():
+    @dataclass(frozen=True)
+    class Mine(Method):
+        name: ClassVar[str] = "mine"
+
+    return Mine()
+
+
+def without_decode_dense():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        sparse_from_tokens: ClassVar[int] = 100
+
+    return Mine()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (nameless, r'Mine has no name: give it one of its own, such as name: ClassVar\[str\] = "mine"'),
+        (nameless_child, "Mine has no name"),
+        (undecorated, r"Mine is no dataclass: write @dataclass\(frozen=True\) above it"),
+        (undecorated_spec, "Mine is no dataclass"),
+        (setting_as_name, "Mine.name is declared as a setting: annotate it with ClassVar"),
+        (without_decode, r"Mine has no decode: define decode\(self, cache, q, scaling\)"),
+        (without_decode_dense, "Mine declares sparse_from_tokens and has no decode_dense: define it, or leave"),
+    ],
+)
+def test_a_method_is_checked_when_it_is_attached(make, message):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=rf"^{message}"):
+        foveate.attach(model, make())
+    assert not hasattr(model, "foveate")
