@@ -88,6 +88,7 @@ class Layer:
         except ValueError:
             self.seen = first
             raise
+        self.phase.written = True
         if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
             return self._attend(q, k, v, prompt, columns, first, logits)
         with torch.no_grad():

@@ -1,8 +1,9 @@
-"""State shared by the layers of one cache: where the prompt ends, and which of its columns are padding."""
+"""State shared by the layers of one cache: where the prompt ends, which columns are padding, and whether it is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,52 @@ class Phase:
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
+    changing: bool = False
+    """Whether a change of the cache (a forward pass, a crop) has begun and not ended. It stays True after an exception
+    or an interrupt, also in copies and pickles: such a cache is refused."""
+    written: bool = False
+    """Whether the change in progress has written to a layer."""
+    within_step: bool = False
+    """Whether the pass in progress is part of a step that :class:`~foveate.runtime.ReplayedSteps` began and will end."""
+
+    def check_whole(self) -> None:
+        """Raises ValueError if a change of the cache has begun and not ended."""
+        if self.changing:
+            raise ValueError(
+                "a forward pass on this cache, or another change of it, was interrupted, so its layers may hold "
+                "different tokens; start a new cache"
+            )
+
+    def begin_change(self) -> None:
+        """Begin a change of the cache, which is refused until :meth:`end_change`.
+
+        Raises:
+            ValueError: when an earlier change has not ended.
+        """
+        if not self.within_step:
+            self.check_whole()
+            self.changing, self.written = True, False
+
+    def end_change(self) -> None:
+        """End the change: the cache is whole again."""
+        if not self.within_step:
+            self.changing = False
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """A change that ends with the block, unless an exception leaves it."""
+        self.begin_change()
+        yield
+        self.end_change()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A block within a change, in which forward passes are parts of that change."""
+        self.within_step = True
+        try:
+            yield
+        finally:
+            self.within_step = False
 
     def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.

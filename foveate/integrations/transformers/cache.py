@@ -63,13 +63,15 @@ class Cache(transformers.Cache):
             prompt_end: columns of the batch that are prompt, padding and earlier turns included.
             assistant: whether the cache is that of an assistant in assisted decoding.
         """
+        self.phase.check_whole()
         self.steps = None
         empty = self.get_seq_length() == 0
         self.phase.prompt_end_known, self.phase.assistant = True, assistant
         if not assistant:
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
-                    layer.stop_recording_past()
+                    with self.phase.change():
+                        layer.stop_recording_past()
                 elif hasattr(layer, "record_past"):
                     layer.record_past = False
             self.phase.prompt_end = prompt_end
@@ -89,6 +91,7 @@ class Cache(transformers.Cache):
         Raises:
             ValueError: when the prompt was read by another method, or not to its end.
         """
+        self.phase.check_whole()
         read = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
         if not all(isinstance(layer.method, SharedPrompt) for layer in read):
             raise ValueError("only the cache of a prompt that methods.SharedPrompt has read can be branched")
@@ -106,20 +109,26 @@ class Cache(transformers.Cache):
         return cache
 
     def begin_forward(self) -> None:
-        """Start a forward pass on this cache.
+        """Start a forward pass on this cache, which ends with :meth:`end_forward`; until then the cache is refused.
 
         Raises:
-            ValueError: when an earlier pass was interrupted between two layers.
+            ValueError: when an earlier pass, or another change, was interrupted.
         """
-        pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        if pending or len(lengths) > 1:
-            raise ValueError(
-                "a forward pass on this cache was interrupted, so its layers hold different tokens; start a new cache"
-            )
+        self.phase.begin_change()
+        if len({layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}) > 1:
+            raise ValueError("the layers of this cache hold different numbers of tokens; start a new cache")
         self.phase.forward.clear()
 
+    def end_forward(self, failed: bool) -> None:
+        """End a forward pass; one that failed after it had written to a layer is never ended."""
+        # layers without a method do not say what they wrote
+        own = all(type(layer) is CacheLayer for layer in self.layers)
+        pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
+        if not failed or (own and not pending and not self.phase.written):
+            self.phase.end_change()
+
     def crop(self, tokens_to_remove: int) -> None:
+        self.phase.check_whole()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer) or keeps_memory(layer):
                 layer.check_crop(tokens_to_remove)
@@ -134,9 +143,15 @@ class Cache(transformers.Cache):
                         "call cache.activate_past_recording() before tokens that may be removed"
                     )
         unfinished = self.get_seq_length() < (self.phase.prompt_end or 0)  # more of the prompt is to come
-        super().crop(int(tokens_to_remove))
-        if self.phase.prompt_end is not None and not unfinished:
-            self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+        with self.phase.change():
+            super().crop(int(tokens_to_remove))
+            if self.phase.prompt_end is not None and not unfinished:
+                self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+
+    def activate_past_recording(self) -> None:
+        """Keep from now on what :meth:`crop` needs to undo tokens."""
+        with self.phase.change():
+            super().activate_past_recording()
 
     @property
     def _rows(self) -> int:
@@ -152,13 +167,14 @@ class Cache(transformers.Cache):
         rows = self._rows
         if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
             raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
-        for layer in self.layers:
-            if isinstance(layer, CacheLayer):
-                layer.take_rows(beam_idx)
-            elif isinstance(layer, LinearAttentionLayer) or keeps_memory(layer):
-                layer.reorder_cache(beam_idx)
-            elif isinstance(layer, DynamicLayer):
-                layer.batch_select_indices(beam_idx)
+        with self.phase.change():
+            for layer in self.layers:
+                if isinstance(layer, CacheLayer):
+                    layer.take_rows(beam_idx)
+                elif isinstance(layer, LinearAttentionLayer) or keeps_memory(layer):
+                    layer.reorder_cache(beam_idx)
+                elif isinstance(layer, DynamicLayer):
+                    layer.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(max(self._rows, 0)).repeat_interleave(repeats))
@@ -167,8 +183,10 @@ class Cache(transformers.Cache):
         self.reorder_cache(row_indices(indices))
 
     def reset(self) -> None:
+        self.phase.changing = True
         super().reset()
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
+        self.phase.changing = False
         self.phase.forward.clear()
         self.steps = None
 

@@ -53,9 +53,6 @@ class BeforeForward:
         self._check_announced(given, ids)
         if cache is not None and not training:
             check_cache(cache, attachment)
-            cache.begin_forward()
-        elif isinstance(cache, Cache):
-            cache.phase.forward.clear()
         if training and getattr(decoder, "gradient_checkpointing", False):
             methods = {n: policy.method for n, policy in attachment.policies.items() if policy.method.sparse_prompt}
             readers = [n for n, method in methods.items() if method.reads_choice_of is not None]
@@ -66,7 +63,11 @@ class BeforeForward:
                 )
         attachment.forward.clear()
         cache = give_cache(self.model, given, config)
-        handover.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
+        if isinstance(cache, Cache):
+            cache.begin_forward()
+            handover.begin(attachment.uid, cache.phase, cache)
+        else:
+            handover.begin(attachment.uid, None)
         return (), releases.for_module(decoder, given)
 
     def _check_announced(self, given: dict[str, Any], ids: Tensor | None) -> None:
@@ -108,7 +109,7 @@ class BeforeWhole:
 class AfterForward:
     """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
 
-    After a prompt it also looks, once, whether their results are finite.
+    It ends the pass on the cache, which is refused if that never happens. After a prompt it also looks, once, whether their results are finite.
     """
 
     def __init__(self, attachment: Attachment):
@@ -117,7 +118,11 @@ class AfterForward:
     @torch.compiler.disable
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         one = handover.end(self.attachment.uid)
-        if one is None or out is None:
+        if one is None:
+            return
+        if out is None:
+            if one.cache is not None:
+                one.cache.end_forward(failed=True)
             return
         reached = one.reached
         number = self.attachment.config.num_hidden_layers
@@ -130,6 +135,8 @@ class AfterForward:
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
+        if one.cache is not None:
+            one.cache.end_forward(failed=False)
 
     def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)
@@ -358,3 +365,5 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
         )
     if cache.owner != attachment.uid:
         raise ValueError(f"{releases.CACHE} was made for another model or another attached method; start a new cache")
+    if not cache.phase.within_step:
+        cache.phase.check_whole()

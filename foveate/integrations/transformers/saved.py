@@ -38,6 +38,7 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     attachment = _attachment(model)
     if cache.owner != attachment.uid:
         raise ValueError("the cache was made for another model, or before the method was attached")
+    cache.phase.check_whole()
     layers = _layers(cache, model)
     if not cache.get_seq_length():
         raise ValueError("the cache is empty")
