@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 from foveate.bench.commands import app as bench_app
 from foveate.cli import asking, chat, train_lte, tuning
 from foveate.cli.train import app as train_app
+from foveate.outfile import announce
 from foveate.report.commands import app as plot_app
-from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError, RecursionError)

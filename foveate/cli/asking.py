@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
+from foveate import outfile
 from foveate.cli.progress import Progress
-from foveate.results import outfile
-from foveate.results.outfile import announce
+from foveate.outfile import announce
 from foveate.results.quiet import quiet
 
 _INTERRUPTED = 130

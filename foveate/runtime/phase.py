@@ -1,4 +1,4 @@
-"""State shared by the layers of one cache: where the prompt ends, which columns are padding, and whether it is whole."""
+"""State shared by the layers of one cache: where the prompt ends, which columns are padding, what has not ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Phase:
     written: bool = False
     """Whether the change in progress has written to a layer."""
     within_step: bool = False
-    """Whether the pass in progress is part of a step that :class:`~foveate.runtime.ReplayedSteps` began and will end."""
+    """Whether the pass in progress is part of a step that :class:`~foveate.runtime.ReplayedSteps` begins and ends."""
 
     def check_whole(self) -> None:
         """Raises ValueError if a change of the cache has begun and not ended."""

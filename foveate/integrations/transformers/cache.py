@@ -19,6 +19,7 @@ from foveate.integrations.transformers.layers import (
     row_indices,
 )
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
+from foveate.integrations.transformers.token_ids import TokenIds
 from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
 from foveate.runtime import Phase, ReplayedSteps
@@ -42,6 +43,10 @@ class Cache(transformers.Cache):
         if attachment is None:
             raise ValueError("the model is not attached: call foveate.attach(model, method) first")
         self.owner = attachment.uid
+        self.ids = TokenIds()
+        self.offsets: list[Tensor | None] | None = None
+        """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
+        keeps it (``rope_deltas`` of models that read images) left it after the last pass; None before the first."""
         self.phase = Phase(prompt_end=prompt_length)
         number = attachment.config.num_hidden_layers  # fewer where drafts leave layers out (assistant_early_exit)
         layers = cache_layers(attachment.config)[:number]
@@ -99,6 +104,7 @@ class Cache(transformers.Cache):
             raise ValueError("the prompt is not complete: branches begin at its end")
         cache = Cache(model)
         cache.phase.prompt_end, cache.phase.prompt_end_known = self.phase.prompt_end, self.phase.prompt_end_known
+        cache.ids, cache.offsets = copy.deepcopy(self.ids), self.offsets
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
                 cache.layers[index].continue_from(layer)
@@ -124,6 +130,8 @@ class Cache(transformers.Cache):
         # layers without a method do not say what they wrote
         own = all(type(layer) is CacheLayer for layer in self.layers)
         pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
+        if failed:
+            self.ids.columns = min(self.ids.columns, self.get_seq_length())
         if not failed or (own and not pending and not self.phase.written):
             self.phase.end_change()
 
@@ -147,6 +155,7 @@ class Cache(transformers.Cache):
             super().crop(int(tokens_to_remove))
             if self.phase.prompt_end is not None and not unfinished:
                 self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+            self.ids.columns = min(self.ids.columns, self.get_seq_length())
 
     def activate_past_recording(self) -> None:
         """Keep from now on what :meth:`crop` needs to undo tokens."""
@@ -168,6 +177,11 @@ class Cache(transformers.Cache):
         if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
             raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
         with self.phase.change():
+            self.ids.take_rows(beam_idx)
+            if self.offsets is not None:
+                self.offsets = [
+                    one if one is None or len(one) != rows else one[beam_idx.to(one.device)] for one in self.offsets
+                ]
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
                     layer.take_rows(beam_idx)
@@ -188,7 +202,7 @@ class Cache(transformers.Cache):
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
         self.phase.changing = False
         self.phase.forward.clear()
-        self.steps = None
+        self.steps, self.ids, self.offsets = None, TokenIds(), None
 
     @property
     def resident_bytes(self) -> int:

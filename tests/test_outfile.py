@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from foveate.results import outfile
+from foveate import outfile
 from foveate.results.errors import UserError
 from tests.helpers import full_disk
 
