@@ -111,14 +111,8 @@ def test_what_is_refused(tmp_path):
         foveate.load_cache(other, path)
     half = tiny_model().bfloat16()
     foveate.attach(half, small("quest"))
-    with pytest.raises(ValueError, match=r"is in torch.float32, and the model in torch.bfloat16|its weights differ"):
+    with pytest.raises(ValueError, match="its weights differ in value or type"):
         foveate.load_cache(half, path)
-    gemma = tiny_model("gemma3")
-    foveate.attach(gemma, small("quest"))
-    kept, _ = filled(gemma, tokens(1, 60))
-    with pytest.raises(ValueError, match=r"layer 0 .* keeps a DynamicSlidingWindowLayer"):
-        foveate.save_cache(gemma, kept, path)
-
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="damaged"):
         foveate.load_cache(other, path)

@@ -163,7 +163,7 @@ class Cache(transformers.Cache):
             super().activate_past_recording()
 
     @property
-    def _rows(self) -> int:
+    def batch_size(self) -> int:
         """Rows of the batch; -1 before there are any."""
         return next(layer.batch_size for layer in self.layers if isinstance(layer, CacheLayer))
 
@@ -173,7 +173,7 @@ class Cache(transformers.Cache):
         Raises:
             ValueError: on the CPU for a row that is not there; no layer is changed.
         """
-        rows = self._rows
+        rows = self.batch_size
         if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
             raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
         with self.phase.change():
@@ -191,7 +191,7 @@ class Cache(transformers.Cache):
                     layer.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(max(self._rows, 0)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(row_indices(indices))

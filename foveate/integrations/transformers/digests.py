@@ -121,7 +121,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 def _sums(tensor: Tensor) -> Tensor:
     """The weighted sums of a tensor's chunks, int64 ``[n]``."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     whole = len(flat) // 8 * 8
     if flat.storage_offset() % 8:
         flat = flat.clone()

@@ -35,6 +35,10 @@ class TokenIds:
         self._ids[:, first:end] = UNKNOWN if ids.is_floating_point() else ids
         self.columns = end
 
+    def restore(self, ids: Tensor) -> None:
+        """Know these ids and no other, int64 ``[B, columns]``."""
+        self._ids, self.columns = ids, ids.shape[1]
+
     def read(self, columns: int) -> Tensor | None:
         """The ids of the first columns, int64 ``[B, columns]``; None where nothing was noted."""
         return None if self._ids is None or self.columns < columns else self._ids[:, :columns]
