@@ -38,11 +38,15 @@ def check(out: Path, what: str = "--out") -> None:
 
     Devices and pipes are refused, too, since a resumed run reads its results back from the file.
     """
+    _check_kind(out, what)
+    _check_folder(out.parent, out, what)
+
+
+def _check_kind(out: Path, what: str) -> None:
     with writing(out):
         if out.exists() and not out.is_file():
             kind = "a folder" if out.is_dir() else "a device, pipe or socket"
             raise UserError(f"{out}: is {kind}, and {what} must name a regular file")
-    _check_folder(out.parent, out, what)
 
 
 def check_input(path: Path) -> None:
@@ -98,6 +102,7 @@ def replacing(out: Path, more: str = "") -> Iterator[Path]:
 
     Raises `UserError`, which ends in `more`, for an error of the system; what the file held before then stays.
     """
+    _check_kind(out, "the path")
     with writing(out, more):
         real = Path(os.path.realpath(out))  # a link stays one
         real.parent.mkdir(parents=True, exist_ok=True)

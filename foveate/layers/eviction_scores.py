@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from foveate import outfile
 from foveate.calibration import check_facts
 from foveate.json_text import parse_json
 from foveate.layers.lte import RetentionScores
@@ -178,15 +179,8 @@ class EvictionScores(nn.Module):
         return save(tensors, {_KIND: json.dumps(facts)})
 
     def save(self, path: str | Path) -> None:
-        """Write the file in one step."""
-        path = Path(path)
-        scratch = path.with_name(f".{path.name}.new")
-        try:
-            scratch.write_bytes(self.content())
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        """Write the file in one step. Raises ValueError if it cannot be written."""
+        outfile.write(outfile.named(path), self.content())
 
     @classmethod
     def load(cls, path: str | Path) -> EvictionScores:

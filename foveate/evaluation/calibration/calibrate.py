@@ -162,8 +162,7 @@ def _calibrated(
         "command": plan.command(),
     }
     artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
-    with outfile.writing(plan.out, f"; {GOES_ON}"):
-        artefact.write(plan.out)
+    outfile.write(plan.out, artefact.text().encode(), f"; {GOES_ON}")
     shutil.rmtree(folder)
     return artefact
 
