@@ -97,6 +97,7 @@ def test_another_change_that_is_stopped(change, tmp_path, monkeypatch):
     name = {"crop": "restore", "reorder_cache": "take_rows", "begin": "compact"}[change]
     given = {"crop": -1, "reorder_cache": torch.tensor([0, 0]), "begin": 42}[change]
     more = [False] if change == "begin" else []
+    cache.assisted = change == "begin"
     with monkeypatch.context() as stop:
         stop.setattr(SlotCache, name, raising(KeyboardInterrupt, 1)(getattr(SlotCache, name)))
         with pytest.raises(KeyboardInterrupt):

@@ -43,6 +43,8 @@ class Cache(transformers.Cache):
         if attachment is None:
             raise ValueError("the model is not attached: call foveate.attach(model, method) first")
         self.owner = attachment.uid
+        self.assisted = False
+        """Whether the last call of `generate` was one of assisted decoding, which records the past."""
         self.ids = TokenIds()
         self.offsets: list[Tensor | None] | None = None
         """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
@@ -61,28 +63,37 @@ class Cache(transformers.Cache):
         self.steps: ReplayedSteps | None = None
         attachment.remember(self)
 
-    def begin(self, prompt_end: int, assistant: bool) -> None:
+    def begin(self, prompt_end: int, assistant: bool, assisted: bool = False) -> None:
         """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
+
+        What an assisted call has recorded of the past is dropped, and what a user has, with
+        :meth:`activate_past_recording`, is kept.
 
         Args:
             prompt_end: columns of the batch that are prompt, padding and earlier turns included.
             assistant: whether the cache is that of an assistant in assisted decoding.
+            assisted: whether an assistant drafts for the cache in this call.
         """
         self.phase.check_whole()
         self.steps = None
         empty = self.get_seq_length() == 0
         self.phase.prompt_end_known, self.phase.assistant = True, assistant
         if not assistant:
-            for layer in self.layers:
-                if isinstance(layer, CacheLayer):
-                    with self.phase.change():
-                        layer.stop_recording_past()
-                elif hasattr(layer, "record_past"):
-                    layer.record_past = False
+            if self.assisted:
+                self._stop_recording_past()
+            self.assisted = assisted
             self.phase.prompt_end = prompt_end
         elif empty:
             # assisted decoding crops the assistant's cache to one token before the prompt's end, and decodes that token
             self.phase.prompt_end = prompt_end - 1
+
+    def _stop_recording_past(self) -> None:
+        with self.phase.change():
+            for layer in self.layers:
+                if isinstance(layer, CacheLayer):
+                    layer.stop_recording_past()
+                elif hasattr(layer, "record_past"):
+                    layer.record_past = False
 
     def branch(self, model: torch.nn.Module) -> Cache:
         """A cache with which one method continues after a prompt that :class:`~foveate.methods.SharedPrompt` has read.

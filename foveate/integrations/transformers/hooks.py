@@ -285,7 +285,7 @@ class PrepareCache:
         if assistant and mask is not None:  # Transformers takes drafted and sampled pad tokens for padding
             mask = model_kwargs["attention_mask"] = mask.cummax(1).values
         _check_rows(mask)
-        cache.begin(prompt_end, assistant)
+        cache.begin(prompt_end, assistant, generation_mode == GenerationMode.ASSISTED_GENERATION)
         if assistant:
             cache.activate_past_recording()
         one_by_one = generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
