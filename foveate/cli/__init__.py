@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,6 +64,7 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
 ) -> None:
     """Options of all commands; what they do is in `_Commands`."""
+    os.environ.setdefault("USE_HUB_KERNELS", "0")  # else Transformers asks a hub for kernels of recurrent layers
 
 
 @app.command()

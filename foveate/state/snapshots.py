@@ -1,8 +1,8 @@
 """Returning a cache to an earlier state, as assisted decoding does when draft tokens are rejected.
 
-A mixin of :class:`~foveate.state.SlotCache`. A snapshot holds the row numbers and the method's state. Of keys and
-values it holds nothing, since no slot in use is overwritten under ``record_past``, until the cache packs its tokens into
-new memory (:meth:`~foveate.state.eviction.Eviction.retain`): then it holds the memory from before.
+A mixin of :class:`~foveate.state.SlotCache`. A snapshot holds the row numbers and the method's state. It needs no keys
+and values, since no slot in use is overwritten under ``record_past``, until the cache packs its tokens into new memory
+(:meth:`~foveate.state.eviction.Eviction.retain`): then it holds the memory from before.
 """
 
 from __future__ import annotations

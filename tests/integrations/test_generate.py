@@ -977,7 +977,7 @@ def test_a_question_is_taken_back(name, block_size):
             expected = model.generate(ids, max_new_tokens=10, do_sample=False, **cached(copy.deepcopy(plain)))
             assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **cached(cache)), expected)
             if method.stateful and question.shape[1] > 2:
-                with pytest.raises(ValueError, match="to the ends of prompts and to decoded tokens .* to 80, "):
+                with pytest.raises(ValueError, match=r"to the ends of prompts and to decoded tokens .* to 80, "):
                     cache.crop(81 - cache.get_seq_length())
             cache.crop(80 - cache.get_seq_length())
         bytes_held = cache.resident_bytes

@@ -121,8 +121,8 @@ class CacheLayer(Layer, CacheLayerMixin):
         elif target not in self.store.snapshots and self.record_past:
             there = ", ".join(map(str, sorted(self.store.snapshots)))
             raise ValueError(
-                f"crop({-count}): of {self.seen} tokens, the {self.method.name} method can return to the ends of prompts "
-                f"and to decoded tokens alone, that is to {there or 'no number'} of tokens"
+                f"crop({-count}): of {self.seen} tokens, the {self.method.name} method can return to the ends of "
+                f"prompts and to decoded tokens alone, that is to {there or 'no number'} of tokens"
             )
         elif target not in self.store.snapshots:
             raise ValueError(
