@@ -227,6 +227,8 @@ class EvictionScores(nn.Module):
         steps = self.quantiles.diff(dim=-1)
         if bool((steps < -_ROUNDING * self.quantiles.abs().amax(-1, keepdim=True)).any()):
             return "quantiles must not descend"
+        if bool((self.quantiles[..., 0] == self.quantiles[..., -1]).any()):
+            return "quantiles of a head must not all be the same"
         return ""
 
 

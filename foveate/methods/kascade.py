@@ -158,9 +158,11 @@ class Kascade(TopKByMass):
         """With anchors of the calibration that comes with foveate for the model's weights; else evenly spaced."""
         if self.anchors is not None:
             return self
-        found = shipped(facts()) if self.heads is None else None
+        known = facts()
+        found = shipped(known) if self.heads is None else None
         if found is None:
-            return self.changed(anchors=_ANCHORS)
+            layers = len(known.get("weights") or ())  # those that the method is applied to, where they are known
+            return self.changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         say_once(
             f"{self.name}: {len(found.anchors)} anchors of calibration {found.source!r}, which comes with foveate for "
             f"these weights; anchors={_ANCHORS} spaces {_ANCHORS} evenly"
@@ -189,12 +191,11 @@ class Kascade(TopKByMass):
 
     def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         if not isinstance(self.anchors, (list, tuple)):
-            number, layers = self.anchors or _ANCHORS, len(among)
+            layers = len(among)
+            number = self.anchors or min(_ANCHORS, layers)
             if number > layers:
-                default = " (the default)" if number == _ANCHORS else ""
                 raise ValueError(
-                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not "
-                    f"{number}{default}"
+                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not {number}"
                 )
             anchors = [among[round(index * layers / number)] for index in range(number)]
         else:

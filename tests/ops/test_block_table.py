@@ -149,3 +149,9 @@ def test_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=message):
             ops.attend(q, *memory, block_table=table, **SCALING)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_a_table_that_is_not_of_integers_is_refused(dtype):
+    with pytest.raises(ValueError, match=f"a block table must be int32 or int64 .B, M., not {dtype}"):
+        BlockTable(torch.zeros(2, 3, dtype=dtype), 5)

@@ -99,7 +99,8 @@ def attach(
     config = decoder.config.get_text_config(decoder=True)
     modules, unchanged = attention_modules(model, decoder, config)
     releases.check(model, decoder)
-    chosen = chosen.for_model(lambda: {} if adapted(model) else model_facts(config, modules))
+    unknown = {"weights": [None] * len(modules)}  # with an adapter, the model is another than the one that is known
+    chosen = chosen.for_model(lambda: unknown if adapted(model) else model_facts(config, modules))
     uid = new_uid()
     forward: dict[Hashable, Any] = {}
     policies = {
