@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 1 << 16
-"""Words of eight bytes that are summed up to one number."""
+_CHUNK = 1 << 15
+"""Words of eight bytes that are summed up to one number; no more, so that PyTorch computes each on one CPU core, which
+is no slower and waits for no other core."""
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
 """Of each model the digests of its tensors, by address and version."""
 
@@ -127,7 +128,7 @@ def _sums(tensor: Tensor) -> Tensor:
         flat = flat.clone()
     words, rest = flat[:whole].view(torch.int64), flat.new_zeros(8)
     rest[: len(flat) - whole] = flat[whole:]
-    many, at_once = len(words) // _CHUNK, 64 if flat.is_cuda else 1
+    many, at_once = len(words) // _CHUNK, 256 if flat.is_cuda else 1
     sums = [
         _mixed(part, _places(flat.device)) for part in words[: many * _CHUNK].view(-1, _CHUNK).split(at_once) if many
     ]
