@@ -984,3 +984,18 @@ def test_a_question_is_taken_back(name, block_size):
         model.generate(ids, max_new_tokens=10, do_sample=False, **cached(cache))
         cache.crop(80 - cache.get_seq_length())
         assert cache.resident_bytes == bytes_held
+
+
+@pytest.mark.parametrize("name", ["h2o", "dense", "luka"])
+def test_recording_for_an_assistant_ends_with_its_call(name):
+    model, helper = tiny_model(), assistant("llama")
+    with foveate.attached(model, spec(name)):
+        cache = foveate.Cache(model)
+        out = model.generate(tokens(40), assistant_model=helper, max_new_tokens=8, do_sample=False, **cached(cache))
+        assert all(layer.record_past for layer in cache.layers)
+        ids = torch.cat([out, tokens(5, seed=9)], 1)
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+        found = model.generate(ids, max_new_tokens=4, do_sample=False, **cached(cache))
+        assert not any(layer.record_past for layer in cache.layers)
+        if name == "dense":
+            assert torch.equal(found, expected)
