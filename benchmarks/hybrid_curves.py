@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from foveate import outfile
 from foveate.layers.lte import THRESHOLD
 from foveate.models import HybridConfig, HybridForCausalLM
-from foveate.results import outfile
 from foveate.results.errors import UserError
 from foveate.training import journal
 from foveate.training.mixture import held_out_batches

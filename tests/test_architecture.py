@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
-    ("json_text",),
+    ("errors", "json_text"),
+    ("outfile",),
     ("ops",),
     ("state",),
     ("calibration",),
@@ -46,7 +47,7 @@ LAYERS_OF_STATE = (
 )
 """The same of ``foveate.state``."""
 
-NEUTRAL = ("json_text", "ops", "state", "calibration", "layers", "methods", "runtime")
+NEUTRAL = ("errors", "json_text", "outfile", "ops", "state", "calibration", "layers", "methods", "runtime")
 """Layers that know no engine."""
 
 MOST_LINES = 450

@@ -565,3 +565,12 @@ def test_help_names_all_commands():
     text = call("--help").stdout
     for command in ("methods", "doctor", "generate", "compare", "calibrate", "fetch", "bench"):
         assert command in text
+
+
+def test_commands_ask_no_hub_for_kernels(monkeypatch):
+    monkeypatch.setenv("USE_HUB_KERNELS", "1")
+    assert call("methods").exit_code == 0
+    assert os.environ["USE_HUB_KERNELS"] == "1"
+    monkeypatch.delenv("USE_HUB_KERNELS")
+    assert call("methods").exit_code == 0
+    assert os.environ["USE_HUB_KERNELS"] == "0"

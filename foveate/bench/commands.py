@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.results.outfile import announce
+from foveate.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: of attention at a model's shape, and of whole models.")
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate import outfile
 from foveate.json_text import parse_json
 
 KIND, SCHEMA = "foveate calibration", 1
@@ -61,14 +62,8 @@ class Calibration:
         _check_fact(self.model, "layers", layers, f"calibration {self.source!r}", _AGAIN)
 
     def write(self, path: Path) -> None:
-        """Writes the file in one step."""
-        scratch = path.with_name(f".{path.name}.new")
-        try:
-            scratch.write_text(self.text(), encoding="utf-8")
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        """Writes the file in one step. Raises `ValueError` if it cannot be written."""
+        outfile.write(path, self.text().encode())
 
     def text(self) -> str:
         """The file's content: one line for each number, list or row of a matrix."""

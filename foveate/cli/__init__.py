@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +19,8 @@ from foveate.bench.commands import app as bench_app
 from foveate.cli import asking, chat, train_lte, tuning
 from foveate.cli.train import app as train_app
 from foveate.inputs import imports
+from foveate.outfile import announce
 from foveate.report.commands import app as plot_app
-from foveate.results.outfile import announce
 from foveate.results.quiet import quiet
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError, RecursionError)
@@ -65,6 +66,7 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
 ) -> None:
     """Options of all commands; what they do is in `_Commands`."""
+    os.environ.setdefault("USE_HUB_KERNELS", "0")  # else Transformers asks a hub for kernels of recurrent layers
 
 
 @app.command()

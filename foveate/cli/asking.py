@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
+from foveate import outfile
 from foveate.cli.progress import Progress
 from foveate.inputs import imports
-from foveate.results import outfile
-from foveate.results.outfile import announce
+from foveate.outfile import announce
 from foveate.results.quiet import quiet
 
 _INTERRUPTED = 130

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from foveate.cli.progress import Progress
-from foveate.results.outfile import announce
+from foveate.outfile import announce
 from foveate.results.quiet import quiet
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from foveate.cli.progress import Progress
-from foveate.results.outfile import announce
+from foveate.outfile import announce
 from foveate.results.quiet import quiet
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from foveate.cli.asking import Device, Dtype, Import, Model
-from foveate.results.outfile import announce
+from foveate.outfile import announce
 from foveate.results.quiet import quiet
 
 _INTERRUPTED = 130

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 import foveate
+from foveate import outfile
 from foveate.evaluation import costs, decoding, generation, tasks
 from foveate.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.evaluation.native_model import NativeModel, applied, summary
 from foveate.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.inputs import imports, loading, model_folder, reading
-from foveate.results import circumstances, outfile, resultfile
+from foveate.results import circumstances, resultfile
 from foveate.results.errors import DataError, UserError, check_seed, check_text
 from foveate.results.rows import ROW_SCHEMA, ordered
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foveate import outfile
 from foveate.inputs.squad import Article, read_squad
-from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 
 SEED = 42

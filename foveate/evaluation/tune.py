@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from foveate import outfile
 from foveate.evaluation.runner import Comparison, Progress, parse_method, prepare, run
 from foveate.evaluation.tasks.base import Task
 from foveate.evaluation.tasks.fidelity import Fidelity
 from foveate.inputs import imports
 from foveate.methods import REGISTRY, Method
 from foveate.methods.spec import SETTING, SETTING_SCHEMA
-from foveate.results import outfile
 from foveate.results.errors import UserError, unknown
 
 OBJECTIVES = ("latency", "throughput", "memory")

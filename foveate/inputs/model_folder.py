@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ from foveate.methods import Method, check_made_for
 from foveate.results.errors import UserError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Ends of the settings that name kernels, of a model or of its parts."""
+_FLASH_ATTENTION = ("flash_attn", "flash_attn_interface", "flash_attn_3")
 _NAMES = f"{_SINGLE} or {_INDEX}"
 _NUMBERS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -85,7 +89,8 @@ def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's config.json. One of a hybrid makes Transformers know hybrids.
 
-    Raises `UserError` if the folder, the file or the weights are missing, or the weights are not the folder's own.
+    Raises `UserError` if the folder, the file or the weights are missing, the weights are not the folder's own, or the
+    configuration names kernels of a hub.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -107,11 +112,28 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder / 'config.json'}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}"
         )
+    _check_implementations(folder / "config.json", config)
     if not weight_files(folder):
         raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
     if config.get("model_type") == HYBRID:
         importlib.import_module("foveate.models")
     return config
+
+
+def _check_implementations(path: Path, value: Any) -> None:
+    """Refuses kernels that Transformers would load, as code, from a hub: by a repository's name, or for want of a
+    package."""
+    for name, one in value.items() if isinstance(value, dict) else ():
+        if not name.removesuffix("_internal").endswith(_IMPLEMENTATIONS):
+            _check_implementations(path, one)
+            continue
+        for kernel in one.values() if isinstance(one, dict) else [one]:
+            missing = "flash" in str(kernel) and not any(map(importlib.util.find_spec, _FLASH_ATTENTION))
+            if kernel is not None and ("/" in str(kernel) or missing):
+                raise UserError(
+                    f"{path}: {name} must not be {kernel!r}, for which Transformers would load code from a hub; "
+                    "remove it"
+                )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from foveate import outfile
 from foveate.calibration import check_facts
 from foveate.json_text import parse_json
 from foveate.layers.lte import RetentionScores
@@ -178,15 +179,8 @@ class EvictionScores(nn.Module):
         return save(tensors, {_KIND: json.dumps(facts)})
 
     def save(self, path: str | Path) -> None:
-        """Write the file in one step."""
-        path = Path(path)
-        scratch = path.with_name(f".{path.name}.new")
-        try:
-            scratch.write_bytes(self.content())
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        """Write the file in one step. Raises ValueError if it cannot be written."""
+        outfile.write(outfile.named(path), self.content())
 
     @classmethod
     def load(cls, path: str | Path) -> EvictionScores:
@@ -233,6 +227,8 @@ class EvictionScores(nn.Module):
         steps = self.quantiles.diff(dim=-1)
         if bool((steps < -_ROUNDING * self.quantiles.abs().amax(-1, keepdim=True)).any()):
             return "quantiles must not descend"
+        if bool((self.quantiles[..., 0] == self.quantiles[..., -1]).any()):
+            return "quantiles of a head must not all be the same"
         return ""
 
 

@@ -172,14 +172,17 @@ class Kascade(TopKByMass):
         if self.anchors is not None:
             self._say_what_differs()
             return self
+        of_model = facts()
+        layers = len(of_model.get("weights") or ())  # those that the method is applied to, where they are known
+        evenly = self.changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         if self.heads is not None:
-            return self.changed(anchors=_ANCHORS)
-        found = known(facts())
+            return evenly
+        found = known(of_model)
         best = sorted(found.calibrations, key=lambda one: len(self.differing(one)))
         if not best:
             for obstacle in found.obstacles:
                 say_once(f"{self.name}: {obstacle}")
-            return self.changed(anchors=_ANCHORS)
+            return evenly
         first = best[0]
         what = f"{len(first.anchors)} anchors of calibration {first.source!r}, which {first.origin} for these weights"
         say_once(f"{self.name}: {what}; anchors={_ANCHORS} spaces {_ANCHORS} evenly")
@@ -226,12 +229,11 @@ class Kascade(TopKByMass):
 
     def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         if not isinstance(self.anchors, (list, tuple)):
-            number, layers = self.anchors or _ANCHORS, len(among)
+            layers = len(among)
+            number = self.anchors or min(_ANCHORS, layers)
             if number > layers:
-                default = " (the default)" if number == _ANCHORS else ""
                 raise ValueError(
-                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not "
-                    f"{number}{default}"
+                    f"{self.name}: anchors must be at most {layers}, the layers that it is applied to, not {number}"
                 )
             anchors = [among[round(index * layers / number)] for index in range(number)]
         else:

@@ -21,23 +21,24 @@ class BlockTable:
         table: int32 or int64 ``[B, M]``, each row contiguous. Entries of blocks that hold no key of a row may be
             anything: what they name is not used.
         length: how many keys the longest row has, Lk, at most ``M * n``. A verb takes ``lengths`` for shorter rows.
+
+    Raises:
+        ValueError: for a table that is not of integers.
     """
 
     table: Tensor
     length: int
 
+    def __post_init__(self):
+        if self.table.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"a block table must be int32 or int64 [B, M], not {self.table.dtype}")
+
     def check(self, q: Tensor, *memory: Tensor) -> None:
-        """Raise ValueError unless the table is one of integers for the rows of q, on the memory's device, and has
-        blocks for all keys."""
+        """Raise ValueError unless the table is one for the rows of q, on the memory's device, and has blocks for all
+        keys."""
         table = self.table
-        if (
-            table.dim() != 2
-            or table.dtype not in (torch.int32, torch.int64)
-            or (table.numel() and table.stride(1) != 1)
-        ):
-            raise ValueError(
-                f"a block table must be int32 or int64 [B, M] of contiguous rows, not {table.dtype} {list(table.shape)}"
-            )
+        if table.dim() != 2 or (table.numel() and table.stride(1) != 1):
+            raise ValueError(f"a block table must be [B, M] of contiguous rows, not {list(table.shape)}")
         if table.shape[0] != q.shape[0]:
             raise ValueError(f"a block table of {len(table)} rows does not fit q {list(q.shape)}")
         for x in memory:

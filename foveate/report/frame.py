@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate import outfile
 from foveate.report.rows import read_any, spelled
-from foveate.results import outfile
 from foveate.results.errors import UserError
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-
-class UserError(ValueError):
-    """Bad input: an unknown name, a missing folder, a length out of range. The command line prints it as one line."""
+from foveate.errors import UserError
 
 
 class DataError(UserError):

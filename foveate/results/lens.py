@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate import outfile
 from foveate.json_text import parse_json
-from foveate.results import outfile
 from foveate.results.errors import DataError
 
 KIND, SCHEMA = "lens of foveate", 1

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate import methods
+from foveate import methods, outfile
 from foveate.json_text import parse_json
-from foveate.results import circumstances, outfile
+from foveate.results import circumstances
 from foveate.results.errors import UserError
 
 FIELDS = (

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foveate import outfile
 from foveate.json_text import parse_json
 from foveate.methods import Method, complete, recorded
-from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.rows import ROW_FIELDS, check_record, check_row
 

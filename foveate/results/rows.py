@@ -170,6 +170,13 @@ def check_row(row: Any, needed: Collection[str], where: str) -> None:
         if {value, *bounds} <= row.keys() and not _within(row[bounds[0]], row[value], row[bounds[1]]):
             found = [_short(row[name]) for name in (value, *bounds)]
             raise DataError(f"{where}: '{value}' is {found[0]}, outside its interval of {found[1]} to {found[2]}")
+    main = next(iter(row.get("metrics", ())), None)
+    if main in row["item_values"] and {"score", "n"} <= row.keys():  # others than averages have no values of that name
+        average = 100.0 * sum(row["item_values"][main]) / row["n"]
+        if not _within(average, row["score"], average):
+            raise DataError(
+                f"{where}: 'score' is {_short(row['score'])}, and 'item_values' of '{main}' average {average:g}"
+            )
 
 
 def check_record(record: Mapping[str, Any], where: str) -> None:

@@ -37,6 +37,8 @@ class Pass:
     """Identifies the model, see :class:`~foveate.runtime.policy.Policy`."""
     phase: Phase | None
     """The phase of the pass's cache; None without a cache."""
+    cache: Any = None
+    """The engine's cache of the pass."""
     entry: tuple[Layer, Tensor] | None = None
     """The layer posted last and not yet taken, with its keys."""
     reached: dict[int, Reached] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class Pass:
     """Shared by the layers of a pass without a cache, see :meth:`SlotCache.hand_on`."""
 
 
-def begin(owner: str, phase: Phase | None) -> None:
+def begin(owner: str, phase: Phase | None, cache: Any = None) -> None:
     """Start a forward pass, which may be nested in one of another model.
 
     A pass of the same owner that was interrupted by an exception is dropped, with those nested in it.
@@ -55,7 +57,7 @@ def begin(owner: str, phase: Phase | None) -> None:
         if one.owner == owner:
             del passes[index:]
             break
-    passes.append(Pass(owner, phase))
+    passes.append(Pass(owner, phase, cache))
 
 
 def end(owner: str) -> Pass | None:

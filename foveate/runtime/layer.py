@@ -110,6 +110,7 @@ class Layer:
         except ValueError:
             self.seen = first
             raise
+        self.phase.written = True
         if not _differentiates(q, k, v):
             return self._attend(q, k, v, prompt, columns, first, logits)
         with torch.no_grad():

@@ -1,8 +1,9 @@
-"""State shared by the layers of one cache: where the prompt ends, and which of its columns are padding."""
+"""State shared by the layers of one cache: where the prompt ends, which columns are padding, what has not ended."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,52 @@ class Phase:
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
     held: Held = field(default_factory=Held)
     """The bytes that the layers hold together."""
+    changing: bool = False
+    """Whether a change of the cache (a forward pass, a crop) has begun and not ended. It stays True after an exception
+    or an interrupt, also in copies and pickles: such a cache is refused."""
+    written: bool = False
+    """Whether the change in progress has written to a layer."""
+    within_step: bool = False
+    """Whether the pass in progress is part of a step that :class:`~foveate.runtime.ReplayedSteps` begins and ends."""
+
+    def check_whole(self) -> None:
+        """Raises ValueError if a change of the cache has begun and not ended."""
+        if self.changing:
+            raise ValueError(
+                "a forward pass on this cache, or another change of it, was interrupted, so its layers may hold "
+                "different tokens; start a new cache"
+            )
+
+    def begin_change(self) -> None:
+        """Begin a change of the cache, which is refused until :meth:`end_change`.
+
+        Raises:
+            ValueError: when an earlier change has not ended.
+        """
+        if not self.within_step:
+            self.check_whole()
+            self.changing, self.written = True, False
+
+    def end_change(self) -> None:
+        """End the change: the cache is whole again."""
+        if not self.within_step:
+            self.changing = False
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """A change that ends with the block, unless an exception leaves it."""
+        self.begin_change()
+        yield
+        self.end_change()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A block within a change, in which forward passes are parts of that change."""
+        self.within_step = True
+        try:
+            yield
+        finally:
+            self.within_step = False
 
     def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.

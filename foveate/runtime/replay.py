@@ -96,14 +96,33 @@ class ReplayedSteps:
             written: returns other tensors that a step writes to in place, such as recurrent states.
 
         Raises:
-            CaptureError: when the step cannot be captured.
+            CaptureError: when the step cannot be captured; nothing has run then.
+            ValueError: when an earlier change of the cache was interrupted.
         """
+        phase = layers[0].phase
+        phase.begin_change()
+        try:
+            out = self._decode(layers, run, inputs, options, written)
+        except CaptureError:
+            phase.end_change()
+            raise
+        phase.end_change()
+        return out
+
+    def _decode(
+        self,
+        layers: Sequence[Layer],
+        run: Callable[..., Any],
+        inputs: dict[str, Tensor],
+        options: dict[str, Any],
+        written: Callable[[], list[Tensor]],
+    ) -> Any:
         self._load(inputs, options)
         if not self._ready(layers):
             self._enter(layers, written())
         self._choose_dense(layers)
         if self._recording is None and not self._warm:
-            out = self._run(run)
+            out = self._run(layers, run)
             self._warm = True
         else:
             if self._recording is None:
@@ -220,16 +239,16 @@ class ReplayedSteps:
 
     # Running
 
-    def _run(self, run: Callable[..., Any]) -> Any:
+    def _run(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Any:
         """The decode step: run eagerly once to warm up (compile kernels, allocate), then captured."""
-        with capture.step(self._groups):
+        with layers[0].phase.step(), capture.step(self._groups):
             return run(**self._inputs, **self._options)
 
     def _recorded(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Recording:
         """Capture the step. Nothing runs on the device, so the host's counters are reset to what they were."""
         before = [(layer.seen, layer.counters.dense_steps) for layer in layers]
         try:
-            return self._record(lambda: self._run(run))
+            return self._record(lambda: self._run(layers, run))
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
         finally:

@@ -101,7 +101,8 @@ class Eviction:
             self.freed = Freed(torch.where(some, slots[..., 0], first), [all(row) for row in reuses])
 
     def retain(self, keep: Tensor | list[Tensor], uneven: bool = False) -> None:
-        """Keep only the given slots, packed in the order of their positions, and free the memory of the others.
+        """Keep only the given slots, packed in the order of their positions, and free the memory of the others, unless
+        a snapshot needs it.
 
         Channels per page are 0 afterwards, for their pages hold other tokens.
 
@@ -138,11 +139,12 @@ class Eviction:
         k, v = gather_slots(self.keys, keep), gather_slots(self.values, keep)
         per_slot = [name for name, spec in self.specs.items() if spec.per == 1]
         packed = {name: gather_slots(self.tensors[name], keep) for name in per_slot} | {"positions": positions}
+        self.keep_memory()
         self.capacity, self._free_blocks = 0, []
         for name in (*self._slot_specs(), "block_table"):
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
-        self.freed, self.ordered, self.snapshots = None, True, {}
+        self.freed, self.ordered = None, True
         self.reserve(max(1, *kept))
         self._write(0, k, v)
         for name, tensor in packed.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foveate.state.cache import SlotCache
@@ -12,9 +13,12 @@ from foveate.state.counters import Counters
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.eviction import Freed
 
+FACTS = ("rows", "freed", "ordered", "uneven", "num_heads")
+"""What :func:`pack` says besides tensors."""
+
 
 def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The used slots' tensors by name, and what else there is as JSON values; :func:`unpack` reads both."""
+    """The used slots' tensors by name, and :data:`FACTS` as JSON values; :func:`unpack` reads both."""
     store.sync_to_host()
     tensors = {"keys": store.keys, "values": store.values}
     if store.evicts:
@@ -37,6 +41,7 @@ def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def unpack(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
+    group: int,
     channels: Callable[[Geometry], Mapping[str, Channel | RowNumber]],
     evicts: Evicts,
     counters: Counters,
@@ -45,21 +50,104 @@ def unpack(
     """A cache with the content that :func:`pack` has given.
 
     Args:
+        group: query heads per KV head of the layer.
         channels, evicts: those of the method that the content is of, see ``Method.channels``.
         counters: where the cache counts.
         block_size: slots of a block, see :class:`SlotCache`; it need not be that of the packed cache.
+
+    Raises:
+        ValueError: for a tensor or fact that is missing, too many, or cannot be; the message begins with its name.
     """
+    _same_names(facts, FACTS)
+    shapes = [tuple(tensors[name].shape) if name in tensors else () for name in ("keys", "values")]
+    if any(len(shape) != 4 for shape in shapes) or shapes[0][:3] != shapes[1][:3] or 0 in shapes[0]:
+        raise ValueError(f"keys and values: must be there as [B, Hkv, n, D] and [B, Hkv, n, Dv], not {shapes}")
     k, v = tensors["keys"], tensors["values"]
+    if not k.is_floating_point() or k.dtype != v.dtype:
+        raise ValueError(f"keys and values: must be of one floating-point type, not {k.dtype} and {v.dtype}")
+    if type(facts["num_heads"]) is not int or facts["num_heads"] != group * k.shape[1]:
+        raise ValueError(f"num_heads: must be {group} for each of {k.shape[1]} KV heads, not {facts['num_heads']!r}")
     geometry = Geometry(facts["num_heads"], k.shape[1], k.shape[3], v.shape[3])
     store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels(geometry), evicts, counters, block_size)
-    store.rows = {name: list(numbers) for name, numbers in facts["rows"].items()}
+    _check_rows(store, facts, k.shape[2])
+    store.rows = {name: list(facts["rows"][name]) for name in store.rows}
     store.ordered, store.uneven = facts["ordered"], facts["uneven"]
     store.reserve(k.shape[2])
     store._write(0, k, v)
     per_slot = {name: spec.per for name, spec in store.specs.items()} | ({"positions": 1} if evicts else {})
+    freed = [] if facts["freed"] is None else ["freed"]
+    _same_names(tensors, ("keys", "values", *per_slot, *freed))
     for name, per in per_slot.items():
-        room = store.tensors[name][:, :, : tensors[name].shape[2]] if per else store.tensors[name]
+        room = store.tensors[name][:, :, : -(-k.shape[2] // per)] if per else store.tensors[name]
+        _check_tensor(name, tensors[name], room)
         room.copy_(tensors[name])
-    if facts["freed"] is not None:
+    if evicts:
+        _check_positions(store, k.shape[2])
+    if freed:
+        _check_tensor("freed", tensors["freed"], k.new_empty(k.shape[:2], dtype=torch.int64))
+        if bool(((tensors["freed"] < -1) | (tensors["freed"] >= k.shape[2])).any()):
+            raise ValueError(f"freed: must name slots below {k.shape[2]}")
         store.freed = Freed(tensors["freed"], list(facts["freed"]))
     return store
+
+
+def _same_names(given: Mapping[str, Any], expected: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in expected:
+            raise ValueError(f"{name}: is not known; allowed are {', '.join(expected)}")
+    for name in expected:
+        if name not in given:
+            raise ValueError(f"{name}: is missing")
+
+
+def _check_tensor(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise ValueError(f"{name}: is {tensor.dtype} {list(tensor.shape)}, and must be {like.dtype} {list(like.shape)}")
+
+
+def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
+    """Refuse row numbers, and other facts, that no cache of this method has."""
+    size = store.batch_size
+    for name in ("ordered", "uneven"):
+        if type(facts[name]) is not bool:
+            raise ValueError(f"{name}: must be true or false, not {facts[name]!r}")
+    freed, rows = facts["freed"], facts["rows"]
+    if freed is not None and (type(freed) is not list or len(freed) != size or {*map(type, freed)} != {bool}):
+        raise ValueError(f"freed: must be null or {size} times true or false, not {freed!r}")
+    if not isinstance(rows, dict):
+        raise ValueError(f"rows: must be an object, not {rows!r}")
+    try:
+        _same_names(rows, tuple(store.rows))
+    except ValueError as error:
+        raise ValueError(f"rows.{error}") from None
+    for name, numbers in rows.items():
+        whole = type(numbers) is list and len(numbers) == size and {*map(type, numbers)} == {int}
+        if not whole or min(numbers) < 0:
+            raise ValueError(f"rows.{name}: must be {size} whole numbers from 0, not {numbers!r}")
+    evicts = bool(store.evicts)
+    for b in range(size):
+        length, count, live = (rows[name][b] for name in ("lengths", "counts", "live"))
+        if not (live <= count <= length if evicts else live == count == length):
+            raise ValueError(f"rows: row {b} of {length} tokens cannot hold {live} in {count} slots")
+        for name in ("prompt", "observed"):
+            if rows[name][b] > length:
+                raise ValueError(f"rows.{name}: row {b} has {length} tokens, not {rows[name][b]}")
+    if max(rows["counts"]) != used:
+        raise ValueError(f"rows.counts: keys has {used} slots, and not {max(rows['counts'])} are in use")
+    if not evicts and (facts["uneven"] or not facts["ordered"] or freed is not None):
+        raise ValueError("uneven, ordered, freed: must be false, true and null for a method that never evicts")
+    if freed is not None and not store.reuses_slots:
+        raise ValueError("freed: must be null for a method that does not evict in decode")
+
+
+def _check_positions(store: SlotCache, used: int) -> None:
+    """Refuse positions that name other tokens than the rows have, or another number."""
+    positions, live = store.positions, store.row_tensor("live")
+    slots = torch.arange(used, device=store.device)
+    beyond = (slots >= store.row_tensor("counts")[:, None])[:, None]
+    lengths = store.row_tensor("lengths")[:, None, None]
+    held = (positions >= 0).sum(-1)
+    wrong = (positions < -1) | (positions >= lengths) | (beyond & (positions >= 0))
+    number = held.amax(-1) != live if store.uneven else (held != live[:, None]).any(-1)
+    if bool(wrong.any()) or bool(number.any()):
+        raise ValueError("positions: do not fit lengths, counts and live of the rows")

@@ -1,12 +1,13 @@
 """Returning a cache to an earlier state, as assisted decoding does when draft tokens are rejected.
 
-A mixin of :class:`~foveate.state.SlotCache`. A snapshot holds the row numbers and the method's state, not the keys and
-values: under ``record_past``, no slot in use is overwritten.
+A mixin of :class:`~foveate.state.SlotCache`. A snapshot holds the row numbers and the method's state. It needs no keys
+and values, since no slot in use is overwritten under ``record_past``, until the cache packs its tokens into new memory
+(:meth:`~foveate.state.eviction.Eviction.retain`): then it holds the memory from before.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ class _Snapshot(NamedTuple):
     """Row numbers."""
     tensors: dict[str, Tensor]
     """Copies of the channels and positions that later tokens may change."""
+    ordered: bool
+    uneven: bool
+    memory: dict[str, Any] | None = None
+    """The cache's attributes :data:`_MEMORY` from before its tokens were packed; None: as they are."""
+
+
+_MEMORY = ("tensors", "capacity", "_free_blocks", "_borrowed")
 
 
 class Snapshots:
@@ -40,7 +48,15 @@ class Snapshots:
                 for name, spec in self._snapshot_specs().items()
             }
             rows = {name: list(numbers) for name, numbers in self.rows.items()}
-            self.snapshots[clock] = _Snapshot(rows, tensors)
+            self.snapshots[clock] = _Snapshot(rows, tensors, self.ordered, self.uneven)
+
+    def keep_memory(self) -> None:
+        """Have the snapshots hold the present memory. Called before tokens are packed into new memory."""
+        memory = {name: getattr(self, name) for name in _MEMORY} | {"tensors": dict(self.tensors)}
+        self.snapshots = {
+            clock: saved if saved.memory is not None else saved._replace(memory=memory)
+            for clock, saved in self.snapshots.items()
+        }
 
     def restore(self, clock: int) -> None:
         """Return to the state saved at this clock. Keys and values written since stay in unused slots.
@@ -49,6 +65,10 @@ class Snapshots:
             KeyError: when none was saved.
         """
         saved = self.snapshots[clock]
+        if saved.memory is not None:
+            self.__dict__.update(saved.memory | {"tensors": dict(saved.memory["tensors"])})
+            self.counters.resident_bytes = self.resident_bytes
+        self.ordered, self.uneven, self.freed = saved.ordered, saved.uneven, None
         self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
         for name, tensor in saved.tensors.items():
             if self._snapshot_specs()[name].per:  # the cache may have more slots or pages now

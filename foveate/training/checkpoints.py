@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from foveate import outfile
 from foveate.json_text import parse_json
-from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 from foveate.results.resultfile import locked
 from foveate.training.journal import LOG

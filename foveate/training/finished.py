@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from foveate.results import outfile
+from foveate import outfile
 from foveate.training.tokens import TOKENIZER
 
 

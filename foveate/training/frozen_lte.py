@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from foveate import outfile
 from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.json_text import parse_json
 from foveate.layers.eviction_scores import LEVELS, EvictionScores
-from foveate.results import outfile
 from foveate.results.errors import DataError, UserError, check_seed
 from foveate.results.resultfile import locked
 from foveate.training.lte_sequences import Drawn, Sequences

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate import outfile
 from foveate.json_text import parse_json
-from foveate.results import outfile
 
 LOG, EVENTS = "log.jsonl", "tensorboard"
 

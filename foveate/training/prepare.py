@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from foveate import outfile
 from foveate.inputs import reading
 from foveate.inputs.words import ADJECTIVES, NOUNS
-from foveate.results import outfile
 from foveate.results.errors import DataError, UserError
 from foveate.training import questions as of_questions
 from foveate.training import tokenizer as of_tokenizer

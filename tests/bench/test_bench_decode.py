@@ -566,7 +566,7 @@ def test_tokens_of_a_model(monkeypatch):
     assert not transformers["below_floor"]  # which tells nothing of what it reads
     assert [line.split(":")[0] for line in said if "BELOW THE FLOOR" in line] == ["dense"]
     with pytest.raises(UserError, match="tiny: kascade: anchors must be at most 4"):
-        decode_model.run(decode_model.Plan("tiny", ("kascade",), **how), say=lambda _: None)
+        decode_model.run(decode_model.Plan("tiny", ("kascade:anchors=5",), **how), say=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class TestTheFile:
 
     def test_a_full_disk_keeps_the_older_one(self, path):
         calibration().write(path)
-        with full_disk(10), pytest.raises(OSError, match="File too large"):
+        with full_disk(10), pytest.raises(ValueError, match=f"{path}: cannot be written to .File too large"):
             calibration(anchors=(0, 1, 2, 3), heads={}).write(path)
         assert load(path) == calibration()
         assert list(path.parent.iterdir()) == [path]

@@ -1,9 +1,11 @@
+import importlib.util
 import json
 import shutil
 
 import pytest
+from transformers.integrations import hub_kernels
 
-from foveate.inputs import model_folder
+from foveate.inputs import loading, model_folder
 from foveate.results.errors import UserError
 
 
@@ -76,3 +78,47 @@ def test_numbers_of_another_kind_are_refused(tiny_folder, tmp_path, change, mess
     (copy / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=message):
         model_folder.model_facts(copy)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+@pytest.mark.parametrize("name", ["_attn_implementation", "attn_implementation", "_experts_implementation_internal"])
+@pytest.mark.parametrize(
+    "kernel", ["kernels-community/flash-attn2", "evil/kernel@main:fn", "paged|evil/kernel", {"": "evil/kernel"}]
+)
+def test_kernels_of_a_hub_are_refused(tiny_folder, tmp_path, monkeypatch, part, name, kernel):
+    def asked(*args, **kwargs):
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *args, **kwargs: True, raising=False)
+    monkeypatch.setattr(hub_kernels, "get_kernel_hub", asked, raising=False)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | ({part: {name: kernel}} if part else {name: kernel})))
+    for read in (
+        model_folder.model_facts,
+        loading.load_tokenizer,
+        lambda one: loading.load_model(one, "float32", "cpu"),
+    ):
+        with pytest.raises(
+            UserError, match=r"config.json: .*implementation.* must not be .* code from a hub; remove it"
+        ):
+            read(folder)
+
+
+def test_implementations_of_this_machine_are_read(tiny_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+
+    def read(kernel):
+        (folder / "config.json").write_text(json.dumps(config | {"_attn_implementation": kernel}))
+        return model_folder.read_config(folder)
+
+    for kernel in (None, "sdpa", "eager", "flex_attention", {"text_config": "sdpa"}):
+        assert read(kernel)["_attn_implementation"] == kernel
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="must not be 'flash_attention_2'"):  # whose package a hub would stand in for
+        read("flash_attention_2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn" or None)
+    read("flash_attention_2")

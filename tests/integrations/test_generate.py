@@ -992,3 +992,46 @@ def test_a_pad_token_that_is_sampled_is_no_padding():
             out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=model, **few)
             sampled |= {*out[0, 4:-2].tolist()}
     assert 0 in sampled
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [(name, 0) for name in sorted(SMALL.keys() - {"h2o_as_published", "lte"})] + [("snapkv", 16), ("luka", 16)],
+)
+def test_a_question_is_taken_back(name, block_size):
+    """The remedy that `crop` names, with `generate`: a document is asked again and again, as if for the first time."""
+    model, method = tiny_model(), methods.make(name, **methods.get(name).small_budget)
+    document, questions = tokens(80, 2, seed=3), [tokens(n, 2, seed=n) for n in (6, 9, 1)]
+    with foveate.attached(model, method, block_size=block_size):
+        cache = foveate.Cache(model)
+        with torch.no_grad():
+            model(document, **cached(cache))
+        plain = copy.deepcopy(cache)
+        cache.activate_past_recording()
+        for question in (*questions, *questions):
+            ids = torch.cat([document, question], 1)
+            expected = model.generate(ids, max_new_tokens=10, do_sample=False, **cached(copy.deepcopy(plain)))
+            assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **cached(cache)), expected)
+            if method.stateful and question.shape[1] > 2:
+                with pytest.raises(ValueError, match=r"to the ends of prompts and to decoded tokens .* to 80, "):
+                    cache.crop(81 - cache.get_seq_length())
+            cache.crop(80 - cache.get_seq_length())
+        bytes_held = cache.resident_bytes
+        model.generate(ids, max_new_tokens=10, do_sample=False, **cached(cache))
+        cache.crop(80 - cache.get_seq_length())
+        assert cache.resident_bytes == bytes_held
+
+
+@pytest.mark.parametrize("name", ["h2o", "dense", "luka"])
+def test_recording_for_an_assistant_ends_with_its_call(name):
+    model, helper = tiny_model(), assistant("llama")
+    with foveate.attached(model, spec(name)):
+        cache = foveate.Cache(model)
+        out = model.generate(tokens(40), assistant_model=helper, max_new_tokens=8, do_sample=False, **cached(cache))
+        assert all(layer.record_past for layer in cache.layers)
+        ids = torch.cat([out, tokens(5, seed=9)], 1)
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+        found = model.generate(ids, max_new_tokens=4, do_sample=False, **cached(cache))
+        assert not any(layer.record_past for layer in cache.layers)
+        if name == "dense":
+            assert torch.equal(found, expected)

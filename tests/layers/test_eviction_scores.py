@@ -143,6 +143,7 @@ def with_facts(path, **changed):
                 ("spread", 0.0, "spread must be above 0"),
                 ("rotary_scaling", 0.0, "rotary_scaling must be above 0"),
                 ("quantiles", torch.linspace(1, -1, LEVELS), "quantiles must not descend"),
+                ("quantiles", 0.0, "quantiles of a head must not all be the same"),
             )
         ),
     ],

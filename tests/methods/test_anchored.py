@@ -287,6 +287,7 @@ def test_evenly_spaced_anchors_and_depths():
         return [method.for_layer(n, layers).layer_role for n in range(layers)]
 
     assert sorted({role.anchor for role in roles(methods.make("kascade"), 32)}) == [0, 6, 13, 19, 26]
+    assert sorted({role.anchor for role in roles(methods.make("kascade"), 4)}) == [0, 1, 2, 3]  # nobody asked for five
     assert [role.layer for role in roles(methods.make("omnikv"), 32) if role.dense] == [2, 8, 18]
     assert [role.layer for role in roles(methods.make("omnikv"), 32) if role.anchor is None] == [0, 1, 3, 9, 19]
     assert [role.layer for role in roles(methods.make("lessismore"), 36) if role.dense] == [2, 15]
@@ -299,7 +300,6 @@ def test_evenly_spaced_anchors_and_depths():
         ("kascade", {"anchors": [3, 1]}, "anchors must be rising layer numbers"),
         ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
         ("kascade", {"anchors": 6}, "anchors must be at most 4, the layers that it is applied to, not 6$"),
-        ("kascade", {}, r"anchors must be at most 4, the layers that it is applied to, not 5 \(the default\)"),
         ("kascade", {"pooling": "pre_softmax"}, "pooling must be one of post_softmax, sqrt, not 'pre_softmax'"),
         ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
         ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),

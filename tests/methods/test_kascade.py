@@ -216,3 +216,10 @@ def test_evenly_spaced_anchors_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         foveate.attach(tiny_model(), "kascade:anchors=2")
+
+
+def test_a_model_of_few_layers_has_no_more_anchors():
+    model = tiny_model()
+    assert foveate.attach(model, "kascade").method.anchors == model.config.num_hidden_layers == 3
+    with pytest.raises(ValueError, match=r"anchors must be at most 3, the layers that it is applied to, not 5$"):
+        foveate.attach(model, "kascade:anchors=5")

@@ -307,3 +307,12 @@ def test_bytes_of_a_cache_are_known_from_the_configuration(preset, length):
         for part in prompt(length, batch=1).split(length - 1, 1):  # nsa compresses blocks for the token after a prompt
             model(part, **{CACHE: cache}, use_cache=True)
     assert cache_bytes(model.config, length, torch.float32) == cache.nbytes
+
+
+def test_a_memory_does_not_follow_the_default_dtype():
+    model, before = copy.deepcopy(model_of("lalte")).double(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(generate(model, prompt()), greedy("lalte"))
+    finally:
+        torch.set_default_dtype(before)

@@ -142,10 +142,15 @@ def test_what_does_not_fit():
         (BlockTable(good.table[:1], 50), "a block table of 1 rows does not fit q"),
         (BlockTable(good.table, 97), "6 blocks of 16 slots have no room for 97 keys"),
         (BlockTable(good.table, -1), "no room for -1 keys"),
-        (BlockTable(good.table.float(), 50), r"must be int32 or int64 \[B, M\]"),
-        (BlockTable(good.table[0], 50), r"must be int32 or int64 \[B, M\]"),
+        (BlockTable(good.table[0], 50), r"must be \[B, M\] of contiguous rows"),
         (BlockTable(good.table.repeat_interleave(2, 1)[:, ::2], 50), "of contiguous rows"),
         (BlockTable(good.table.to("meta"), 50), r"on cpu must be \[N, Hkv, n, D\] on the block table's meta"),
     ]:
         with pytest.raises(ValueError, match=message):
             ops.attend(q, *memory, block_table=table, **SCALING)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_a_table_that_is_not_of_integers_is_refused(dtype):
+    with pytest.raises(ValueError, match=f"a block table must be int32 or int64 .B, M., not {dtype}"):
+        BlockTable(torch.zeros(2, 3, dtype=dtype), 5)

@@ -719,3 +719,27 @@ def test_what_layers_count_together_is_added_once():
     tally.forget()
     tally.flush()
     assert totals[0] == expected[0]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_snapshot_outlives_the_packing_of_its_tokens(uneven):
+    """It holds the memory from before, once; further tokens there do not change it."""
+    cache = filled(8, batch=1, channels=MASS, evicts=Evicts.IN_DECODE)
+    cache.channel("mass")[:] = torch.arange(8.0)
+    cache.record_past, cache.uneven = True, uneven
+    cache.save(8)
+    bytes_before = cache.resident_bytes
+    for _ in range(3):
+        append(cache, 2)
+        cache.retain(torch.tensor([1, 4, 9]), uneven=not uneven)
+        assert held(cache, 0) == [1, 4, 9]
+        assert cache.uneven is not uneven
+        cache.restore(8)
+        assert held(cache, 0) == list(range(8))
+        assert cache.uneven is uneven
+        assert cache.channel("mass")[0, 1].tolist() == list(range(8))
+        assert (cache.resident_bytes, cache.rows["live"], cache.freed) == (bytes_before, [8], None)
+        assert torch.equal(cache.keys[:, :, :8], kv(0, 8, [0])[0])
+    cache.restore(8)
+    step(cache)
+    assert held(cache, 0) == list(range(9))

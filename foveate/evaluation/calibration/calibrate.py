@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import foveate
+from foveate import outfile
 from foveate.calibration import (
     AnchorChoice,
     Calibration,
@@ -38,7 +39,7 @@ from foveate.inputs import loading, model_folder, reading
 from foveate.integrations.transformers.facts import model_facts
 from foveate.integrations.transformers.study import Study, attention_modules
 from foveate.methods.budgets import budget
-from foveate.results import circumstances, outfile
+from foveate.results import circumstances
 from foveate.results.errors import UserError
 from foveate.runtime import Policy
 
@@ -180,8 +181,7 @@ def _calibrated(
         "command": plan.command(),
     }
     artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
-    with outfile.writing(plan.out, f"; {GOES_ON}"):
-        artefact.write(plan.out)
+    outfile.write(plan.out, artefact.text().encode(), f"; {GOES_ON}")
     shutil.rmtree(folder)
     return artefact
 

@@ -11,8 +11,9 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from foveate import outfile
 from foveate.json_text import parse_json
 from foveate.results.errors import UserError
 from foveate.results.resultfile import lock
@@ -32,11 +33,9 @@ def take_up(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            if any(folder.iterdir()):
+            if any(not one.name.startswith(f".{_RUN}.") for one in folder.iterdir()):  # which a killed run may leave
                 raise UserError(f"{folder}: not a folder of partial results; choose another --out")
-            scratch = folder.with_name(f".{folder.name}.{_RUN}")
-            scratch.write_text(json.dumps(mark), encoding="utf-8")
-            scratch.replace(path)
+            outfile.write(path, json.dumps(mark).encode())
         file = path.open("rb")
         content = file.read()
     except OSError as error:
@@ -65,13 +64,8 @@ def write(path: Path, shown: dict[str, torch.Tensor], start: float, how: str = "
 
     Raises `UserError` if it cannot be written.
     """
-    scratch = path.with_suffix(".new")
-    try:
-        save_file({**shown, "seconds": torch.tensor(time.perf_counter() - start)}, scratch, {"how": how})
-        scratch.replace(path)
-    except (SafetensorError, OSError) as error:
-        scratch.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written to ({error}); {GOES_ON}") from None
+    kept = {**shown, "seconds": torch.tensor(time.perf_counter() - start)}
+    outfile.write(path, save(kept, {"how": how}), f"; {GOES_ON}")
 
 
 def made_how(path: Path) -> str | None:

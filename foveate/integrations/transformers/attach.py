@@ -18,7 +18,14 @@ from foveate.integrations.transformers.attachment import Attachment, new_uid
 from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
 from foveate.integrations.transformers.facts import adapted, model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
-from foveate.integrations.transformers.hooks import AfterForward, BeforeForward, BeforeWhole, Prefill, PrepareCache
+from foveate.integrations.transformers.hooks import (
+    AfterForward,
+    BeforeForward,
+    BeforeWhole,
+    Prefill,
+    PrepareCache,
+    PreparePositions,
+)
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
@@ -94,7 +101,8 @@ def attach(
     modules, unchanged = attention_modules(model, decoder, config)
     check_made_for(chosen, model_facts(config, modules))
     releases.check(model, decoder)
-    facts, why = lambda: {} if adapted(model) else model_facts(config, modules), ""
+    unknown = {"weights": [None] * len(modules)}  # with an adapter, the model is another than the one that is known
+    facts, why = lambda: unknown if adapted(model) else model_facts(config, modules), ""
     if isinstance(chosen, Auto):
         chosen, why = chosen.choose(facts())
     else:
@@ -245,11 +253,14 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
     for index, module in modules.items():
         module.foveate = attachment.policies[index]
     model.foveate = attachment
+    attachment.keepers = [module for module in model.modules() if "rope_deltas" in module.__dict__]
     decoder.register_forward_pre_hook(BeforeForward(model, attachment), with_kwargs=True)
     decoder.register_forward_hook(AfterForward(attachment), with_kwargs=True, always_call=True)
     if model.base_model is not decoder:
         model.base_model.register_forward_pre_hook(BeforeWhole(model, attachment), with_kwargs=True)
     if hasattr(model, "generate"):
+        if attachment.keepers and hasattr(model, releases.POSITIONS):
+            setattr(model, releases.POSITIONS, PreparePositions(model, attachment))
         model._prepare_cache_for_generation = PrepareCache(model, attachment)
         model._prefill = Prefill(model, attachment)
         model._valid_auto_compile_criteria = EnableCompiledCall(model, attachment)
@@ -263,7 +274,7 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
     remove_hooks(decoder)
     for module in (decoder, model.base_model):
         _remove_hooks(module, (BeforeForward, AfterForward, BeforeWhole))
-    for name in releases.GENERATE:
+    for name in (*releases.GENERATE, releases.POSITIONS):
         model.__dict__.pop(name, None)
     attachment.configurations.restore(around(model, decoder))
     for module in (model, *decoder.modules()):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from foveate.integrations.transformers import attention
 from foveate.integrations.transformers.configurations import Configurations
@@ -40,6 +40,8 @@ class Attachment:
     """What was attached before, for a block of :func:`attached`."""
     left: bool = False
     """Whether the block of :func:`attached` has ended."""
+    keepers: list[nn.Module] = field(default_factory=list)
+    """Parts of the model that keep ``rope_deltas``, which belong to the sequence that was read last."""
     _cache: Any = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
     graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
@@ -102,6 +104,15 @@ class Attachment:
         """Why decode steps of the model are never replayed; empty when they are."""
         methods = (policy.method for policy in self.policies.values())
         return self.graphs.obstacle(model, self.config, methods, self.unchanged)
+
+    def offsets(self) -> list[Tensor | None]:
+        """What each of :attr:`keepers` keeps of the sequence that it has read."""
+        return [one.rope_deltas for one in self.keepers]
+
+    def restore_offsets(self, cache: transformers.Cache) -> None:
+        """Have :attr:`keepers` keep what they did after the cache's last pass; nothing for an empty cache."""
+        for one, offset in zip(self.keepers, cache.offsets or [None] * len(self.keepers)):
+            one.rope_deltas = offset
 
     def remember(self, cache: transformers.Cache) -> None:
         """Note the cache whose size :func:`stats` reports."""

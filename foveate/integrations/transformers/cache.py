@@ -20,6 +20,7 @@ from foveate.integrations.transformers.layers import (
     row_indices,
 )
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
+from foveate.integrations.transformers.token_ids import TokenIds
 from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
 from foveate.runtime import Phase, ReplayedSteps
@@ -44,6 +45,12 @@ class Cache(transformers.Cache):
         if attachment is None:
             raise ValueError("the model is not attached: call foveate.attach(model, method) first")
         self.owner = attachment.uid
+        self.assisted = False
+        """Whether the last call of `generate` was one of assisted decoding, which records the past."""
+        self.ids = TokenIds()
+        self.offsets: list[Tensor | None] | None = None
+        """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
+        keeps it (``rope_deltas`` of models that read images) left it after the last pass; None before the first."""
         self.phase = Phase(prompt_end=prompt_length)
         number = attachment.config.num_hidden_layers  # fewer where drafts leave layers out (assistant_early_exit)
         layers = cache_layers(attachment.config)[:number]
@@ -58,26 +65,37 @@ class Cache(transformers.Cache):
         self.steps: ReplayedSteps | None = None
         attachment.remember(self)
 
-    def begin(self, prompt_end: int, assistant: bool) -> None:
+    def begin(self, prompt_end: int, assistant: bool, assisted: bool = False) -> None:
         """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
+
+        What an assisted call has recorded of the past is dropped, and what a user has, with
+        :meth:`activate_past_recording`, is kept.
 
         Args:
             prompt_end: columns of the batch that are prompt, padding and earlier turns included.
             assistant: whether the cache is that of an assistant in assisted decoding.
+            assisted: whether an assistant drafts for the cache in this call.
         """
+        self.phase.check_whole()
         self.steps = None
         empty = self.get_seq_length() == 0
         self.phase.prompt_end_known, self.phase.prompt_end_guessed, self.phase.assistant = True, False, assistant
         if not assistant:
+            if self.assisted:
+                self._stop_recording_past()
+            self.assisted = assisted
+            self.phase.prompt_end = prompt_end
+        elif empty:
+            # assisted decoding crops the assistant's cache to one token before the prompt's end, and decodes that token
+            self.phase.prompt_end = prompt_end - 1
+
+    def _stop_recording_past(self) -> None:
+        with self.phase.change():
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
                     layer.stop_recording_past()
                 elif hasattr(layer, "record_past"):
                     layer.record_past = False
-            self.phase.prompt_end = prompt_end
-        elif empty:
-            # assisted decoding crops the assistant's cache to one token before the prompt's end, and decodes that token
-            self.phase.prompt_end = prompt_end - 1
 
     def branch(self, model: torch.nn.Module) -> Cache:
         """A cache with which one method continues after a prompt that :class:`~foveate.methods.SharedPrompt` has read.
@@ -91,6 +109,7 @@ class Cache(transformers.Cache):
         Raises:
             ValueError: when the prompt was read by another method, or not to its end.
         """
+        self.phase.check_whole()
         read = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
         if not all(isinstance(layer.method, SharedPrompt) for layer in read):
             raise ValueError("only the cache of a prompt that methods.SharedPrompt has read can be branched")
@@ -98,7 +117,7 @@ class Cache(transformers.Cache):
             raise ValueError("the prompt is not complete: branches begin at its end")
         cache = Cache(model)
         cache.phase.prompt_end, cache.phase.prompt_end_known = self.phase.prompt_end, self.phase.prompt_end_known
-        held = []
+        cache.ids, cache.offsets, held = copy.deepcopy(self.ids), self.offsets, []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
                 held.append((*cache.layers[index].continue_from(layer), cache.layers[index].store.resident_bytes))
@@ -113,20 +132,28 @@ class Cache(transformers.Cache):
         return cache
 
     def begin_forward(self) -> None:
-        """Start a forward pass on this cache.
+        """Start a forward pass on this cache, which ends with :meth:`end_forward`; until then the cache is refused.
 
         Raises:
-            ValueError: when an earlier pass was interrupted between two layers.
+            ValueError: when an earlier pass, or another change, was interrupted.
         """
-        pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        if pending or len(lengths) > 1:
-            raise ValueError(
-                "a forward pass on this cache was interrupted, so its layers hold different tokens; start a new cache"
-            )
+        self.phase.begin_change()
+        if len({layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}) > 1:
+            raise ValueError("the layers of this cache hold different numbers of tokens; start a new cache")
         self.phase.forward.clear()
 
+    def end_forward(self, failed: bool) -> None:
+        """End a forward pass; one that failed after it had written to a layer is never ended."""
+        # layers without a method do not say what they wrote
+        own = all(type(layer) is CacheLayer for layer in self.layers)
+        pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
+        if failed:
+            self.ids.columns = min(self.ids.columns, self.get_seq_length())
+        if not failed or (own and not pending and not self.phase.written):
+            self.phase.end_change()
+
     def crop(self, tokens_to_remove: int) -> None:
+        self.phase.check_whole()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer) or keeps_memory(layer):
                 layer.check_crop(tokens_to_remove)
@@ -141,12 +168,19 @@ class Cache(transformers.Cache):
                         "call cache.activate_past_recording() before tokens that may be removed"
                     )
         unfinished = self.get_seq_length() < (self.phase.prompt_end or 0)  # more of the prompt is to come
-        super().crop(int(tokens_to_remove))
-        if self.phase.prompt_end is not None and not unfinished:
-            self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+        with self.phase.change():
+            super().crop(int(tokens_to_remove))
+            if self.phase.prompt_end is not None and not unfinished:
+                self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+            self.ids.columns = min(self.ids.columns, self.get_seq_length())
+
+    def activate_past_recording(self) -> None:
+        """Keep from now on what :meth:`crop` needs to undo tokens."""
+        with self.phase.change():
+            super().activate_past_recording()
 
     @property
-    def _rows(self) -> int:
+    def batch_size(self) -> int:
         """Rows of the batch; -1 before there are any."""
         return next(layer.batch_size for layer in self.layers if isinstance(layer, CacheLayer))
 
@@ -156,30 +190,37 @@ class Cache(transformers.Cache):
         Raises:
             ValueError: on the CPU for a row that is not there; no layer is changed.
         """
-        rows = self._rows
+        rows = self.batch_size
         if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
             raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
-        for layer in self.layers:
-            if isinstance(layer, CacheLayer):
-                layer.take_rows(beam_idx)
-            elif isinstance(layer, LinearAttentionLayer) or keeps_memory(layer):
-                layer.reorder_cache(beam_idx)
-            elif isinstance(layer, DynamicLayer):
-                layer.batch_select_indices(beam_idx)
+        with self.phase.change():
+            self.ids.take_rows(beam_idx)
+            if self.offsets is not None:
+                self.offsets = [
+                    one if one is None or len(one) != rows else one[beam_idx.to(one.device)] for one in self.offsets
+                ]
+            for layer in self.layers:
+                if isinstance(layer, CacheLayer):
+                    layer.take_rows(beam_idx)
+                elif isinstance(layer, LinearAttentionLayer) or keeps_memory(layer):
+                    layer.reorder_cache(beam_idx)
+                elif isinstance(layer, DynamicLayer):
+                    layer.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(max(self._rows, 0)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(row_indices(indices))
 
     def reset(self) -> None:
+        self.phase.changing = True
         super().reset()
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
-        self.phase.prompt_end_guessed = False
+        self.phase.prompt_end_guessed, self.phase.changing = False, False
         self.phase.forward.clear()
         self.phase.held = Held()
-        self.steps = None
+        self.steps, self.ids, self.offsets = None, TokenIds(), None
 
     @property
     def resident_bytes(self) -> int:

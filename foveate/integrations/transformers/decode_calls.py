@@ -45,6 +45,7 @@ class DecodeCall:
         options = {key: value for key, value in given.items() if key not in tensors}
         if cache.steps is None:
             cache.steps = ReplayedSteps(graphs.recorder_for(self.model.device), graphs.use)
+        cache.ids.write(cache.get_seq_length(), inputs["input_ids"])
         try:
             out = self._replayed(cache, tensors, options)
         except CaptureError as error:

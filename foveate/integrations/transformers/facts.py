@@ -28,14 +28,26 @@ def model_facts(config: transformers.PreTrainedConfig, modules: Mapping[int, nn.
     Args:
         modules: the attention modules by layer.
     """
+    return model_shape(config) | {"weights": [_sampled(module) for _, module in sorted(modules.items())]}
+
+
+def model_shape(config: transformers.PreTrainedConfig) -> dict[str, Any]:
+    """A decoder's shape as JSON values."""
     return {
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "kv_heads": kv_heads(config),
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "weights": [_sampled(module) for _, module in sorted(modules.items())],
+        "head_dim": _head_dim(config),
     }
+
+
+def _head_dim(config: transformers.PreTrainedConfig) -> Any:
+    """Of every head; a list with that of each layer where they differ (Gemma 4)."""
+    varies = getattr(config.__dict__.get("_heterogeneity_spec"), "per_layer_attributes", ())
+    if "head_dim" in varies:
+        return [config.per_layer_config[index].head_dim for index in range(config.num_hidden_layers)]
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rotary_facts(config: transformers.PreTrainedConfig) -> dict[str, Any] | None:

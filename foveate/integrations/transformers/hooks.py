@@ -53,11 +53,8 @@ class BeforeForward:
         self._check_announced(given, ids)
         if cache is not None and not training:
             check_cache(cache, attachment)
-            cache.begin_forward()
             if ids is not None and ids.shape[1] > 1:
                 _warn_of_chunks(cache, attachment)
-        elif isinstance(cache, Cache):
-            cache.phase.forward.clear()
         if training and getattr(decoder, "gradient_checkpointing", False):
             methods = {n: policy.method for n, policy in attachment.policies.items() if policy.method.sparse_prompt}
             readers = [n for n, method in methods.items() if method.reads_choice_of is not None]
@@ -68,7 +65,14 @@ class BeforeForward:
                 )
         attachment.forward.clear()
         cache = give_cache(self.model, given, config)
-        handover.begin(attachment.uid, cache.phase if isinstance(cache, Cache) else None)
+        if isinstance(cache, Cache):
+            seen = cache.get_seq_length()
+            if ids is not None and not cache.phase.within_step and cache.ids.columns < seen + ids.shape[1]:
+                cache.ids.write(seen, ids)
+            cache.begin_forward()
+            handover.begin(attachment.uid, cache.phase, cache)
+        else:
+            handover.begin(attachment.uid, None)
         return (), releases.for_module(decoder, given)
 
     def _check_announced(self, given: dict[str, Any], ids: Tensor | None) -> None:
@@ -104,13 +108,20 @@ class BeforeWhole:
         given = releases.arguments(module, args, kwargs)
         if not module.training and given.get("cache") is None and give_cache(self.model, given, self.attachment.config):
             _check_one_sequence(given.get("attention_mask"), given.get("position_ids"))
+        cache, ids = given.get("cache"), given.get("input_ids")
+        if isinstance(cache, Cache) and not cache.phase.within_step:
+            if ids is not None and given.get("inputs_embeds") is None:
+                cache.ids.write(cache.get_seq_length(), ids)
+            if given.get("position_ids") is None:
+                self.attachment.restore_offsets(cache)
         return (), releases.for_module(module, given)
 
 
 class AfterForward:
     """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
 
-    After a prompt it also looks, once, whether their results are finite.
+    It ends the pass on the cache, which is refused if that never happens. After a prompt it also looks, once, whether
+    their results are finite.
     """
 
     def __init__(self, attachment: Attachment):
@@ -119,7 +130,11 @@ class AfterForward:
     @torch.compiler.disable
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         one = handover.end(self.attachment.uid)
-        if one is None or out is None:
+        if one is None:
+            return
+        if out is None:
+            if one.cache is not None:
+                one.cache.end_forward(failed=True)
             return
         reached = one.reached
         number = self.attachment.config.num_hidden_layers
@@ -132,6 +147,9 @@ class AfterForward:
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
+        if one.cache is not None:
+            one.cache.offsets = self.attachment.offsets()
+            one.cache.end_forward(failed=False)
 
     def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)
@@ -156,6 +174,9 @@ class Prefill:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        given, mask = model_kwargs.get(releases.CACHE), model_kwargs.get("attention_mask")
+        if isinstance(given, Cache) and not given.phase.assistant and input_ids.shape[1] == given.phase.prompt_end:
+            given.ids.check(input_ids, given.get_seq_length(), mask)
         if chunk := self._chunk(input_ids, generation_config, model_kwargs):
             generation_config.prefill_chunk_size = chunk
             _log.info("a prompt of %s tokens is read in chunks of %s", f"{input_ids.shape[1]:,}", f"{chunk:,}")
@@ -201,6 +222,19 @@ class Prefill:
 def takes_chunks(cache: Cache) -> bool:
     """Whether a prompt in several passes is that in one: recurrent layers of some models (Jamba) begin each anew."""
     return all(type(layer) in (CacheLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+class PreparePositions:
+    """Stands in for the model's ``_prepare_position_ids_for_generation``, which reads offsets off the model."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+    def __call__(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        cache = model_kwargs.get(releases.CACHE)
+        if isinstance(cache, Cache):
+            self.attachment.restore_offsets(cache)
+        return type(self.model)._prepare_position_ids_for_generation(self.model, inputs_tensor, model_kwargs)
 
 
 class PrepareCache:
@@ -253,7 +287,7 @@ class PrepareCache:
         if assistant and mask is not None:  # Transformers takes drafted and sampled pad tokens for padding
             mask = model_kwargs["attention_mask"] = mask.cummax(1).values
         _check_rows(mask)
-        cache.begin(prompt_end, assistant)
+        cache.begin(prompt_end, assistant, generation_mode == GenerationMode.ASSISTED_GENERATION)
         if assistant:
             cache.activate_past_recording()
         one_by_one = generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -376,3 +410,5 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
         )
     if cache.owner != attachment.uid:
         raise ValueError(f"{releases.CACHE} was made for another model or another attached method; start a new cache")
+    if not cache.phase.within_step:
+        cache.phase.check_whole()

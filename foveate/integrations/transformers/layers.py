@@ -118,10 +118,16 @@ class CacheLayer(Layer, CacheLayerMixin):
         if not self.method.stateful:
             if target < (self.phase.prompt_end or 0) and not self.store.uniform:
                 raise ValueError("a padded prompt cannot be cropped: its rows end at different tokens")
+        elif target not in self.store.snapshots and self.record_past:
+            there = ", ".join(map(str, sorted(self.store.snapshots)))
+            raise ValueError(
+                f"crop({-count}): of {self.seen} tokens, the {self.method.name} method can return to the ends of "
+                f"prompts and to decoded tokens alone, that is to {there or 'no number'} of tokens"
+            )
         elif target not in self.store.snapshots:
             raise ValueError(
                 f"crop({-count}): the {self.method.name} method has already made the last tokens final; call "
-                "cache.activate_past_recording() before decoding tokens that may be removed"
+                "cache.activate_past_recording() before tokens that may be removed"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -43,6 +43,8 @@ GENERATE = {
     "init_continuous_batching": (),
 }
 """Methods that `generate`, or `generate_batch`, calls and foveate stands in for, with arguments that it reads."""
+POSITIONS = "_prepare_position_ids_for_generation"
+"""The method with which `generate` makes positions; foveate stands in for it where the model keeps offsets of these."""
 _MASK = ("attention_mask", "local_size", "allow_is_causal_skip")
 
 

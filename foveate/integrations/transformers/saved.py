@@ -2,159 +2,316 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from foveate.calibration.artefact import check_facts
+from foveate import outfile
+from foveate.errors import UserError
+from foveate.integrations.transformers import unchanged_layers
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
-from foveate.integrations.transformers.facts import model_facts, rotary_facts
+from foveate.integrations.transformers.digests import digests, weights_digest
+from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
-from foveate.integrations.transformers.support import attention_modules, decoder_of
+from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
 from foveate.json_text import parse_json
-from foveate.methods import present, restated
+from foveate.methods import present
 from foveate.state.packing import pack, unpack
 
-_KIND, _SCHEMA = "foveate_cache", 2
-"""Version 1 names methods by former defaults."""
+_KIND, _DIGEST, _SCHEMA = "foveate_cache", "foveate_digest", 2
+_FIELDS = {
+    "schema": int,
+    "model": dict,
+    "weights": str,
+    "layers": list,
+    "seen": int,
+    "batch": int,
+    "prompt_end": int,
+    "checksums": dict,
+}
 _AGAIN = "read the prompt again"
 
 
 def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     """Write a cache to a file, from which :func:`load_cache` makes an equal one.
 
+    The file holds the ids of the tokens, checksums, and a digest of all weights of the model, active adapters of PEFT
+    included; the first call for a model computes it, in about a second for each gigabyte on a CPU.
+
     Args:
-        model: the attached model that filled the cache.
-        cache: filled, with a method in every layer, and not within assisted decoding.
-        path: of the file; written in one step.
+        model: the attached model that filled the cache; PEFT's and compiled ones as :func:`foveate.attach` takes them.
+        cache: filled, whole, and not within assisted decoding.
+        path: of the file, written in one step; a leading ``~`` is the home folder. A missing folder is made.
 
     Raises:
-        ValueError: for a cache of another model, an empty one, and one with layers of other kinds.
+        ValueError: for a path that cannot be written to, a cache of another model, an interrupted or empty one, and one
+            with layers that keep a memory of their own.
     """
-    attachment = _attachment(model)
-    if cache.owner != attachment.uid:
-        raise ValueError("the cache was made for another model, or before the method was attached")
-    layers = _layers(cache, model)
-    if not cache.get_seq_length():
-        raise ValueError("the cache is empty")
-    if any(layer.record_past for layer in layers):
-        raise ValueError("a cache whose tokens can be undone (assisted decoding) cannot be saved")
-    tensors, facts = {}, []
-    for index, layer in enumerate(layers):
-        found, numbers = pack(layer.store)
+    path = outfile.named(path)
+    outfile.check(path, "path")
+    model, attachment = _attached(model)
+    _check_cache(cache, attachment)
+    for index, layer in enumerate(cache.layers):
+        if not unchanged_layers.can_be_saved(layer):
+            raise UserError(
+                f"layer {index} of {type(model).__name__} keeps a memory of its own, which cannot be saved "
+                f"({type(layer).__name__})"
+            )
+        if getattr(layer, "record_past", False):
+            raise UserError("a cache whose tokens can be undone (activate_past_recording) cannot be saved")
+    seen = cache.get_seq_length()
+    if not seen:
+        raise UserError("the cache is empty")
+    tensors, layers = {}, []
+    for index, layer in enumerate(cache.layers):
+        found, described = unchanged_layers.pack(layer)
+        if isinstance(layer, CacheLayer):
+            kept, numbers = pack(layer.store)
+            found |= kept
+            described |= numbers | {"method": layer.method.spec, "scaling": layer.scaling}
         tensors |= {f"{index}.{name}": tensor for name, tensor in found.items()}
-        facts.append(numbers | {"method": layer.method.spec, "scaling": layer.scaling})
-    described = {
-        "schema": _SCHEMA,
-        "model": _facts(model, attachment),
-        "layers": facts,
-        "seen": cache.get_seq_length(),
-        "prompt_end": cache.phase.prompt_end,
-    }
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        save_file(tensors, scratch, {_KIND: json.dumps(described)})
-        scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+        layers.append(described)
+    ids = cache.ids.read(seen)
+    if ids is not None:
+        tensors["ids"] = ids
+    tensors |= {f"offsets.{n}": one for n, one in enumerate(cache.offsets or ()) if one is not None}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(
+        {
+            "schema": _SCHEMA,
+            "model": _shape(attachment),
+            "weights": weights_digest(model),
+            "layers": layers,
+            "seen": seen,
+            "batch": cache.batch_size,
+            "prompt_end": cache.phase.prompt_end,
+            "checksums": digests(tensors),
+        }
+    )
+    with outfile.replacing(path) as scratch:
+        try:
+            save_file(tensors, scratch, {_KIND: text, _DIGEST: _digest(text)})
+        except SafetensorError as error:
+            raise UserError(f"{path}: cannot be written to ({error})") from None
 
 
 def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
-    """The cache that :func:`save_cache` wrote, on the model's device.
+    """The cache that :func:`save_cache` wrote, on the model's devices.
 
     Args:
-        model: the same model, with the same method attached.
-        path: of the file.
+        model: the same model, with the same weights and adapters, and with the same method attached.
+        path: of the file; a leading ``~`` is the home folder.
 
     Raises:
-        ValueError: for a file that is none, damaged, of another schema, of another model, or of another method.
+        ValueError: for a file that cannot be read, is none of foveate's or of another schema, is damaged or was edited,
+            or is of another model or method; it names the file and what in it is wrong.
     """
-    attachment = _attachment(model)
-    path = Path(path)
+    path = outfile.named(path)
+    model, attachment = _attached(model)
+    outfile.check_input(path)
     try:
         with safe_open(path, "pt", device=str(model.device)) as file:
-            described = _described(path, (file.metadata() or {}).get(_KIND))
+            described = _described(path, file.metadata() or {})
+            _check_model(path, described, model, attachment)
+            cache = Cache(model)
+            _check_methods(path, described, cache)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a cache of foveate, or a damaged one ({error})") from None
-    facts = _facts(model, attachment)
-    check_facts(described["model"], facts, f"cache {str(path)!r}", _AGAIN)
-    if described["model"].get("rope") != facts["rope"]:
-        raise ValueError(f"cache {str(path)!r} is for other rotary positions than the model's; {_AGAIN}")
-    cache = Cache(model)
-    layers = _layers(cache, model)
-    spell = restated if described["schema"] == 1 else present
-    specs = [spell(layer["method"]) for layer in described["layers"]]
-    own = [layer.method.spec for layer in layers]
-    if specs != own:
-        index = next((i for i, pair in enumerate(zip(specs, own)) if pair[0] != pair[1]), 0)
-        raise ValueError(
-            f"cache {str(path)!r} is of method {specs[index]} in layer {index}, and the model has {own[index]}; attach "
-            "the same method, or read the prompt again"
-        )
-    modules, _ = attention_modules(model, decoder_of(model), attachment.config)
-    for index, (layer, known) in enumerate(zip(layers, described["layers"])):
-        prefix = f"{index}."
-        weight = next(modules[index].parameters())  # a model may be spread over several devices
-        found = {
-            name.removeprefix(prefix): x.to(weight.device) for name, x in tensors.items() if name.startswith(prefix)
-        }
-        if weight.is_floating_point() and weight.itemsize > 1 and found["keys"].dtype != weight.dtype:
-            raise ValueError(
-                f"cache {str(path)!r} is in {found['keys'].dtype}, and the model in {weight.dtype}; {_AGAIN}"
-            )
-        how = (layer.method.channels, layer.method.evicts, layer.counters, layer.block_size)
-        layer.store = unpack(found, known, *how)
-        layer.store.forward = cache.phase.forward
-        layer.store.count_in(cache.phase.held)
-        layer.seen, layer.scaling, layer.is_initialized = described["seen"], known["scaling"], True
-    cache.phase.prompt_end, cache.phase.prompt_end_known = described["prompt_end"], True
+        raise UserError(f"{path}: not a cache of foveate, or a damaged one ({error})") from None
+    _check_sums(path, described, tensors)
+    _fill(path, described, tensors, cache, model, attachment)
     return cache
 
 
-def _attachment(model: torch.nn.Module) -> Attachment:
+def _attached(model: torch.nn.Module) -> tuple[torch.nn.Module, Attachment]:
+    model = unwrapped(model)
     attachment = getattr(model, "foveate", None)
+    if attachment is not None and not isinstance(attachment, Attachment):
+        raise UserError("the model attends by a sparse attention of its own, whose caches cannot be saved")
     if attachment is None:
-        raise ValueError("the model is not attached: call foveate.attach(model, method) first")
-    return attachment
+        raise UserError("the model is not attached: call foveate.attach(model, method) first")
+    return model, attachment
 
 
-def _facts(model: torch.nn.Module, attachment: Attachment) -> dict[str, Any]:
-    config = attachment.config
-    modules, _ = attention_modules(model, decoder_of(model), config)
-    return model_facts(config, modules) | {"rope": rotary_facts(config)}
+def _check_cache(cache: Any, attachment: Attachment) -> None:
+    if not isinstance(cache, Cache):
+        raise UserError(f"cache must be a foveate.Cache, not a {type(cache).__name__}")
+    if cache.owner != attachment.uid:
+        raise UserError("the cache was made for another model, or before the method was attached")
+    cache.phase.check_whole()
 
 
-def _layers(cache: Cache, model: torch.nn.Module) -> list[CacheLayer]:
-    """The cache's layers. Raises ValueError where one has no method."""
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is not CacheLayer:
-            raise ValueError(
-                f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__} of its own: only a cache with "
-                "a method in every layer can be saved"
-            )
-    return list(cache.layers)
+def _shape(attachment: Attachment) -> dict[str, Any]:
+    return model_shape(attachment.config) | {"rope": rotary_facts(attachment.config)}
 
 
-def _described(path: Path, text: str | None) -> dict[str, Any]:
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _wrong(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: damaged or edited: {what}; {_AGAIN}")
+
+
+def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The file's description of its content. Raises ValueError for another kind of file, or another schema."""
+    text = metadata.get(_KIND)
+    if text is None:
+        raise UserError(f"{path}: not a cache of foveate")
     try:
-        described = parse_json(text) if text else None
-    except json.JSONDecodeError:
-        described = None
-    if not isinstance(described, dict) or not isinstance(described.get("layers"), list):
-        raise ValueError(f"{path}: not a cache of foveate")
-    if described.get("schema") not in (1, _SCHEMA):
-        raise ValueError(
-            f"{path}: schema {described.get('schema')!r}, and this version reads 1 and {_SCHEMA}; {_AGAIN}"
-        )
+        described = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise _wrong(path, f"its description is no JSON ({error})") from None
+    if not isinstance(described, dict):
+        raise _wrong(path, "its description is no object")
+    if described.get("schema") != _SCHEMA:
+        raise UserError(f"{path}: schema {described.get('schema')!r}, and this version reads {_SCHEMA}; {_AGAIN}")
+    for name in described:
+        if name not in _FIELDS:
+            raise _wrong(path, f"{name} is not known")
+    for name, kind in _FIELDS.items():
+        if type(described.get(name)) is not kind:
+            raise _wrong(path, f"{name} is {described.get(name)!r}, and must be of type {kind.__name__}")
+    for name in ("seen", "batch", "prompt_end"):
+        if described[name] < (0 if name == "prompt_end" else 1):
+            raise _wrong(path, f"{name} is {described[name]}")
+    for index, layer in enumerate(described["layers"]):
+        if not isinstance(layer, dict):
+            raise _wrong(path, f"layers[{index}] is no object")
+    if metadata.get(_DIGEST) != _digest(text):
+        raise _wrong(path, f"its description is not that of its {_DIGEST}")
     return described
+
+
+def _check_model(path: Path, described: Mapping[str, Any], model: torch.nn.Module, attachment: Attachment) -> None:
+    """Refuse a cache of another model, or of other weights."""
+    shape, theirs = _shape(attachment), described["model"]
+    for name in (*shape, *theirs):
+        if name == "rope" and theirs.get(name) != shape.get(name):
+            raise UserError(f"cache {str(path)!r} is for other rotary positions than the model's; {_AGAIN}")
+        if theirs.get(name) != shape.get(name):
+            raise UserError(
+                f"cache {str(path)!r} is for a model with {name} {theirs.get(name)!r}, and this one has "
+                f"{shape.get(name)!r}; {_AGAIN}"
+            )
+    if described["weights"] != weights_digest(model):
+        raise UserError(
+            f"cache {str(path)!r} is for another model of the same shape, or for other adapters: its weights differ "
+            f"in value or type; {_AGAIN}"
+        )
+
+
+def _check_methods(path: Path, described: Mapping[str, Any], cache: Cache) -> None:
+    """Refuse a cache of other layers, or of other methods."""
+    if len(described["layers"]) != len(cache.layers):
+        raise _wrong(path, f"layers has {len(described['layers'])} entries, and the model {len(cache.layers)} layers")
+    for index, (layer, known) in enumerate(zip(cache.layers, described["layers"])):
+        if not isinstance(layer, CacheLayer):
+            continue
+        spec = known.get("method")
+        try:
+            theirs = present(spec) if isinstance(spec, str) else None
+        except ValueError as error:
+            raise _wrong(path, f"method of layer {index}: {error}") from None
+        if theirs is None:
+            raise _wrong(path, f"method of layer {index} is {spec!r}")
+        if theirs != layer.method.spec:
+            raise UserError(
+                f"cache {str(path)!r} is of method {theirs} in layer {index}, and the model has {layer.method.spec}; "
+                f"attach the same method, or {_AGAIN}"
+            )
+
+
+def _check_sums(path: Path, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not those that were written."""
+    sums, found = described["checksums"], digests(tensors)
+    for name in (*sums, *found):
+        if name not in found:
+            raise _wrong(path, f"tensor {name} is missing")
+        if name not in sums:
+            raise _wrong(path, f"tensor {name} is not among its checksums")
+        if sums[name] != found[name]:
+            raise _wrong(path, f"tensor {name} is not that of its checksum")
+
+
+def _fill(
+    path: Path,
+    described: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    cache: Cache,
+    model: torch.nn.Module,
+    attachment: Attachment,
+) -> None:
+    """Give an empty cache the content of a file."""
+    seen, batch, tensors = described["seen"], described["batch"], dict(tensors)
+    decoder = decoder_of(model)
+    attending, _ = attention_modules(model, decoder, attachment.config)
+    modules = {
+        getattr(module, "layer_idx", None): module
+        for module in decoder.modules()
+        if next(module.parameters(), None) is not None
+    }
+    for index, (layer, known) in enumerate(zip(cache.layers, described["layers"])):
+        prefix = f"{index}."
+        module = modules.get(index, model)  # a model may be spread over several devices
+        device = next(module.parameters()).device
+        names = [name for name in tensors if name.startswith(prefix)]
+        found = {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
+        try:
+            unchanged_layers.unpack(layer, found, known, seen, batch)
+            if isinstance(layer, CacheLayer):
+                _fill_layer(layer, found, known, cache, seen, batch, attending[index].num_key_value_groups)
+            elif found or known:
+                raise ValueError(f"{next(iter((*found, *known)))}: is not known")
+        except ValueError as error:
+            raise _wrong(path, f"layer {index}: {error}") from None
+    lengths = {tuple(layer.store.lengths) for layer in cache.layers if isinstance(layer, CacheLayer)}
+    if len(lengths) > 1:
+        raise _wrong(path, f"rows.lengths of its layers differ: {sorted(lengths)}")
+    if max(map(max, lengths)) > seen:
+        raise _wrong(path, f"seen is {seen}, and rows.lengths has {max(map(max, lengths))}")
+    ids = tensors.pop("ids", None)
+    if ids is not None:
+        if ids.dtype != torch.int64 or tuple(ids.shape) != (batch, seen):
+            raise _wrong(path, f"ids is {ids.dtype} {list(ids.shape)}; batch and seen make it int64 {[batch, seen]}")
+        cache.ids.restore(ids)
+    offsets = [tensors.pop(f"offsets.{n}", None) for n in range(len(attachment.keepers))]
+    if tensors:
+        raise _wrong(path, f"tensor {next(iter(tensors))} is not known")
+    for one in offsets:
+        if one is not None and (one.dtype != torch.int64 or one.dim() != 2 or len(one) not in (1, batch)):
+            raise _wrong(path, f"offsets are {one.dtype} {list(one.shape)}, and must be int64 {[batch, 1]}")
+    cache.offsets = offsets
+    cache.phase.prompt_end, cache.phase.prompt_end_known = described["prompt_end"], True
+
+
+def _fill_layer(
+    layer: CacheLayer,
+    tensors: dict[str, Tensor],
+    known: Mapping[str, Any],
+    cache: Cache,
+    seen: int,
+    batch: int,
+    group: int,
+) -> None:
+    """Give a layer with a method its tokens. Raises ValueError as :func:`foveate.state.packing.unpack`."""
+    scaling = known.get("scaling")
+    if type(scaling) is not float or not (math.isfinite(scaling) and scaling > 0):
+        raise ValueError(f"scaling: must be a number above 0, not {scaling!r}")
+    numbers = {name: value for name, value in known.items() if name not in ("method", "scaling")}
+    how = (layer.method.channels, layer.method.evicts, layer.counters, layer.block_size)
+    layer.store = unpack(tensors, numbers, group, *how)
+    if layer.store.batch_size != batch:
+        raise ValueError(f"keys: has {layer.store.batch_size} rows, and batch is {batch}")
+    layer.store.forward = cache.phase.forward
+    layer.store.count_in(cache.phase.held)
+    layer.seen, layer.scaling, layer.is_initialized = seen, scaling, True

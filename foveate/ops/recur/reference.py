@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.ops._math import readable
+
 EPSILON = 1e-6
 """Added to the squared length of a query or key before it is normalized."""
 
@@ -52,7 +54,7 @@ def gated_delta_rule(
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None) -> None:
-    """Raise ValueError for shapes that do not fit together."""
+    """Raise ValueError for shapes that do not fit together, and on the CPU for a decay that is a growth."""
     sizes = k.shape[:3]
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4 or x.shape[:3] != sizes:
@@ -69,6 +71,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, stat
         raise ValueError(f"state must be [B, H, D, Dv] = {fits}, not {list(state.shape)}")
     if sizes[2] == 0:
         raise ValueError("q, k and v must hold at least one token")
+    if readable(log_decay) and bool((log_decay > 0).any()):
+        raise ValueError(
+            f"log_decay must be at most 0, not {log_decay.max().item():g}: the state would grow without end"
+        )
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from foveate import outfile
 from foveate.report.markdown import made_with
 from foveate.report.page import charts
 from foveate.report.rows import Row, grouped, read_any, spelled
 from foveate.report.tables import general
-from foveate.results import lens, outfile
+from foveate.results import lens
 from foveate.results.errors import DataError, UserError
 
 _EXTRA = "the page needs {}, which is not installed: pip install 'foveate[report]'"

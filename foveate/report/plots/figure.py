@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate.results import outfile
+from foveate import outfile
 from foveate.results.errors import UserError
 
 WIDTH = 10.0

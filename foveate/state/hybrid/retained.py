@@ -63,7 +63,7 @@ class RetainedMemory(StagedMemory):
             "first": torch.zeros(batch, dtype=torch.int64, device=k.device),
             "keys": k.new_zeros(batch, heads, slots, k.shape[3]),
             "values": v.new_zeros(batch, heads, slots, v.shape[3]),
-            "margins": torch.zeros(batch, heads, slots, device=k.device),
+            "margins": torch.zeros(batch, heads, slots, dtype=torch.float32, device=k.device),
             "positions": torch.full((batch, heads, self.buffer), -1, device=k.device),
             "kept": torch.zeros(batch, heads, dtype=torch.int64, device=k.device),
             "numbers": torch.zeros(batch, 2, dtype=torch.int64, device=k.device),

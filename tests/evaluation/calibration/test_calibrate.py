@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -288,7 +289,7 @@ class TestAnEndedRun:
         def interrupt(study):
             raise KeyboardInterrupt
 
-        for owner, name, stopping in ((Study, "result", interrupt), (Path, "replace", stop_at_rename(2))):
+        for owner, name, stopping in ((Study, "result", interrupt), (os, "replace", stop_at_rename(2))):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, stopping)
                 with pytest.raises(KeyboardInterrupt):
@@ -337,10 +338,10 @@ class TestAnEndedRun:
 
 def stop_at_rename(number):
     """Ends the run as it is about to give a prompt's file its name."""
-    left, replace = [number], Path.replace
+    left, replace = [number], os.replace
 
     def stopping(path, target):
-        if path.suffix == ".new":
+        if Path(target).name.startswith("prompt-"):
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt

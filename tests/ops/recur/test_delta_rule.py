@@ -131,3 +131,13 @@ def test_autocast_does_not_reach_the_state():
         found = chunked.gated_delta_rule(*inputs, state=state)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.state, expected.state)
+
+
+def test_a_decay_that_is_a_growth_is_refused():
+    (q, k, v, log_decay, beta), state = problem(64)
+    log_decay[1, 2, 5] = 0.25
+    for rule in (reference.gated_delta_rule, gated_delta_rule):
+        with pytest.raises(ValueError, match=r"log_decay must be at most 0, not 0\.25"):
+            rule(q, k, v, log_decay, beta, state=state)
+    log_decay[1, 2, 5] = 0.0
+    gated_delta_rule(q, k, v, log_decay, beta, state=state)

@@ -1,0 +1,176 @@
+"""The files that foveate writes: checked before any work, written in one step, and named in every error."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from foveate.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_SCRATCH, _LEFT = ".new", 60.0
+"""How folders of unfinished files end, and after how many seconds one that no process holds is removed."""
+
+
+def named(path: str | os.PathLike[str], what: str = "path") -> Path:
+    """A path as a user gives it, with `~` for the home folder. Raises `UserError` for what is no path."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
+        raise UserError(f"{what} must be the path of a file, not {path!r}")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check(out: Path, what: str = "--out") -> None:
+    """Raises `UserError` if no file can be written to `out`, which `what` names; creates nothing.
+
+    Devices and pipes are refused, too, since a resumed run reads its results back from the file.
+    """
+    _check_kind(out, what)
+    _check_folder(out.parent, out, what)
+
+
+def _check_kind(out: Path, what: str) -> None:
+    with writing(out):
+        if out.exists() and not out.is_file():
+            kind = "a folder" if out.is_dir() else "a device, pipe or socket"
+            raise UserError(f"{out}: is {kind}, and {what} must name a regular file")
+
+
+def check_input(path: Path) -> None:
+    """Raises `UserError` if there is no regular file at `path`, or it cannot be read; does not wait for a pipe."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: is {'a folder' if path.is_dir() else 'a device, pipe or socket'}, not a file")
+        path.open("rb").close()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `UserError` if `folder` cannot be made, or no file can be written to it; creates nothing."""
+    _check_folder(folder, folder)
+
+
+def new_folder(folder: Path) -> Path | None:
+    """`folder` if it does not exist and can be made, else None."""
+    return folder if not folder.exists() and _nearest(folder).is_dir() else None
+
+
+def announce(out: Path | None) -> Path | None:
+    """Callback of each ``--out``: names a folder that is about to be made, so that a misspelt one is seen."""
+    if out is not None and (folder := new_folder(out.parent)):
+        print(f"{folder} is a new folder: it is made", file=sys.stderr)
+    return out
+
+
+@contextmanager
+def writing(path: Path, more: str = "") -> Iterator[None]:
+    """Names `path` in an error of the system, which names no file where the disk is full; raised as `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written to ({error.strerror or error}){more}") from None
+
+
+def write(out: Path, content: bytes, more: str = "") -> None:
+    """Writes a file in one step, as :func:`replacing`."""
+    with replacing(out, more) as scratch:
+        scratch.write_bytes(content)
+
+
+@contextmanager
+def replacing(out: Path, more: str = "") -> Iterator[Path]:
+    """The path of a file to write, which replaces `out` when the block ends; its folder is made if it is not there.
+
+    The file gets the mode of the one that it replaces, or that of any new file. Any number of processes may write to
+    one path: the last one wins. What a process that was killed has left is removed by the next one.
+
+    Raises `UserError`, which ends in `more`, for an error of the system; what the file held before then stays.
+    """
+    _check_kind(out, "the path")
+    with writing(out, more):
+        real = Path(os.path.realpath(out))  # a link stays one
+        real.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{real.name[:100]}."
+        _remove_left(real.parent, prefix)
+        folder = Path(tempfile.mkdtemp(_SCRATCH, prefix, real.parent))
+        try:
+            with _held(folder):
+                scratch = folder / "file"
+                scratch.touch()
+                mode = (real if real.exists() else scratch).stat().st_mode & 0o777
+                yield scratch
+                with scratch.open("rb+") as file:
+                    os.fsync(file.fileno())
+                scratch.chmod(mode)
+                os.replace(scratch, real)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        sync_folder(real.parent)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Locks a folder for this process, as long as the block runs; False if another process holds it."""
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(handle)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    """Removes the unfinished files of processes that were killed."""
+    for folder in parent.glob(f"{glob.escape(prefix)}*{_SCRATCH}"):
+        with suppress(OSError):  # it may be gone, or another user's
+            if time.time() - folder.stat().st_mtime > _LEFT:
+                with _held(folder) as mine:
+                    if mine:
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names of a folder's files are on the disk."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # folders cannot be opened on this system
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _check_folder(folder: Path, out: Path, what: str = "--out") -> None:
+    """See :func:`check_folder`; `out` is what to call it."""
+    with writing(out):
+        there = _nearest(folder)
+        if not there.is_dir():
+            raise UserError(f"{out}: {there} is no folder; choose another {what}")
+        tempfile.TemporaryFile(dir=there).close()

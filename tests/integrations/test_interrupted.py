@@ -1,0 +1,133 @@
+"""A cache whose pass, or other change, was stopped by an exception is refused, and so are its copies."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import foveate
+from foveate import methods
+from foveate.runtime import ReplayedSteps
+from foveate.runtime.layer import Layer
+from foveate.state import SlotCache
+from tests.helpers import cached, tiny_model, tokens
+from tests.recorded import record
+
+STOPS = [torch.OutOfMemoryError, KeyboardInterrupt]
+REFUSED = "was interrupted, so its layers may hold different tokens; start a new cache"
+
+
+def spec(name):
+    return methods.make(name, **methods.get(name).small_budget).spec
+
+
+def raising(kind, call=0):
+    """What raises in its call of this number, and before it does what it stands in for."""
+
+    def stand_in(original):
+        count = iter(range(1 << 30))
+
+        def stopped(*args, **kwargs):
+            if next(count) == call:
+                raise kind
+            return original(*args, **kwargs)
+
+        return stopped
+
+    return stand_in
+
+
+def refused(model, cache, path):
+    """Check that nothing goes on with the cache."""
+    ids = tokens(cache.get_seq_length() + 3)
+    for one in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        uses = [
+            lambda one=one: model.generate(ids, max_new_tokens=2, **cached(one)),
+            lambda one=one: model(ids[:, -3:], **cached(one)),
+            lambda one=one: one.crop(-1),
+            lambda one=one: one.reorder_cache(torch.tensor([0])),
+            lambda one=one: one.activate_past_recording(),
+            lambda one=one: foveate.save_cache(model, one, path),
+        ]
+        for use in uses:
+            with pytest.raises(ValueError, match=REFUSED):
+                use()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", STOPS)
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("at", ["append", "write_step", "decode", "_prompt_rows", "o_proj"])
+@pytest.mark.parametrize("name", ["dense", "h2o", "quest"])
+def test_a_pass_that_is_stopped_in_a_layer(kind, layer, at, name, tmp_path, monkeypatch):
+    model = tiny_model()
+    foveate.attach(model, spec(name), cuda_graph=False)
+    cache, ids = foveate.Cache(model), tokens(60)
+    with monkeypatch.context() as stop, torch.no_grad():
+        owner = {
+            "append": SlotCache,
+            "write_step": SlotCache,
+            "_prompt_rows": Layer,
+            "decode": type(cache.layers[layer].method),
+            "o_proj": type(model.model.layers[0].self_attn.o_proj),
+        }[at]
+        if at == "o_proj":
+            target = model.model.layers[layer].self_attn.o_proj
+            stop.setattr(target, "forward", raising(kind, 2)(target.forward))
+        else:
+            stop.setattr(owner, at, raising(kind, layer)(getattr(owner, at)))
+        with pytest.raises(kind):
+            model.generate(ids, max_new_tokens=6, do_sample=False, **cached(cache))
+    refused(model, cache, tmp_path / "cache")
+    cache.reset()
+    fresh = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **cached(cache)), fresh)
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder_cache", "begin"])
+def test_another_change_that_is_stopped(change, tmp_path, monkeypatch):
+    model = tiny_model()
+    foveate.attach(model, "h2o:top_k=12,window=4")
+    cache = foveate.Cache(model)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for part in (tokens(40), tokens(1), tokens(1)):
+            model(part, **cached(cache))
+    name = {"crop": "restore", "reorder_cache": "take_rows", "begin": "compact"}[change]
+    given = {"crop": -1, "reorder_cache": torch.tensor([0, 0]), "begin": 42}[change]
+    more = [False] if change == "begin" else []
+    cache.assisted = change == "begin"
+    with monkeypatch.context() as stop:
+        stop.setattr(SlotCache, name, raising(KeyboardInterrupt, 1)(getattr(SlotCache, name)))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(cache, change)(given, *more)
+    refused(model, cache, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("at", ["_maintain", "_ready"])
+def test_a_replayed_step_that_is_stopped(at, tmp_path, monkeypatch):
+    model = tiny_model()
+    foveate.attach(model, spec("quest")).graphs.recorder = record
+    cache = foveate.Cache(model)
+    with monkeypatch.context() as stop:
+        stop.setattr(ReplayedSteps, at, raising(KeyboardInterrupt, 5)(getattr(ReplayedSteps, at)))
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(tokens(60), max_new_tokens=12, min_new_tokens=12, do_sample=False, **cached(cache))
+    cache.steps = None  # which holds a recording of this process
+    refused(model, cache, tmp_path / "cache")
+
+
+def test_a_pass_that_fails_before_it_writes_leaves_the_cache_as_it_was():
+    model = tiny_model()
+    foveate.attach(model, spec("h2o"))
+    cache = foveate.Cache(model)
+    with torch.no_grad():
+        model(tokens(40), **cached(cache))
+        twin = copy.deepcopy(cache)
+        with pytest.raises(IndexError):
+            model(torch.tensor([[model.config.vocab_size]]), **cached(cache))
+        with pytest.raises(ValueError, match="sequences"):
+            model(tokens(1, 2), **cached(cache))
+        expected = model(tokens(2), **cached(twin)).logits
+        assert torch.equal(model(tokens(2), **cached(cache)).logits, expected)
