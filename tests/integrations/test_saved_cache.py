@@ -80,7 +80,7 @@ def test_another_process_attaches_anew(tmp_path):
 def test_a_cache_of_a_method_by_its_former_settings_is_read(tmp_path, monkeypatch):
     model, path = tiny_model(), tmp_path / "cache.safetensors"
     spec = foveate.attach(model, kascade_by_head(anchors=[0], dense_anchor_prefill=False)).method.spec
-    former = spec + ",exact_anchors=false"  # a setting that is gone
+    former = spec.replace("dense_anchor_prefill", "exact_anchors")  # a name that it had
     cache, ids = filled(model, tokens(1, 60))
     with monkeypatch.context() as before:
         before.setattr(saved.json, "dumps", lambda value, dumps=json.dumps: dumps(value).replace(spec, former))
