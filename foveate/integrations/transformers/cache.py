@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -64,6 +65,9 @@ class Cache(transformers.Cache):
         super().__init__(layers=layers)
         self.steps: ReplayedSteps | None = None
         attachment.remember(self)
+
+    def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
+        return self.__dict__ | {"steps": None}
 
     def begin(self, prompt_end: int, assistant: bool, assisted: bool = False) -> None:
         """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
