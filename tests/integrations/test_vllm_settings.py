@@ -13,7 +13,7 @@ import torch
 
 from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.builder import largest_graph
-from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, settings_of
+from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, served, settings_of
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
 
@@ -103,6 +103,14 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
     (tmp_path / "foveate.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"foveate\.json: malformed JSON"):
         settings_of({"foveate": str(tmp_path / "foveate.json")})
+
+
+def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
+    found = {"kind": "foveate_setting", "schema": 1, "method": "pages", "architecture": {"layers": 99}}
+    found |= {"objective": "memory", "max_loss": 1.0, "measured": {}}
+    (tmp_path / "foveate.json").write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(ValueError, match="pages was found by foveate tune for a model of layers 99, and this one has"):
+        served(engine(str(tmp_path / "foveate.json")))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class Documents(Task):
             if len(empty) == len(files):
                 raise DataError(f"{empty[0]}: an empty document")
             others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-            warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=2)
+            warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=1)
         found = [one for of_file in read.values() for one in of_file]
         asked = [one for one in found if one.question]
         without = [one.name for one in found if not one.answers]

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 
 from foveate.integrations.transformers.facts import folder_weights
 from foveate.json_text import parse_json
-from foveate.methods import Method, make
+from foveate.methods import Method, check_made_for, make
 from foveate.methods.spec import SETTING
 from foveate.runtime.steps import obstacle
 from foveate.state import Geometry
@@ -80,6 +80,7 @@ def served(vllm_config: Any) -> Settings:
         unfit = vllm_config.lora_config or (by_head and vllm_config.parallel_config.tensor_parallel_size > 1)
         return facts_of(model) | {"weights": [] if unfit else _weights(folder)}
 
+    check_made_for(settings.method, facts_of(model))
     return replace(settings, method=settings.method.for_model(facts))
 
 
