@@ -123,7 +123,10 @@ def test_what_is_refused(data, tokenizer):
             tasks.parse("longproc").items(data, tokenizer, 1, 0)
     records = data / "longproc" / "tom_tracking_0.5k.json"
     records.write_text(json.dumps([{"story": "a", "question": 3, "solution": "- b"}]))
-    with pytest.raises(DataError, match=r"record 0: expected an object with 'question' \(a text\)"):
+    with pytest.raises(DataError, match=r"record 0: expected an object with 'question' \(text\)"):
+        tasks.parse("longproc").items(data, tokenizer, 1, 0)
+    records.write_text(json.dumps([{"story": "a", "question": "b", "solution": "Final Answer: c"}]))
+    with pytest.raises(DataError, match="record 0: 'solution' has no step, a line that begins with a hyphen"):
         tasks.parse("longproc").items(data, tokenizer, 1, 0)
     (data / "longproc" / "countdown_0.5k.json").write_text("[]")
     with pytest.raises(UserError, match="holds no records to ask"):

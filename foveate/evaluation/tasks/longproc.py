@@ -77,8 +77,11 @@ class LongProc(Task):
         if not isinstance(records, list):
             raise DataError(f"{path}: expected a list of records, got {type(records).__name__}")
         for number, record in enumerate(records):
-            for name, kind in _FIELDS[self._kind].items():
-                reading.field(record, name, kind, f"{path}: record {number}")
+            where = f"{path}: record {number}"
+            values = {name: reading.field(record, name, kind, where) for name, kind in _FIELDS[self._kind].items()}
+            solved = next(reversed(values))
+            if not _trace(values[solved]):
+                raise DataError(f"{where}: '{solved}' has no step, a line that begins with a hyphen")
         shown = records[-_EXAMPLES:] if self._kind == "countdown" else []
         asked = records[: len(records) - len(shown)][:limit]
         some(asked, "records to ask", path)
