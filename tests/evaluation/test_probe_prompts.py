@@ -1,6 +1,7 @@
 """Prompts for calibrating without data."""
 
 import json
+import re
 
 import pytest
 from evaluation import tiny
@@ -34,6 +35,22 @@ def test_the_answer_stands_once_in_the_prompt(split, tokenizer):
         assert task.grade(item, Output(text="no idea"))["found"] == 0
     assert [item.prompt for item in task.items(TEXT, tokenizer, 6, 0)] == [item.prompt for item in items]
     assert task.items(TEXT, tokenizer, 1, 1)[0].prompt != items[0].prompt
+
+
+def test_a_ledger_is_of_entries_alike(tokenizer):
+    """No sentence of the novel, every shelf once, and crates by uuids in some ledgers and by numbers in others."""
+    kinds = set()
+    for item in tasks.parse("probes", split="ledger", length=900).items(TEXT, tokenizer, 8, 0):
+        ledger, question = item.prompt.rsplit("\n\n", 1)
+        entries = [entry.strip(".") for entry in ledger.split(". ")]
+        found = [re.fullmatch(r"Shelf (\d+) of the (\w+ \w+) holds crate ([\w-]+)", entry) for entry in entries]
+        assert all(found)
+        shelves = {one.group(1, 2): one[3] for one in found}
+        assert len(shelves) == len(entries) > 10
+        asked = re.search(r"on shelf (\d+) of the (\w+ \w+)\?", question)
+        assert shelves[asked.group(1, 2)] == item.answers[0]
+        kinds.add(len(item.answers[0]))
+    assert kinds == {7, 36}
 
 
 def test_a_text_that_is_too_short_is_named(tokenizer, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from foveate.calibration import BY, OVER, WEIGHTS, kept_path
 from foveate.evaluation.tasks.base import Task
-from foveate.evaluation.tasks.probes import SHORTEST, TEXT, Probes
+from foveate.evaluation.tasks.probes import SHORTEST, TEXT, USUAL, Probes
 from foveate.inputs.model_folder import model_digest, model_facts
 from foveate.methods.kascade import SETTLED_BY, Kascade
 from foveate.methods.kascade_paper import KascadePaper
@@ -214,7 +214,7 @@ def without_data(model: Path, length: int | None = None) -> list[Task]:
         raise UserError(
             f"{model}: prompts without data take {SHORTEST} tokens or more, and {_ROOM} for answers; {room} positions"
         )
-    return [Probes(split=split, length=length) for split in Probes.splits]
+    return [Probes(split=split, length=length) for split in USUAL]
 
 
 def option(name: str) -> str:

@@ -1,8 +1,8 @@
 """Prompts made of a novel that comes with the package, for calibrating a model without any data.
 
 Each asks for something that stands once in the text: an access code (a uuid) among others, a number of a list, the end
-of a chain of assignments, or a sentence to go on with. Wording and forms are not those of RULER and of question sets,
-so that these remain to be measured on.
+of a chain of assignments, or a sentence to go on with. In a `ledger` there is no novel: all entries are alike, and one
+is asked for. Wording and forms are not those of RULER and of question sets, so that these remain to be measured on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLACES = (
     "observatory",
     "stable",
 )
-_FACTS, _HOPS = 6, 3
+_FACTS, _HOPS, _SHELVES = 6, 3, 90
 _TOKENS_PER_SENTENCE = 20
 _SHORTEST_SENTENCE, _SHOWN = 14, 7
 """Words of a sentence that is asked for, and those of them that the question gives."""
@@ -59,6 +59,8 @@ class Asked(NamedTuple):
     answer: str
     sentences: int = 1
     """First ones of the text that a prompt must hold."""
+    text: Sequence[str] | None = None
+    """What they are put into; None: the novel."""
 
 
 @register
@@ -67,7 +69,7 @@ class Probes(Task):
     """Things that stand once in a novel. Score: prompts whose answer is in what the model says (`found`)."""
 
     name: ClassVar[str] = "probes"
-    splits: ClassVar[tuple[str, ...]] = ("codes", "numbers", "chain", "passage")
+    splits: ClassVar[tuple[str, ...]] = ("codes", "numbers", "chain", "passage", "ledger")
     metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found")}
     main: ClassVar[str] = "found"
 
@@ -94,6 +96,7 @@ class Probes(Task):
         start = rng.randrange(len(sentences))
         text = [*sentences[start:], *sentences[:start]]
         asked = _MAKERS[self.split](rng, text)
+        text = text if asked.text is None else asked.text
         depths = sorted((rng.random(), fact) for fact in asked.facts)
 
         def prompt(count: int) -> str:
@@ -110,7 +113,7 @@ class Probes(Task):
         count, ids = longest(range(asked.sentences, len(text)), self.length, encoded, step=_TOKENS_PER_SENTENCE)
         if len(ids) < 0.8 * self.length:
             raise UserError(
-                f"the novel has text for {len(ids):,} tokens; ask for a shorter length than {self.length:,}"
+                f"the novel or ledger has text for {len(ids):,} tokens; ask for a shorter length than {self.length:,}"
             )
         return Item(
             id=f"{self.split}.{index}",
@@ -161,7 +164,29 @@ def _passage(rng: random.Random, text: Sequence[str]) -> Asked:
     return Asked([], f'Go on with the sentence of the text that begins with "{shown}".', shown, rest, chosen + 1)
 
 
-_MAKERS = {"codes": _codes, "numbers": _numbers, "chain": _chain, "passage": _passage}
+def _ledger(rng: random.Random, text: Sequence[str]) -> Asked:
+    """Crates on shelves, half of the ledgers by uuids and half by numbers; keys share all words but one with others."""
+    shelves = [(colour, place, shelf) for colour in _COLOURS for place in _PLACES for shelf in range(1, _SHELVES)]
+    rng.shuffle(shelves)
+    by_uuid = rng.random() < 0.5
+    crates = (
+        [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in shelves]
+        if by_uuid
+        else [str(number) for number in rng.sample(range(1_000_000, 10_000_000), len(shelves))]
+    )
+    lines = [
+        f"Shelf {shelf} of the {colour} {place} holds crate {crate}."
+        for (colour, place, shelf), crate in zip(shelves, crates)
+    ]
+    colour, place, shelf = shelves[0]
+    what = "code" if by_uuid else "number"
+    question = f"Which crate is on shelf {shelf} of the {colour} {place}? Reply with its {what} alone."
+    return Asked(lines[:1], question, "The crate is", crates[0], text=lines[1:])
+
+
+_MAKERS = {"codes": _codes, "numbers": _numbers, "chain": _chain, "passage": _passage, "ledger": _ledger}
+USUAL = ("codes", "numbers", "chain", "passage")
+"""The splits of a calibration without data."""
 
 
 def _places(rng: random.Random) -> list[str]:
