@@ -69,8 +69,9 @@ def test_calibrate_needs_a_model_alone(tmp_path):
     text = json.dumps(found.found)
     assert "--by together" in text
     assert "--task" not in text
-    assert f"--length {700 - 64} --batch-size 8" in text
-    assert "pooling=sqrt" in done.output
+    assert f"--length {700 - 64} " in text
+    assert "--batch-size 8 " in text
+    assert done.output.splitlines()[-1] == f"kascade:calibration={out}"
 
 
 def test_other_anchors_and_other_ways_to_choose(tmp_path):
