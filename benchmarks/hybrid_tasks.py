@@ -90,7 +90,7 @@ def train(preset: str, size: str, seed: int, given: argparse.Namespace) -> None:
     if "lte" not in PRESETS[preset]["mixers"]:
         changes += ["sparsity.hold=0", "sparsity.release=0", "sparsity.budget=none"]
     changes += given.set
-    command = ["-m", "foveate.cli", "train", "--config", str(CONFIG), "--out", str(run), "--resume"]
+    command = ["-m", "foveate", "train", "--config", str(CONFIG), "--out", str(run), "--resume"]
     subprocess.run([sys.executable, *command, *(part for one in changes for part in ("--set", one))], check=True)
     final.parent.mkdir(parents=True, exist_ok=True)
     os.replace(run / "model", final)

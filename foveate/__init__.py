@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from foveate import methods
+    from foveate.evaluation.conversation import ask
     from foveate.integrations.transformers import (
         Attachment,
         Cache,
@@ -32,6 +33,7 @@ __all__ = [
     "Cache",
     "Method",
     "Stats",
+    "ask",
     "attach",
     "attached",
     "detach",
@@ -42,7 +44,12 @@ __all__ = [
     "stats",
 ]
 
-_HOME = {"methods": "foveate.methods", "Method": "foveate.methods", "per_layer": "foveate.methods"}
+_HOME = {
+    "ask": "foveate.evaluation.conversation",
+    "methods": "foveate.methods",
+    "Method": "foveate.methods",
+    "per_layer": "foveate.methods",
+}
 
 
 def __getattr__(name: str) -> Any:

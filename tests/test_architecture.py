@@ -27,6 +27,7 @@ LAYERS = (
     ("report",),
     ("bench",),
     ("cli", "lm_eval"),
+    ("__main__",),
 )
 """Modules and folders of the package, the lowest first: each imports its own layer and those below."""
 

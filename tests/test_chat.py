@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import foveate
 from foveate.cli import app
-from foveate.cli.chat import Conversation
+from foveate.evaluation.conversation import Conversation
 from foveate.inputs import loading
 from foveate.inputs.prompting import encode
 from foveate.results.errors import UserError
@@ -26,13 +26,13 @@ def talk(folder, method, template=tiny.TEMPLATE, document=DOCUMENT, most=6):
     network, tokenizer = loading.load_model(folder, "float32", "cpu"), loading.load_tokenizer(folder)
     tokenizer.chat_template = template
     foveate.attach(network, method)
-    return Conversation(network, tokenizer, document, most, 2048)
+    return Conversation(network, tokenizer, document, most)
 
 
 @pytest.mark.parametrize("read", [False, True])
 def test_turns_over_one_cache_answer_as_whole_prompts_do(folder, read, monkeypatch):
     ours = talk(folder, "dense")
-    generate, held = ours._network.generate, []
+    generate, held = ours._model.generate, []
 
     def both(ids, **given):
         cache = given.pop(next(name for name in given if isinstance(given[name], foveate.Cache)))
@@ -42,7 +42,7 @@ def test_turns_over_one_cache_answer_as_whole_prompts_do(folder, read, monkeypat
         assert torch.equal(made, alone)
         return made
 
-    monkeypatch.setattr(ours._network, "generate", both)
+    monkeypatch.setattr(ours._model, "generate", both)
     if read:
         assert ours.read() == ours.tokens > 100
     for question in QUESTIONS:
@@ -60,16 +60,16 @@ def test_a_template_that_writes_earlier_turns_anew(folder, method, again, monkey
     ours = talk(folder, method, rewriting)
     ours.read()
     ours.answer(QUESTIONS[0])
-    generate, held = ours._network.generate, []
+    generate, held = ours._model.generate, []
 
     def noted(ids, **given):
         held.append(next(one for one in given.values() if isinstance(one, foveate.Cache)).get_seq_length())
         return generate(ids, **given)
 
-    monkeypatch.setattr(ours._network, "generate", noted)
+    monkeypatch.setattr(ours._model, "generate", noted)
     ours.answer(QUESTIONS[1])
     ids = encode(ours._tokenizer, ours._turns[:-1])
-    assert ours._ids[: len(ids)] == ids
+    assert ours._held.ids[: len(ids)] == ids
     assert ours.read_again == again
     assert (held[0] == 0) == bool(again)
 
@@ -80,7 +80,7 @@ def test_any_question_stands_where_it_belongs(folder, question):
     ours.read()
     ours.answer(question)
     ids = encode(ours._tokenizer, [ours._turns[0]])
-    assert ours._tokenizer.decode(ours._ids[: len(ids)]) == ours._tokenizer.decode(ids)
+    assert ours._tokenizer.decode(ours._held.ids[: len(ids)]) == ours._tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("method", ["h2o:top_k=16,window=4", "luka", "quest:top_k=16"])

@@ -296,7 +296,7 @@ def test_a_full_disk_is_one_line(model, out):
 def test_debug_lets_the_traceback_through(model, out):
     done = call("--debug", *compare(model, out, "--limit", 0))
     assert type(done.exception).__name__ == "UserError"
-    command = [sys.executable, "-m", "foveate.cli", "methods", "--debug", "--json"]  # in any place
+    command = [sys.executable, "-m", "foveate", "methods", "--debug", "--json"]  # in any place
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)
 
@@ -338,7 +338,7 @@ def test_an_ended_command_goes_on_where_it_was(model, out, blow, uninterrupted):
     arguments = [str(part) for part in compare(model, out, *LONG)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "foveate.cli", *arguments],
+        [sys.executable, "-m", "foveate", *arguments],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,

@@ -51,7 +51,7 @@ def test_questions_about_a_document_that_is_read_once(model, tmp_path):
     asked = ["--question", "His name is", "--question", "He went"]
     said = []
     for _ in range(2):
-        lines = run("questions.py", "--model", model, "--kept", kept, "--tokens", 200, "--file", NOVEL, *asked)
+        lines = run("questions.py", "--model", model, "--kept", kept, "--characters", 500, "--file", NOVEL, *asked)
         assert kept.exists()
         said.append([line for line in lines if line.startswith(("His name is", "He went"))])
     assert len(said[0]) == 2
@@ -60,7 +60,7 @@ def test_questions_about_a_document_that_is_read_once(model, tmp_path):
 
 def test_documents_that_wait_on_disk(model, tmp_path):
     asked = ["--ask", NOVEL, "His name is", "--ask", ROOT / "README.md", "foveate makes", "--ask", NOVEL, "He went"]
-    said = run("documents.py", "--model", model, "--folder", tmp_path / "read", "--tokens", 200, *asked)
+    said = run("documents.py", "--model", model, "--folder", tmp_path / "read", "--characters", 500, *asked)
     starts = [str(NOVEL), str(ROOT / "README.md"), str(NOVEL)]
     assert [start for line in said for start in dict.fromkeys(starts) if line.startswith(f"{start}: ")] == starts
     assert sorted(path.name.rpartition("-")[0] for path in (tmp_path / "read").iterdir()) == ["README", "moby_dick"]

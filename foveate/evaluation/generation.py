@@ -62,8 +62,15 @@ def read_prompt(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -
 
 def pad_token(model: PreTrainedModel, tokenizer: Any) -> int:
     """The id to pad with: the tokenizer's, else an end token, else 0."""
-    ends = _as_list(model.generation_config.eos_token_id)
-    return next(token for token in (tokenizer.pad_token_id, *ends, 0) if token is not None)
+    return next(token for token in (tokenizer.pad_token_id, *end_tokens(model), 0) if token is not None)
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """The ids that end an answer."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, (list, tuple)) else [ends]
 
 
 def batches(items: Sequence[Item], size: int) -> list[list[Item]]:
@@ -150,7 +157,7 @@ class _Questions(Prompt):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]):
         self._tokenizer, self._items, self._stop = tokenizer, items, items[0].stop
-        self._ends = _as_list(model.generation_config.eos_token_id)
+        self._ends = end_tokens(model)
         self._pad = pad_token(model, tokenizer)
         cuts = [item.context_tokens for item in items]
         contexts = [item.prompt_ids[: cut or None] for item, cut in zip(items, cuts)]
@@ -345,9 +352,3 @@ def answer_text(tokenizer: Any, ids: list[int], ends: Sequence[int], stop: str) 
     length = next((n for n, token in enumerate(ids) if token in ends), len(ids))
     text = tokenizer.decode(ids[:length], skip_special_tokens=True).strip()
     return text.split(stop, 1)[0].rstrip() if stop else text
-
-
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

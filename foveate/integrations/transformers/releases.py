@@ -35,6 +35,10 @@ UNCHANGED_LAYERS: dict[type, str] = {
 if hasattr(cache_utils, "DummyLayer"):
     UNCHANGED_LAYERS[cache_utils.DummyLayer] = "attention-free"
 
+FORGETFUL = ("jamba",)
+"""Types of models whose recurrent layers begin each pass of several tokens with an empty state, so that no turn can
+follow on a cache."""
+
 GENERATE = {
     "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size"),
     "_prefill": ("input_ids", "generation_config", "model_kwargs"),

@@ -1,4 +1,4 @@
-"""`python -m foveate.cli`, as `foveate`."""
+"""`python -m foveate`, as `foveate`."""
 
 from foveate.cli import main
 
