@@ -99,5 +99,7 @@ def test_new_rows_of_a_bench_are_by_their_own_defaults(tmp_path):
 def test_a_setting_of_an_older_tune_is_what_it_was(tmp_path):
     path = tmp_path / "foveate.json"
     for schema, spec in ((1, "pages:top_k=0.1"), (2, "pages")):
-        path.write_text(json.dumps({"kind": "foveate_setting", "schema": schema, "method": "pages"}), encoding="utf-8")
+        facts = {"architecture": {}, "objective": "bytes", "max_loss": 1.0, "measured": {}}
+        found = {"kind": "foveate_setting", "schema": schema, "method": "pages"} | facts
+        path.write_text(json.dumps(found), encoding="utf-8")
         assert methods.make(str(path)).spec == spec

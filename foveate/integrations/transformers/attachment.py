@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foveate.integrations.transformers import attention
 from foveate.integrations.transformers.configurations import Configurations
-from foveate.integrations.transformers.facts import kv_heads
+from foveate.integrations.transformers.facts import head_dim, kv_heads
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.methods import Method
 from foveate.runtime import Policy, dense_until
@@ -83,7 +83,8 @@ class Attachment:
     def short_contexts(self, model: nn.Module) -> str:
         """From how many tokens on decode steps are sparse, in words; empty of methods that never decode densely."""
         device, heads = model.device, self.config.num_attention_heads
-        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        sizes = head_dim(self.config)
+        size = max(sizes) if isinstance(sizes, list) else sizes
         geometry = Geometry(heads, kv_heads(self.config), size, size)
         able = [policy for policy in self.policies.values() if policy.method.sparse_from_tokens is not None]
         until = max((dense_until(one.method, one.dense_below, geometry, device) for one in able), default=0)

@@ -38,11 +38,11 @@ def model_shape(config: transformers.PreTrainedConfig) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "kv_heads": kv_heads(config),
-        "head_dim": _head_dim(config),
+        "head_dim": head_dim(config),
     }
 
 
-def _head_dim(config: transformers.PreTrainedConfig) -> Any:
+def head_dim(config: transformers.PreTrainedConfig) -> Any:
     """Of every head; a list with that of each layer where they differ (Gemma 4)."""
     varies = getattr(config.__dict__.get("_heterogeneity_spec"), "per_layer_attributes", ())
     if "head_dim" in varies:
