@@ -32,6 +32,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "summary": summary,
     "differences": table_kinds.differences,
     "paired": table_kinds.paired,
+    "by-task": table_kinds.by_task,
     "memory-shares": table_kinds.memory_shares,
     "page-scores": table_kinds.page_scores,
     "serving": table_kinds.serving,
