@@ -141,7 +141,8 @@ def by_task(rows: Sequence[Row]) -> str:
             raise ValueError(f"{what}: no row of dense on {', '.join(sorted(missing))}")
         by_name = grouped(dense.values(), lambda row: f"{row['task']} {lines.split_of(row)}")
         columns = {f"{task}, n = {sum(row['n'] for row in some):,}": some for task, some in by_name.items()}
-        columns[f"all, n = {sum(row['n'] for row in dense.values()):,}"] = list(dense.values())
+        if len(columns) > 1:
+            columns[f"all, n = {sum(row['n'] for row in dense.values()):,}"] = list(dense.values())
         cells: dict[str, dict[str, str]] = {}
         for spec, found in specs.items():
             if found.keys() >= dense.keys():

@@ -33,6 +33,11 @@ def test_lengths_of_a_task_are_one_column_and_all_items_the_last():
         assert [cell.split(" ")[0] for cell in cells[2:]] == ["-50.0", "+100.0", "+0.0"]
 
 
+def test_one_task_has_no_column_of_all():
+    rows = [row for row in rows_of("dense", "luka") if row["task"] == "niah"]
+    assert by_task(rows).splitlines()[2] == "| method | keys read | niah single, n = 4 |"
+
+
 def test_methods_that_lack_a_comparison_are_left_out():
     assert "quest" not in by_task(rows_of("dense", "luka", "quest"))
 
