@@ -146,8 +146,8 @@ def by_task(rows: Sequence[Row]) -> str:
         cells: dict[str, dict[str, str]] = {}
         for spec, found in specs.items():
             if found.keys() >= dense.keys():
-                shares = [100 * row["keys_read_share"] for row in found.values()]
-                cells[f"`{spec}`"] = {"keys read": f"{min(shares):.0f}–{max(shares):.0f} %"} | {
+                shares = sorted({f"{100 * row['keys_read_share']:.0f}" for row in found.values()}, key=float)
+                cells[f"`{spec}`"] = {"keys read": f"{'–'.join(dict.fromkeys((shares[0], shares[-1])))} %"} | {
                     column: interval(
                         vars(pooled.difference([found[row["run"]["items"]] for row in some], some)), 1, "+"
                     )

@@ -36,6 +36,7 @@ def test_lengths_of_a_task_are_one_column_and_all_items_the_last():
 def test_one_task_has_no_column_of_all():
     rows = [row for row in rows_of("dense", "luka") if row["task"] == "niah"]
     assert by_task(rows).splitlines()[2] == "| method | keys read | niah single, n = 4 |"
+    assert by_task([row | {"keys_read_share": 0.2} for row in rows]).splitlines()[4].startswith("| `luka` | 20 % |")
 
 
 def test_methods_that_lack_a_comparison_are_left_out():
