@@ -3,7 +3,7 @@
 A model reads the prompt and the gold answer of each item once, with plain attention. In every layer, for a few of the
 answer's tokens, the prompt's pages are ranked by each score, as many are refined as the budget leaves room for, and
 the attention that this misses, and the error of the attention's output, are compared with the truth. `page-scores.sh`
-asks for the rows that docs/papers/luka.md shows.
+asks for the rows that benchmarks/tables/luka.md shows.
 """
 
 from __future__ import annotations

@@ -123,6 +123,45 @@ def paired(rows: Sequence[Row]) -> str:
     return _by_model(rows, lambda name: f"{name}, of the comparisons that both methods have", table)
 
 
+def by_task(rows: Sequence[Row]) -> str:
+    """A line a method, a column a task over all its lengths: the paired difference to dense; at the end of all items.
+
+    Only methods that every comparison has are listed.
+
+    Raises:
+        ValueError: for a metric that is no mean over items, or a comparison without a row of `dense`.
+    """
+    if not all(map(pooled.averages, rows)):
+        raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
+
+    def table(what: str, own: list[Row]) -> str:
+        specs = {spec: {row["run"]["items"]: row for row in some} for spec, some in grouped(own, _spec).items()}
+        dense = specs.pop("dense", {})
+        if missing := {row["run"]["items"]: row for row in own}.keys() - dense.keys():
+            raise ValueError(f"{what}: no row of dense on {', '.join(sorted(missing))}")
+        by_name = grouped(dense.values(), lambda row: f"{row['task']} {lines.split_of(row)}")
+        columns = {f"{task}, n = {sum(row['n'] for row in some):,}": some for task, some in by_name.items()}
+        if len(columns) > 1:
+            columns[f"all, n = {sum(row['n'] for row in dense.values()):,}"] = list(dense.values())
+        cells: dict[str, dict[str, str]] = {}
+        for spec, found in specs.items():
+            if found.keys() >= dense.keys():
+                shares = sorted({f"{100 * row['keys_read_share']:.0f}" for row in found.values()}, key=float)
+                cells[f"`{spec}`"] = {"keys read": f"{'–'.join(dict.fromkeys((shares[0], shares[-1])))} %"} | {
+                    column: interval(
+                        vars(pooled.difference([found[row["run"]["items"]] for row in some], some)), 1, "+"
+                    )
+                    for column, some in columns.items()
+                }
+        return pivot(["method"], cells, ["keys read", *columns])
+
+    return _by_model(rows, lambda name: f"{name}, difference to dense, points [95 %, paired]", table)
+
+
+def _spec(row: Row) -> str:
+    return row["spec"]
+
+
 def memory_shares(rows: Sequence[Row]) -> str:
     """A table for each task and place of the question: a line for each method, a column for each share of the keys.
 

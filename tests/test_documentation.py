@@ -21,7 +21,14 @@ from foveate.results.rows import LATER_FIELDS, ROW_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAPERS = sorted((ROOT / "docs" / "papers").glob("*.md"))
+TABLES = sorted((ROOT / "benchmarks" / "tables").glob("*.md"))
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
+GENERATED = re.compile(r"<!-- report:.*?<!-- end -->", re.DOTALL)
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 _MADE = {"model", "device", "versions", "commit"}
 KINDS = {
@@ -34,7 +41,7 @@ KINDS = {
 
 def blocks(text: str) -> list[str]:
     """The paragraphs, items of lists and cells of tables that people wrote: no headings, code or generated tables."""
-    text = re.sub(r"```.*?```|<!-- report:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", GENERATED.sub("", text), flags=re.DOTALL)
     found = [""]
     for line in map(str.strip, text.splitlines()):
         if line.startswith("|"):
@@ -181,7 +188,29 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert "foveate" not in names["model"].__dict__
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*PAPERS, ROOT / "benchmarks" / "README.md"], ids=lambda path: path.stem)
+def test_pages_that_compare_with_a_paper_take_a_few_minutes(path):
+    """Code, and the cells of benchmarks/README.md that name a command, are looked up and not read."""
+    written = re.sub(r"```.*?```", "", GENERATED.sub("", path.read_text(encoding="utf-8")), flags=re.DOTALL)
+    if path not in PAPERS:
+        written = re.sub(r"^\| `results/.*$", "", written, flags=re.MULTILINE)
+    assert len(written.split()) <= 1500
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_tables_that_nobody_needs_to_read_come_with_a_sentence_a_section(path):
+    text = path.read_text(encoding="utf-8")
+    assert GENERATED.search(text)
+    sections = re.split("^#", GENERATED.sub("", text), flags=re.MULTILINE)
+    assert [section for section in sections if len(section.split()) > 60] == []
+    assert any(f"tables/{path.name}" in page.read_text(encoding="utf-8") for page in PAPERS)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "README.md", *sorted(GUIDE.glob("*.md")), *PAPERS, ROOT / "benchmarks" / "README.md"],
+    ids=lambda path: path.stem,
+)
 def test_sentences_are_short(path):
     found = [one for block in blocks(path.read_text(encoding="utf-8")) for one in sentences(block)]
     assert len(found) > 20
