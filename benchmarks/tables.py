@@ -6,7 +6,8 @@
 A table is marked by `<!-- report: FILE.jsonl [FILE.jsonl ...] [KIND] [NAME=VALUE ...] [over-splits] -->`; `KINDS` has
 the kinds. Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does. `over-splits`
 makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
-are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`.
+are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`. Tables
+that no reader of a page needs are in `benchmarks/tables/`.
 """
 
 import json
@@ -112,7 +113,11 @@ def main(words: Sequence[str]) -> int:
         print(marked(words, Path()))
         return 0
     stale = []
-    for path in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for path in [
+        ROOT / "README.md",
+        *sorted((ROOT / "benchmarks").rglob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]:
         text = path.read_text(encoding="utf-8")
         if text != (made := written(text, bool(words))):
             stale.append(path.name)
