@@ -1,0 +1,44 @@
+"""The pictures of the README."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks import readme_figures
+
+
+@pytest.mark.parametrize("name", readme_figures.PICTURES)
+def test_pictures_are_those_of_the_result_files(name):
+    committed = (readme_figures.FIGURES / name).read_text(encoding="utf-8")
+    assert committed == readme_figures.PICTURES[name](), "stale: run `python -m benchmarks.readme_figures`"
+    ET.fromstring(committed)
+    assert "prefers-color-scheme: dark" in committed
+
+
+def test_each_row_of_a_whole_model_has_its_two_points():
+    panels = readme_figures.panels()
+    assert [[(point.batch, point.tokens) for point in panel.points] for panel in panels] == [
+        [(1, 8192), (1, 131072), (4, 65536), (16, 8192), (16, 32768)],
+        [(1, 2048), (1, 32768), (1, 131000)],
+        [(1, 32768), (1, 131072), (4, 131072), (8, 32768)],
+    ]
+    drawn = len(re.findall("<circle", readme_figures.whole_model()))
+    assert drawn == 2 * sum(len(panel.points) for panel in panels) + 2  # and the legend
+
+
+def test_a_place_with_two_rows_is_an_error():
+    row = {"case": {"tokens": 8192, "batch": 1}, "ms": 1.0, "baseline_ms": 2.0}
+    with pytest.raises(ValueError, match="expected one row a place"):
+        readme_figures.points([row, row], "tokens")
+
+
+def test_the_illustration_keeps_its_promises():
+    """A selecting method chooses anew in each step; an evicting one reads what it kept, and the new token."""
+    first, second = readme_figures.CHOSEN
+    assert set(first) - set(second)
+    assert set(second) - set(first)
+    drawn = readme_figures.what_is_read()
+    tokens = readme_figures.TOKENS
+    reads = (2 * tokens + 1) + len(first) + len(second) + 2 * len(readme_figures.KEPT) + 1
+    assert drawn.count('class="read"') == reads + 1  # and the legend
