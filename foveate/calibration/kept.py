@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from foveate.calibration.artefact import KEPT_AS, Calibration, kept_folder, load, shipped
 
-_SHAPE = ("layers", "heads", "kv_heads", "head_dim")
+SHAPE = ("layers", "heads", "kv_heads", "head_dim")
+"""What of a model's architecture a calibration, or a setting that `foveate tune` has found, is for."""
 
 
 def kept_path(facts: Mapping[str, Any], weights: str, settings: Mapping[str, Any]) -> Path:
@@ -21,7 +22,7 @@ def kept_path(facts: Mapping[str, Any], weights: str, settings: Mapping[str, Any
         weights: a fingerprint of the model's weights.
         settings: those that its anchors are for.
     """
-    return kept_folder() / f"{_digest([facts.get(key) for key in _SHAPE])}{_digest([weights, dict(settings)])}.json"
+    return kept_folder() / f"{_digest([facts.get(key) for key in SHAPE])}{_digest([weights, dict(settings)])}.json"
 
 
 def kept_name(path: Path) -> str:
@@ -63,7 +64,7 @@ def known(facts: Mapping[str, Any]) -> Known:
 def _newest(facts: Mapping[str, Any]) -> list[Path]:
     """Kept files for models of this shape."""
     try:
-        files = kept_folder().glob(f"{_digest([facts.get(key) for key in _SHAPE])}*.json")
+        files = kept_folder().glob(f"{_digest([facts.get(key) for key in SHAPE])}*.json")
         return sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:  # no such folder, or one that cannot be read
         return []

@@ -8,7 +8,6 @@ What these items cannot tell, or what gains nothing, is not recommended.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -42,8 +41,8 @@ _CLOSE = 1.25
 """A share is looked for no closer than within this factor."""
 _FALLING = 0.7
 """A loss falls about as this power of the share (measured with `pages` and `kascade` on novels)."""
-_FAILURES = (UserError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
-"""What a setting may raise that cannot be applied to the model."""
+_FAILURES = (ValueError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
+"""What a setting may raise that cannot be applied to the model; a user's own method may raise anything."""
 _TOGETHER, _CONFIRMED = 4, 6
 """Trials of a run after the first, and the cheapest ones that are measured on held-back data at most."""
 _GAIN = 0.95
@@ -60,7 +59,8 @@ class Plan:
         model: a model folder.
         task: with splits `tune` and `test`, such as `documents`.
         data: the task's data.
-        out: the file for the setting; rows go beside it, to `.tune.jsonl` and `.test.jsonl`.
+        out: the file for the setting; rows go beside it, to `.tune.jsonl` and `.test.jsonl`, and times that are
+            measured apart to `.tune-times.jsonl` and `.test-times.jsonl`.
         max_loss: points of the task's score that a method may lose against dense attention, 0 to 100.
         objective: what is to be small: time of a token (latency), time of a token at `batch_size` over the batch
             (throughput), or what stays in memory (memory).
@@ -91,6 +91,8 @@ class Plan:
             raise unknown("objective", self.objective, OBJECTIVES)
         if not 0 < self.max_loss <= 100:
             raise UserError(f"max-loss must be points of a score, above 0 and at most 100, got {self.max_loss}")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"limit must be at least 1, got {self.limit}")
         if self.minutes <= 0:
             raise UserError(f"minutes must be above 0, got {self.minutes}")
         if self.objective == "throughput" and self.batch_size == 1:
@@ -142,10 +144,10 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     """
     outfile.check(plan.out)
     if not plan.task.needs_dense(plan.data):
-        plan = dataclasses.replace(plan, limit=plan.limit or math.ceil(100 / plan.max_loss))
+        plan = dataclasses.replace(plan, limit=math.ceil(100 / plan.max_loss) if plan.limit is None else plan.limit)
         for split in ("tune", "test"):
             _check_number(plan, len(prepare(_comparison(plan, split, ["dense"])).items), "items", split)
-    plan = dataclasses.replace(plan, limit=plan.limit or _ITEMS)
+    plan = dataclasses.replace(plan, limit=_ITEMS if plan.limit is None else plan.limit)
     begun, dense = time.monotonic(), None
     tried: dict[str, dict[float, Trial]] = {name: {} for name in plan.methods}
     failed: set[str] = set()
@@ -159,9 +161,9 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
         for name, spec in specs.items():
             try:
                 found = tried[name][shares[name]] = _measure(plan, "tune", spec)
-            except _FAILURES as error:
+            except Exception as error:
                 failed.add(name)
-                say(f"{spec}: {(imports.fault(error) or str(error)).splitlines()[0]}")
+                say(f"{spec}: {_failure(error)}")
                 continue
             better = found.loss <= plan.max_loss and found.cost < best.cost
             best = found if better else best
@@ -256,10 +258,20 @@ def _together(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str],
 
     if specs:
         say(f"together: dense, {', '.join(specs)}")
-        with contextlib.suppress(*_FAILURES):  # ends the run; then each is measured alone, and the one that fails named
+        try:
             row = _rows(plan, split, ["dense", *specs], progress)["dense"]
             if _untimed(plan, row):
                 _times(plan, split, ["dense", *specs])
+        except Exception as error:  # ends the run; then each is measured alone, and the one that fails named
+            _failure(error)
+
+
+def _failure(error: Exception) -> str:
+    """Why a setting cannot be applied, in a line. Raises an error that is neither a setting's nor a user's file's."""
+    fault = imports.fault(error)
+    if fault is None and not isinstance(error, _FAILURES):
+        raise error
+    return (fault or str(error)).splitlines()[0]
 
 
 def _spec(plan: Plan, name: str, share: float) -> str:

@@ -30,8 +30,10 @@ def run(file: Path) -> None:
     try:
         exec(compile(reading.read_bytes(file), name, "exec", dont_inherit=True), module.__dict__)
     except SyntaxError as error:
+        del sys.modules[name]
         raise UserError(f"{file}:{error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:
+        del sys.modules[name]
         _RAN[name] = ""
         raise UserError(fault(error) or f"{file}: {_words(error)}") from error
     beside = {getattr(sys.modules[one], "__file__", None) for one in set(sys.modules) - before - {name}}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.facts import folder_weights
+from foveate.integrations.transformers.facts import folder_weights, head_dim
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.json_text import parse_json
@@ -32,7 +32,8 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
     Raises `UserError` if there is no such model, or Transformers does not know it.
     """
-    config, text = read_config(folder), _decoder_config(folder).to_dict()
+    config, decoder = read_config(folder), _decoder_config(folder)
+    text = decoder.to_dict()
     for name in _NUMBERS:
         if isinstance(value := text.get(name), (str, float, bool)):
             raise UserError(f"{folder / 'config.json'}: {name} must be a whole number, not {value!r}")
@@ -44,7 +45,7 @@ def model_facts(folder: Path) -> dict[str, Any]:
         "hidden_size": hidden,
         "heads": heads,
         "kv_heads": text.get("num_key_value_heads") or heads,
-        "head_dim": text.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "head_dim": head_dim(decoder) if heads and (hidden or text.get("head_dim")) else None,
         "max_positions": max_positions(text) or None,
     }
     return {key: value for key, value in facts.items() if value is not None}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from foveate.calibration.kept import SHAPE
 from foveate.json_text import parse_json
 from foveate.methods._declared import check_class
 from foveate.methods._settings import spelled_value
@@ -49,8 +50,6 @@ _FIELDS = {
     "max_loss": int | float,
     "measured": dict,
 }
-_SHAPE = ("layers", "heads", "kv_heads", "head_dim")
-"""What of an architecture has to be that of the model."""
 
 
 def make(method: str | Method, **settings: Any) -> Method:
@@ -81,7 +80,7 @@ def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
     Args:
         facts: of the model, such as its number of ``layers``.
     """
-    for name in _SHAPE:
+    for name in SHAPE:
         there, here = (method.made_for or {}).get(name), facts.get(name)
         if there is not None and here is not None and there != here:
             raise ValueError(

@@ -153,6 +153,8 @@ class _Run:
         self.writing: Future | None = None
         self.good: Path | None = None
         self.probes = probes.Probes(self.mixture, config.batch.length, config.log.far) if config.log.answers else None
+        if self.opening.bound is not None:
+            self.probes.require_far_recall()
 
     # A run
 
@@ -245,7 +247,7 @@ class _Run:
             self.opened.fill_(self.opening.share)
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
-            torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's, the release's
+            torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
             with self.parallel.accumulating(micro == len(parts) - 1):
                 with self._autocast():
                     made = self.parallel.model(**part, **self.forward_options)

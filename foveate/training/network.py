@@ -129,7 +129,7 @@ def evicting_layers(network: Any) -> list[torch.nn.Module]:
 
 
 def open_layers(network: Any) -> torch.Tensor:
-    """The share of tokens that layers with learned scores retain whatever these are: 1, on the network's device.
+    """How far layers with learned scores are open (`LearnedEviction.opened`): 1, on the network's device.
 
     Raises `UserError` for a network without such layers.
     """

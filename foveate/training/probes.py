@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foveate.results.errors import UserError
 from foveate.training.mixture import Mixture
+from foveate.training.opening import MEASURED
 from foveate.training.sources import ANSWER, Row
 
 _SEED = 0
@@ -45,9 +47,18 @@ class Probes:
     """
 
     def __init__(self, mixture: Mixture, length: int, far: int):
-        self.far = far
+        self.length, self.far = length, far
         self.rows = {source.kind: mixture.fresh(source, ROWS, length) for source in mixture.sources}
         self.answers = {kind: [list(answers(row)) for row in rows] for kind, rows in self.rows.items()}
+
+    def require_far_recall(self) -> None:
+        """Raises `UserError` if no answer of the sources `MEASURED`, by which a hold ends, is far."""
+        asked = [answer for kind in MEASURED for row in self.answers.get(kind, ()) for answer in row]
+        if not any(answer.distance > self.far for answer in asked):
+            raise UserError(
+                f"sparsity.recall is set, and in rows of batch.length {self.length:,} no answer of "
+                f"{' or '.join(MEASURED)} is more than log.far ({self.far:,}) tokens from where it stood"
+            )
 
     @torch.no_grad()
     def measure(
@@ -64,7 +75,7 @@ class Probes:
         else as in inference, where a buffer holds the best.
         """
         network.train(training)
-        torch.manual_seed(_SEED)  # of what a release draws
+        torch.manual_seed(_SEED)  # of the scores' dropout in training
         found = {}
         with torch.compiler.set_stance("force_eager"):  # compiling the layers for inference takes minutes
             for kind, rows in self.rows.items():

@@ -117,7 +117,11 @@ def test_what_is_refused(data, tokenizer):
     with pytest.raises(DataError, match=r"tom_tracking_8k.json: no such file .*princeton-pli/LongProc"):
         tasks.parse("longproc", split="tom_tracking_8k").items(data, tokenizer, 1, 0)
     prompts = data / "longproc" / "tom_tracking.prompts.yaml"
-    for text, message in (("USER: 1", "has no USER_PROMPT"), ("USER_PROMPT: [", "malformed YAML")):
+    for text, message in (
+        ("USER: 1", "has no USER_PROMPT"),
+        ("USER_PROMPT: [", "malformed YAML"),
+        ("USER_PROMPT: '{story} {other}'", r"must have the places \{story\} and \{question\}, and no other"),
+    ):
         prompts.write_text(text)
         with pytest.raises(DataError, match=message):
             tasks.parse("longproc").items(data, tokenizer, 1, 0)
@@ -128,6 +132,10 @@ def test_what_is_refused(data, tokenizer):
     records.write_text(json.dumps([{"story": "a", "question": "b", "solution": "Final Answer: c"}]))
     with pytest.raises(DataError, match="record 0: 'solution' has no step, a line that begins with a hyphen"):
         tasks.parse("longproc").items(data, tokenizer, 1, 0)
-    (data / "longproc" / "countdown_0.5k.json").write_text("[]")
+    numbers = data / "longproc" / "countdown_0.5k.json"
+    numbers.write_text(json.dumps([{"nums": ["3"], "target": 3, "demonstration": "- a"}]))
+    with pytest.raises(DataError, match="record 0: 'nums' must be whole numbers"):
+        tasks.parse("longproc", split="countdown_0.5k").items(data, tokenizer, 1, 0)
+    numbers.write_text("[]")
     with pytest.raises(UserError, match="holds no records to ask"):
         tasks.parse("longproc", split="countdown_0.5k").items(data, tokenizer, 1, 0)

@@ -220,6 +220,11 @@ def test_recall_needs_something_that_measures_it(make, tmp_path):
         train(make({**RECALLING, "log.answers": 0}), tmp_path / "run", say=quiet)
 
 
+def test_recall_needs_answers_that_are_far(make, tmp_path):
+    with pytest.raises(UserError, match=r"in rows of batch\.length 64 no answer of needles or recall is more than log"):
+        train(make({**RECALLING, "log.far": 400}), tmp_path / "run", say=quiet)
+
+
 def test_a_run_that_waits_for_batches_says_so(make, tmp_path, monkeypatch):
     said, real = [], loop._Run._batches
 

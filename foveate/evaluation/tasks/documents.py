@@ -86,8 +86,8 @@ class Documents(Task):
         found = [item for item in self._all(data, tokenizer) if self.split in ("all", _half(item))]
         if not found:
             raise UserError(
-                f"{data}: all items are in the other half than '{self.split}'; give more documents, or texts shorter "
-                f"windows than length={self.length}"
+                f"{data}: all items are in the other half than '{self.split}'; give more documents, or of "
+                f"texts a smaller length than {self.length}"
             )
         return random.Random(f"documents/{self.split}/{seed}").sample(found, min(limit, len(found)))
 

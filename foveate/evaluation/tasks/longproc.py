@@ -30,6 +30,7 @@ _FIELDS = {
     "tom_tracking": {"story": str, "question": str, "solution": str},
     "countdown": {"nums": list, "target": int, "demonstration": str},
 }
+_PLACES = {"tom_tracking": ("story", "question"), "countdown": ("demonstration", "nums", "target")}
 _SPLITS = (*(f"tom_tracking_{size}" for size in _LONGEST), *(f"countdown_{size}" for size in _LONGEST))
 _SOURCE = "https://github.com/princeton-pli/LongProc, data/"
 _EXAMPLES = 2
@@ -79,13 +80,15 @@ class LongProc(Task):
         for number, record in enumerate(records):
             where = f"{path}: record {number}"
             values = {name: reading.field(record, name, kind, where) for name, kind in _FIELDS[self._kind].items()}
+            if not all(type(number) is int for number in values.get("nums", ())):
+                raise DataError(f"{where}: 'nums' must be whole numbers, got {values['nums']!r}")
             solved = next(reversed(values))
             if not _trace(values[solved]):
                 raise DataError(f"{where}: '{solved}' has no step, a line that begins with a hyphen")
         shown = records[-_EXAMPLES:] if self._kind == "countdown" else []
         asked = records[: len(records) - len(shown)][:limit]
         some(asked, "records to ask", path)
-        prompt = _template(template)
+        prompt = _template(template, _PLACES[self._kind])
         return [self._item(tokenizer, number, record, prompt, shown) for number, record in enumerate(asked)]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
@@ -122,8 +125,8 @@ class LongProc(Task):
         )
 
 
-def _template(path: Path) -> str:
-    """The prompt of a file of LongProc. Raises `DataError` for another file."""
+def _template(path: Path, places: tuple[str, ...]) -> str:
+    """The prompt of a file of LongProc, with these places to be filled. Raises `DataError` for another file."""
     import yaml
 
     try:
@@ -132,6 +135,11 @@ def _template(path: Path) -> str:
         raise DataError(f"{path}: malformed YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not isinstance(found.get("USER_PROMPT"), str):
         raise DataError(f"{path}: has no USER_PROMPT")
+    try:
+        found["USER_PROMPT"].format(**dict.fromkeys(places, ""))
+    except (LookupError, ValueError, AttributeError):
+        filled = " and ".join(f"{{{place}}}" for place in places)
+        raise DataError(f"{path}: USER_PROMPT must have the places {filled}, and no other braces but doubled") from None
     return found["USER_PROMPT"]
 
 
