@@ -1,7 +1,7 @@
 """Several questions about one document, which is read once; the reading is kept on disk for later processes.
 
-    python examples/questions.py --model models/smollm2-135m --file examples/data/books/moby_dick.txt --characters 6000 \
-        --question "What is the narrator's name?" --question "Why did he go to sea?"
+    python examples/questions.py --model models/smollm2-135m --file examples/data/books/moby_dick.txt \
+        --characters 6000 --question "What is the narrator's name?" --question "Why did he go to sea?"
 """
 
 import argparse
