@@ -11,6 +11,7 @@ import pytest
 from evaluation import tiny
 from typer.testing import CliRunner
 
+import foveate
 from foveate.calibration import kept_folder
 from foveate.cli import app
 from foveate.integrations.transformers import releases
@@ -56,6 +57,31 @@ def test_methods_tell_their_settings():
     text = call("methods").stdout
     assert "page_size" in text
     assert "``" not in text
+
+
+@pytest.mark.parametrize("name", ["dense", "kascade", "lte", "pages", "per_layer"])
+def test_one_method_has_an_example(name):
+    done = call("methods", name)
+    assert done.exit_code == 0
+    (entry,) = json.loads(call("methods", name, "--json").stdout)
+    assert entry["name"] == name
+    assert done.stdout.startswith(f"{name}  ")
+    assert f"foveate.attach(model, {entry['example']!r})" in done.stdout
+    command = done.stdout.partition("foveate generate")[2]
+    assert shlex.split(command)[-1] == entry["example"]
+    assert foveate.methods.spelled(entry["example"]).startswith(name)
+    assert all(setting["name"] in done.stdout for setting in entry["settings"])
+
+
+def test_an_unknown_method_names_the_nearest():
+    done = call("methods", "page")
+    assert done.exit_code == 2
+    assert "unknown method 'page' (did you mean 'pages'?)" in done.stderr
+
+
+def test_the_version():
+    done = subprocess.run([sys.executable, "-m", "foveate", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout == f"foveate {foveate.__version__}\n"
 
 
 def test_doctor_tells_devices_and_versions():
@@ -112,7 +138,7 @@ def test_compare_from_items_to_table(model, out):
     said = [line for line in done.stderr.splitlines() if " of 9 answers, the last by " in line]
     assert said[-1] == "9 of 9 answers, the last by luka"
     assert "niah / single · 300 tokens · 3 items · tiny-llama · float32 · cpu · batch 2" in done.stdout
-    assert "gold" in done.stdout
+    assert "(right answer)" in done.stdout
     assert [row["spec"] for row in rows(out)] == ["dense", "h2o:window=16", "luka"]
     assert all(row["n"] == 3 and row["task_settings"]["max_new_tokens"] == 3 for row in rows(out))
     assert str(model.parent) not in out.read_text(encoding="utf-8")
@@ -288,7 +314,7 @@ def test_a_full_disk_is_one_line(model, out):
     with full_disk(400):
         done = call(*calibrate(model, file))
     assert done.exit_code == 2
-    (line,) = done.stderr.strip().splitlines()
+    *_, line = done.stderr.strip().splitlines()
     assert f"error: {file}.partial" in line
     assert "cannot be written to (" in line
 
@@ -377,6 +403,9 @@ def test_calibrate_makes_a_file_that_generate_and_compare_take(model, out, tmp_p
     assert done.exit_code == 0, done.output
     (kept,) = kept_folder().iterdir()
     assert done.stdout == f"anchors [0], kept in {kept}; use them as --method\nkascade:calibration={file}\n"
+    told = [line for line in done.stderr.splitlines() if line.startswith("calibrating: ")]
+    assert [line.split()[1] for line in (told[0], told[-1])] == ["0", told[-1].split()[5]], done.stderr
+    assert 3 <= len(told) <= 11
     assert kept.read_bytes() == file.read_bytes()
     assert json.loads(file.read_text(encoding="utf-8"))["anchors"] == [0]
     before = file.read_bytes()

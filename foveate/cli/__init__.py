@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from foveate import __version__
 from foveate.bench.commands import app as bench_app
 from foveate.cli import asking, chat, train_lte, tuning
 from foveate.cli.train import app as train_app
@@ -61,33 +62,58 @@ app.add_typer(train_app, name="train")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foveate {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Options of all commands; what they do is in `_Commands`."""
     os.environ.setdefault("USE_HUB_KERNELS", "0")  # else Transformers asks a hub for kernels of recurrent layers
 
 
 @app.command()
-def methods(as_json: AsJson = False) -> None:
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="One method, with an example; left out: all.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    imported: asking.Import = None,
+) -> None:
     """List the methods with their sources and settings."""
     import foveate
     from foveate.report import terminal
 
     entries = []
-    for name in foveate.methods.names():
-        method = foveate.methods.get(name)
+    for known in foveate.methods.names() if name is None else [name]:
+        method = foveate.methods.get(known)
         settings = [
             {"name": field.name, "default": field.default, "help": field.metadata.get("help", "")}
             for field in dataclasses.fields(method)
         ]
         summary = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("``", "")
-        entries.append({"name": name, "summary": summary, "source": method.source, "settings": settings})
+        entry = {"name": method.name, "summary": summary, "source": method.source, "settings": settings}
+        entries.append(entry | {"example": _example(method)})
     if as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False, default=str))
     else:
-        terminal.console().print(terminal.methods(entries))
+        terminal.console().print(terminal.methods(entries, examples=name is not None))
+
+
+def _example(method: Any) -> str:
+    """A spec of a method, with what it needs, or else its budget, written out."""
+    if method.example:
+        return method.example
+    defaults = {field.name: field.default for field in dataclasses.fields(method)}
+    budget = next((one for one in ("top_k", "window") if one in defaults), None)
+    return method.name if budget is None else f"{method.name}:{budget}={defaults[budget]}"
 
 
 @app.command()

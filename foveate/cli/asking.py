@@ -371,15 +371,24 @@ def _pasted(method: Any, calibration: str) -> str:
 
 
 class _Progress(Progress):
-    """A bar over items times methods, or over prompts; elsewhere a line for each tenth."""
+    """A bar over items times methods, or over the steps of a calibration; elsewhere a line for each tenth."""
+
+    _told = -1
 
     def __call__(self, method: str, items: int) -> None:
         (task,) = self._bar.tasks
-        tenth = 10 * task.completed // task.total
-        self._bar.update(self._task, advance=items, description=method)
-        if not self.on_terminal and 10 * task.completed // task.total > tenth:
-            self.say(f"{task.completed:,} of {task.total:,} answers, the last by {method}")
+        done = task.completed + items
+        self.show(done, task.total, method)
+        if self._passes_a_tenth(done, task.total):
+            self.say(f"{done:,} of {task.total:,} answers, the last by {method}")
 
     def at(self, done: int, of: int) -> None:
         """So many steps are done: prompts read, answers compared."""
         self.show(done, of, "calibrating")
+        if self._passes_a_tenth(done, of):
+            self.say(f"calibrating: {done:,} of at most {of:,} steps done")
+
+    def _passes_a_tenth(self, done: float, of: float) -> bool:
+        """Whether there is a line to print."""
+        before, self._told = self._told, int(10 * done // of)
+        return not self.on_terminal and self._told > before

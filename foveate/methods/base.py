@@ -95,6 +95,8 @@ class Method(Settings):
 
     source: ClassVar[str] = ""
     """Paper that the method comes from. Per class."""
+    example: ClassVar[str] = ""
+    """A spec to begin with, of a method that needs more than its name. Per class."""
     listed: ClassVar[bool] = True
     """Whether :func:`foveate.methods.names` has it; False for what stands for another method. Per class."""
     full_budget: ClassVar[dict[str, Any]] = {}

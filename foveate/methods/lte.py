@@ -38,6 +38,7 @@ class LTE(Method):
     source: ClassVar[str] = "laLTE, He and Garner 2025, section 3.1, on a frozen model"
     evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     needs_prompt_end: ClassVar[bool] = True
+    example: ClassVar[str] = "lte:file=lte.safetensors"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "score": "key_norm"}
     small_budget: ClassVar[dict] = {"top_k": 0.25, "window": 13, "sinks": 2, "score": "key_norm"}
     layer: ClassVar[int | None] = None

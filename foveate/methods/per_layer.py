@@ -19,6 +19,7 @@ class PerLayer(Method):
 
     name: ClassVar[str] = "per_layer"
     source: ClassVar[str] = "LuKA, section 3.3"
+    example: ClassVar[str] = 'per_layer:layers={"0-1":"dense","rest":"pages"}'
     full_budget: ClassVar[dict] = {"layers": {"0": "dense", "rest": "luka:top_k=1.0,expand=1.0"}}
     small_budget: ClassVar[dict] = {
         "layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,top_k=2"}

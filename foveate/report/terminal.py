@@ -1,12 +1,15 @@
-"""Result rows as tables for the terminal, at most 100 columns wide."""
+"""Result rows as tables that fit the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +20,18 @@ from foveate.report.rows import Row
 
 WIDTH = 100
 _DIM = "dim"
+_LONG = 20
+"""Characters of a spec above which a method goes by a shorter name, and the spec is below the table."""
+_MEANING = {
+    "keys\nread": "share of the keys that a decode step reads",
+    "KV/step": "bytes of the keys and values that it reads",
+    "resident": "bytes of the cache after an answer",
+    "resident\n/peak": "bytes of the cache after an answer, and the most that it held while the prompt was read",
+    "prefill": "time to read a prompt",
+    "time\n/token": "of a decode step",
+}
+_DROPPED = ("prefill", "KV/step", "resident\n/peak", "resident", "time\n/token", "keys\nread", "Δ to dense")
+"""Columns that a narrow terminal goes without, the first of them first; of these, those without a value before."""
 
 
 def console(stderr: bool = False) -> Console:
@@ -27,55 +42,105 @@ def console(stderr: bool = False) -> Console:
 
 def results(rows: Sequence[Row], answers: int = 0) -> RenderableType:
     """The comparison table of one run's rows (one per method), and below it the answers to the first items."""
-    parts: list[RenderableType] = [comparison(rows), *_footnotes(rows)]
+    parts: list[RenderableType] = [Comparison(rows)]
     if answers:
         parts += ["", answer_table(rows, answers)]
     return Group(*parts)
 
 
-def comparison(rows: Sequence[Row]) -> Table:
-    """One line of figures per method, intervals below their values."""
-    table = _table(_title(rows[0]), "bold")
-    table.add_column("method", overflow="fold")
-    held = "resident\n/ peak" if _peaks(rows) else "resident"
-    for name in ("score", "Δ to dense", "keys read", "KV/step", held, "prefill", "time/token"):
-        table.add_column(name, justify="right", no_wrap=True)
-    digits = 1 if max(row["high"] for row in rows) >= 10 else 2
-    compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
+class Comparison:
+    """One line of figures per method, intervals below their values, as wide as there is room: the method comes first
+    and whole, and of the other columns the least important ones give way and are named below."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self._rows, self._names = rows, short_names(rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        columns = self._columns()
+        empty = [name for name in _DROPPED if all(str(cell) == NONE for cell in columns.get(name, ["?"]))]
+        left = dict.fromkeys([*empty, *_DROPPED])
+        dropped: list[str] = []
+        unbounded = options.update(max_width=1000)
+        while Measurement.get(console, unbounded, table := self._table(columns)).maximum > options.max_width:
+            gone = next((name for name in left if name in columns), None)
+            if gone is None:
+                break
+            del columns[gone]
+            dropped.append(_worded(gone))
+        yield Text(_title(self._rows[0]), style="bold")
+        yield table
+        for line in _footnotes(self._rows, self._names, columns):
+            yield Text(line, style=_DIM, overflow="fold")
+        if dropped:
+            yield Text(f"no room for {', '.join(dropped)}: foveate report shows all of the file", style=_DIM)
+
+    def _table(self, columns: Mapping[str, Sequence[Text | str]]) -> Table:
+        table = _table()
+        table.add_column("method", overflow="fold", no_wrap=False)
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, *cells in zip(self._names, *columns.values()):
+            table.add_row(Text(name, style="bold"), *cells)
+        return table
+
+    def _columns(self) -> dict[str, list[Text | str]]:
+        rows = self._rows
+        digits = 1 if max(row["high"] for row in rows) >= 10 else 2
+        compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
+        held = "resident\n/peak" if _peaks(rows) else "resident"
+        return {
+            "score": [_interval(row["score"], row["low"], row["high"], digits) for row in rows],
+            "Δ to dense": [
+                NONE
+                if row["method"] == "dense" or not compared
+                else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+")
+                for row in rows
+            ],
+            "keys\nread": [percent(row["keys_read_share"]) for row in rows],
+            "KV/step": [size(row["kv_bytes_per_step"]) for row in rows],
+            held: [_resident(row) for row in rows],
+            "prefill": [time(row["prefill_ms"]) for row in rows],
+            "time\n/token": [
+                time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None) for row in rows
+            ],
+        }
+
+
+def short_names(rows: Sequence[Row]) -> list[str]:
+    """A name for each row's method: its spec, or of a long one the method's name, with a number if rows share it."""
+    long = Counter(row["method"] for row in rows if len(row["spec"]) > _LONG)
+    taken, names = {row["spec"] for row in rows}, []
+    number: Counter[str] = Counter()
     for row in rows:
-        dense = row["method"] == "dense" or not compared
-        table.add_row(
-            _method(row),
-            _interval(row["score"], row["low"], row["high"], digits),
-            NONE if dense else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+"),
-            percent(row["keys_read_share"]),
-            size(row["kv_bytes_per_step"]),
-            _resident(row),
-            time(row["prefill_ms"]),
-            time(row["decode_ms_per_token"] if row["timing"].startswith("generate") else None),
-        )
-    return table
+        method, spec = row["method"], row["spec"]
+        if len(spec) <= _LONG:
+            names.append(spec)
+            continue
+        number[method] += 1
+        names.append(method if long[method] == 1 and method not in taken else f"{method} #{number[method]}")
+    return names
 
 
-def _table(title: str, style: str | None = None) -> Table:
-    return Table(title=title, title_style=style, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(title: str | None = None) -> Table:
+    how = {"title_style": "bold", "title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0}
+    return Table(title=title, **how)
 
 
 def answer_table(rows: Sequence[Row], limit: int) -> Table:
-    """What each method said to the first `limit` items, under the gold answers."""
-    table = _table("Answers", "bold")
+    """What each method said to the first `limit` items, under the right answers."""
+    table = _table("Answers")
     table.add_column("item", no_wrap=True)
-    table.add_column("method", overflow="fold", max_width=36)
+    table.add_column("method", overflow="fold")
     table.add_column("answer", overflow="fold")
+    names = short_names(rows)
     for index, example in enumerate(rows[0]["examples"][:limit]):
         if index:
             table.add_section()
         gold = " | ".join(example["gold"]) or NONE
-        table.add_row(Text(example["id"]), Text("gold", style="green"), Text(gold, style="green"))
-        for row in rows:
-            table.add_row(
-                "", _method(row, settings=False), Text(" ".join(row["examples"][index]["answer"].split()) or NONE)
-            )
+        table.add_row(Text(example["id"]), Text("(right answer)", style="green"), Text(gold, style="green"))
+        for row, name in zip(rows, names):
+            said = " ".join(row["examples"][index]["answer"].split())
+            table.add_row("", Text(name, style="bold"), Text(said or NONE))
     return table
 
 
@@ -93,8 +158,8 @@ def reading(summary: Mapping[str, Any]) -> str:
     return " · ".join([*parts, *summary["notes"]])
 
 
-def methods(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The methods with their sources and settings; entries as `foveate methods --json` prints them."""
+def methods(entries: Sequence[Mapping[str, Any]], examples: bool = False) -> RenderableType:
+    """The methods with their sources and settings, and with examples; entries as `foveate methods --json` prints."""
     parts: list[RenderableType] = []
     for entry in entries:
         parts.append(Text.assemble((entry["name"], "bold cyan"), "  ", entry["summary"]))
@@ -107,6 +172,10 @@ def methods(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
             for setting in entry["settings"]:
                 table.add_row(Text(setting["name"]), Text(_value(setting["default"]), _DIM), Text(setting["help"]))
             parts.append(Padding(table, (0, 0, 0, 4)))
+        if examples:
+            spec = entry["example"]
+            lines = f"foveate.attach(model, {spec!r})\nfoveate generate --model DIR --prompt-file FILE --method "
+            parts += ["", Padding(Text(lines + shlex.quote(spec), overflow="fold"), (0, 0, 0, 4))]
         parts.append("")
     return Group(*parts[:-1])
 
@@ -129,39 +198,35 @@ def _title(row: Row) -> str:
     return " · ".join(parts + ([f"batch {row['batch_size']}"] if row["batch_size"] > 1 else []))
 
 
-def _footnotes(rows: Sequence[Row]) -> list[RenderableType]:
+def _footnotes(rows: Sequence[Row], names: Sequence[str], columns: Mapping[str, Any]) -> list[str]:
+    """What the table's words stand for, and what else there is to know of its rows."""
     first = rows[0]
     main = next(iter(first["metrics"]))
-    lines = [f"score: {main}, 0–100, with its 95 % interval; Δ is paired on the same items"]
-    if _peaks(rows):
-        lines.append("resident: the cache after an answer; peak: the most that it held, while the prompt was read")
+    lines = [f"{name} is {row['spec']}" for row, name in zip(rows, names) if name != row["spec"]]
+    lines.append(f"score: {main}, 0–100, with its 95 % interval; Δ is paired on the same items")
+    lines.append("; ".join(f"{_worded(name)}: {_MEANING[name]}" for name in columns if name in _MEANING))
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
-    lines += [f"{row['spec']}: {others}" for row in rows if (others := _others(row))]
+    lines += [f"{name}: {others}" for row, name in zip(rows, names) if (others := _others(row))]
     if first["timing"].startswith("teacher-forced"):
         lines.append("decode was teacher-forced in blocks: its time is no speed of generation")
     if any("shared prompt" in row["timing"] for row in rows):
         lines.append("methods without a prefill time shared one reading of each prompt; --no-share-prompt times them")
     for note in dict.fromkeys(note for row in rows for note in row["notes"]):
-        owners = [row["spec"] for row in rows if note in row["notes"]]
+        owners = [name for row, name in zip(rows, names) if note in row["notes"]]
         lines.append(note if len(owners) == len(rows) else f"{', '.join(owners)}: {note}")
-    return [Text(line, style=_DIM) for line in lines]
+    return list(filter(None, lines))
+
+
+def _worded(column: str) -> str:
+    """The head of a column on one line."""
+    return column.replace("\n/", "/").replace("\n", " ")
 
 
 def _others(row: Row) -> str:
     """The metrics beside the score, but for those that say the same."""
     values = {name: metric["value"] for name, metric in list(row["metrics"].items())[1:]}
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value != row["score"])
-
-
-def _method(row: Row, settings: bool = True) -> Text:
-    name, _, rest = row["spec"].partition(":")
-    text = Text(name, style="bold")
-    if rest and settings:
-        text.append("\n" + rest.replace(",", "\n"), style="not bold dim")
-    elif rest:
-        text.append(" " + rest, style="not bold dim")
-    return text
 
 
 def _resident(row: Row) -> Text:

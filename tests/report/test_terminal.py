@@ -42,9 +42,9 @@ def row(spec="dense", **more):
     }
 
 
-def printed(renderable):
+def printed(renderable, width=terminal.WIDTH):
     stream = io.StringIO()
-    Console(file=stream, width=terminal.WIDTH, highlight=False).print(renderable)
+    Console(file=stream, width=width, highlight=False).print(renderable)
     return stream.getvalue()
 
 
@@ -60,32 +60,72 @@ WORST = row(
 )
 
 
-def test_everything_fits_into_100_columns_and_nothing_is_cut():
-    text = printed(terminal.results([row(), WORST], answers=2))
-    assert max(map(len, text.splitlines())) <= 100
+@pytest.mark.parametrize(
+    ("width", "gone"),
+    [
+        (120, []),
+        (100, []),
+        (80, ["prefill", "KV/step"]),
+        (60, ["prefill", "KV/step", "resident", "time/token"]),
+        (40, ["prefill", "KV/step", "resident", "time/token", "keys read", "Δ to dense"]),
+    ],
+)
+def test_the_method_comes_first_and_whole_and_other_columns_give_way(width, gone):
+    rows = [row(), WORST, row("h2o:top_k=0.25"), WORST | {"spec": f"{WORST['spec']},window=512"}]
+    lines = printed(terminal.results(rows, answers=2), width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
     assert "…" not in text
-    assert "niah / single · 16,384 tokens · 200 items · smollm2-135m · bfloat16 · cuda · batch 8" in text
-    for cell in ["[100.0, 100.0]", "-100.0", "[-100.0, -100.0]", "100.0 %", "1.2 GB", "50.1 MB", "1.28 s", "123.4 ms"]:
-        assert cell in text
-    for setting in ["compressor=attention", "page_size=16", "prior=0.25", "top_k=0.125"]:
-        assert setting in text
-    assert "top_k=0.125: sliding-window layers stay as they are" in " ".join(text.split())
-    assert "It is 1234567" in text
+    assert "niah / single · 16,384 tokens · 200 items · smollm2-135m · bfloat16 · cuda · batch 8" in " ".join(
+        text.split()
+    )
+    body = next(number for number, line in enumerate(lines) if "───" in line)
+    names = [line.split("  ")[0].strip() for line in lines[body + 1 :] if line[1:2].strip()]
+    assert names[:4] == ["dense", "luka #1", "h2o:top_k=0.25", "luka #2"]
+    joined = "".join(text.split())
+    assert f"luka#1is{WORST['spec']}luka#2is{WORST['spec']},window=512" in joined
+    figures = {
+        "prefill": "1.28 s",
+        "KV/step": "1.2 GB",
+        "resident": "50.1 MB",
+        "time/token": "123.4 ms",
+        "keys read": "100.0 %",
+        "Δ to dense": "[-100.0, -100.0]",
+    }
+    assert [name for name, cell in figures.items() if cell not in text] == gone
+    assert "[100.0, 100.0]" in text
+    told = f"no room for {', '.join(gone)}: foveate report shows all"
+    assert (told in " ".join(text.split())) == bool(gone)
+    assert "luka#1,luka#2:sliding-windowlayersstayastheyare" in joined
+    assert "It is 1234567" in " ".join(text.split())
+
+
+def test_a_column_without_a_value_gives_way_first():
+    rows = [row(decode_ms_per_token=None), WORST | {"decode_ms_per_token": None}]
+    text = printed(terminal.results(rows), 76)
+    assert "no room for time/token: " in text
+    assert "1.28 s" in text
+
+
+def test_a_long_spec_goes_by_its_method_and_stands_below():
+    lines = printed(terminal.results([row(), WORST])).splitlines()
+    assert any(line.startswith(" luka ") for line in lines)
+    assert f"luka is {WORST['spec']}" in lines
 
 
 def test_the_peak_stands_below_what_stays():
     lines = printed(terminal.results([row(), WORST | {"cache_peak_bytes": 80_200_000}])).splitlines()
     above = next(number for number, line in enumerate(lines) if "80.2 MB" in line) - 1
     assert lines[above].index("50.1 MB") == lines[above + 1].index("80.2 MB")
-    assert any("/ peak" in line for line in lines)
+    assert any("/peak" in line for line in lines)
     assert max(map(len, lines)) <= 100
-    assert "peak: the most that it held" in " ".join(" ".join(lines).split())
+    assert "after an answer, and the most that it held" in " ".join(" ".join(lines).split())
     assert "peak" not in printed(terminal.results([row(), WORST]))
 
 
 def test_answers_only_where_asked_for():
     assert "1234567" not in printed(terminal.results([row()]))
-    assert "gold" in printed(terminal.results([row()], answers=1))
+    assert "(right answer)" in printed(terminal.results([row()], answers=1))
 
 
 def test_the_ceiling_and_further_metrics_stand_below():
@@ -102,9 +142,9 @@ def test_a_note_of_all_methods_stands_once_and_alone():
 
 
 def test_what_was_not_measured_is_a_dash():
-    text = printed(terminal.comparison([row(keys_read_share=None, kv_bytes_per_step=None, timing="teacher-forced")]))
+    text = printed(terminal.Comparison([row(keys_read_share=None, kv_bytes_per_step=None, timing="teacher-forced")]))
     assert "123.4" not in text
-    assert text.count("–") == 4  # the difference of dense to itself, keys, bytes, time
+    assert text.count("–") == 5  # in "0–100", the difference of dense to itself, keys, bytes, time
 
 
 def test_a_shared_prompt_has_no_prefill_time_and_says_why():
@@ -119,7 +159,7 @@ def test_a_shared_prompt_has_no_prefill_time_and_says_why():
 
 def test_small_scores_get_a_digit_more():
     text = printed(
-        terminal.comparison(
+        terminal.Comparison(
             [
                 row(score=3.046, low=2.6, high=3.9),
                 row("h2o", score=2.992, low=2.6, high=3.8, diff_to_dense=-0.054, diff_high=-0.001),
