@@ -374,6 +374,28 @@ def test_long_prompts_are_read_in_chunks(family, method, monkeypatch):
         assert max(widths) == PROMPT, "the states of all tokens are asked for"
 
 
+@pytest.mark.parametrize(
+    ("rows", "padded", "widest"),
+    [(1, False, 14), (2, False, 7), (3, False, 7), (2, True, PROMPT), (1, True, PROMPT + 5)],
+)
+def test_long_prompts_are_cut_between_tiles(rows, padded, widest, monkeypatch):
+    """The chunk is one of all rows together. Rows padded on the left begin their tiles elsewhere: they are not cut."""
+    model, widths = tiny_model(), []
+    inputs = {"input_ids": tokens(PROMPT, rows), "attention_mask": torch.ones(rows, PROMPT, dtype=torch.long)}
+    if padded:
+        inputs = left_padded([PROMPT, 40]) if rows == 2 else single(padding=5)
+    with foveate.attached(model, "kascade_paper:top_k=6,tile=21,anchors=[0]") as attachment:
+        assert attachment.prompt_tile == 7
+        expected = run(model, inputs)
+        monkeypatch.setattr(hooks, "LONG_PROMPT", PROMPT - 1)
+        monkeypatch.setattr(hooks, "CHUNK", 20)
+        model.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        assert torch.equal(run(model, inputs), expected)
+    assert max(widths) == widest
+
+
 @in_turn(METHODS, TWO_FAMILIES, ("chunk", [None, 20]))
 def test_rows_of_a_padded_batch_equal_batches_of_one(family, method, chunk):
     model, batch = tiny_model(family), left_padded([PROMPT, 1, 23, 40])

@@ -110,7 +110,8 @@ def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):
         cache.reorder_cache(torch.tensor([1, 0]))
         outs.append(one(outs[0][:, -1:], **cached(cache)).logits.argmax(-1))
         cache.batch_repeat_interleave(2)
-        third = torch.cat([outs[0].flip(0).repeat_interleave(2, 0), tokens(9, 4, seed=5)], 1)
+        third = torch.cat([outs[0].flip(0), outs[0][:, -1:]], 1).repeat_interleave(2, 0)  # what the cache has read
+        third = torch.cat([third, tokens(8, 4, seed=5)], 1)
         more = {**cached(cache), "attention_mask": torch.ones_like(third)}
         outs.append(one.generate(third, max_new_tokens=8, do_sample=False, **more))
         outs.append(one.generate(tokens(40, 2), max_new_tokens=9, do_sample=False, prefill_chunk_size=13))

@@ -138,6 +138,7 @@ RULES = {
     "tova:top_k=9": (tova, 9, "layer"),
     "tova:top_k=9,pool=kv_head": (tova, 9, "kv_head"),
     "snapkv:top_k=8,window=5,kernel_size=3": (snapkv, 8, 5, 3, "avg"),
+    "snapkv:top_k=9,window=3,kernel_size=15": (snapkv, 9, 3, 15, "avg"),
     "snapkv:top_k=8,window=5,kernel_size=5,pooling=max": (snapkv, 8, 5, 5, "max"),
     "uniform:top_k=6,window=5": (uniform, 6, 5),
     "lte:score=key_norm,top_k=17,window=7,sinks=2": (key_norm, 17, 7, 2),

@@ -67,6 +67,14 @@ def test_a_row_that_used_a_setting_stands_as_it_was_written_and_its_spec_is_refu
         methods.parse(old["spec"])
 
 
+def test_a_row_that_lacks_a_setting_or_has_it_otherwise_is_of_no_method():
+    old = row("pages", top_k=77)
+    assert method_of(old).top_k == 77
+    del old["settings"]["top_k"]
+    assert method_of(old) is None
+    assert spelled(old) == old
+
+
 @pytest.mark.parametrize(("setting", "value", "allowed"), [(name, *values) for name, values in VALUES.items()])
 def test_the_same_of_a_value_that_is_gone(setting, value, allowed):
     old = row("kascade", **{setting: value})

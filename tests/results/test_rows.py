@@ -21,3 +21,16 @@ def test_a_score_that_its_items_contradict_is_refused():
     check_row(row | {"item_values": {"nll": [9, 9, 9, 9]}}, needed, "rows.jsonl:1")  # a perplexity averages nothing
     with pytest.raises(DataError, match=r"^rows.jsonl:1: 'score' is 75.0, and 'item_values' of 'f1' average 50$"):
         check_row(row | {"item_values": {"f1": [1, 1, 0, 0]}}, needed, "rows.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high"), [("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high")]
+)
+@pytest.mark.parametrize(("at", "inside"), [(59.9, False), (60.0, True), (75.0, True), (80.0, True), (80.1, False)])
+def test_a_value_outside_its_interval_is_refused(value, low, high, at, inside):
+    row = {value: at, low: 60.0, high: 80.0, "n": 1, "item_values": {"nll": [9]}}
+    if inside:
+        check_row(row, row.keys(), "rows.jsonl:1")
+        return
+    with pytest.raises(DataError, match=rf"^rows.jsonl:1: '{value}' is {at}, outside its interval of 60.0 to 80.0$"):
+        check_row(row, row.keys(), "rows.jsonl:1")

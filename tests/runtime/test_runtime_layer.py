@@ -60,6 +60,47 @@ def test_removed_tokens_leave_no_trace(spec):
     assert torch.equal(feed(removed, tokens, PROMPT, TOTAL), feed(plain, tokens, PROMPT, TOTAL))
 
 
+@pytest.mark.parametrize("assistant", [False, True])
+def test_an_assistant_may_take_back_one_token_more(assistant):
+    """Assisted decoding crops the draft model's cache to the tokens accepted, and then by one more."""
+    layer, plain = layer_of("h2o:top_k=9,window=4"), layer_of("h2o:top_k=9,window=4")
+    tokens = drawn()
+    layer.phase.assistant = assistant
+    layer.start_recording_past()
+    for one in (layer, plain):
+        feed(one, tokens, 0, PROMPT)
+    for at in range(PROMPT, PROMPT + 4):
+        feed(layer, tokens, at, at + 1)
+    layer.remove_last(2)
+    assert sorted(layer.store.snapshots) == [PROMPT + 1] * assistant + [PROMPT + 2]
+    if assistant:
+        layer.remove_last(1)
+    for at in range(PROMPT, layer.seen):
+        feed(plain, tokens, at, at + 1)
+    torch.testing.assert_close(feed(layer, tokens, layer.seen, TOTAL), feed(plain, tokens, plain.seen, TOTAL))
+
+
+def test_padding_is_that_of_each_mask():
+    phase, mask = Phase(), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    other = mask.flip(0)
+    assert [row.tolist() for row in phase.rows(mask, 0, 4)] == [[1, 2, 3], [0, 1, 2, 3]]
+    assert [row.tolist() for row in phase.rows(other, 0, 4)] == [[0, 1, 2, 3], [1, 2, 3]]
+    assert phase.rows(other, 1, 3) is None
+    assert phase.rows(None, 0, 4) is None
+
+
+def test_a_pass_that_was_interrupted_is_dropped_with_those_nested_in_it():
+    first, second = Phase(), Phase()
+    handover.begin("engine", first)
+    handover.begin("draft", Phase())  # neither ends
+    handover.begin("engine", second)
+    assert handover.current().phase is second
+    assert handover.current("draft") is None
+    assert handover.end("engine").phase is second
+    assert handover.end("engine") is None
+    assert handover.end("draft") is None
+
+
 def test_keys_that_are_never_attended_to_are_an_error():
     layer, (_, k, _) = layer_of("dense"), drawn()
     handover.begin("engine", layer.phase)

@@ -566,6 +566,13 @@ def test_truncate_drops_the_last_tokens_of_every_row():
     assert held(cache, 1, 0) == [0, 1, 2, 3, 4]
 
 
+def test_truncate_within_a_prompt_takes_back_what_was_observed():
+    cache = ragged([3, 6])
+    cache.rows["observed"] = [1, 6]  # the first row has had an earlier turn
+    cache.truncate(2)
+    assert cache.rows["observed"] == [0, 4]
+
+
 # Counting
 
 
@@ -580,6 +587,22 @@ def test_reads_are_counted_from_their_sizes():
     assert float(counters.keys_read) == 2 * 4 + 3 + 5 + 2 * 1
     assert counters.keys_available == 9 + 9 + 14
     assert counters.bytes_per_key == 2 * (4 + 3) * 4
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_evictions_of_unequal_heads_count_as_their_mean(as_list):
+    cache = filled(6, batch=1, evicts=Evicts.AT_PROMPT_END)
+    keep = torch.tensor([[[1, 4, -1], [0, 2, 5]]])
+    cache.retain([keep] if as_list else keep, uneven=True)
+    assert cache.counters.tokens_evicted == (4 + 3) / 2
+    assert (cache.rows["live"], cache.uneven) == ([3], True)
+
+
+def test_a_step_of_evictions_by_head_counts_as_their_mean():
+    cache = filled(6, batch=1, evicts=Evicts.IN_DECODE)
+    scores, before = torch.ones(1, 2, 6), torch.tensor([6])
+    cache.evict_by_head([[True, False]], [[6, 6]], scores, before)
+    assert cache.counters.tokens_evicted == 0.5
 
 
 def test_a_method_s_own_counters_are_those_that_it_declares():

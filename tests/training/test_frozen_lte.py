@@ -236,6 +236,15 @@ def test_a_tokenizer_without_a_template():
 # Losses
 
 
+def test_the_learning_rate_rises_and_falls():
+    rates = [frozen_lte._schedule(step / 1000) for step in range(1001)]
+    assert 0.05 < rates[0] < 0.15
+    assert rates[:18] == sorted(rates[:18])
+    assert max(rates) == pytest.approx(1.0, abs=0.01)
+    assert all(a > b for a, b in itertools.pairwise(rates[20:]))
+    assert rates[-1] == pytest.approx(0.1)
+
+
 def test_losses_and_recall():
     target = torch.arange(100.0)[None].repeat(2, 1)
     assert recall(target, target) == 1

@@ -175,6 +175,23 @@ def test_a_row_may_hold_several_haystacks_each_with_its_own_needles(store, rows)
     assert all((row.ids == store.end).sum() == 1 for row in rows(Needles(**how), 1000, 10)), "too short to cut"
 
 
+def test_needles_among_others_stand_on_lines_of_their_own(rows, store):
+    """The haystack's first line may be cut; a needle comes at a line's end, or first of all."""
+    source = Needles(noise=0.0, distractors=1.0, shorter=0.0, keys=(2, 2))
+    vocabulary, places = Vocabulary(store), set()
+    for number in range(20):
+        rng, template = np.random.default_rng(number), templates.RULER
+        hay, ends = source._others(vocabulary, template, "number", "word", (["a-b"], ["1"]), 200, rng, store.words)
+        assert len(hay.ids) == 200
+        assert ends[-1] == 200
+        lines = store.tokenizer.decode(hay.ids.tolist()).splitlines(keepends=True)
+        begins = np.concatenate([[0], ends])
+        pieces = [store.tokenizer.decode(hay.ids[a:b].tolist()) for a, b in itertools.pairwise(begins) if a < b]
+        assert pieces == lines
+        places.add(len(lines))
+    assert max(places) > 3
+
+
 def test_keys_of_evaluation_never_occur(store):
     assert not {*ADJECTIVES, *NOUNS} & set(store.words)
     assert len(store.words) > 200
