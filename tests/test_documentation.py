@@ -230,6 +230,24 @@ def test_tables_that_nobody_needs_to_read_come_with_a_sentence_a_section(path):
     assert any(f"tables/{path.name}" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
+INTERVAL = re.compile(r"([+-]?[\d.]+) \[([+-]?[\d.]+), ([+-]?[\d.]+)\]")
+
+
+def test_the_points_of_the_readme_are_those_of_rows_or_generated_tables():
+    known = set()
+    for path in PAGES:
+        for table in re.findall(r"<!-- report:.*?<!-- end -->", path.read_text(encoding="utf-8"), re.DOTALL):
+            known |= {tuple(map(float, found)) for found in INTERVAL.findall(table)}
+    for path in RESULTS:
+        for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            points = [row.get(name) for name in ("diff_to_dense", "diff_low", "diff_high")]
+            if None not in points:
+                known.add(tuple(float(f"{value:.1f}") for value in points))
+    said = [tuple(map(float, found)) for found in INTERVAL.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
+    assert len(said) >= 10
+    assert [points for points in said if points not in known] == []
+
+
 @pytest.mark.parametrize(
     "path",
     [ROOT / "README.md", *sorted(GUIDE.glob("*.md")), *PAPERS, ROOT / "benchmarks" / "README.md"],

@@ -27,6 +27,27 @@ def test_each_row_of_a_whole_model_has_its_two_points():
     assert drawn == 2 * sum(len(panel.points) for panel in panels) + 2  # and the legend
 
 
+def test_pages_have_the_times_of_a_whole_model_that_the_rows_have():
+    """Of the hand-written tables: the 1.5B's in full, and the factors that the README gives."""
+    _, large, small = (
+        {(point.batch, point.tokens): point for point in panel.points} for panel in readme_figures.panels()
+    )
+    speed = (readme_figures.ROOT / "docs" / "guide" / "speed.md").read_text(encoding="utf-8")
+    for (batch, tokens), point in small.items():
+        times = " | ".join((f"{point.dense:.2f}", f"{point.method:.2f}", factor(point)))
+        line = rf"\| {batch} × {tokens // 1024}K(?: tokens)? \| {re.escape(times)} \|"
+        assert re.search(line, speed), line
+    readme = (readme_figures.ROOT / "README.md").read_text(encoding="utf-8")
+    one, long = small[1, 32768], small[1, 131072]
+    assert f"| {factor(one)} ¹ | {factor(long)} ¹ |" in readme
+    assert f"{factor(small[8, 32768])} (8 × 32K), {factor(small[4, 131072])} (4 × 128K)" in readme
+    assert f"uncalibrated* anchors: {factor(large[1, 32768])} and {factor(large[1, 131000])}" in readme
+
+
+def factor(point):
+    return f"{point.dense / point.method:.2f}"
+
+
 def test_a_place_with_two_rows_is_an_error():
     row = {"case": {"tokens": 8192, "batch": 1}, "ms": 1.0, "baseline_ms": 2.0}
     with pytest.raises(ValueError, match="expected one row a place"):

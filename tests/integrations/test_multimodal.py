@@ -104,7 +104,7 @@ def test_sequences_packed_into_one_row(name):
 def row(name):
     """The model's line in docs/guide/models.md."""
     with foveate.attached(wrapper(name), "dense") as attachment:
-        kinds = ", ".join(sorted({"full attention", *attachment.unchanged.values()}))
+        kinds = ", ".join(sorted(set(attachment.unchanged.values())))
     images = "refused" if name == "Gemma 3" else "yes" if name in IMAGES else "not tested"
     return f"| {name} | `{type(wrapper(name)).__name__}` | {kinds} | {images} |"
 
