@@ -8,7 +8,8 @@ records which layers' attention it has computed, so that the engine can check th
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,16 +32,19 @@ class Reached(NamedTuple):
 
 @dataclass
 class Pass:
-    """A forward pass in progress on a model with a method."""
+    """A forward pass in progress on a model with a method.
+
+    References to the cache are weak: the record of an interrupted pass stays until the owner's next pass.
+    """
 
     owner: str
     """Identifies the model, see :class:`~foveate.runtime.policy.Policy`."""
-    phase: Phase | None
-    """The phase of the pass's cache; None without a cache."""
-    cache: Any = None
-    """The engine's cache of the pass."""
-    entry: tuple[Layer, Tensor] | None = None
-    """The layer posted last and not yet taken, with its keys."""
+    phase: Callable[[], Phase | None] | None
+    """Returns the phase of the pass's cache; None without a cache."""
+    cache: Callable[[], Any]
+    """Returns the engine's cache of the pass; returns None without one."""
+    entry: tuple[Callable[[], Layer | None], Callable[[], Tensor | None]] | None = None
+    """Return the layer posted last and not yet taken, and its keys."""
     reached: dict[int, Reached] = field(default_factory=dict)
     """By layer index."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
@@ -57,7 +61,8 @@ def begin(owner: str, phase: Phase | None, cache: Any = None) -> None:
         if one.owner == owner:
             del passes[index:]
             break
-    passes.append(Pass(owner, phase, cache))
+    weak = None if phase is None else weakref.ref(phase)
+    passes.append(Pass(owner, weak, (lambda: None) if cache is None else weakref.ref(cache)))
 
 
 def end(owner: str) -> Pass | None:
@@ -101,12 +106,12 @@ def post(layer: Layer, key: Tensor) -> None:
             "still 'foveate'?"
         )
     one = current()
-    if one is None or one.phase is not layer.phase:
+    if one is None or one.phase is None or one.phase() is not layer.phase:
         raise ValueError(
             "keys were handed to a foveate cache outside of a forward pass of the model that it was made for: the "
             "method may have been detached since, and its cache goes with it; start a new cache"
         )
-    one.entry = (layer, key)
+    one.entry = (weakref.ref(layer), weakref.ref(key))
     layer.announce(key.shape[2])
 
 
@@ -123,7 +128,7 @@ def take(key: Tensor, owner: str) -> Layer | None:
     one = current(owner)
     if one is None:
         return None
-    layer, posted = one.entry or (None, None)
+    layer, posted = (None, None) if one.entry is None else (ref() for ref in one.entry)
     if posted is not key:
         if one.phase is not None:
             raise ValueError(

@@ -1,14 +1,16 @@
 """A cache whose pass, or other change, was stopped by an exception is refused, and so are its copies."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 
 import foveate
 from foveate import methods
-from foveate.runtime import ReplayedSteps
+from foveate.runtime import ReplayedSteps, handover
 from foveate.runtime.layer import Layer
 from foveate.state import SlotCache
 from tests.helpers import cached, tiny_model, tokens
@@ -130,3 +132,26 @@ def test_a_pass_that_fails_before_it_writes_leaves_the_cache_as_it_was():
             model(tokens(1, 2), **cached(cache))
         expected = model(tokens(2), **cached(twin)).logits
         assert torch.equal(model(tokens(2), **cached(cache)).logits, expected)
+
+
+@pytest.mark.parametrize("at", ["decode", "take"])
+def test_an_interrupted_pass_keeps_nothing_of_its_cache(at, monkeypatch):
+    """At ``take`` a layer was posted, and its attention not yet computed."""
+    model = tiny_model()
+    attachment = foveate.attach(model, spec("quest"), cuda_graph=False)
+    cache = foveate.Cache(model)
+    kept = [weakref.ref(one) for one in (cache, cache.phase, *cache.layers)]
+    with monkeypatch.context() as stop:
+        if at == "decode":
+            owner = type(cache.layers[2].method)
+            stop.setattr(owner, at, raising(KeyboardInterrupt, 2)(owner.decode))
+        else:
+            stop.setattr(handover, "take", raising(KeyboardInterrupt, 2)(handover.take))
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(tokens(60), max_new_tokens=6, **cached(cache))
+    assert handover.current(attachment.uid) is not None
+    del cache
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
+    foveate.detach(model)
+    assert handover.current(attachment.uid) is None

@@ -60,9 +60,41 @@ def test_a_cache_of_other_weights_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match="its weights differ"):
         foveate.load_cache(other, tmp_path / "cache")
     foveate.load_cache(model, tmp_path / "cache")
-    part(model, name)  # in place, after the digest was known
+    part(model, name)  # in place
     with pytest.raises(ValueError, match="its weights differ"):
         foveate.load_cache(model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_weights_written_to_where_autograd_does_not_see_it(inference, tmp_path):
+    with torch.inference_mode(inference):
+        model, path = tiny_model(), tmp_path / "cache"
+        foveate.attach(model, SPEC)
+        foveate.save_cache(model, read(model, tokens(40)), path)
+        foveate.load_cache(model, path)
+        weight = model.model.layers[1].self_attn.v_proj.weight
+        version = None if inference else weight._version
+        weight.data.add_(0.01)
+        assert inference or weight._version == version
+        with pytest.raises(ValueError, match="its weights differ"):
+            foveate.load_cache(model, path)
+
+
+def test_a_merged_adapter(tmp_path):
+    """Merging changes the weights of the plain model in place."""
+    model, path = adapted(["v_proj"]), tmp_path / "cache"
+    foveate.attach(model, SPEC)
+    with model.disable_adapter():
+        foveate.save_cache(model, read(model, tokens(40)), path)
+        foveate.load_cache(model, path)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="its weights differ"):
+        foveate.load_cache(model, path)
+    foveate.save_cache(model, read(model, tokens(40)), path)
+    foveate.load_cache(model, path)
+    model.unmerge_adapter()
+    with model.disable_adapter(), pytest.raises(ValueError, match="its weights differ"):
+        foveate.load_cache(model, path)
 
 
 def adapted(targets, seed=1, **names):

@@ -31,7 +31,7 @@ from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
 from foveate.methods import Auto, Method, check_made_for, make
 from foveate.ops import prompt_path
-from foveate.runtime import Policy
+from foveate.runtime import Policy, handover
 from foveate.state import Evicts
 
 _LARGEST_BLOCK = 1 << 16
@@ -271,6 +271,7 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
 def _take_off(attachment: Attachment, model: nn.Module) -> None:
     """Give the model its own attention back."""
     decoder = decoder_of(model)
+    handover.end(attachment.uid)  # of a pass that was interrupted
     remove_hooks(decoder)
     for module in (decoder, model.base_model):
         _remove_hooks(module, (BeforeForward, AfterForward, BeforeWhole))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 _CHUNK = 1 << 15
 """Words of eight bytes that are summed up to one number; no more, so that PyTorch computes each on one CPU core, which
 is no slower and waits for no other core."""
-_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
-"""Of each model the digests of its tensors, by address and version."""
 
 
 @torch.no_grad()
@@ -41,8 +38,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def weights_digest(model: nn.Module) -> str:
     """A digest of all that a model computes with: parameters, buffers of its state, and active adapters of PEFT.
 
-    Computed again for tensors that were replaced or written to. Adapters that are not active, and where ``base_layer``
-    stands in a name, make no difference.
+    Every call reads all weights: PyTorch does not show every write to a tensor (``.data``, merged adapters). Adapters
+    that are not active, and where ``base_layer`` stands in a name, make no difference.
 
     Args:
         model: without a wrapper around it.
@@ -56,13 +53,9 @@ def weights_digest(model: nn.Module) -> str:
         for name, tensor in sorted(model.state_dict(keep_vars=True).items())
         if isinstance(tensor, Tensor) and not name.startswith(skipped)
     }
-    keys = {name: _key(tensor) for name, tensor in tensors.items()}
-    known = _known.get(model, {})
-    new = {keys[name]: name for name in tensors if keys[name] not in known}  # tied weights once
-    fresh = digests({name: tensors[name] for name in new.values()})
-    known = {key: known[key] if key in known else fresh[new[key]] for key in keys.values()}
-    _known[model] = known
-    every = [(name.replace(".base_layer.", "."), known[key]) for name, key in keys.items()]
+    first = {id(tensor): name for name, tensor in tensors.items()}  # tied weights once
+    found = digests({name: tensors[name] for name in first.values()})
+    every = [(name.replace(".base_layer.", "."), found[first[id(tensor)]]) for name, tensor in tensors.items()]
     return hashlib.blake2b(f"{sorted(every)} {adapters}".encode(), digest_size=16).hexdigest()
 
 
@@ -102,13 +95,6 @@ def _at_hand(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     if kept is None or leaf not in kept:
         raise ValueError(f"{name} is on the meta device, so that it cannot be told which model a cache is of")
     return kept[leaf]
-
-
-def _key(tensor: Tensor) -> Hashable:
-    """Changes when a tensor is replaced or written to."""
-    version = None if tensor.is_inference() else tensor._version
-    plain = tuple((part.data_ptr(), part.device) for part in _plain(tensor))
-    return plain, version, tensor.dtype, tuple(tensor.shape)
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

@@ -132,9 +132,10 @@ class AfterForward:
         one = handover.end(self.attachment.uid)
         if one is None:
             return
+        cache = one.cache()
         if out is None:
-            if one.cache is not None:
-                one.cache.end_forward(failed=True)
+            if cache is not None:
+                cache.end_forward(failed=True)
             return
         reached = one.reached
         number = self.attachment.config.num_hidden_layers
@@ -147,9 +148,9 @@ class AfterForward:
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
-        if one.cache is not None:
-            one.cache.offsets = self.attachment.offsets()
-            one.cache.end_forward(failed=False)
+        if cache is not None:
+            cache.offsets = self.attachment.offsets()
+            cache.end_forward(failed=False)
 
     def _check_finite(self, reached: dict[int, handover.Reached], hidden: Tensor, mask: Tensor | None) -> None:
         attention.check_finite(reached, hidden.dtype)

@@ -45,7 +45,7 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     """Write a cache to a file, from which :func:`load_cache` makes an equal one.
 
     The file holds the ids of the tokens, checksums, and a digest of all weights of the model, active adapters of PEFT
-    included; the first call for a model computes it, in about a second for each gigabyte on a CPU.
+    included. Every call computes the digest, in about a second for each gigabyte on a CPU and less on a GPU.
 
     Args:
         model: the attached model that filled the cache; PEFT's and compiled ones as :func:`foveate.attach` takes them.
@@ -106,6 +106,8 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
 
 def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     """The cache that :func:`save_cache` wrote, on the model's devices.
+
+    Every call computes the digest of the model's weights, as :func:`save_cache` does.
 
     Args:
         model: the same model, with the same weights and adapters, and with the same method attached.
