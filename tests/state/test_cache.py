@@ -120,6 +120,26 @@ def test_growth_is_geometric():
     assert cache.capacity < 2000 * 1.2
 
 
+def test_growth_that_fails_halfway_may_be_followed_by_less(monkeypatch):
+    cache = filled(60, channels=MASS)
+    buffer = SlotCache._buffer
+
+    def short(self, name, *args):
+        if name == "values":
+            raise torch.OutOfMemoryError
+        return buffer(self, name, *args)
+
+    with monkeypatch.context() as stop:
+        stop.setattr(SlotCache, "_buffer", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reserve(1000)
+    cache.reserve(cache.capacity + 1)
+    append(cache, 100)
+    assert cache.lengths == [160, 160]
+    assert all(cache.tensors[name].shape[2] == cache.capacity for name in ("keys", "values", "mass"))
+    assert held(cache, 0) == list(range(160))
+
+
 def test_reserve_never_shrinks():
     cache = filled(5)
     cache.reserve(300)

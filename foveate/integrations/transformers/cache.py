@@ -139,10 +139,12 @@ class Cache(transformers.Cache):
         """Start a forward pass on this cache, which ends with :meth:`end_forward`; until then the cache is refused.
 
         Raises:
-            ValueError: when an earlier pass, or another change, was interrupted.
+            ValueError: when an earlier pass, or another change, was interrupted, or layers hold different numbers of
+                tokens; the cache is left as it was.
         """
         self.phase.begin_change()
         if len({layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}) > 1:
+            self.phase.end_change()
             raise ValueError("the layers of this cache hold different numbers of tokens; start a new cache")
         self.phase.forward.clear()
 
