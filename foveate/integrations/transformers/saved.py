@@ -97,7 +97,7 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
             "checksums": digests(tensors),
         }
     )
-    with outfile.replacing(path) as scratch:
+    with outfile.replacing(path) as scratch, outfile.writing(path):
         try:
             save_file(tensors, scratch, {_KIND: text, _DIGEST: _digest(text)})
         except SafetensorError as error:
