@@ -759,6 +759,7 @@ def test_a_snapshot_outlives_the_packing_of_its_tokens(uneven):
         assert cache.uneven is uneven
         assert cache.channel("mass")[0, 1].tolist() == list(range(8))
         assert (cache.resident_bytes, cache.rows["live"], cache.freed) == (bytes_before, [8], None)
+        assert cache.counters.resident_bytes == cache.counters.held.bytes == bytes_before
         assert torch.equal(cache.keys[:, :, :8], kv(0, 8, [0])[0])
     cache.restore(8)
     step(cache)
