@@ -759,8 +759,20 @@ def test_a_snapshot_outlives_the_packing_of_its_tokens(uneven):
         assert cache.uneven is uneven
         assert cache.channel("mass")[0, 1].tolist() == list(range(8))
         assert (cache.resident_bytes, cache.rows["live"], cache.freed) == (bytes_before, [8], None)
-        assert cache.counters.resident_bytes == cache.counters.held.bytes == bytes_before
         assert torch.equal(cache.keys[:, :, :8], kv(0, 8, [0])[0])
     cache.restore(8)
     step(cache)
     assert held(cache, 0) == list(range(9))
+
+
+def test_memory_that_a_snapshot_brings_back_is_counted():
+    cache = filled(200, batch=1, evicts=Evicts.IN_DECODE)
+    cache.record_past = True
+    cache.save(200)
+    before = cache.resident_bytes
+    for _ in range(2):
+        cache.retain(torch.tensor([1, 4, 9]))
+        assert cache.counters.held.bytes == cache.resident_bytes < before
+        cache.restore(200)
+        assert cache.counters.resident_bytes == cache.counters.held.bytes == cache.resident_bytes == before
+    assert cache.counters.held.peak == before

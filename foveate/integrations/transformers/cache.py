@@ -64,7 +64,6 @@ class Cache(transformers.Cache):
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)
         super().__init__(layers=layers)
         self.steps: ReplayedSteps | None = None
-        attachment.remember(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
         return self.__dict__ | {"steps": None}
@@ -133,6 +132,7 @@ class Cache(transformers.Cache):
         at_layers = itertools.accumulate(held, lambda total, one: total - one[0] + one[2], initial=before)
         most = max(total - one[0] + one[1] for total, one in zip(at_layers, held))
         cache.phase.held.peak = max(most, kept)
+        model.foveate.remember(cache)
         return cache
 
     def begin_forward(self) -> None:

@@ -67,6 +67,7 @@ class BeforeForward:
         cache = give_cache(self.model, given, config)
         if isinstance(cache, Cache):
             cache.begin_forward()
+            attachment.remember(cache)
             handover.begin(attachment.uid, cache.phase, cache)
             seen = cache.get_seq_length()
             if ids is not None and not cache.phase.within_step and cache.ids.columns < seen + ids.shape[1]:
