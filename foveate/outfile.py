@@ -100,8 +100,8 @@ def replacing(out: Path, more: str = "") -> Iterator[Path]:
     The file gets the mode of the one that it replaces, or that of any new file. Any number of processes may write to
     one path: the last one wins. What a process that was killed has left is removed by the next one.
 
-    Raises `UserError`, which ends in `more`, for an error of the system outside the block, whose own errors pass as they
-    are (:func:`writing` names the file in them); what the file held before then stays.
+    Raises `UserError`, which ends in `more`, for an error of the system outside the block. Errors of the block pass as
+    they are; :func:`writing` within it names the file. What the file held before stays in both cases.
     """
     _check_kind(out, "the path")
     with writing(out, more):
