@@ -89,7 +89,7 @@ def writing(path: Path, more: str = "") -> Iterator[None]:
 
 def write(out: Path, content: bytes, more: str = "") -> None:
     """Writes a file in one step, as :func:`replacing`."""
-    with replacing(out, more) as scratch:
+    with replacing(out, more) as scratch, writing(out, more):
         scratch.write_bytes(content)
 
 
@@ -100,7 +100,8 @@ def replacing(out: Path, more: str = "") -> Iterator[Path]:
     The file gets the mode of the one that it replaces, or that of any new file. Any number of processes may write to
     one path: the last one wins. What a process that was killed has left is removed by the next one.
 
-    Raises `UserError`, which ends in `more`, for an error of the system; what the file held before then stays.
+    Raises `UserError`, which ends in `more`, for an error of the system outside the block. Errors of the block pass as
+    they are; :func:`writing` within it names the file. What the file held before stays in both cases.
     """
     _check_kind(out, "the path")
     with writing(out, more):
@@ -109,35 +110,44 @@ def replacing(out: Path, more: str = "") -> Iterator[Path]:
         prefix = f".{real.name[:100]}."
         _remove_left(real.parent, prefix)
         folder = Path(tempfile.mkdtemp(_SCRATCH, prefix, real.parent))
-        try:
-            with _held(folder):
+    try:
+        with _held(folder):
+            with writing(out, more):
                 scratch = folder / "file"
                 scratch.touch()
                 mode = (real if real.exists() else scratch).stat().st_mode & 0o777
-                yield scratch
+            yield scratch
+            with writing(out, more):
                 with scratch.open("rb+") as file:
                     os.fsync(file.fileno())
                 scratch.chmod(mode)
                 os.replace(scratch, real)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    with writing(out, more):
         sync_folder(real.parent)
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Locks a folder for this process, as long as the block runs; False if another process holds it."""
-    if fcntl is None:
-        yield False
-        return
-    handle = os.open(folder, os.O_RDONLY)
+    """Locks a folder for this process, as long as the block runs; False if another process holds it, or none can."""
+    try:
+        handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
+    except OSError:
+        handle = None
+    try:
+        yield handle is not None and _locked(handle)
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(handle)
+    except OSError:  # another process holds it, or the file system has no locks
+        return False
+    return True
 
 
 def _remove_left(parent: Path, prefix: str) -> None:

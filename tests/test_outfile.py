@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -166,3 +168,25 @@ def test_paths_as_users_give_them(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(UserError, match=r"secret: cannot be read \(Permission denied\)"):
         outfile.check_input(tmp_path / "secret")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EWOULDBLOCK])
+def test_a_file_system_without_locks_can_be_written_to(number, tmp_path, monkeypatch):
+    (tmp_path / f".rows.x{outfile._SCRATCH}").mkdir()
+    os.utime(tmp_path / f".rows.x{outfile._SCRATCH}", (0, 0))
+
+    def refused(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    outfile.write(tmp_path / "rows", b"rows")
+    assert (tmp_path / "rows").read_bytes() == b"rows"
+    assert (tmp_path / f".rows.x{outfile._SCRATCH}").exists(), "a process may hold it"
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, BlockingIOError, ConnectionError])
+def test_errors_of_the_block_are_its_own(kind, tmp_path):
+    (tmp_path / "rows").write_bytes(b"old")
+    with pytest.raises(kind, match="another file"), outfile.replacing(tmp_path / "rows"):
+        raise kind("another file")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]

@@ -102,25 +102,22 @@ class ReplayedSteps:
         phase = layers[0].phase
         phase.begin_change()
         try:
-            out = self._decode(layers, run, inputs, options, written)
+            self._load(inputs, options)
+            if not self._ready(layers):
+                self._enter(layers, written())
+            self._choose_dense(layers)
+        except Exception:  # such as too little memory: the layers hold the tokens that they held
+            phase.end_change()
+            raise
+        try:
+            out = self._decode(layers, run)
         except CaptureError:
             phase.end_change()
             raise
         phase.end_change()
         return out
 
-    def _decode(
-        self,
-        layers: Sequence[Layer],
-        run: Callable[..., Any],
-        inputs: dict[str, Tensor],
-        options: dict[str, Any],
-        written: Callable[[], list[Tensor]],
-    ) -> Any:
-        self._load(inputs, options)
-        if not self._ready(layers):
-            self._enter(layers, written())
-        self._choose_dense(layers)
+    def _decode(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Any:
         if self._recording is None and not self._warm:
             out = self._run(layers, run)
             self._warm = True
@@ -202,9 +199,9 @@ class ReplayedSteps:
         grouping = [different.index(key) for key in keys]
         if grouping != self._grouping or stores[0].batch_size != self._batch:
             self._discard()
-            self._grouping, self._batch = grouping, stores[0].batch_size
-            self._groups = [capture.device_rows(stores[grouping.index(group)]) for group in range(len(different))]
+            groups = [capture.device_rows(stores[grouping.index(group)]) for group in range(len(different))]
             self._freed_slots = [capture.freed_slots(store) for store in stores]
+            self._grouping, self._batch, self._groups = grouping, stores[0].batch_size, groups
         self._totals, self._longest = [], []
         for group, rows in enumerate(self._groups):
             store = stores[self._grouping.index(group)]

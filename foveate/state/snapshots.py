@@ -67,7 +67,7 @@ class Snapshots:
         saved = self.snapshots[clock]
         if saved.memory is not None:
             self.__dict__.update(saved.memory | {"tensors": dict(saved.memory["tensors"])})
-            self.counters.resident_bytes = self.resident_bytes
+            self._count_bytes()
         self.ordered, self.uneven, self.freed = saved.ordered, saved.uneven, None
         self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
         for name, tensor in saved.tensors.items():

@@ -122,7 +122,7 @@ class Storage:
                 continue
             grown = self._buffer(name, spec, capacity)
             if name in self.tensors:
-                old = self.tensors[name]
+                old = self.tensors[name][:, :, : grown.shape[2]]  # larger after a growth that failed halfway
                 grown[:, :, : old.shape[2]] = old
             self.tensors[name] = grown
         if self.block_size:

@@ -10,7 +10,7 @@ import torch
 
 import foveate
 from foveate import methods
-from foveate.runtime import ReplayedSteps, handover
+from foveate.runtime import ReplayedSteps, capture, handover, replay
 from foveate.runtime.layer import Layer
 from foveate.state import SlotCache
 from tests.helpers import cached, tiny_model, tokens
@@ -155,3 +155,64 @@ def test_an_interrupted_pass_keeps_nothing_of_its_cache(at, monkeypatch):
     assert [one() for one in kept] == [None] * len(kept)
     foveate.detach(model)
     assert handover.current(attachment.uid) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "at", "call"),
+    [
+        (ReplayedSteps, "_load", 0),
+        (ReplayedSteps, "_load", 3),
+        (ReplayedSteps, "_choose_dense", 2),
+        (SlotCache, "_buffer", 1),
+        (SlotCache, "_buffer", 9),
+        (SlotCache, "move_to_device", 1),
+        (capture, "device_rows", 0),
+        (capture, "freed_slots", 1),
+    ],
+)
+@pytest.mark.parametrize("name", ["quest", "h2o"])
+def test_a_replayed_step_that_fails_before_it_runs_can_be_run_again(owner, at, call, name, monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(replay, "ROOM", 120)  # slots are added before the first step
+
+    def steps(stop=None):
+        """Logits of ten steps, and the ids that the cache knows."""
+        foveate.attach(model, spec(name)).graphs.recorder = record
+        cache, failed = foveate.Cache(model), 0
+        model.generate(tokens(60), max_new_tokens=1, **cached(cache))
+        run, out = model.get_compiled_call(None), []
+        if stop is not None:
+            stop.setattr(owner, at, raising(torch.OutOfMemoryError, call)(getattr(owner, at)))
+        while len(out) < 10:
+            given = {"input_ids": torch.tensor([[7 + len(out)]]), "position_ids": torch.tensor([[60 + len(out)]])}
+            try:
+                out.append(run(**given, **cached(cache)).logits.clone())
+            except torch.OutOfMemoryError:
+                failed += 1
+                assert cache.get_seq_length() == 60 + len(out)
+                assert cache.ids.columns == 60 + len(out)
+        assert failed == (stop is not None)
+        assert model.foveate.graphs.use.replayed > 5
+        return torch.cat(out), cache.ids.read(70)
+
+    with torch.no_grad():
+        expected = steps()
+        with monkeypatch.context() as stop:
+            found = steps(stop)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_layers_of_different_lengths_are_named_every_time():
+    model = tiny_model()
+    foveate.attach(model, "dense")
+    cache = foveate.Cache(model)
+    with torch.no_grad():
+        model(tokens(40), **cached(cache))
+        cache.layers[1].crop(-1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="hold different numbers of tokens"):
+                model(tokens(1), **cached(cache))
+        cache.layers[1] = copy.deepcopy(cache.layers[0])
+        cache.layers[1].phase = cache.phase
+        assert cache.ids.columns == 40
+        model(tokens(1), **cached(cache))

@@ -161,3 +161,46 @@ def test_a_cache_in_the_making_cannot_be_saved(tmp_path):
     cache.activate_past_recording()
     with pytest.raises(ValueError, match="can be undone"):
         foveate.save_cache(model, cache, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("prompt_length", [None, 60])
+def test_a_prompt_end_that_was_guessed_stays_so(prompt_length, tmp_path):
+    model, ids = tiny_model(), tokens(2, 60)
+    attachment = foveate.attach(model, small("h2o"))
+    cache = foveate.Cache(model, prompt_length)
+    with torch.no_grad():
+        model(ids, **cached(cache))
+        foveate.save_cache(model, cache, tmp_path / "cache")
+        again = foveate.load_cache(model, tmp_path / "cache")
+        for name in ("prompt_end", "prompt_end_known", "prompt_end_guessed"):
+            assert getattr(again.phase, name) == getattr(cache.phase, name), name
+        assert attachment.cache is again
+        mask = torch.ones(2, 61)
+        mask[0, -1] = 0
+        with pytest.raises(ValueError, match="marks padding after the prompt"):
+            model(ids[:, :1], attention_mask=mask, **cached(again))
+
+
+def test_a_refused_file_is_not_what_stats_reports(tmp_path):
+    model, path = tiny_model(), tmp_path / "cache"
+    attachment = foveate.attach(model, small("h2o"))
+    cache, _ = filled(model, tokens(1, 60))
+    before = str(foveate.stats(model))
+    foveate.save_cache(model, cache, path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not that of its checksum"):
+        foveate.load_cache(model, path)
+    assert attachment.cache is cache
+    assert str(foveate.stats(model)) == before
+
+
+def test_parts_that_keep_one_tensor(tmp_path):
+    model, path = tiny_model(), tmp_path / "cache"
+    attachment = foveate.attach(model, "dense")
+    cache, _ = filled(model, tokens(1, 60))
+    attachment.keepers = [torch.nn.Module(), torch.nn.Module()]
+    cache.offsets = [torch.tensor([[3]])] * 2
+    foveate.save_cache(model, cache, path)
+    assert foveate.load_cache(model, path).offsets == cache.offsets

@@ -120,6 +120,26 @@ def test_growth_is_geometric():
     assert cache.capacity < 2000 * 1.2
 
 
+def test_growth_that_fails_halfway_may_be_followed_by_less(monkeypatch):
+    cache = filled(60, channels=MASS)
+    buffer = SlotCache._buffer
+
+    def short(self, name, *args):
+        if name == "values":
+            raise torch.OutOfMemoryError
+        return buffer(self, name, *args)
+
+    with monkeypatch.context() as stop:
+        stop.setattr(SlotCache, "_buffer", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reserve(1000)
+    cache.reserve(cache.capacity + 1)
+    append(cache, 100)
+    assert cache.lengths == [160, 160]
+    assert all(cache.tensors[name].shape[2] == cache.capacity for name in ("keys", "values", "mass"))
+    assert held(cache, 0) == list(range(160))
+
+
 def test_reserve_never_shrinks():
     cache = filled(5)
     cache.reserve(300)
@@ -766,3 +786,16 @@ def test_a_snapshot_outlives_the_packing_of_its_tokens(uneven):
     cache.restore(8)
     step(cache)
     assert held(cache, 0) == list(range(9))
+
+
+def test_memory_that_a_snapshot_brings_back_is_counted():
+    cache = filled(200, batch=1, evicts=Evicts.IN_DECODE)
+    cache.record_past = True
+    cache.save(200)
+    before = cache.resident_bytes
+    for _ in range(2):
+        cache.retain(torch.tensor([1, 4, 9]))
+        assert cache.counters.held.bytes == cache.resident_bytes < before
+        cache.restore(200)
+        assert cache.counters.resident_bytes == cache.counters.held.bytes == cache.resident_bytes == before
+    assert cache.counters.held.peak == before

@@ -64,7 +64,6 @@ class Cache(transformers.Cache):
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)
         super().__init__(layers=layers)
         self.steps: ReplayedSteps | None = None
-        attachment.remember(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
         return self.__dict__ | {"steps": None}
@@ -133,16 +132,19 @@ class Cache(transformers.Cache):
         at_layers = itertools.accumulate(held, lambda total, one: total - one[0] + one[2], initial=before)
         most = max(total - one[0] + one[1] for total, one in zip(at_layers, held))
         cache.phase.held.peak = max(most, kept)
+        model.foveate.remember(cache)
         return cache
 
     def begin_forward(self) -> None:
         """Start a forward pass on this cache, which ends with :meth:`end_forward`; until then the cache is refused.
 
         Raises:
-            ValueError: when an earlier pass, or another change, was interrupted.
+            ValueError: when an earlier pass, or another change, was interrupted, or layers hold different numbers of
+                tokens; the cache is left as it was.
         """
         self.phase.begin_change()
         if len({layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}) > 1:
+            self.phase.end_change()
             raise ValueError("the layers of this cache hold different numbers of tokens; start a new cache")
         self.phase.forward.clear()
 

@@ -45,12 +45,13 @@ class DecodeCall:
         options = {key: value for key, value in given.items() if key not in tensors}
         if cache.steps is None:
             cache.steps = ReplayedSteps(graphs.recorder_for(self.model.device), graphs.use)
-        cache.ids.write(cache.get_seq_length(), inputs["input_ids"])
+        seen = cache.get_seq_length()
         try:
             out = self._replayed(cache, tensors, options)
         except CaptureError as error:
             graphs.broke(error)
             return self.model(**inputs)
+        cache.ids.write(seen, inputs["input_ids"])
         return releases.with_cache(out, cache)
 
     def _replayed(self, cache: Cache, tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:

@@ -66,11 +66,12 @@ class BeforeForward:
         attachment.forward.clear()
         cache = give_cache(self.model, given, config)
         if isinstance(cache, Cache):
+            cache.begin_forward()
+            attachment.remember(cache)
+            handover.begin(attachment.uid, cache.phase, cache)
             seen = cache.get_seq_length()
             if ids is not None and not cache.phase.within_step and cache.ids.columns < seen + ids.shape[1]:
                 cache.ids.write(seen, ids)
-            cache.begin_forward()
-            handover.begin(attachment.uid, cache.phase, cache)
         else:
             handover.begin(attachment.uid, None)
         return (), releases.for_module(decoder, given)

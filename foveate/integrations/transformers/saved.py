@@ -27,7 +27,7 @@ from foveate.json_text import parse_json
 from foveate.methods import present
 from foveate.state.packing import pack, unpack
 
-_KIND, _DIGEST, _SCHEMA = "foveate_cache", "foveate_digest", 2
+_KIND, _DIGEST, _SCHEMA = "foveate_cache", "foveate_digest", 3
 _FIELDS = {
     "schema": int,
     "model": dict,
@@ -36,6 +36,8 @@ _FIELDS = {
     "seen": int,
     "batch": int,
     "prompt_end": int,
+    "prompt_end_known": bool,
+    "prompt_end_guessed": bool,
     "checksums": dict,
 }
 _AGAIN = "read the prompt again"
@@ -83,7 +85,8 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     ids = cache.ids.read(seen)
     if ids is not None:
         tensors["ids"] = ids
-    tensors |= {f"offsets.{n}": one for n, one in enumerate(cache.offsets or ()) if one is not None}
+    # parts of the model may keep one tensor, and safetensors refuses memory that is shared
+    tensors |= {f"offsets.{n}": one.clone() for n, one in enumerate(cache.offsets or ()) if one is not None}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(
         {
@@ -94,10 +97,12 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
             "seen": seen,
             "batch": cache.batch_size,
             "prompt_end": cache.phase.prompt_end,
+            "prompt_end_known": cache.phase.prompt_end_known,
+            "prompt_end_guessed": cache.phase.prompt_end_guessed,
             "checksums": digests(tensors),
         }
     )
-    with outfile.replacing(path) as scratch:
+    with outfile.replacing(path) as scratch, outfile.writing(path):
         try:
             save_file(tensors, scratch, {_KIND: text, _DIGEST: _digest(text)})
         except SafetensorError as error:
@@ -131,6 +136,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
         raise UserError(f"{path}: not a cache of foveate, or a damaged one ({error})") from None
     _check_sums(path, described, tensors)
     _fill(path, described, tensors, cache, model, attachment)
+    attachment.remember(cache)
     return cache
 
 
@@ -293,7 +299,8 @@ def _fill(
         if one is not None and (one.dtype != torch.int64 or one.dim() != 2 or len(one) not in (1, batch)):
             raise _wrong(path, f"offsets are {one.dtype} {list(one.shape)}, and must be int64 {[batch, 1]}")
     cache.offsets = offsets
-    cache.phase.prompt_end, cache.phase.prompt_end_known = described["prompt_end"], True
+    for name in ("prompt_end", "prompt_end_known", "prompt_end_guessed"):
+        setattr(cache.phase, name, described[name])
 
 
 def _fill_layer(
