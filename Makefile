@@ -13,23 +13,8 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
 
-# Kascade stands there twice: with eight anchors chosen for the model (examples/README.md), and with eight evenly spaced.
-CALIBRATED := kascade:calibration=examples/calibrations/smollm2-135m.json
-
-demo: $(VENV)/.installed $(MODEL)/config.json
-	$(BIN)/foveate compare --model $(MODEL) --task niah --data examples/data --length 1536 --limit 8 \
-	  --method dense --method $(CALIBRATED) --method kascade:anchors=8 --method luka --method mixed \
-	  --method streaming:window=256 --method uniform --method tova --method snapkv --method h2o \
-	  --dtype float32 --show-answers --out runs/demo.jsonl
-	@echo; $(BIN)/python examples/seen.py runs/demo.jsonl
-	@printf '%s\n' \
-	  'snapkv keeps what the end of the prompt attends to. Its answers begin right here (873 for 8737866) and go wrong: the' \
-	  'later digits are attended to, probably, only once the first are said. Larger models keep them (docs/papers/luka.md).' \
-	  '' 'What next:' \
-	  '  longer contexts      the same command with --length 4096 and another --out' \
-	  '  your own model       foveate calibrate --model DIR ... and foveate compare --model DIR ... (docs/guide/calibrate.md)' \
-	  '  a method for a goal  README.md, "Which method?"; all methods and settings: foveate methods' \
-	  '  this machine         foveate doctor; on a GPU: foveate bench decode'
+demo: $(VENV)/.demo $(MODEL)/config.json
+	@$(BIN)/python examples/demo.py --model $(MODEL) --out runs/demo
 
 test: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
@@ -72,13 +57,17 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/.installed: pyproject.toml
+# What the demo needs: the package, and what reads its model where the hub cannot be reached.
+$(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" "$(TRITON)"
-	$(BIN)/pip install --quiet "$(TRANSFORMERS)" --editable ".[dev]"
+	$(BIN)/pip install --quiet "$(TORCH)" "$(TRANSFORMERS)" --editable ".[gguf]"
 	touch $@
 
-$(MODEL)/config.json: | $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.demo
+	$(BIN)/pip install --quiet "$(TORCH)" "$(TRITON)" "$(TRANSFORMERS)" --editable ".[dev]"
+	touch $@
+
+$(MODEL)/config.json: | $(VENV)/.demo
 	TQDM_DISABLE=1 $(BIN)/foveate fetch smollm2-135m --out $(MODEL)
 
 tables: $(VENV)/.installed

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[1]
+DECODE = ROOT / "benchmarks" / "results" / "decode.jsonl"
 NOVEL = tiny.SAMPLE / "books" / "moby_dick.txt"
 
 
@@ -88,31 +90,36 @@ def test_a_batch_of_unequal_prompts(model):
     assert len(answers[0]) < len(together)
 
 
-def test_the_demo_in_words(tmp_path):
-    rows = [
-        {
-            "method": spec.partition(":")[0],
-            "spec": spec,
-            "settings": settings,
-            "n": 8,
-            "score": score,
-            "keys_read_share": share,
-        }
-        for spec, settings, score, share in (
-            ("dense", {}, 87.5, 1.0),
-            ("kascade:anchors=8", {"anchors": 8}, 0.0, 0.4),
-            ("kascade:calibration=a.json", {"calibration": "a.json"}, 75.0, 0.4),
-            ("luka", {}, 100.0, 0.38),
-            ("snapkv", {}, 0.0, 0.15),
-        )
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert run("seen.py", tmp_path / "rows.jsonl") == [
-        "Seen: dense attention reads all keys and finds 7 of 8 hidden numbers.",
-        "As many or more: luka (8, 38% of the keys).",
-        "Some: kascade with calibrated anchors (6, 40% of the keys).",
-        "None: kascade with evenly spaced anchors (0, 40% of the keys), snapkv (0, 15% of the keys).",
-    ]
+def test_the_demo_is_a_story_of_one_screen(model, tmp_path):
+    out = tmp_path / "demo"
+    said = run("demo.py", "--model", model, "--out", out, "--kascade", "kascade:anchors=1")
+    assert len(said) <= 24
+    assert max(map(len, said[:-1])) <= 80
+    text = " ".join(" ".join(said).split())
+    (value,) = re.findall(r"hidden: One of the special magic numbers for \S+ is: (\d{7})\.", text)
+    assert re.search(r"asked: What is the special magic number for \S+ mentioned", text)
+    row = re.compile(r"(dense|kascade|pages|snapkv) +(.*?) *(\d) of 4 +(\d+)% +([\d.]+ [kM]B) ")
+    found = {match[1]: match for match in map(row.match, said) if match}
+    assert list(found) == ["dense", "kascade", "pages", "snapkv"]
+    assert found["dense"][4] == "100"
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert rows[0]["examples"][0]["gold"] == [value]
+    speeds = re.search(
+        r"a decode step of (\S+) with (\d+) sequences of ([\d,]+) tokens takes ([\d.]+) ms.* ([\d.]+) ms", text
+    )
+    measured = [json.loads(line) for line in DECODE.read_text(encoding="utf-8").splitlines()]
+    case = {"model": speeds[1], "batch": int(speeds[2]), "context": int(speeds[3].replace(",", ""))}
+    assert any(
+        case.items() <= one["case"].items()
+        and [f"{one[name]:.1f}" for name in ("ms", "baseline_ms")] == [speeds[4], speeds[5]]
+        for one in measured
+        if one["case"]["level"] == "model" and one["case"]["method"].startswith("kascade")
+    )
+    picture = Path(said[-1].rpartition(" ")[2])
+    assert picture == out / "read.html"
+    assert value[:2] in picture.read_text(encoding="utf-8")
+    again = run("demo.py", "--model", model, "--out", out, "--kascade", "kascade:anchors=1")
+    assert again == said, "finished rows are not measured again"
 
 
 def test_an_adapter(model, tmp_path):

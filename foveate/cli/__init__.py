@@ -212,9 +212,10 @@ def report(
 
         if summary:
             raise UserError("--summary is a table on its own: leave --out and --csv away")
-        for target, check in ((out, page.check), (csv, frame.check)):
-            if target is not None:
-                check(target)
+        if out is not None:
+            page.check(out, files)
+        if csv is not None:
+            frame.check(csv)
         if csv is not None:
             frame.write_csv([file for file in files if file.suffix != ".json"], csv)
         if out is not None:

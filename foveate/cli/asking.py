@@ -98,7 +98,6 @@ def generate(
     from foveate.inputs.prompting import encode
     from foveate.report import terminal
     from foveate.results import circumstances
-    from foveate.results import lens as lens_file
 
     quiet()
     facts = model_folder.model_facts(model)
@@ -129,14 +128,10 @@ def generate(
         )
         summary = foveate.stats(network).summary()
         if lens is not None:
-            steps, layers = recorder.steps(), recorder.layers()
-            texts = lens_file.texts(tokenizer, made.sequences[0, : len(ids) + len(steps)].tolist())
-            made_with = {
-                "model": model.resolve().name,
-                "method": attachment.method.spec,
-                "dtype": str(form).removeprefix("torch."),
-            }
-            lens_file.write(lens, texts, len(ids), layers, steps, **made_with, **circumstances.of(str(place)))
+            facts = {"model": model.resolve().name, "dtype": str(form).removeprefix("torch.")}
+            recorder.save(
+                lens, tokenizer, made.sequences[0].tolist(), len(ids), **facts, **circumstances.of(str(place))
+            )
         del made  # the statistics are of the live cache
     line = f"{attachment.method.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
     terminal.console(stderr=True).print(line, style="dim", markup=False)

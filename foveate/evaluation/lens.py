@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from foveate.ops._dispatch import reference_only, watched
 from foveate.ops.attend.gather import among
 from foveate.ops.summaries.reference import with_masses
 from foveate.results.errors import UserError
-from foveate.results.lens import STATES, pattern
+from foveate.results.lens import STATES, pattern, texts, write
 
 STEPS = 8
 """Decoded tokens that are recorded."""
@@ -63,6 +64,22 @@ class Recorder:
             [self._patterns(step, one["layer"]) if "unchanged" not in one else [] for one in self.layers()]
             for step in numbers
         ]
+
+    def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
+        """Write what was recorded as a lens.
+
+        Args:
+            tokens: ids of the prompt and the answer.
+            prompt_tokens: how many of them are prompt.
+            facts: as :func:`foveate.results.lens.write` takes them.
+
+        Raises:
+            UserError: as :meth:`steps`, and for a file that cannot be written.
+        """
+        steps = self.steps()
+        words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])
+        facts = {"method": self._attachment.method.spec} | facts
+        write(out, words, prompt_tokens, self.layers(), steps, **facts)
 
     def _patterns(self, step: int, layer: int) -> list[str]:
         names = "".join(STATES)

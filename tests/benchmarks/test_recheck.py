@@ -43,7 +43,7 @@ def test_every_cell_has_its_row_and_the_same_rows_agree(cells, old):
 def test_a_row_of_another_policy_differs(cells, old, tmp_path, capsys, monkeypatch):
     row = next(row for row in cells if row["method"] == "quest")
     (name,) = row["item_values"]
-    best = {bound: 100.0 for bound in ("score", "low", "high")}
+    best = dict.fromkeys(("score", "low", "high"), 100.0)
     better = row | {"item_values": {name: [1.0] * row["n"]}} | best
     (line,) = recheck.compare([better], old)
     assert line["differs"]

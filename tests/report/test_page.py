@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -246,7 +247,58 @@ def test_rows_of_other_circumstances_are_comparisons_of_their_own(change, niah, 
     assert len(panels) == 2
     assert panels[0]["title"] != panels[1]["title"]
     (value,) = map(str, change.values())
-    assert value in panels[1]["title"]
+    assert value in panels[0]["title"], "the rows that were written last come first"
+    os.utime(files[0], (2e9, 2e9))
+    page.write(files, tmp_path / "page.html")
+    made = Page(tmp_path / "page.html")
+    assert [panel["title"] for panel in made.data["frontier"]] == [panels[1]["title"], panels[0]["title"]]
+
+
+def test_each_table_has_dense_once(niah, tmp_path):
+    rows = [row for row in niah if row["length"] == niah[0]["length"]]
+    dense = next(row for row in rows if row["method"] == "dense")
+    files = [
+        written(tmp_path / f"{n}.jsonl", [dense | {"commit": f"abc{n}"}, row])
+        for n, row in enumerate(row for row in rows if row is not dense)
+    ]
+    page.write(files, tmp_path / "page.html")
+    made = Page(tmp_path / "page.html")
+    assert [tag for tag, _ in made.tags].count("table") == 1
+    assert made.cells.count("dense") == 1
+    assert all(spelled(row)["spec"] in "".join(made.cells) for row in rows)
+
+
+def compared(spec, difference, low, read, n=500):
+    more = {"method": spec, "spec": spec, "n": n, "task": "niah", "score": 90 + difference, "settings": {}}
+    return more | {
+        "diff_to_dense": difference,
+        "diff_low": low,
+        "diff_high": difference + 1,
+        "kv_bytes_per_step": 1000.0 * read,
+        "keys_read_share": read,
+    }
+
+
+def test_the_verdict_names_what_is_within_a_point_and_what_of_it_reads_least():
+    dense, near = compared("dense", 0.0, 0.0, 1.0), compared("luka", -0.5, -0.9, 0.2)
+    rows = [dense, near, compared("pages", -0.8, -1.4, 0.1), compared("tova", -3.0, -4.0, 0.05)]
+    assert charts.verdict(rows) == (
+        "Within a point of dense attention (90.0, n = 500) are, with the whole interval: luka (-0.5 [-0.9, +0.5]); by "
+        "the value, but not the whole interval: pages (-0.8 [-1.4, +0.2]). Of all these pages reads least, 10.0 % of "
+        "the keys."
+    )
+    assert charts.verdict([dense, rows[3]]) == "No method is within a point of dense attention (90.0, n = 500)."
+    assert charts.verdict(rows[1:]) == ""
+    assert charts.verdict([row | {"task": "perplexity"} for row in rows]) == ""
+    many = [dense, *(near | {"spec": f"luka:top_k={n}"} for n in range(1, 9))]
+    assert " and 2 more. " in charts.verdict(many)
+
+
+def test_the_verdict_is_on_the_page(niah, tmp_path):
+    page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
+    made = Page(tmp_path / "page.html")
+    assert all(panel["verdict"].startswith(("Within a point", "No method")) for panel in made.data["frontier"])
+    assert 'at("verdict").textContent = panel.verdict' in made.scripts[-1][1]
 
 
 def test_rows_of_one_method_that_differ_are_refused_and_equal_ones_drawn_once(niah, tmp_path):
@@ -305,7 +357,7 @@ def test_files_of_something_else_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("missing", "option"), [("plotly", "--out"), ("pandas", "--csv")])
-def test_without_the_extra_the_error_names_it(missing, option, niah, tmp_path, monkeypatch):
+def test_without_the_extra_the_error_names_it(missing, option, niah, lens_of, tmp_path, monkeypatch):
     def guarded(name, *args, plain=builtins.__import__):
         if name.partition(".")[0] == missing:
             raise ImportError(name)
@@ -317,3 +369,5 @@ def test_without_the_extra_the_error_names_it(missing, option, niah, tmp_path, m
     assert done.exit_code == 2
     assert f"{missing}, which is not installed: pip install 'foveate[report]'" in " ".join(done.output.split())
     assert not out.exists()
+    if option == "--out":
+        assert call(lens_of("a", "b"), option, out).exit_code == 0, "lenses need no library"

@@ -19,19 +19,20 @@ from foveate.report.tables import general
 from foveate.results import lens
 from foveate.results.errors import DataError, UserError
 
-_EXTRA = "the page needs {}, which is not installed: pip install 'foveate[report]'"
+_EXTRA = "a page of rows needs plotly, which is not installed: pip install 'foveate[report]'"
 
 
-def check(out: Path) -> None:
-    """Raises `UserError` if no page can be written: no file can, its name is no page's, or a library is missing."""
+def check(out: Path, files: Sequence[Path]) -> None:
+    """Raises `UserError` if no page of these files can be written: no file can, its name is no page's, or rows are
+    among them and a library is missing that draws these."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{out}: the report is a page, so --out must end in .html")
     outfile.check(out)
-    for name, package in (("plotly", "plotly"), ("markdown_it", "markdown-it-py")):
+    if any(file.suffix != ".json" for file in files):
         try:
-            __import__(name)
+            import plotly  # noqa: F401
         except ImportError:
-            raise UserError(_EXTRA.format(package)) from None
+            raise UserError(_EXTRA) from None
 
 
 def write(files: Sequence[Path], out: Path) -> None:
@@ -45,13 +46,14 @@ def write(files: Sequence[Path], out: Path) -> None:
         UserError: as :func:`check` does; for files that are neither; and for two rows of one method on the same items
             that differ.
     """
-    check(out)
+    check(out, files)
     lenses = [lens.read(file) for file in files if file.suffix == ".json"]
-    found = {file: read_any(file) for file in files if file.suffix != ".json"}
+    by_age = sorted((file for file in files if file.suffix != ".json"), key=lambda file: _changed(file))
+    found = {file: read_any(file) for file in by_age}
     rows = [row if "bench" in row else spelled(row) for some in found.values() for row in some]
     asked = [row for row in rows if "bench" not in row]
     try:
-        tables = [_tables(some) for some in found.values()]
+        tables = _tables(asked, [row for row in rows if "bench" in row])
         data = {
             "frontier": charts.frontier(asked),
             "needles": charts.needles(asked),
@@ -64,16 +66,26 @@ def write(files: Sequence[Path], out: Path) -> None:
         raise DataError(f"{where}: rows that make no page ({error} is missing or malformed)") from None
     names = ", ".join(file.name for file in files)
     facts = f"{len(rows):,} rows · {names} · {made_with(rows)}" if rows else names
-    outfile.write(out, _page(data, facts=html.escape(facts), tables="\n".join(tables)).encode())
+    outfile.write(out, _page(data, facts=html.escape(facts), tables=tables).encode())
 
 
-def _tables(rows: Sequence[Row]) -> str:
-    """The tables of some rows, in a part for each task that opens and closes."""
+def _changed(file: Path) -> float:
+    """When a file was changed; one that is not there is named by who reads it."""
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
+def _tables(asked: Sequence[Row], timed: Sequence[Row]) -> str:
+    """The tables of some rows, the newest comparison first, in a part for each task or bench that opens and closes."""
     from markdown_it import MarkdownIt
 
-    parser, parts = MarkdownIt("js-default"), []
-    for name, some in grouped(rows, lambda row: row.get("task") or f"bench {row['bench']}").items():
-        body = parser.render(general.tables(some))
+    parser, tables = MarkdownIt("js-default"), {}
+    for title, some in charts.comparisons(asked):
+        tables.setdefault(some[0]["task"], []).append(general.one_table(title, some))
+    for name, some in grouped(timed, lambda row: f"bench {row['bench']}").items():
+        tables[name] = [general.tables(some)]
+    parts = []
+    for name, written in tables.items():
+        body = parser.render("\n\n".join(written))
         body = re.sub("<code>.*?</code>", lambda found: found[0].replace(",", ",<wbr>"), body)
         body = body.replace(
             "<table>", '<div class="wide" role="region" aria-label="table" tabindex="0"><table>'

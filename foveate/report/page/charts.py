@@ -10,7 +10,7 @@ from typing import Any
 
 from foveate.evaluation.tasks.niah import depth_of
 from foveate.report import lines
-from foveate.report.markdown import made_with
+from foveate.report.markdown import difference, made_with, percent
 from foveate.report.plots.decode import COLORS, LEVELS, WORDS, of_step
 from foveate.report.plots.frontier import BUDGETS, is_dense
 from foveate.report.rows import Row, grouped
@@ -27,7 +27,8 @@ _DEPTHS = 10
 
 
 def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows of `foveate compare` that can be compared, each with what they measure in words.
+    """Rows of `foveate compare` that can be compared, each with what they measure in words; what has the last row
+    comes first.
 
     They have the same items, model, number format, seed, device and versions; the words name those of these that tell
     comparisons apart. Rows that repeat others are left out.
@@ -36,6 +37,7 @@ def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
         UserError: for two rows of one method on the same items that differ.
     """
     alike: dict[str, list[list[Row]]] = {}
+    place = {id(row): number for number, row in enumerate(rows)}
     for some in grouped(rows, lambda row: (lines.cell(row), *_circumstances(row))).values():
         alike.setdefault(general.what(some[0]), []).append(some)
     found = []
@@ -50,8 +52,8 @@ def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
                 if any(first[name] != row[name] for name in ("item_values", "keys_read_share")):
                     commits = " and ".join(one["commit"] for one in (first, row))
                     raise UserError(f"two rows of {row['spec']} in {title} differ, of commit {commits}; leave one out")
-            found.append((title, list(kept.values())))
-    return found
+            found.append((max(place[id(row)] for row in some), title, list(kept.values())))
+    return [(title, some) for _, title, some in sorted(found, key=lambda one: -one[0])]
 
 
 def _circumstances(row: Row) -> tuple[str, ...]:
@@ -76,9 +78,34 @@ def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
         entries.sort(key=lambda entry: not entry["best"])
         dense = next(filter(is_dense, some), None)
         panel = {"title": title, "metric": next(iter(some[0]["metrics"])), "dense_score": some[0]["dense_score"]}
+        panel["verdict"] = verdict(some)
         panel |= {"dense": None if dense is None else [dense["low"], dense["high"]], "lines": entries}
         panels.append(panel | {"commits": made_with(some), "most": MOST_LINES})
     return panels
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Which methods of a comparison are within a point of dense attention, and which of them reads least, in words;
+    empty without dense rows or points to count."""
+    dense = next(filter(is_dense, rows), None)
+    if dense is None or not general.counts_points(dense):
+        return ""
+    others = [row for row in rows if not is_dense(row) and row["kv_bytes_per_step"] is not None]
+    within = sorted((row for row in others if row["diff_to_dense"] >= -1), key=lambda row: row["kv_bytes_per_step"])
+    if not within:
+        return f"No method is within a point of dense attention ({dense['score']:.1f}, n = {dense['n']:,})."
+    parts = []
+    for words, sure in (("with the whole interval", True), ("by the value, but not the whole interval", False)):
+        some = [row for row in within if (row["diff_low"] >= -1) == sure]
+        if some:
+            named = ", ".join(f"{row['spec']} ({difference(row)})" for row in some[:MOST_LINES])
+            more = f" and {len(some) - MOST_LINES} more" if len(some) > MOST_LINES else ""
+            parts.append(f"{words}: {named}{more}")
+    first = within[0]
+    return (
+        f"Within a point of dense attention ({dense['score']:.1f}, n = {dense['n']:,}) are, {'; '.join(parts)}. "
+        f"Of all these {first['spec']} reads least, {percent(first['keys_read_share'])} of the keys."
+    )
 
 
 def _point(row: Row) -> dict[str, Any]:

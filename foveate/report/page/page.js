@@ -46,9 +46,16 @@ function drawFrontier() {
   at("lines").querySelectorAll(".mark").forEach((mark, place) => { mark.style.color = tone(COLORS[place % COLORS.length]); });
   const panel = data.frontier[at("panel").value];
   const amount = AMOUNTS[at("against").value];
-  const x = (point) => amount.scale * point[at("against").value];
+  const exact = (point) => amount.scale * point[at("against").value];
   const shown = [...at("lines").querySelectorAll("input")].map((box) => box.checked);
-  const values = panel.lines.flatMap((line) => line.points.map(x));
+  // Points of several lines at one amount stand beside each other
+  const beside = {};
+  panel.lines.forEach((line, place) => shown[place] && line.points.forEach((point) => (beside[exact(point)] ??= []).push(point.spec)));
+  const x = (point) => {
+    const some = beside[exact(point)] ?? [point.spec];
+    return exact(point) * 1.012 ** (some.indexOf(point.spec) - (some.length - 1) / 2);
+  };
+  const values = panel.lines.flatMap((line) => line.points.map(exact));
   const marks = ticks(values);
   const traces = panel.lines.map((line, place) => ({
     visible: shown[place],
@@ -60,8 +67,8 @@ function drawFrontier() {
       arrayminus: line.points.map((point) => point.score - point.low),
     },
     text: line.points.map((point) => point.spec.replaceAll(",", ",<br>")),
-    hovertemplate: `%{text}<br>%{y:.1f} [%{customdata[0]:.1f}, %{customdata[1]:.1f}], n = %{customdata[2]}<br>%{x:.3~g}${amount.suffix}<extra></extra>`,
-    customdata: line.points.map((point) => [point.low, point.high, point.n]),
+    hovertemplate: `%{text}<br>%{y:.1f} [%{customdata[0]:.1f}, %{customdata[1]:.1f}], n = %{customdata[2]}<br>%{customdata[3]:.3~g}${amount.suffix}<extra></extra>`,
+    customdata: line.points.map((point) => [point.low, point.high, point.n, exact(point)]),
     mode: "lines+markers",
     line: { color: tone(COLORS[place % COLORS.length]), width: 1.6 },
     marker: { symbol: SYMBOLS[place % SYMBOLS.length], size: 8 },
@@ -91,33 +98,37 @@ function choosePanel() {
     return label;
   });
   at("lines").replaceChildren(make("legend", panel.lines.length > panel.most ? `Lines (${panel.most} of ${panel.lines.length} at first, those with the best trade-offs before others)` : "Lines"), ...boxes);
+  at("verdict").textContent = panel.verdict;
   at("chart-facts").textContent = `${panel.title}. Bars and the band are 95 % intervals; the level is dense attention. ${panel.commits}`;
   drawFrontier();
 }
 
 // Needles
 
-function chooseNeedles() {
-  choices(at("needles-method"), Object.keys(data.needles[at("needles-of").value].maps));
-  drawNeedles();
-}
-
 function drawNeedles() {
   const of = data.needles[at("needles-of").value];
-  const map = Object.values(of.maps)[at("needles-method").value];
-  const head = make("tr");
-  head.append(make("th", "depth"), ...of.lengths.map((length) => make("th", `${length.toLocaleString("en")} tokens`, { scope: "col" })));
-  const lines = of.depths.map((depth, row) => {
-    const line = make("tr");
-    line.append(make("th", depth, { scope: "row" }), ...map[row].map((cell) => {
-      const box = make("td", cell ? cell[0].toFixed(0) : "–", { title: cell ? `${cell[1]} needles` : "not measured" });
-      if (cell) box.style.background = `color-mix(in srgb, var(--read) ${cell[0]}%, var(--reused))`;
-      return box;
+  const maps = Object.entries(of.maps).map(([method, map]) => {
+    const table = make("table");
+    table.append(make("caption", method));
+    const head = make("tr");
+    head.append(make("th", "depth"), ...of.lengths.map((length) => make("th", length.toLocaleString("en"), { scope: "col" })));
+    table.append(head, ...of.depths.map((depth, row) => {
+      const line = make("tr");
+      line.append(make("th", depth, { scope: "row" }), ...map[row].map((cell) => {
+        const box = make("td", cell ? cell[0].toFixed(0) : "–", { title: cell ? `${cell[1]} needles` : "not measured" });
+        if (cell) box.style.background = `color-mix(in srgb, var(--read) ${cell[0]}%, var(--reused))`;
+        return box;
+      }));
+      return line;
     }));
-    return line;
+    const wide = make("div", undefined, { className: "wide", tabIndex: 0 });
+    wide.setAttribute("role", "region");
+    wide.setAttribute("aria-label", `Needles found by ${method}`);
+    wide.append(table);
+    return wide;
   });
-  at("needles-facts").textContent = `${of.title}. Percent found; depth 0 is the beginning of the text.`;
-  at("needles-map").replaceChildren(head, ...lines);
+  at("needles-facts").textContent = `${of.title}. Percent found, by prompt tokens (across) and depth; depth 0 is the beginning of the text.`;
+  at("needles-maps").replaceChildren(...maps);
 }
 
 // Decode steps
@@ -184,6 +195,8 @@ function drawLens() {
     span.hidden = place >= number;
     span.className = `${letters[place] ?? "n"}${place === number - 1 ? " self" : ""}`;
   });
+  const text = at("lens-text"), self = text.querySelector(".self");
+  if (self) text.scrollTop = self.offsetTop - text.offsetTop - text.clientHeight / 2;
   const from = one.reads_choice_of == null ? "" : ` It reads what layer ${one.reads_choice_of} has chosen.`;
   at("lens-facts").textContent = `${lens.model}, ${lens.dtype}, ${lens.method}. Layer ${one.layer}: ${one.method ?? `unchanged, ${one.unchanged}; nothing is recorded`}.${from} The outlined token is the one that reads.`;
   at("lens-key").replaceChildren(...Object.entries(data.states).map(([letter, words]) => {
@@ -220,8 +233,7 @@ function begin(section, select, draw, titles) {
 
 begin("frontier", "panel", choosePanel, data.frontier.map((one) => one.title));
 at("against").onchange = drawFrontier;
-begin("needles", "needles-of", chooseNeedles, data.needles.map((one) => one.title));
-at("needles-method").onchange = drawNeedles;
+begin("needles", "needles-of", drawNeedles, data.needles.map((one) => one.title));
 begin("steps", "steps-of", drawSteps, data.steps.map((one) => one.title));
 begin("lens", "lens-of", chooseLens, data.lenses.map((one) => `${one.method}, ${one.model}`));
 at("lens-step").onchange = drawLens;

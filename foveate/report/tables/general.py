@@ -25,6 +25,16 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n\n".join(titled(words, group, table(group)) for (words, table, _), group in groups.items())
 
 
+def one_table(words: str, rows: Sequence[Row]) -> str:
+    """Rows of one kind as a table, under a line that begins with the words."""
+    return titled(words, rows, _table(rows[0])(rows))
+
+
+def counts_points(row: Row) -> bool:
+    """Whether a row's score is one of answers, 0 to 100."""
+    return _table(row) is _comparison
+
+
 def _table(row: Row) -> Callable[[Sequence[Row]], str]:
     if "bench" in row:
         return _speeds
