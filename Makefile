@@ -72,6 +72,7 @@ $(MODEL)/config.json: | $(VENV)/.demo
 
 tables: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.readme_figures
 
 wheel: $(VENV)/.installed
 	$(BIN)/python .ci/wheel.py
