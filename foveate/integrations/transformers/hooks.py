@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
-from foveate.integrations.transformers import announcements, attention, releases
+from foveate.integrations.transformers import announcements, attention, padding, releases
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
@@ -67,11 +67,16 @@ class BeforeForward:
         cache = give_cache(self.model, given, config)
         if isinstance(cache, Cache):
             seen = cache.get_seq_length()
-            if ids is not None and not cache.phase.within_step and cache.ids.columns < seen + ids.shape[1]:
-                cache.ids.write(seen, ids)
+            if ids is not None and not cache.phase.within_step:
+                padding.check(given, cache)
+                padding.place(decoder, given, cache, ids.shape[1], ids.device)
+                if cache.ids.columns < seen + ids.shape[1]:
+                    cache.ids.write(seen, ids)
             cache.begin_forward()
             handover.begin(attachment.uid, cache.phase, cache)
         else:
+            if ids is not None and not training:
+                padding.place(decoder, given, None, ids.shape[1], ids.device)
             handover.begin(attachment.uid, None)
         return (), releases.for_module(decoder, given)
 
