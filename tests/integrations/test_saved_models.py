@@ -9,7 +9,7 @@ import torch
 import foveate
 from foveate.integrations.transformers.digests import digests, weights_digest
 from tests.families import FAMILIES, RECURRENT, family
-from tests.helpers import cached, generate, tiny_model, tokens
+from tests.helpers import cached, generate, left_padded, tiny_model, tokens
 from tests.multimodal import IMAGES, with_image, wrapper
 
 SLIDING = [name for name, (_, settings) in FAMILIES.items() if "layer_types" in settings and name not in RECURRENT]
@@ -18,10 +18,10 @@ SPEC = "pages:top_k=12,page_size=4"
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
-def read(model, ids, **given):
+def read(model, input_ids, **given):
     cache = foveate.Cache(model)
     with torch.no_grad():
-        model(ids, **given, **cached(cache))
+        model(input_ids, **given, **cached(cache))
     return cache
 
 
@@ -95,6 +95,39 @@ def test_a_merged_adapter(tmp_path):
     model.unmerge_adapter()
     with model.disable_adapter(), pytest.raises(ValueError, match="its weights differ"):
         foveate.load_cache(model, path)
+
+
+def test_a_cache_of_other_rotary_positions_is_refused(tmp_path):
+    """They are no weights: the configuration has them."""
+    model, path = tiny_model(), tmp_path / "cache"
+    other = type(model)(copy.deepcopy(model.config)).eval()
+    other.load_state_dict(model.state_dict())
+    foveate.attach(model, SPEC)
+    foveate.save_cache(model, read(model, tokens(40)), path)
+    foveate.attach(other, SPEC)
+    assert foveate.load_cache(other, path).get_seq_length() == 40
+    foveate.detach(other)
+    other.config.rope_parameters = other.config.rope_parameters | {"rope_theta": 5e5}
+    foveate.attach(other, SPEC)
+    with pytest.raises(ValueError, match=r"is for other rotary positions than the model's; read the prompt again"):
+        foveate.load_cache(other, path)
+
+
+@pytest.mark.parametrize("spec", ["h2o:top_k=12,window=4", "snapkv:top_k=8,window=4,kernel_size=3", SPEC])
+@pytest.mark.parametrize(("length", "first"), [(40, [40, 1, 1]), (60, [20, 20]), (40, [30])])
+def test_the_end_of_the_prompt_is_kept(spec, length, first, tmp_path):
+    """Of one that is not yet read, and of one that is: later tokens are decoded, however many come at once."""
+    model, ids = tiny_model(), tokens(64)
+    foveate.attach(model, spec)
+    cache = foveate.Cache(model, prompt_length=length)
+    with torch.no_grad():
+        for part in ids[:, : sum(first)].split(first, 1):
+            model(part, **cached(cache))
+        foveate.save_cache(model, cache, tmp_path / "cache")
+        again = foveate.load_cache(model, tmp_path / "cache")
+        for one in ids[:, sum(first) :].split([8] + [1] * (56 - sum(first)), 1):
+            expected = model(one, **cached(cache)).logits
+            assert torch.equal(model(one, **cached(again)).logits, expected)
 
 
 def adapted(targets, seed=1, **names):
@@ -208,13 +241,20 @@ def test_another_document_of_the_same_length_is_an_error(tmp_path):
     for one in (cache, foveate.load_cache(model, tmp_path / "cache")):
         with pytest.raises(ValueError, match=r"has read other tokens .*: token 7 of row 1 was \d+, and is \d+"):
             model.generate(other, **GREEDY, **cached(one))
-        mask = torch.ones_like(other)
-        mask[1, :10] = 0  # padding, which may be any token
-        model.generate(other, attention_mask=mask, **GREEDY, **cached(copy.deepcopy(one)))
         one.reorder_cache(torch.tensor([1, 0]))
         with pytest.raises(ValueError, match="token 7 of row 0"):
             model.generate(other.flip(0), **GREEDY, **cached(one))
         model.generate(ids.flip(0), **GREEDY, **cached(one))
+
+
+def test_padding_may_be_any_token():
+    model, batch = tiny_model(), left_padded([50, 40])
+    foveate.attach(model, SPEC)
+    cache = read(model, **batch)
+    ids = torch.cat([batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7), tokens(10, 2)], 1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, 10), value=1)
+    out = model.generate(ids, attention_mask=mask, **GREEDY, **cached(cache))
+    assert torch.equal(out[1:, 10:], model.generate(ids[1:, 10:], **GREEDY))
 
 
 def test_tokens_of_every_turn_are_known():

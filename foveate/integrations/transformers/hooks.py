@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
-from foveate.integrations.transformers import announcements, attention, releases
+from foveate.integrations.transformers import announcements, attention, padding, releases
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
@@ -66,13 +66,18 @@ class BeforeForward:
         attachment.forward.clear()
         cache = give_cache(self.model, given, config)
         if isinstance(cache, Cache):
+            seen, fed = cache.get_seq_length(), ids is not None and not cache.phase.within_step
+            if fed:
+                padding.check(given, cache)
+                padding.place(decoder, given, cache, ids.shape[1], ids.device)
             cache.begin_forward()
             attachment.remember(cache)
             handover.begin(attachment.uid, cache.phase, cache)
-            seen = cache.get_seq_length()
-            if ids is not None and not cache.phase.within_step and cache.ids.columns < seen + ids.shape[1]:
+            if fed and cache.ids.columns < seen + ids.shape[1]:
                 cache.ids.write(seen, ids)
         else:
+            if ids is not None and not training:
+                padding.place(decoder, given, None, ids.shape[1], ids.device)
             handover.begin(attachment.uid, None)
         return (), releases.for_module(decoder, given)
 

@@ -109,6 +109,11 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward has an argument of this name."""
+    return name in _parameters(type(module))
+
+
 def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a call of a module is given, by name, its cache under :data:`CACHE_NAMES`'s first name in every release.
 
