@@ -284,8 +284,8 @@ def test_the_verdict_names_what_is_within_a_point_and_what_of_it_reads_least():
     rows = [dense, near, compared("pages", -0.8, -1.4, 0.1), compared("tova", -3.0, -4.0, 0.05)]
     assert charts.verdict(rows) == (
         "Within a point of dense attention (90.0, n = 500) are, with the whole interval: luka (-0.5 [-0.9, +0.5]); by "
-        "the value, but not the whole interval: pages (-0.8 [-1.4, +0.2]). Of all these pages reads least, 10.0 % of the "
-        "keys."
+        "the value, but not the whole interval: pages (-0.8 [-1.4, +0.2]). Of all these pages reads least, 10.0 % of "
+        "the keys."
     )
     assert charts.verdict([dense, rows[3]]) == "No method is within a point of dense attention (90.0, n = 500)."
     assert charts.verdict(rows[1:]) == ""
