@@ -6,6 +6,7 @@ Errors name file, line and field.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -80,6 +81,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def _are_numbers(value: Any) -> bool:
+    """Whether a value is a list of finite numbers. Floats alone, which are most, are looked at together."""
+    if isinstance(value, list) and set(map(type, value)) <= {float}:
+        return all(map(math.isfinite, value))
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
 def _maybe_in(most: float) -> Kind:
     """A share, or null: nothing was decoded. Rounding may carry it a little further than `most`."""
     return (
@@ -115,7 +123,7 @@ _NUMBER: Kind = ("a finite number", _is_number)
 _MAYBE: Kind = ("a finite number or null", lambda value: value is None or _is_number(value))
 _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _LIST: Kind = ("a list", lambda value: isinstance(value, list))
-_COLUMNS: Kind = ("an object of lists of finite numbers", _all(dict, _all(list, _is_number), 1))
+_COLUMNS: Kind = ("an object of lists of finite numbers", _all(dict, _are_numbers, 1))
 _GRADES: Kind = ("a list of objects of finite numbers", _all(list, _all(dict, _is_number, 1), 1))
 _INTERVALS: Kind = ("an object of intervals ('value', 'low', 'high')", _all(dict, _is_interval))
 

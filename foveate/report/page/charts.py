@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from foveate.evaluation.tasks.niah import depth_of
+from foveate.evaluation.tasks.niah import DEPTHS, depth_of
 from foveate.report import lines
 from foveate.report.markdown import difference, made_with, percent
 from foveate.report.plots.decode import COLORS, LEVELS, WORDS, of_step
@@ -142,15 +142,16 @@ def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
         number = of_length[(*key, row["length"])]  # of other items
         of_length[(*key, row["length"])] += 1
         groups.setdefault((*key, number), []).extend(some)
-    found = []
+    found, parts = [], [min(depth_of(item) * _DEPTHS // 100, _DEPTHS - 1) for item in range(len(DEPTHS))]
     for key, group in groups.items():
         lengths = sorted({row["task_settings"]["length"] for row in group})
         maps: dict[str, list[list[Any]]] = {}
         for row in group:
             of_spec = maps.setdefault(row["spec"], [[None] * len(lengths) for _ in range(_DEPTHS)])
             by_depth: dict[int, list[float]] = {}
-            for item, value in enumerate(row["item_values"][next(iter(row["metrics"]))]):
-                by_depth.setdefault(min(depth_of(item) * _DEPTHS // 100, _DEPTHS - 1), []).append(value)
+            values = row["item_values"][next(iter(row["metrics"]))]
+            for part, value in zip(itertools.cycle(parts), values):
+                by_depth.setdefault(part, []).append(value)
             for depth, values in by_depth.items():
                 cell = [100 * sum(values) / len(values), len(values)]
                 of_spec[depth][lengths.index(row["task_settings"]["length"])] = cell
