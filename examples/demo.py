@@ -22,7 +22,7 @@ METHODS = {
     "dense": ("dense", "everything, as the model does itself"),
     "kascade": ("", "keys that a few layers have chosen"),
     "pages": ("pages", "pages whose summaries promise most"),
-    "snapkv": ("snapkv:top_k=0.25,kernel_size=15", "what it kept when the prompt ended"),
+    "snapkv": ("snapkv:top_k=0.25,kernel_size=31,pooling=max", "what it kept when the prompt ended"),
 }
 """Spec (of kascade, that of the model) and words of each method."""
 LENSES = ("kascade", "snapkv")
@@ -70,7 +70,7 @@ def story(model: str, item, rows: list[dict]) -> str:
         f"{'method':9}{'answer':10}{'right':8}{'read':6}{'memory':9}what it reads",
     ]
     for (name, (_, words)), row in zip(METHODS.items(), rows, strict=True):
-        said = " ".join(row["examples"][0]["answer"].split())[:9].rstrip(".")
+        said = " ".join(row["examples"][0]["answer"].split())[:9].rstrip(" .")
         right = f"{round(row['n'] * row['score'] / 100)} of {row['n']}"
         held = terminal.size(row["resident_bytes"])
         lines.append(f"{name:9}{said:10}{right:8}{row['keys_read_share']:<6.0%}{held:9}{words}")
