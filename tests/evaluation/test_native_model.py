@@ -79,8 +79,9 @@ def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
     else:
         assert "| – | – |" in markdown.tables([row])
         assert "+0.0" not in markdown.tables([row])
-    with terminal.console().capture() as text:
-        terminal.console().print(terminal.results([row]))
+    console = terminal.console()
+    with console.capture() as text:
+        console.print(terminal.results([row]))
     assert row["spec"] in text.get()
 
 
