@@ -94,9 +94,9 @@ def test_a_pass_that_was_interrupted_is_dropped_with_those_nested_in_it():
     handover.begin("engine", first)
     handover.begin("draft", Phase())  # neither ends
     handover.begin("engine", second)
-    assert handover.current().phase is second
+    assert handover.current().phase() is second
     assert handover.current("draft") is None
-    assert handover.end("engine").phase is second
+    assert handover.end("engine").phase() is second
     assert handover.end("engine") is None
     assert handover.end("draft") is None
 
