@@ -83,6 +83,7 @@ class Snapshots:
         """Remove the last ``tokens`` tokens of every row; only for methods whose state does not depend on them."""
         for name in ("lengths", "counts", "live"):
             self.rows[name] = [number - tokens for number in self.rows[name]]
+        self.rows["prompt"] = list(map(min, self.rows["prompt"], self.lengths))
         self.rows["observed"] = [max(number - tokens, 0) for number in self.rows["observed"]]
 
     def _snapshot_specs(self) -> dict[str, Channel]:

@@ -589,8 +589,9 @@ def test_truncate_drops_the_last_tokens_of_every_row():
 def test_truncate_within_a_prompt_takes_back_what_was_observed():
     cache = ragged([3, 6])
     cache.rows["observed"] = [1, 6]  # the first row has had an earlier turn
+    cache.rows["prompt"] = [2, 0]
     cache.truncate(2)
-    assert cache.rows["observed"] == [0, 4]
+    assert (cache.rows["observed"], cache.rows["prompt"]) == ([0, 4], [1, 0])
 
 
 # Counting

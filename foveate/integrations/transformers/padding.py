@@ -83,8 +83,8 @@ def _check(real: Tensor, given: Mapping[str, Any], cache: Cache, seen: int) -> N
         row = next(b for b, one in enumerate(lengths) if one != found[2][b])
         raise ValueError(
             f"attention_mask has {found[2][row]} real tokens in the first {seen} columns of row {row}, and the cache "
-            f"has read {lengths[row]} there: what was read as a token, or left out as padding, stays so; pass the mask "
-            "of earlier calls with a 1 for each token that was generated, or start a new cache"
+            f"has read {lengths[row]} there, which stays so: pass the mask of earlier calls with a 1 for each token "
+            "that was generated, or start a new cache"
         )
     kind = _cannot_leave_out(cache)
     if any(found[0]) and kind:
