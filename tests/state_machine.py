@@ -430,7 +430,7 @@ class Machine(RuleBasedStateMachine):
         return again, history
 
     def known(self, cache: foveate.Cache, before: History, after: History) -> History:
-        """The history of a cache that is accepted after an exception: without what was stopped, or as far as it went."""
+        """The history of a cache that is accepted after an exception: without what was stopped, or as far as it got."""
         seen = cache.get_seq_length()
         if seen <= before.columns:
             history = copy.deepcopy(before)
