@@ -40,8 +40,8 @@ VARIANTS = {
     "kascade_pages": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
 }
-NAMES = [*sorted({*methods.names()} - {"lte"}), *VARIANTS]
-"""All methods but that which needs a file of learned scores."""
+NAMES = [*sorted({*methods.names()} - {"lte", "h2o_as_published"}), *VARIANTS]
+"""All methods but that which needs a file of learned scores, and that which takes one prompt and nothing else."""
 
 
 def spec_of(name: str) -> str:
