@@ -70,6 +70,15 @@ def built() -> transformers.PreTrainedModel:
     return prepare(transformers.AutoModelForCausalLM.from_config(config))
 
 
+def error_of(act: Any) -> str:
+    """What the ValueError of an act says; empty without one."""
+    try:
+        act()
+    except ValueError as error:
+        return str(error) or "ValueError"
+    return ""
+
+
 class History:
     """What a cache has read: ids and mask ``[B, columns]``, and which columns are prompts, each by its end."""
 
@@ -361,14 +370,13 @@ class Machine(RuleBasedStateMachine):
     def does(self, which: int, act: Any) -> None:
         """Act on a cache; what is refused leaves it as it was."""
         cache, history = self.held[which % len(self.held)]
-        before = copy.deepcopy(history)
-        try:
-            with torch.no_grad():
-                act(cache, history)
-        except ValueError as error:
-            assert REFUSED not in str(error)
+        before, said = copy.deepcopy(history), ""
+        with torch.no_grad():
+            said = error_of(lambda: act(cache, history))
+        if said:
+            assert REFUSED not in said
+            assert cache.get_seq_length() == before.columns, said
             self.held[which % len(self.held)] = (cache, before)
-            assert cache.get_seq_length() == before.columns, error
 
     def drawn(self, history: History, n: int, padded: list[int]) -> tuple[Tensor, Tensor]:
         """New ids ``[B, n]``, and their mask, with padding before the first."""
@@ -420,17 +428,16 @@ class Machine(RuleBasedStateMachine):
 
     def saved(self, cache: foveate.Cache, history: History) -> tuple[foveate.Cache, History]:
         path = self.path()
-        try:
-            foveate.save_cache(self.model, cache, path)
-        except ValueError as error:
-            assert not history.columns or "activate_past_recording" in str(error), error
+        said = error_of(lambda: foveate.save_cache(self.model, cache, path))
+        if said:
+            assert not history.columns or "activate_past_recording" in said, said
             return cache, history
         again = foveate.load_cache(self.model, path)
         path.unlink()
         return again, history
 
     def known(self, cache: foveate.Cache, before: History, after: History) -> History:
-        """The history of a cache that is accepted after an exception: without what was stopped, or as far as it got."""
+        """The history of a cache that is accepted after an exception: as far as it went."""
         seen = cache.get_seq_length()
         if seen <= before.columns:
             history = copy.deepcopy(before)
@@ -464,12 +471,9 @@ class Machine(RuleBasedStateMachine):
         ]
         for one in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
             for number, use in enumerate(uses):
-                try:
-                    use(one)
-                except ValueError as error:
-                    assert says in str(error) or number, error
-                else:
-                    raise AssertionError("a cache that must be refused was accepted")
+                said = error_of(lambda use=use, one=one: use(one))
+                assert said, "a cache that must be refused was accepted"
+                assert says in said or number, said
 
     @torch.no_grad()
     def equal(self, cache: foveate.Cache, history: History) -> None:

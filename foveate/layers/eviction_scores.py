@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ SCHEMA = 1
 LEVELS = 513
 """Quantiles that are kept of a head's scores."""
 _KIND = "foveate.eviction_scores"
+_DIGEST = "digest"
+"""Of the content; files of earlier versions have none."""
 _AGAIN = "`foveate train lte --model DIR --text DIR --out FILE` makes one for this model"
 _PIECE = 8192  # tokens scored at once
 
@@ -176,7 +179,8 @@ class EvictionScores(nn.Module):
             **{name: getattr(self, name) for name in _SHAPES},
         }
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        return save(tensors, {_KIND: json.dumps(facts)})
+        text = json.dumps(facts)
+        return save(tensors, {_KIND: text, _DIGEST: _digest(text, tensors)})
 
     def save(self, path: str | Path) -> None:
         """Write the file in one step. Raises ValueError if it cannot be written."""
@@ -193,13 +197,16 @@ class EvictionScores(nn.Module):
             raise ValueError(f"{path}: no such LTE file; {_AGAIN}")
         try:
             with safe_open(path, "pt") as file:
-                facts = parse_json((file.metadata() or {})[_KIND])
+                metadata = file.metadata() or {}
+                facts = parse_json(metadata[_KIND])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             schema = facts["schema"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not an LTE file ({error}); {_AGAIN}") from None
         if schema != SCHEMA:
             raise ValueError(f"{path}: schema {schema!r}, and this version reads {SCHEMA}; {_AGAIN}")
+        if metadata.get(_DIGEST, found := _digest(metadata[_KIND], tensors)) != found:
+            raise ValueError(f"{path}: a damaged LTE file (its digest is not that of its content); {_AGAIN}")
         try:
             rotary = {name: tensors[name] for name in ("inv_freq", "rotary_scaling")}
             loaded = cls(facts["model"], facts["layers"], **{name: facts[name] for name in _SHAPES}, **rotary)
@@ -230,6 +237,15 @@ class EvictionScores(nn.Module):
         if bool((self.quantiles[..., 0] == self.quantiles[..., -1]).any()):
             return "quantiles of a head must not all be the same"
         return ""
+
+
+def _digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of a file's description and tensors, 32 hexadecimal digits."""
+    found = hashlib.blake2b(facts.encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 _ROUNDING = 1e-5

@@ -67,8 +67,13 @@ def make(method: str | Method, **settings: Any) -> Method:
         return method.changed(**settings) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
-    cls, given, architecture = _read(method)
-    made = cls(**(given | _known(cls, settings)))
+    path = method.strip()
+    try:
+        cls, given, architecture = _read(method)
+        made = cls(**(given | _known(cls, settings)))
+    except ValueError as error:  # of a file whose method is none
+        named = path in str(error) or not path.endswith(".json") or ":" in path
+        raise error if named else ValueError(f"{path}: {error}") from None
     if architecture is not None:
         object.__setattr__(made, "made_for", architecture)
     return made

@@ -59,7 +59,7 @@ def read(out: Path) -> list[dict[str, Any]]:
             row = parse_json(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
     return rows
 
