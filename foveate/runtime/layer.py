@@ -193,7 +193,8 @@ class Layer:
         """
         store, n, out = self.store, k.shape[2], None
         left = [range(n)] * store.batch_size if columns is None else columns
-        store.reserve(max(1, store.used))  # also where all is padding
+        if not any(map(len, left)):  # all is padding
+            store.reserve(max(1, store.used))
         while any(map(len, left)):
             takes = [self._until_eviction(*each) for each in zip(store.rows["observed"], map(len, left))]
             store.reserve(store.used + max(takes))
