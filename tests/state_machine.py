@@ -40,8 +40,8 @@ VARIANTS = {
     "kascade_pages": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
 }
-NAMES = [*sorted({*methods.names()} - {"lte", "h2o_as_published"}), *VARIANTS]
-"""All methods but that which needs a file of learned scores, and that which takes one prompt and nothing else."""
+NAMES = [*sorted({*methods.names()} - {"lte"}), *VARIANTS]
+"""All methods but that which needs a file of learned scores."""
 
 
 def spec_of(name: str) -> str:
@@ -352,9 +352,8 @@ class Machine(RuleBasedStateMachine):
                 act()
             except kind:
                 assert any(stop.raised for stop in stops)
-            except ValueError:  # refused
+            except ValueError:  # refused, by a method perhaps in the middle of a pass
                 assert not any(stop.raised for stop in stops)
-                return
             else:
                 return
         with contextlib.suppress(ValueError):  # the next call ends a pass that Ctrl-C has left before it wrote anything
@@ -368,15 +367,20 @@ class Machine(RuleBasedStateMachine):
     # How
 
     def does(self, which: int, act: Any) -> None:
-        """Act on a cache; what is refused leaves it as it was."""
+        """Act on a cache; what is refused leaves it as it was, or refused for good."""
         cache, history = self.held[which % len(self.held)]
         before, said = copy.deepcopy(history), ""
         with torch.no_grad():
             said = error_of(lambda: act(cache, history))
-        if said:
-            assert REFUSED not in said
+        if not said:
+            return
+        assert REFUSED not in said
+        if self.whole(cache):
             assert cache.get_seq_length() == before.columns, said
             self.held[which % len(self.held)] = (cache, before)
+        else:  # by the method, in the middle of a pass
+            self.refuses(cache, before, REFUSED)
+            self.held.pop(which % len(self.held))
 
     def drawn(self, history: History, n: int, padded: list[int]) -> tuple[Tensor, Tensor]:
         """New ids ``[B, n]``, and their mask, with padding before the first."""
@@ -479,12 +483,9 @@ class Machine(RuleBasedStateMachine):
     def equal(self, cache: foveate.Cache, history: History) -> None:
         """Check that a cache gives what a fresh one does that has read the same."""
         assert cache.get_seq_length() == history.columns
-        if not history.columns:
+        if not history.columns or (self.attachment.whole_prompt and history.unfinished):
             return
-        try:
-            fresh = history.replay(self.model)
-        except ValueError:  # a method that takes no second turn, or no prompt in pieces
-            return
+        fresh = history.replay(self.model)
         cache, history = copy.deepcopy(cache), copy.deepcopy(history)
         if history.unfinished:
             n = history.planned - history.columns

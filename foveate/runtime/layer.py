@@ -107,7 +107,7 @@ class Layer:
         first = self.seen - n
         try:
             prompt, columns = self._split(k, mask, first)
-        except ValueError:
+        except BaseException:  # nothing is written yet
             self.seen = first
             raise
         self.phase.written = True

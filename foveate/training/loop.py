@@ -39,7 +39,7 @@ MODEL = "model"
 """The folder of the finished model in a run's folder."""
 _FEEDBACK = "sparsity_feedback/"
 _WAITS = 0.2
-"""Share of the time in which a run waits for batches from which it says so."""
+"""A run says once that it waits for batches if that takes more than this share of its time."""
 
 
 class DivergedError(ArithmeticError):

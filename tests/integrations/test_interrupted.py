@@ -216,3 +216,21 @@ def test_layers_of_different_lengths_are_named_every_time():
         cache.layers[1].phase = cache.phase
         assert cache.ids.columns == 40
         model(tokens(1), **cached(cache))
+
+
+@pytest.mark.parametrize("kind", STOPS)
+@torch.no_grad()
+def test_a_pass_that_is_stopped_before_it_writes_leaves_the_cache_as_it_was(kind, monkeypatch):
+    model = tiny_model()
+    foveate.attach(model, spec("h2o"))
+    cache = foveate.Cache(model)
+    model(tokens(40), **cached(cache))
+    twin = copy.deepcopy(cache)
+    with monkeypatch.context() as stop:
+        stop.setattr(Layer, "_split", raising(kind)(Layer._split))
+        with pytest.raises(kind):
+            model(tokens(1), **cached(cache))
+    with pytest.raises(ValueError, match="at least one token"):  # ends a pass that Ctrl-C has left
+        model(tokens(0), **cached(cache))
+    expected = model(tokens(2), **cached(twin)).logits
+    assert torch.equal(model(tokens(2), **cached(cache)).logits, expected)

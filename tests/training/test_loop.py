@@ -19,6 +19,7 @@ from foveate.results.errors import UserError
 from foveate.training import checkpoints, journal, loop, network, optim
 from foveate.training.configuration import OptimSettings
 from foveate.training.loop import DivergedError, train
+from foveate.training.sparsity import SparsityFeedback
 from foveate.training.tokens import TokenStore
 
 
@@ -168,9 +169,17 @@ def answering(monkeypatch):
     return answer
 
 
-def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering):
-    """They are measured as training sees tokens until the release is over, then as in inference."""
-    measured, said = answering([0, 60, 40, 60, 70, *[80] * 7]), []
+def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering, monkeypatch):
+    """They are measured as training sees tokens until the release is over, then as in inference. In the release the
+    penalty reaches below the threshold."""
+    measured, said, fading = answering([0, 60, 40, 60, 70, *[80] * 7]), [], []
+    penalty = SparsityFeedback.penalty
+
+    def noted(self, retention, fades=False):
+        fading.append(fades)
+        return penalty(self, retention, fades)
+
+    monkeypatch.setattr(SparsityFeedback, "penalty", noted)
     outcome = train(make(RECALLING), tmp_path / "run", say=said.append)
     assert outcome.finished
     assert outcome.missed is None
@@ -179,6 +188,7 @@ def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering):
     assert [row["opened"] for row in rows if "answers" in row] == 5 * [1.0] + [pytest.approx(1 / 3)] + 6 * [0.0]
     assert measured == 6 * [True] + 6 * [False]
     assert [row["penalty"] > 0 for row in rows if "loss" in row] == 5 * [False] + 7 * [True]
+    assert fading == 4 * [True] + 10 * [False]  # of two steps, with two micro-batches each
 
 
 def test_a_run_that_never_recalls_ends_with_its_hold_and_without_a_model(make, tmp_path, answering):

@@ -159,7 +159,7 @@ class Task:
 
 
 def some(records: Sequence[Any], what: str, path: Path) -> None:
-    """Raises `UserError` for a file that holds none of what is asked for, in words."""
+    """Check that a file holds records. Raises `UserError` that names the file and `what` they are if it holds none."""
     if not records:
         raise UserError(f"{path}: holds no {what}")
 
