@@ -39,10 +39,9 @@ def ask(
     """Answer several questions about one document, which is read once, before any question is known.
 
     Document and question are one message of the user, with an empty line between them, in the tokenizer's chat template
-    if it has one. The document is read as a turn of its own, so that methods that evict choose what they keep without
-    the question. Each question continues a copy of the cache, alone, so that an answer
-    depends neither on the other questions nor on their order. Jamba's layers cannot continue a cache: of such a model
-    each prompt is read whole.
+    if it has one. The document is read as a turn of its own: methods that evict choose what they keep without the
+    question. Each question continues a copy of the cache alone, so an answer depends neither on the other questions nor
+    on their order. Jamba's layers cannot continue a cache: of such a model each prompt is read whole.
 
     Args:
         model: with or without a method attached (:func:`foveate.attach`), and it stays so; without one it attends as
