@@ -29,8 +29,6 @@ SCHEMA = 1
 LEVELS = 513
 """Quantiles that are kept of a head's scores."""
 _KIND = "foveate.eviction_scores"
-_DIGEST = "digest"
-"""Of the content; files of earlier versions have none."""
 _AGAIN = "`foveate train lte --model DIR --text DIR --out FILE` makes one for this model"
 _PIECE = 8192  # tokens scored at once
 
@@ -179,8 +177,7 @@ class EvictionScores(nn.Module):
             **{name: getattr(self, name) for name in _SHAPES},
         }
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        text = json.dumps(facts)
-        return save(tensors, {_KIND: text, _DIGEST: _digest(text, tensors)})
+        return save(tensors, {_KIND: json.dumps(facts | {"digest": _digest(facts, tensors)})})
 
     def save(self, path: str | Path) -> None:
         """Write the file in one step. Raises ValueError if it cannot be written."""
@@ -197,15 +194,14 @@ class EvictionScores(nn.Module):
             raise ValueError(f"{path}: no such LTE file; {_AGAIN}")
         try:
             with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                facts = parse_json(metadata[_KIND])
+                facts = parse_json((file.metadata() or {})[_KIND])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            schema = facts["schema"]
+            schema, digest = facts["schema"], facts.pop("digest", None)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not an LTE file ({error}); {_AGAIN}") from None
         if schema != SCHEMA:
             raise ValueError(f"{path}: schema {schema!r}, and this version reads {SCHEMA}; {_AGAIN}")
-        if metadata.get(_DIGEST, found := _digest(metadata[_KIND], tensors)) != found:
+        if digest not in (None, _digest(facts, tensors)):  # files of earlier versions have none
             raise ValueError(f"{path}: a damaged LTE file (its digest is not that of its content); {_AGAIN}")
         try:
             rotary = {name: tensors[name] for name in ("inv_freq", "rotary_scaling")}
@@ -239,9 +235,9 @@ class EvictionScores(nn.Module):
         return ""
 
 
-def _digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+def _digest(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """Of a file's description and tensors, 32 hexadecimal digits."""
-    found = hashlib.blake2b(facts.encode(), digest_size=16)
+    found = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
