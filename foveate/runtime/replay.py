@@ -74,9 +74,6 @@ class ReplayedSteps:
         self._longest: list[int] = []
         """For each group, the tokens in its fullest row at that time."""
 
-    def __deepcopy__(self, memo):  # a copied cache has other memory: it captures its own steps
-        return None
-
     def __call__(
         self,
         layers: Sequence[Layer],

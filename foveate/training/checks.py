@@ -24,6 +24,11 @@ def check_sparsity(config: TrainingConfig) -> str | None:
             f"sparsity.recall is {bound:g}, and nothing measures recall: set log.answers, and give the mixture "
             f"{' or '.join(MEASURED)}"
         )
+    if bound is not None and not config.sparsity.held(config.steps):
+        raise UserError(
+            f"sparsity.hold is {config.sparsity.hold:g}: of {config.steps:,} steps none is left in which the model "
+            "could reach sparsity.recall"
+        )
     if budget is not None and "lte" not in mixers:
         raise UserError(
             f"sparsity.budget is {budget:,}, and no layer of the model evicts by learned scores: its mixers are "

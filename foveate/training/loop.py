@@ -165,7 +165,7 @@ class _Run:
             self.say(f"{self.out} is complete; nothing to train")
             if self._agreed(self.place.first and not (self.out / MODEL).is_dir()):  # killed before it was written
                 self._export()
-            return self._outcome()
+            return dataclasses.replace(self._outcome(), missed=self.opening.missed)
         stop = Stop(minutes)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self._journal()) if self.place.first else None
@@ -186,7 +186,7 @@ class _Run:
         while self.step < self.config.steps:
             self._step(source)
             last = self.step == self.config.steps
-            reading = self.step % every == 0
+            reading = self.step % every == 0 or self.opening.failed
             # Processes agree on when to stop, and so ask each other only where they wait anyway.
             stopping = (reading or self.place.world == 1) and self._agreed(stop.asked)
             saving = self.step % save == 0 or last or stopping
@@ -215,6 +215,8 @@ class _Run:
     def _answer(self, log: journal.Journal | None) -> None:
         """Measures the answers: until the release is over as training sees tokens, which decides on its end."""
         share = self.opening.share
+        if self.opened is not None:
+            self.opened.fill_(share)
         answered = self.probes.measure(self.parallel.network, self.place.device, self._autocast, share > 0)
         self.say(f"step {self.step:,} · {probes.line(answered)}{f' · open by {share:.0%}' if share else ''}")
         if log:
@@ -407,11 +409,9 @@ class _Run:
     # Parts
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
-        workers = self.config.run.workers
         on_gpu = self.place.device.type == "cuda"
-        return batches(
-            self.mixture, self.shape, self.step, (4 if on_gpu else 0) if workers is None else workers, on_gpu
-        )
+        workers = (4 if on_gpu else 0) if self.config.run.workers is None else self.config.run.workers
+        return batches(self.mixture, self.shape, self.step, workers, on_gpu)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if not self.half or self.parallel.sharded:  # FSDP casts by itself

@@ -155,12 +155,13 @@ RECALLING = {
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Sets what the far answers of each step are, in percent; tells how each was measured."""
+    """Sets what the far answers of each step are, in percent; tells how each was measured, and how far open."""
     measured = []
 
     def answer(right):
         def measure(self, network, device, autocast, training=False):
-            measured.append(training)
+            opened = {layer.opened.item() for layer in network.modules() if hasattr(layer, "opened")}
+            measured.append((training, *opened))
             return {"recall": {"far": {"right": right[len(measured) - 1], "loss": 1.0, "begun": 0.0, "n": 9}}}
 
         monkeypatch.setattr("foveate.training.probes.Probes.measure", measure)
@@ -186,17 +187,25 @@ def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering, monke
     assert "step 5: far recall is 70 %; the hold ends, the release begins" in said
     rows = curve(tmp_path / "run")
     assert [row["opened"] for row in rows if "answers" in row] == 5 * [1.0] + [pytest.approx(1 / 3)] + 6 * [0.0]
-    assert measured == 6 * [True] + 6 * [False]
+    assert measured == 5 * [(True, 1)] + [(True, pytest.approx(1 / 3))] + 6 * [(False, 0)]
     assert [row["penalty"] > 0 for row in rows if "loss" in row] == 5 * [False] + 7 * [True]
     assert fading == 4 * [True] + 10 * [False]  # of two steps, with two micro-batches each
 
 
 def test_a_run_that_never_recalls_ends_with_its_hold_and_without_a_model(make, tmp_path, answering):
     answering([40] * 12)
-    outcome = train(make(RECALLING), tmp_path / "run", say=quiet)
+    outcome = train(make({**RECALLING, "log.every": 4, "log.answers": 4}), tmp_path / "run", say=quiet)
     assert (outcome.step, outcome.finished) == (9, False)
     assert "the model has not learned to look back" in outcome.missed
     assert not (tmp_path / "run" / loop.MODEL).exists()
+
+
+def test_a_complete_run_that_recalls_too_little_says_so_again(make, tmp_path, answering):
+    answering([60] * 11 + [40])
+    config = make({**RECALLING, "checkpoints.every": 12})
+    missed = train(config, tmp_path / "run", say=quiet).missed
+    assert missed == "at the end far recall is 40 %; sparsity.recall asks for 50 %"
+    assert train(config, tmp_path / "run", resume=True, say=quiet).missed == missed
 
 
 def test_a_release_by_recall_goes_on_as_it_was(make, tmp_path, monkeypatch):
@@ -228,6 +237,11 @@ def test_a_release_by_recall_goes_on_as_it_was(make, tmp_path, monkeypatch):
 def test_recall_needs_something_that_measures_it(make, tmp_path):
     with pytest.raises(UserError, match=r"sparsity\.recall is 50, and nothing measures recall: set log.answers"):
         train(make({**RECALLING, "log.answers": 0}), tmp_path / "run", say=quiet)
+
+
+def test_recall_needs_a_step_of_a_hold(make, tmp_path):
+    with pytest.raises(UserError, match=r"sparsity\.hold is 0\.01: of 12 steps none is left in which the model could"):
+        train(make({**RECALLING, "sparsity.hold": 0.01}), tmp_path / "run", say=quiet)
 
 
 def test_recall_needs_answers_that_are_far(make, tmp_path):
