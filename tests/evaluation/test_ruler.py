@@ -416,10 +416,8 @@ class TestQuestions:
         assert len(numbers) == 20
 
     def test_every_question_is_asked_once_and_no_more(self, folder, tokenizer):
-        items = make(folder, tokenizer, "qa_2", 1900, limit=40)
-        assert len({self.documents(item)[1] for item in items}) == 40
-        with pytest.raises(UserError, match=r"my_hotpot\.jsonl: 40 answerable questions; a limit of 41 needs more"):
-            make(folder, tokenizer, "qa_2", limit=41)
+        items = make(folder, tokenizer, "qa_2", 1900, limit=50)
+        assert len({self.documents(item)[1] for item in items}) == len(items) == 40
 
 
 def test_grading():

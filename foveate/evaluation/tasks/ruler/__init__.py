@@ -20,8 +20,9 @@ after its answer is not punished by the metric.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from foveate.evaluation.tasks import register
 from foveate.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
 from foveate.evaluation.tasks.niah import longest
 from foveate.evaluation.tasks.ruler.counting import CommonWords, FrequentWords
-from foveate.evaluation.tasks.ruler.draft import Draft, Kind
+from foveate.evaluation.tasks.ruler.draft import Draft, Draw, Kind
 from foveate.evaluation.tasks.ruler.needles import Needles
 from foveate.evaluation.tasks.ruler.questions import Questions
 from foveate.evaluation.tasks.ruler.tracking import VariableTracking
@@ -95,19 +96,20 @@ class Ruler(Task):
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         self.files(data)
-        draw = _KINDS[self.split].drawer(Path(data), tokenizer, self.length, limit, seed)
-        return [self._drawn(tokenizer, draw, seed, index) for index in range(limit)]
+        draw = _KINDS[self.split].drawer(Path(data), tokenizer, self.length, seed)
+        drawn = (self._drawn(tokenizer, draw, seed, index) for index in range(limit))
+        return list(itertools.takewhile(lambda item: item is not None, drawn))
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         match = string_match_part if self.split.startswith("qa") else string_match
         begun = [answer[:_BEGINNING] for answer in item.answers]
         return {"string_match": match(output.text, item.answers), "begun": match(output.text, begun)}
 
-    def _drawn(self, tokenizer: Any, draw: Callable[[random.Random, int], Draft], seed: int, index: int) -> Item:
-        """An item; drawn anew while its needle is too near."""
+    def _drawn(self, tokenizer: Any, draw: Draw, seed: int, index: int) -> Item | None:
+        """An item, drawn anew while its needle is too near; None where the data have no more."""
         rng = random.Random(f"ruler/{self.split}/{seed}/{index}")
-        while True:
-            item = self._item(tokenizer, draw(rng, index), f"{index}")
+        while draft := draw(rng, index):
+            item = self._item(tokenizer, draft, f"{index}")
             if not self.beyond:
                 return item
             text = item.prompt[-1]["content"]

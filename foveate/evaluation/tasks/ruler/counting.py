@@ -6,12 +6,12 @@ import dataclasses
 import math
 import random
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.evaluation.tasks.ruler import wordlists
-from foveate.evaluation.tasks.ruler.draft import Draft, distinct
+from foveate.evaluation.tasks.ruler.draft import Draft, Draw, distinct
 from foveate.inputs.prompting import question_of
 from foveate.results.errors import UserError
 
@@ -61,9 +61,7 @@ class CommonWords:
     def files(self, data: Path) -> list[Path]:
         return wordlists.files(data)
 
-    def drawer(
-        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
-    ) -> Callable[[random.Random, int], Draft]:
+    def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         words = sorted({word for words in wordlists.read(data) for word in words})
         counts = _FULL if length >= _FULL_LENGTH else _SMALL
         if len(words) < counts.example_words:
@@ -103,9 +101,7 @@ class FrequentWords:
     def files(self, data: Path) -> list[Path]:
         return []
 
-    def drawer(
-        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
-    ) -> Callable[[random.Random, int], Draft]:
+    def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         def draw(rng: random.Random, index: int) -> Draft:
             coded = distinct(length // 50 - 1, lambda: "".join(rng.choices(string.ascii_lowercase, k=_CODED_LETTERS)))
             order = rng.getrandbits(64)

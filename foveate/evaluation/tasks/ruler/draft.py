@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A line of the noise haystack."""
@@ -34,6 +34,10 @@ class Draft:
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+Draw: TypeAlias = Callable[[random.Random, int], Draft | None]
+"""The draft of an item by a generator and the item's index; None beyond the last that the data can give."""
+
+
 class Kind(Protocol):
     """A kind of RULER task with its settings."""
 
@@ -43,13 +47,8 @@ class Kind(Protocol):
     def files(self, data: Path) -> list[Path]:
         """The files of the data folder that drafts are made of. Raises `DataError` if one that is needed is missing."""
 
-    def drawer(
-        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
-    ) -> Callable[[random.Random, int], Draft]:
-        """Reads the data and returns what draws the draft of an item from a generator and the item's index.
-
-        Raises `DataError` for malformed data and `UserError` for a `limit` above what the data can give.
-        """
+    def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
+        """Reads the data and returns what draws an item's draft. Raises `DataError` for malformed data."""
 
 
 def at_random(where: int, lines: Sequence[str], pieces: Sequence[str]) -> list[str]:

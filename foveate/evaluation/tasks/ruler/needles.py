@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from foveate.evaluation.tasks.niah import ANSWER_PREFIX, CHARS_PER_TOKEN, DEPTHS, NEEDLE, TEMPLATE, word_ends
 from foveate.evaluation.tasks.ruler import wordlists
-from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, at_random, distinct
+from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, distinct
 from foveate.inputs import reading
 from foveate.inputs.haystack import Library, insert
 from foveate.inputs.prompting import question_of
@@ -61,9 +61,7 @@ class Needles:
             *(wordlists.files(data) if self.key_kind == "word" else ()),
         ]
 
-    def drawer(
-        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
-    ) -> Callable[[random.Random, int], Draft]:
+    def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         words = wordlists.read(data)[:2] if self.key_kind == "word" else ()
         others = length // _NEEDLE_TOKENS if self.haystack == "needles" else 0  # as many as could be needed
         possible = math.prod(len(set(part)) for part in words)

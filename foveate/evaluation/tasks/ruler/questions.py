@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.tasks.ruler.draft import Draft
+from foveate.evaluation.tasks.ruler.draft import Draft, Draw
 from foveate.inputs import reading
 from foveate.inputs.multihop import read_records
 from foveate.inputs.prompting import encode, question_of
@@ -54,13 +54,9 @@ class Questions:
     def files(self, data: Path) -> list[Path]:
         return [find_squad(data) if self.dataset == "squad" else find_hotpotqa(data)]
 
-    def drawer(
-        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
-    ) -> Callable[[random.Random, int], Draft]:
+    def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         (path,) = self.files(data)
         questions, documents = (read_squad_questions if self.dataset == "squad" else read_hotpotqa)(path)
-        if len(questions) < limit:
-            raise UserError(f"{path}: {len(questions):,} answerable questions; a limit of {limit:,} needs more")
         stop = len(tokenizer.encode(".", add_special_tokens=False))
         order = random.Random(f"ruler/{self.dataset}/{seed}").sample(questions, len(questions))
 
@@ -72,7 +68,9 @@ class Questions:
         if (most := _total(map(tokens, range(len(documents))), length)) < length:
             raise UserError(f"{path}: documents of {most:,} tokens in all; a length of {length:,} needs more")
 
-        def draw(rng: random.Random, index: int) -> Draft:
+        def draw(rng: random.Random, index: int) -> Draft | None:
+            if index >= len(order):
+                return None
             question = order[index]
             empty = ({"role": "user", "content": TEMPLATE.format(context="", question=question.text)},)
             room = length - len(encode(tokenizer, empty, ANSWER_PREFIX))

@@ -9,11 +9,10 @@ import dataclasses
 import itertools
 import random
 import string
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, at_random, distinct
+from foveate.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, distinct
 from foveate.inputs.prompting import question_of
 
 TEMPLATE = (
@@ -39,9 +38,7 @@ class VariableTracking:
     def files(self, data: Path) -> list[Path]:
         return []
 
-    def drawer(
-        self, data: Path, tokenizer: Any, length: int, limit: int, seed: int
-    ) -> Callable[[random.Random, int], Draft]:
+    def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         per_line = len(tokenizer.encode(f"{NOISE}\n", add_special_tokens=False))
         example_lines = self._example_lines(tokenizer)
 
