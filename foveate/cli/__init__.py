@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from foveate import __version__
 from foveate.bench.commands import app as bench_app
-from foveate.cli import asking, chat, train_lte, tuning
+from foveate.cli import asking, chat, serving, train_lte, tuning
 from foveate.cli.train import app as train_app
 from foveate.inputs import imports
 from foveate.outfile import announce
@@ -122,7 +122,7 @@ def doctor(as_json: AsJson = False) -> None:
     import torch
 
     from foveate.integrations.transformers import releases
-    from foveate.ops._dispatch import kernel_status
+    from foveate.ops.dispatch import kernel_status
     from foveate.report import terminal
     from foveate.results import circumstances
 
@@ -159,7 +159,7 @@ def _prompt_paths(devices: list[str]) -> str:
     """Which code attends in prompts, by device and number format."""
     import torch
 
-    from foveate.ops import PromptHeads, prompt_path
+    from foveate.ops.attend import PromptHeads, prompt_path
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     heads = {(one, name): PromptHeads(torch.device(one), dtype) for one in devices for name, dtype in dtypes.items()}
@@ -170,7 +170,7 @@ def _dense_libraries() -> str:
     """Which libraries attend densely to prompts on the first GPU, and why others do not."""
     import torch
 
-    from foveate.ops import PromptHeads, dense_obstacles
+    from foveate.ops.attend import PromptHeads, dense_obstacles
 
     heads = PromptHeads(torch.device("cuda", 0), torch.bfloat16, 128, 128, 4)
     return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())
@@ -178,6 +178,7 @@ def _dense_libraries() -> str:
 
 for _command in (asking.generate, chat.chat, asking.compare, asking.calibrate, tuning.tune):
     app.command()(_command)
+app.command(context_settings=serving.SETTINGS)(serving.serve)
 
 
 @app.command()

@@ -195,9 +195,26 @@ def test_what_cannot_be_served_is_an_error_at_start(folder, spec, why):
 
 
 def test_without_the_option_nothing_is_ours(folder):
-    """A method alone changes nothing: the backend must be chosen."""
-    found = run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": "no such method"}, **CHUNKS)
-    assert len(found["tokens"][0][0]) == NEW
+    """A method alone changes nothing: the backend must be chosen. A method that cannot be is an error all the same."""
+    found = run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": SMALL}, **CHUNKS)
+    assert found["tokens"] == run(folder, None, PROMPTS[:1], **CHUNKS)["tokens"]
+    with pytest.raises(AssertionError, match="unknown method 'no such method'"):
+        run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": "no such method"}, **CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--kv-cache-dtype", "fp8"], "foveate does not support kv_cache_dtype=fp8"),
+        (["--method", f"{PAGES},page_size=12", "--block-size", "32"], "pages of 12 tokens do not divide"),
+    ],
+)
+def test_serve_tells_what_an_engine_would_refuse(folder, options, why):
+    """Without one, and with exit code 2."""
+    command = [sys.executable, "-m", "foveate", "serve", str(folder), "--method", SMALL, "--check", "--dtype=float32"]
+    found = subprocess.run([*command, *options], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert why in found.stderr.replace("\n", " ")
+    assert found.returncode == 2
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
@@ -235,17 +252,16 @@ def base_names():
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
-    """The address of an OpenAI-compatible server with the small budget."""
+    """The address of a server by `foveate serve` with the small budget."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = tmp_path_factory.mktemp("config") / "foveate.json"
     config.write_text(json.dumps({"method": SMALL}), encoding="utf-8")
     options = {"dtype": "float32", "max-model-len": 512, "max-num-seqs": 8, "port": port, "host": "127.0.0.1"}
-    options |= {"block-size": 16, "max-num-batched-tokens": 128, "attention-backend": "CUSTOM"}
-    options |= {"additional-config": json.dumps({"foveate": str(config)}), "served-model-name": "tiny"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--enforce-eager"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    options |= {"block-size": 16, "max-num-batched-tokens": 128, "served-model-name": "tiny"}
+    command = [sys.executable, "-m", "foveate", "serve", str(folder), "--method", str(config), "--enforce-eager"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = tmp_path_factory.mktemp("log") / "server.txt"
     with log.open("w", encoding="utf-8") as out:
@@ -259,6 +275,9 @@ def server(folder, tmp_path_factory):
                 break
             except OSError:
                 time.sleep(1)
+        said = log.read_text(encoding="utf-8")
+        assert "dense, choosing: 0; reading: 1, 2, 4, 5; choosing: 3" in said
+        assert "foveate: 6 layers decode by kascade_paper:" in said
         yield address
     finally:
         process.terminate()

@@ -26,7 +26,7 @@ def engine(spec=KASCADE, **changes):
         additional_config={"foveate": spec},
         speculative_config=None,
         kv_transfer_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         model_config=SimpleNamespace(use_mla=False, dtype=torch.bfloat16, hf_text_config=CONFIGS["llama"]()),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,

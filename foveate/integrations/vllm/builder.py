@@ -63,6 +63,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     if not chosen:
         return None
     steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)])
+    _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
     cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
         if index in own and chosen[index].summarises_blocks:

@@ -24,7 +24,7 @@ from foveate.integrations.vllm.builder import (
 )
 from foveate.integrations.vllm.rows import rows_from
 from foveate.integrations.vllm.settings import methods_of
-from foveate.ops._dispatch import runs_kernel
+from foveate.ops.dispatch import runs_kernel
 
 
 class FoveateOnGPU(FlashAttentionBackend):

@@ -7,6 +7,7 @@ as it would without foveate.
 from __future__ import annotations
 
 import logging
+import os
 
 BACKEND = "foveate.integrations.vllm.backend.Chosen"
 ON_CPU = "foveate.integrations.vllm.backend.ChosenOnCPU"
@@ -15,12 +16,21 @@ _log = logging.getLogger("vllm.foveate")
 
 
 def register() -> None:
-    """Name foveate's backend CUSTOM, unless another plugin has done so, and prepare its metrics."""
+    """Name foveate's backend CUSTOM, unless another plugin has done so, and prepare its metrics.
+
+    Raises:
+        ValueError: for a method in the variable FOVEATE_METHOD that cannot be.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from foveate.integrations.vllm import metrics
 
+    if os.environ.get("FOVEATE_METHOD"):
+        from foveate.integrations.vllm.settings import settings_of
+
+        settings_of(None)
+        _log.info("foveate: FOVEATE_METHOD is set; it takes effect with --attention-backend CUSTOM alone")
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         _log.warning("foveate: another plugin has registered %s as the CUSTOM attention backend", custom.get_path())

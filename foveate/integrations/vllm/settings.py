@@ -7,20 +7,24 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig
 
 from foveate.integrations.transformers.facts import folder_weights
 from foveate.json_text import parse_json
 from foveate.methods import Method, check_made_for, make
+from foveate.methods.auto import Auto
+from foveate.methods.pages import Pages
 from foveate.methods.spec import SETTING
 from foveate.runtime.steps import obstacle
-from foveate.state import Geometry
+from foveate.state import Counters, Geometry, SlotCache
 
 HOW = (
     'name a method with --additional-config \'{"foveate": "kascade:..."}\' or FOVEATE_METHOD, '
@@ -38,6 +42,28 @@ class Settings:
     method: Method
     dense_below: int | str = "auto"
     """See :class:`~foveate.runtime.EngineSteps`."""
+
+    def settled(self, shape: Mapping[str, Any], facts: Callable[[], Mapping[str, Any]]) -> Settings:
+        """With the method of one model; ``auto`` becomes one that can be served.
+
+        Args:
+            shape: of the model, see :func:`facts_of`.
+            facts: gives these and what tells its weights from others, see :meth:`Method.for_model`.
+        """
+        check_made_for(self.method, shape)
+        method = self.method.for_model(facts)
+        if isinstance(self.method, Auto) and isinstance(method, Pages):
+            method = replace(method, weighted=False)  # requests share blocks, and so their summaries
+        return replace(self, method=method)
+
+
+def check_folder(settings: Settings, folder: Path) -> None:
+    """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    shape = shape_of(config.get_text_config())
+    facts = shape | {"weights": _weights(folder)}
+    method = settings.settled(shape, lambda: facts).method
+    layer_methods(method, _geometries(shape), shape["layers"], facts)
 
 
 def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
@@ -80,8 +106,7 @@ def served(vllm_config: Any) -> Settings:
         unfit = vllm_config.lora_config or (by_head and vllm_config.parallel_config.tensor_parallel_size > 1)
         return facts_of(model) | {"weights": [] if unfit else _weights(folder)}
 
-    check_made_for(settings.method, facts_of(model))
-    return replace(settings, method=settings.method.for_model(facts))
+    return settings.settled(facts_of(model), facts)
 
 
 def _read(path: Path) -> Any:
@@ -99,14 +124,16 @@ def check_early(vllm_config: Any) -> None:
     summarising = [method for method in methods_of(vllm_config).values() if method.summarises_blocks]
     if summarising:
         check_summaries(vllm_config, summarising[0].name)
+    shape, block = geometry_of(facts_of(vllm_config.model_config)), vllm_config.cache_config.block_size
+    memory = torch.empty(1, 1, block or 0, shape.head_dim, device="meta")
+    for channels in (method.channels(shape) for method in dict.fromkeys(summarising) if block):
+        SlotCache.over_blocks(shape, memory, memory.device, channels, Counters())
 
 
 def methods_of(vllm_config: Any) -> dict[int, Method]:
     """:func:`layer_methods` as far as they are known before weights are loaded, as if all layers had full attention."""
-    settings = served(vllm_config)
-    facts, ranks = facts_of(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
-    heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
-    geometries = dict.fromkeys(range(facts["layers"]), Geometry(heads, kv_heads, size, size))
+    settings, facts = served(vllm_config), facts_of(vllm_config.model_config)
+    geometries = _geometries(facts, vllm_config.parallel_config.tensor_parallel_size)
     return layer_methods(settings.method, geometries, facts["layers"], facts)
 
 
@@ -174,7 +201,11 @@ def layer_methods(
 
 def facts_of(model_config: Any) -> dict[str, Any]:
     """What tells a model from others, from its configuration."""
-    config = model_config.hf_text_config
+    return shape_of(model_config.hf_text_config)
+
+
+def shape_of(config: Any) -> dict[str, Any]:
+    """As :func:`facts_of`, of a text model's configuration in Transformers."""
     heads = config.num_attention_heads
     return {
         "model_type": config.model_type,
@@ -183,3 +214,13 @@ def facts_of(model_config: Any) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
+
+
+def geometry_of(facts: Mapping[str, Any], ranks: int = 1) -> Geometry:
+    """The shape of a layer on one of so many ranks of tensor parallelism."""
+    heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
+    return Geometry(heads, kv_heads, size, size)
+
+
+def _geometries(facts: Mapping[str, Any], ranks: int = 1) -> dict[int, Geometry]:
+    return dict.fromkeys(range(facts["layers"]), geometry_of(facts, ranks))

@@ -1,0 +1,35 @@
+"""`foveate serve`: vLLM with a method, checked before the engine starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Annotated
+
+import typer
+
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of the command: all other options are vLLM's."""
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder of a model, or a name that vLLM knows.")],
+    method: Annotated[
+        str, typer.Option(help="A method, or a .json file of `foveate tune`; auto: the recommended one for the model.")
+    ] = "auto",
+    dense_below: Annotated[
+        int | None,
+        typer.Option(help="Tokens below which decoding is dense; if left out, the method's own.", show_default=False),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Check and print the plan, and start nothing.")] = False,
+) -> None:
+    """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
+    from foveate.integrations.vllm import launch
+
+    made = launch.command(model, method, dense_below, context.args)
+    for line in launch.told(launch.checked(made[4:])):
+        typer.echo(line)
+    typer.echo(shlex.join(["vllm", *made[3:]]))
+    if not check:
+        os.execv(made[0], made)

@@ -1,0 +1,142 @@
+"""`foveate serve`: what an engine would refuse is told at once, what it will do is printed, then vLLM runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foveate.integrations.vllm import releases
+from foveate.integrations.vllm.settings import (
+    Settings,
+    check_early,
+    check_folder,
+    facts_of,
+    geometry_of,
+    methods_of,
+    served,
+    settings_of,
+)
+from foveate.methods import Method
+from foveate.state import Geometry
+
+_OURS = ("--attention-backend", "--additional-config")
+"""Options of vLLM that are ours to give."""
+_LISTED = 12
+"""Layers that are named one by one, at most."""
+
+
+def command(model: str, method: str, dense_below: int | None, options: Sequence[str]) -> list[str]:
+    """The command that serves a model by a method, as arguments.
+
+    Args:
+        model: a folder, or a name that vLLM knows.
+        method: a spec, or a ``.json`` file.
+        dense_below: see :class:`Settings`; None: as the method or the file says.
+        options: vLLM's own.
+
+    Raises:
+        ValueError: for a method or file that cannot be, for options that are not the user's to give, and without vLLM.
+    """
+    if model.startswith("-"):
+        raise ValueError(f"the model comes first, then options: not {model!r}")
+    for option in options:
+        if (name := option.partition("=")[0]) in _OURS:
+            raise ValueError(f"{name} is given by foveate serve; leave it out")
+    given = method if dense_below is None else {"method": method, "dense_below": dense_below}
+    settings = settings_of({"foveate": given})
+    if Path(model).is_dir():
+        check_folder(settings, Path(model))
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
+    config = json.dumps({"foveate": given})
+    how = ["serve", model, "--attention-backend", "CUSTOM", "--additional-config", config]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *how, *options]
+
+
+def checked(arguments: Sequence[str]) -> Any:
+    """The configuration of a command's engine, without the engine.
+
+    Args:
+        arguments: those of ``vllm serve``, the model first.
+
+    Raises:
+        ValueError: for what vLLM refuses, or foveate.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    releases.check()
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    parsed = parser.parse_args(["serve", *arguments])
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    releases.check_runner(config)
+    check_early(config)
+    return config
+
+
+def told(config: Any) -> list[str]:
+    """What an engine of a configuration will do: the method, where it is dense, and what it takes beside the KV cache.
+
+    One line each.
+    """
+    settings, methods = served(config), methods_of(config)
+    facts = facts_of(config.model_config)
+    geometry = geometry_of(facts, config.parallel_config.tensor_parallel_size)
+    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense(settings, geometry)}"]
+    choosing = [method for method in methods.values() if method.role not in ("dense", "reading")]
+    longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
+    graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    if graphs and any(not method.summarises_blocks for method in choosing):
+        by_head = any(getattr(method, "pool", "layer") != "layer" for method in choosing)
+        each = 4 * geometry.num_kv_heads if by_head else 2 * geometry.num_heads
+        lines.append(
+            f"graphs: scores of {requests:,} requests of {longest:,} tokens, {_bytes(requests * longest * each)}; less "
+            "with a smaller --max-num-seqs or --max-model-len"
+        )
+    size = config.model_config.dtype.itemsize
+    if share := sum(_summaries(method, geometry, size) for method in methods.values()) / len(methods):
+        lines.append(f"summaries: {share:.1%} of the KV cache, beside it: lower --gpu-memory-utilization by as much")
+    return lines
+
+
+def dense(settings: Settings, geometry: Geometry) -> str:
+    """Which steps are dense, in words."""
+    below = settings.dense_below
+    if below == "auto":
+        below = geometry.at_least(settings.method.sparse_from_tokens or 0)
+    return f"steps of fewer than {below:,} tokens, all requests together" if below else "no step"
+
+
+def _roles(methods: dict[int, Method]) -> str:
+    """Which layers do what; how many, where they are many."""
+    layers: dict[str, list[int]] = {}
+    for layer, method in methods.items():
+        layers.setdefault(method.role, []).append(layer)
+    parts = (
+        f"{role}: {', '.join(map(str, own)) if len(own) <= _LISTED else f'{len(own)} layers'}"
+        for role, own in layers.items()
+    )
+    return "; ".join(parts)
+
+
+def _summaries(method: Method, geometry: Geometry, size: int) -> float:
+    """Bytes that a layer keeps of a key beside it, over those of the key and its value of ``size`` bytes a number."""
+    kept = 0.0
+    for channel in method.channels(geometry).values():
+        numbers = 1
+        for extent in channel.shape:
+            numbers *= extent
+        kept += numbers * (size if channel.dtype is None else channel.dtype.itemsize) / channel.per
+    return kept / (size * (geometry.head_dim + geometry.value_dim))
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

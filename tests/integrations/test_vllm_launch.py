@@ -1,0 +1,108 @@
+"""`foveate serve`: what is told before vLLM is imported, and what is handed to it; without vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.integrations.vllm import launch
+from tests.helpers import CONFIGS
+from tests.integrations.test_vllm_settings import KASCADE, engine
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """vLLM seems to be there."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    CONFIGS["llama"]().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_the_command_names_backend_and_method(folder, installed):
+    found = launch.command(folder, KASCADE, None, ["--max-model-len", "8192"])
+    assert found[1:] == [
+        *("-m", "vllm.entrypoints.cli.main", "serve", folder, "--attention-backend", "CUSTOM"),
+        *("--additional-config", json.dumps({"foveate": KASCADE}), "--max-model-len", "8192"),
+    ]
+    config = json.loads(launch.command(folder, KASCADE, 99, [])[-1])
+    assert config == {"foveate": {"method": KASCADE, "dense_below": 99}}
+
+
+@pytest.mark.parametrize(
+    ("method", "below", "options", "why"),
+    [
+        ("kascad", None, [], "did you mean 'kascade'"),
+        ("h2o", None, [], "h2o evicts tokens"),
+        ("pages", None, [], "add weighted=false"),
+        ("kascade:anchors=[0,7]", None, [], "not 7"),
+        (KASCADE, -1, [], "dense_below must be a number of tokens"),
+        (KASCADE, None, ["--attention-backend=FLASH_ATTN"], "--attention-backend is given by foveate serve"),
+        (KASCADE, None, ["--additional-config", "{}"], "--additional-config is given by foveate serve"),
+        ("nowhere.json", None, [], "nowhere.json: No such file"),
+    ],
+)
+def test_mistakes_are_told_before_vllm_is_imported(method, below, options, why, folder, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("asked for vLLM"))
+    with pytest.raises(ValueError, match=why):
+        launch.command(folder, method, below, options)
+
+
+@pytest.mark.filterwarnings("ignore:auto. pages, because")
+def test_auto_becomes_what_can_be_served(folder, installed):
+    assert launch.command(folder, "auto", None, [])[-1] == '{"foveate": "auto"}'
+    (line, *_) = launch.told(engine("auto", **SIZES))
+    assert line == "method: pages:weighted=false"
+
+
+def test_the_model_comes_first():
+    found = CliRunner().invoke(app, ["serve", "--max-model-len", "8192", "model"])
+    assert "the model comes first, then options: not '--max-model-len'" in found.output
+    assert found.exit_code == 2
+
+
+def test_vllm_that_is_missing_is_told(folder):
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is installed")
+    found = CliRunner().invoke(app, ["serve", folder, "--method", KASCADE])
+    assert "vLLM is not installed here; foveate serves with vLLM 0.26" in found.output
+
+
+SIZES = {
+    "model_config__max_model_len": 2048,
+    "model_config__model": "nowhere",
+    "model_config__revision": None,
+    "load_config": SimpleNamespace(download_dir=None),
+    "lora_config": None,
+    "scheduler_config": SimpleNamespace(max_num_seqs=4),
+    "compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)),
+}
+
+
+def test_the_plan_tells_layers_bound_and_memory():
+    facts = CONFIGS["llama"]()
+    found = launch.told(engine({"method": KASCADE, "dense_below": 4096}, **SIZES))
+    assert found[0].startswith("method: kascade_paper:")
+    assert found[1] == "dense, choosing: 0; reading: 1; choosing: 2"
+    assert found[2] == "dense: steps of fewer than 4,096 tokens, all requests together"
+    each = 4 * facts.num_key_value_heads
+    assert found[3].startswith(f"graphs: scores of 4 requests of 2,048 tokens, {4 * 2048 * each / 2**20:.0f} MiB")
+    assert launch.told(engine({"method": "dense"}, **SIZES))[2] == "dense: no step"
+
+
+def test_the_plan_tells_what_summaries_take():
+    found = launch.told(engine("pages:weighted=false,page_size=8", **SIZES))
+    size = 16  # of a head of this model; a record has 32 bytes of scales, the mean, two directions, coefficients
+    record = 16 + size + 2 * size // 2 + 2 * 4
+    record = -(-record // 16) * 16
+    share = record / (8 * 2 * size * torch.bfloat16.itemsize)
+    assert found[-1].startswith(f"summaries: {share:.1%} of the KV cache, beside it")
