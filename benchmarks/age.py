@@ -14,16 +14,17 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from foveate.report.markdown import markdown_table
+from foveate.lab.report.markdown import markdown_table
 
 FRESH = 100
 """Commits after which the table has to be made anew."""
 KERNELS = "3df4fed"
 """The commit with the first kernels for decode steps, which PyTorch references ran until then."""
 _OPS, _TRANSFORMERS = "ops", "integrations/transformers"
+_FORMER_HYBRIDS = ("state", "layers", "models", "modules", "training")
 _METHODS = ("methods", "state", "runtime", "cache.py", "layer_state.py", "row_numbers.py", "moving_rows.py")
 RAN: dict[str, tuple[str, ...]] = {
-    "hybrids": (_OPS, "state", "layers", "models", "modules", "training"),
+    "hybrids": (_OPS, "hybrids", *_FORMER_HYBRIDS),
     "indexer": (_OPS, "layers/csa", "csa"),
     "csa": (_OPS, "layers/csa", "csa", f"{_TRANSFORMERS}/csa", f"{_TRANSFORMERS}/dsa"),
     "serving": (_OPS, *_METHODS, "integrations/vllm"),

@@ -18,12 +18,12 @@ import torch
 import typer
 from torch import Tensor
 
-from foveate.inputs import loading
-from foveate.inputs.prompting import leading_ids
+from foveate.cli.quiet import quiet
 from foveate.integrations.transformers.probe import Seen, watched
-from foveate.report.plots.figure import drawing, title
-from foveate.results import circumstances
-from foveate.results.quiet import quiet
+from foveate.lab.inputs import loading
+from foveate.lab.report.plots.figure import drawing, title
+from foveate.lab.results import circumstances
+from foveate.prompting import leading_ids
 
 TOPICS = ("tides", "bread", "tides", "question")
 TEXT = (Path(__file__).parent / "attention_map.txt").read_text(encoding="utf-8")

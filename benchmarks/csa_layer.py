@@ -19,11 +19,10 @@ from torch import Tensor
 
 from benchmarks import csa_tables
 from benchmarks import indexer as bench
-from foveate import ops
-from foveate.bench.plan import Keep, Row, Say, measure
-from foveate.layers import csa
+from foveate import csa, ops
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results.measurements import speed_row
 from foveate.ops._dispatch import reference_only
-from foveate.results.measurements import speed_row
 
 _CHECKED = 16
 """Last queries, whose outputs are compared with fp64."""

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import foveate
 from benchmarks import csa_tables
-from foveate.bench.plan import Keep, Row, Say, measure
 from foveate.integrations.transformers import releases
-from foveate.results import circumstances, timing
-from foveate.results.measurements import speed_row
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results import circumstances, timing
+from foveate.lab.results.measurements import speed_row
 
 _KEPT = 64
 """Positions at the end of each chunk of a prompt whose logits are compared."""

@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 from benchmarks.csa_tables import PAPER
-from foveate.report.plots import figure
-from foveate.report.plots.figure import Look, Point
-from foveate.report.rows import Row, grouped, read_bench
+from foveate.lab.report.plots import figure
+from foveate.lab.report.plots.figure import Look, Point
+from foveate.lab.report.rows import Row, grouped, read_bench
 
 _LOOKS = {
     "foveate": Look("#0072B2", "o"),

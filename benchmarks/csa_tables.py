@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.table_kinds import Cells, Table, pivot
-from foveate.report.markdown import NONE, markdown_table, percent, titled
-from foveate.report.rows import Row, grouped
+from foveate.lab.report.markdown import NONE, markdown_table, percent, titled
+from foveate.lab.report.rows import Row, grouped
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
 """The papers' numbers, with where they stand in them."""

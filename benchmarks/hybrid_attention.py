@@ -21,14 +21,14 @@ from torch import Tensor
 from benchmarks import hybrid_tables
 from benchmarks.indexer import matmul_rate
 from foveate import ops
-from foveate.bench import cold_cache_timing as cold
-from foveate.bench import dense_peers
-from foveate.bench.plan import Keep, Row, Say, measure
-from foveate.layers import LearnedEviction, NativeSparseAttention
+from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
+from foveate.hybrids.state import BlockMemory, RetainedMemory
+from foveate.lab.bench import cold_cache_timing as cold
+from foveate.lab.bench import dense_peers
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results import circumstances
+from foveate.lab.results.measurements import speed_row
 from foveate.ops._dispatch import reference_only
-from foveate.results import circumstances
-from foveate.results.measurements import speed_row
-from foveate.state.hybrid import BlockMemory, RetainedMemory
 
 _CHECKED = 16
 """Queries at the end of a prompt whose outputs are compared with those in fp64."""

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from foveate import outfile
-from foveate.layers.lte import THRESHOLD
-from foveate.models import HybridConfig, HybridForCausalLM
-from foveate.results.errors import UserError
-from foveate.training import journal
-from foveate.training.mixture import held_out_batches
-from foveate.training.tokens import TokenStore
+from foveate.errors import UserError
+from foveate.hybrids.layers.lte import THRESHOLD
+from foveate.hybrids.models import HybridConfig, HybridForCausalLM
+from foveate.hybrids.training import journal
+from foveate.hybrids.training.mixture import held_out_batches
+from foveate.hybrids.training.tokens import TokenStore
 
 EVERY = 100
 """Steps whose mean loss is a point of the curve."""

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import foveate
 from benchmarks import hybrid_tables
 from benchmarks.hybrid_training import delta_rule
-from foveate.bench.plan import Keep, Row, Say, measure
+from foveate.hybrids.models import HybridCache, HybridForCausalLM, make_config
 from foveate.integrations.transformers import Cache, releases
-from foveate.models import HybridCache, HybridForCausalLM, make_config
-from foveate.results import circumstances, timing
-from foveate.results.measurements import speed_row
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results import circumstances, timing
+from foveate.lab.results.measurements import speed_row
 
 BASELINE = "gdn_attn"
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
-from foveate.report.plots import figure
-from foveate.report.rows import Row, checked
-from foveate.results.errors import DataError, UserError
+from foveate.errors import DataError, UserError
+from foveate.lab.report.plots import figure
+from foveate.lab.report.rows import Row, checked
 
 _LINES = 6
 """Most models of a panel."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.table_kinds import Table, pivot
-from foveate.report.markdown import NONE, markdown_table, percent, titled
-from foveate.report.rows import Row, grouped
-from foveate.report.terminal import size, time
+from foveate.lab.report.markdown import NONE, markdown_table, percent, titled
+from foveate.lab.report.rows import Row, grouped
+from foveate.lab.report.terminal import size, time
 
 _HEADS = {"nsa": "dense of nsa's heads"}
 """Cases whose dense attention has heads of its own."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foveate.evaluation import tasks
-from foveate.evaluation.metrics import Interval, Values, estimate
-from foveate.models import PRESETS, cache_bytes, make_config
-from foveate.report.markdown import NONE, interval, markdown_table, titled
-from foveate.report.rows import Row
-from foveate.report.terminal import size as size_of
-from foveate.results.errors import UserError
+from foveate.errors import UserError
+from foveate.hybrids.models import PRESETS, cache_bytes, make_config
+from foveate.lab.evaluation import tasks
+from foveate.lab.evaluation.metrics import Interval, Values, estimate
+from foveate.lab.report.markdown import NONE, interval, markdown_table, titled
+from foveate.lab.report.rows import Row
+from foveate.lab.report.terminal import size as size_of
 
 _GROUPS = (
     ("needles (S-NIAH-1 in noise, 2 and 3 in novels, and one of several keys)", ("ruler",)),

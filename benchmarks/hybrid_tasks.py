@@ -19,9 +19,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from foveate.evaluation import runner, tasks
-from foveate.models import PRESETS, make_config
-from foveate.results.errors import UserError
+from foveate.errors import UserError
+from foveate.hybrids.models import PRESETS, make_config
+from foveate.lab.evaluation import runner, tasks
 
 CONFIG = Path(__file__).parent / "hybrids" / "27m.toml"
 LENGTHS = (1024, 2048, 4032)

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 from benchmarks import hybrid_tables
-from foveate.bench import breakdown
-from foveate.bench.plan import Keep, Row, Say, measure
-from foveate.models import HybridConfig
+from foveate.hybrids.models import HybridConfig
+from foveate.hybrids.training import network
+from foveate.hybrids.training.configuration import ModelSettings, OptimSettings
+from foveate.hybrids.training.distributed import Parallel, Place, joined
+from foveate.hybrids.training.optim import adamw
+from foveate.hybrids.training.sparsity import SparsityFeedback, SparsitySettings
+from foveate.lab.bench import breakdown
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results import circumstances, timing
+from foveate.lab.results.measurements import speed_row
 from foveate.ops.recur import rule_in_use
-from foveate.results import circumstances, timing
-from foveate.results.measurements import speed_row
-from foveate.training import network
-from foveate.training.configuration import ModelSettings, OptimSettings
-from foveate.training.distributed import Parallel, Place, joined
-from foveate.training.optim import adamw
-from foveate.training.sparsity import SparsityFeedback, SparsitySettings
 
 BASELINE = "transformer"
 TOKENS = {"tiny": 1024, "27M": 65536, "60M": 65536, "0.4B": 32768, "1.4B": 8192}

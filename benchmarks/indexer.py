@@ -20,13 +20,12 @@ import typer
 from torch import Tensor
 
 from benchmarks import csa_tables, peers
-from foveate import ops
-from foveate.bench.plan import Keep, Row, Say, measure
-from foveate.layers import csa
-from foveate.layers.csa import indexer
-from foveate.results import circumstances, timing
-from foveate.results.errors import UserError
-from foveate.results.measurements import speed_row
+from foveate import csa, ops
+from foveate.csa import indexer
+from foveate.errors import UserError
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results import circumstances, timing
+from foveate.lab.results.measurements import speed_row
 
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}
 _CHECKED = 64

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from benchmarks import csa_tables
 from benchmarks import indexer as bench
-from foveate import ops
-from foveate.bench.plan import Keep, Row, Say, measure
-from foveate.layers import csa
-from foveate.layers.csa import indexer
-from foveate.results.measurements import speed_row
+from foveate import csa, ops
+from foveate.csa import indexer
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.results.measurements import speed_row
 
 TOP_K = (64, 256, 512, 1024, 2048)
 CHUNKS = (1024, 4096, 16384)

@@ -21,15 +21,15 @@ import typer
 
 from benchmarks import page_estimates, table_kinds
 from benchmarks.page_estimates import LIMIT, SINKS, TAIL, Case, Measures
-from foveate.bench.plan import Keep, Row, Say, measure
-from foveate.evaluation import tasks
-from foveate.evaluation.metrics import Mean, columns, estimate
-from foveate.evaluation.tasks import Item, Task
-from foveate.inputs import loading, model_folder
+from foveate.cli.quiet import quiet
+from foveate.errors import UserError
 from foveate.integrations.transformers.probe import Seen, watched
-from foveate.results import circumstances
-from foveate.results.errors import UserError
-from foveate.results.quiet import quiet
+from foveate.lab.bench.plan import Keep, Row, Say, measure
+from foveate.lab.evaluation import tasks
+from foveate.lab.evaluation.metrics import Mean, columns, estimate
+from foveate.lab.evaluation.tasks import Item, Task
+from foveate.lab.inputs import loading, model_folder
+from foveate.lab.results import circumstances
 
 BASELINE = "spread+prior"
 """The score with which the others are compared: that of LuKA without low-rank summaries."""

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.report import lines
-from foveate.report.plots import figure
-from foveate.report.plots.figure import Look, Point
-from foveate.report.plots.frontier import facts, is_dense
-from foveate.report.ratio import perplexity_ratio
-from foveate.report.rows import Row, chosen, grouped, read
+from foveate.lab.report import lines
+from foveate.lab.report.plots import figure
+from foveate.lab.report.plots.figure import Look, Point
+from foveate.lab.report.plots.frontier import facts, is_dense
+from foveate.lab.report.ratio import perplexity_ratio
+from foveate.lab.report.rows import Row, chosen, grouped, read
 
 app = typer.Typer()
 Where = Annotated[list[str] | None, typer.Argument(help="NAME=VALUE: only such rows.")]

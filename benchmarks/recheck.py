@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import typer
 
-from foveate.evaluation import tasks
-from foveate.evaluation.metrics import paired_bootstrap
+from foveate.errors import DataError
+from foveate.lab.evaluation import tasks
+from foveate.lab.evaluation.metrics import paired_bootstrap
+from foveate.lab.report.markdown import columns, interval, score
+from foveate.lab.report.rows import Row, read
+from foveate.lab.results.measurements import SCHEMA
 from foveate.methods import restated
-from foveate.report.markdown import columns, interval, score
-from foveate.report.rows import Row, read
-from foveate.results.errors import DataError
-from foveate.results.measurements import SCHEMA
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("kascade-accuracy.jsonl", "luka-niah.jsonl", "luka-wikisalad.jsonl")

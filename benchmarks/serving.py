@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.inputs import model_folder
+from foveate.lab.inputs import model_folder
+from foveate.lab.results import measurements
 from foveate.methods import parse
-from foveate.results import measurements
 
 METHODS = [f"kascade:anchors={number}" for number in (10, 5)]
 CASES = ["131072x1", "65536x4", "32768x16", "8192x1", "8192x16"]

@@ -17,10 +17,10 @@ from typing import Any
 from transformers import GenerationConfig
 
 from benchmarks import serving
-from foveate.evaluation import generation, metrics, tasks
-from foveate.evaluation.tasks.base import Output
-from foveate.inputs import loading
-from foveate.results import circumstances, measurements
+from foveate.lab.evaluation import generation, metrics, tasks
+from foveate.lab.evaluation.tasks.base import Output
+from foveate.lab.inputs import loading
+from foveate.lab.results import circumstances, measurements
 
 PROGRAM = ("-m", "benchmarks.serving_accuracy")
 

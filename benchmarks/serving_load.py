@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import serving
-from foveate.results import measurements
+from foveate.lab.results import measurements
 
 METHODS = [serving.METHODS[1], "pages:top_k=0.1,weighted=false"]
 PROGRAM = ("-m", "benchmarks.serving_load")

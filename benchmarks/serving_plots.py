@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.report.plots import figure
-from foveate.report.plots.figure import Point
-from foveate.report.rows import grouped, read_bench
+from foveate.lab.report.plots import figure
+from foveate.lab.report.plots.figure import Point
+from foveate.lab.report.rows import grouped, read_bench
 
 KINDS = {
     "first_token_ms": "To the first token",

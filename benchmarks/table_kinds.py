@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from foveate.evaluation import tasks
-from foveate.report import lines, pooled
-from foveate.report.markdown import (
+from foveate.errors import UserError
+from foveate.lab.evaluation import tasks
+from foveate.lab.report import lines, pooled
+from foveate.lab.report.markdown import (
     NONE,
     columns,
     difference,
@@ -21,11 +22,10 @@ from foveate.report.markdown import (
     score,
     titled,
 )
-from foveate.report.rows import Row, grouped
-from foveate.report.tables.decode import MODELS, PLACE, how, method, shape, speedup
-from foveate.report.terminal import size, time
-from foveate.results.errors import UserError
-from foveate.results.measurements import PARTS
+from foveate.lab.report.rows import Row, grouped
+from foveate.lab.report.tables.decode import MODELS, PLACE, how, method, shape, speedup
+from foveate.lab.report.terminal import size, time
+from foveate.lab.results.measurements import PARTS
 
 Cells = Mapping[str, Callable[[Any], str]]
 """Columns by their heads, with the cell of a row."""

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from benchmarks import age, csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
 from foveate.calibration import load
-from foveate.evaluation import tasks
-from foveate.report import pooled
-from foveate.report.lines import once
-from foveate.report.rows import Row, chosen, of_cases, spelled
-from foveate.report.tables import calibrations, decode, prefill
-from foveate.report.tables.general import tables
-from foveate.report.tables.summary import summary
+from foveate.lab.evaluation import tasks
+from foveate.lab.report import pooled
+from foveate.lab.report.lines import once
+from foveate.lab.report.rows import Row, chosen, of_cases, spelled
+from foveate.lab.report.tables import calibrations, decode, prefill
+from foveate.lab.report.tables.general import tables
+from foveate.lab.report.tables.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 import foveate
-from foveate.evaluation import generation, lens, runner, tasks
-from foveate.inputs import loading
-from foveate.report import page, terminal
-from foveate.results import circumstances
-from foveate.results.quiet import quiet
+from foveate.cli.quiet import quiet
+from foveate.cli.terminal import console
+from foveate.lab.evaluation import generation, lens, runner, tasks
+from foveate.lab.inputs import loading
+from foveate.lab.report import page, terminal
+from foveate.lab.results import circumstances
 
 HERE = Path(__file__).parent
 METHODS = {
@@ -45,7 +46,7 @@ def main() -> None:
     methods, _ = runner.parse_methods(list(specs.values()))
     how = {"limit": QUESTIONS, "out": given.out / "rows.jsonl", "dtype": "float32"}
     prepared = runner.prepare(runner.Comparison(given.model, task, HERE / "data", methods, **how))
-    notes = terminal.console(stderr=True)
+    notes = console(stderr=True)
     with notes.status(f"{given.model.name} answers {QUESTIONS} questions by {len(METHODS)} methods; about two minutes"):
         rows = runner.run(prepared)
         model = loading.load_model(prepared.plan.model, prepared.plan.dtype, prepared.plan.device)

@@ -14,7 +14,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from foveate import methods
-    from foveate.evaluation.conversation import ask
     from foveate.integrations.transformers import (
         Attachment,
         Cache,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         save_cache,
         stats,
     )
+    from foveate.integrations.transformers.conversation import ask
     from foveate.methods import Method, per_layer
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "ask": "foveate.evaluation.conversation",
+    "ask": "foveate.integrations.transformers.conversation",
     "methods": "foveate.methods",
     "Method": "foveate.methods",
     "per_layer": "foveate.methods",

@@ -1,5 +1,41 @@
-"""The error that the command line prints as one line."""
+"""Errors that a user can mend: one line with what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
     """Bad input: an unknown name, a missing folder, a length out of range. The command line prints it as one line."""
+
+
+class DataError(UserError):
+    """A malformed or missing data file; the message begins with the file and, where there is one, the line."""
+
+
+def check_seed(seed: int) -> None:
+    """Raises `UserError` for a seed that a random generator does not take."""
+    if not 0 <= seed < 1 << 64:
+        raise UserError(f"seed must be at least 0 and below 2^64, got {seed}")
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises `UserError` for a text that is not Unicode, as an argument of undecodable bytes is not.
+
+    Args:
+        what: the text in words, which begin the message.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not UTF-8: its character {error.start + 1} is {text[error.start]!r}") from None
+
+
+def unknown(kind: str, value: str, allowed: Iterable[str], where: str = "") -> UserError:
+    """The error for an unknown name found in `where`; it suggests the nearest allowed name and lists all of them."""
+    names = list(allowed)
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    where = f"{where}: " if where else ""
+    return UserError(f"{where}unknown {kind} '{value}'.{hint} Allowed: {', '.join(names)}")

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from foveate import methods
+from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.integrations.transformers.layers import CacheLayer
-from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from foveate.methods.pages import PageMethod
 from foveate.ops import Logits
 from foveate.runtime import Phase, handover

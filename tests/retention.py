@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.layers.rotary import Rotary, rotate
+from foveate.hybrids.layers.rotary import Rotary, rotate
 from foveate.ops import Convolution
 
 

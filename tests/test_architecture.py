@@ -2,6 +2,9 @@
 
 import ast
 import itertools
+import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,25 +14,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
     ("errors", "json_text"),
-    ("outfile",),
+    ("digest", "outfile", "prompting"),
     ("ops",),
-    ("state",),
+    ("csa", "state"),
     ("calibration",),
-    ("layers",),
-    ("models",),
     ("methods",),
     ("runtime",),
     ("integrations",),
-    ("results",),
-    ("inputs",),
-    ("training",),
-    ("evaluation",),
-    ("report",),
-    ("bench",),
     ("cli", "lm_eval"),
     ("__main__",),
+    ("lab",),
+    ("hybrids",),
 )
-"""Modules and folders of the package, the lowest first: each imports its own layer and those below."""
+"""Modules and folders of the package, the lowest first: each imports its own layer and those below.
+
+The last two are the wings: what measures, and what trains. All else is the core.
+"""
 
 LAYERS_OF_OPS = (
     ("_math", "_dispatch", "block_table", "checks", "logits"),
@@ -40,7 +40,7 @@ LAYERS_OF_OPS = (
 """The same of ``foveate.ops``."""
 
 LAYERS_OF_STATE = (
-    ("counters", "description", "hybrid"),
+    ("counters", "description"),
     ("device_rows", "eviction", "snapshots", "storage"),
     ("row_numbers",),
     ("cache",),
@@ -48,7 +48,16 @@ LAYERS_OF_STATE = (
 )
 """The same of ``foveate.state``."""
 
-NEUTRAL = ("errors", "json_text", "outfile", "ops", "state", "calibration", "layers", "methods", "runtime")
+LAYERS_OF_LAB = (("results",), ("inputs",), ("evaluation",), ("report",), ("bench",), ("cli",))
+"""The same of ``foveate.lab``."""
+
+LAYERS_OF_HYBRIDS = (("state",), ("layers",), ("models",), ("training",), ("cli",))
+"""The same of ``foveate.hybrids``."""
+
+NEUTRAL = (
+    *("errors", "json_text", "digest", "outfile", "prompting", "ops", "csa", "state", "calibration", "methods"),
+    *("runtime", "hybrids.state", "hybrids.layers"),
+)
 """Layers that know no engine."""
 
 MOST_LINES = 450
@@ -156,6 +165,11 @@ def test_state_imports_one_way():
     assert _upward("foveate.state.", LAYERS_OF_STATE) == set()
 
 
+def test_the_wings_import_one_way():
+    assert _upward("foveate.lab.", LAYERS_OF_LAB) == set()
+    assert _upward("foveate.hybrids.", LAYERS_OF_HYBRIDS) == set()
+
+
 def test_operations_import_nothing_else_of_ours():
     others = {name for mine, names in GRAPH.items() if mine.startswith("foveate.ops") for name in names}
     assert {name for name in others if not name.startswith("foveate.ops")} == set()
@@ -167,14 +181,24 @@ def test_nothing_up_to_the_runtime_imports_transformers():
     found = {name for name in names if "transformers" in imported_packages(FILES[name].read_text(encoding="utf-8"))}
     assert len(names) > 50
     assert found == set()
-    assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.models")} == set()
+    assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.hybrids.models")} == set()
 
 
-def test_the_core_stands_without_hybrids_and_training():
-    apart = ("foveate.models", "foveate.training")
-    users = (*apart, "foveate.cli.train")
-    core = {name: others for name, others in GRAPH.items() if not name.startswith(users)}
-    assert {name for name, others in core.items() if any(other.startswith(apart) for other in others)} == set()
+def test_the_core_imports_no_wing():
+    """Only the entry of the command line names their commands, as text."""
+    wings = ("foveate.lab", "foveate.hybrids")
+    core = {name: others for name, others in GRAPH.items() if not name.startswith(wings)}
+    assert len(core) > 150
+    assert {name for name, others in core.items() if any(other.startswith(wings) for other in others)} == set()
+    named = {name for name in core if re.search(r"""["']foveate\.(lab|hybrids)\b""", FILES[name].read_text("utf-8"))}
+    assert named == {"foveate.cli"}
+
+
+def test_the_library_loads_no_wing():
+    code = "import sys, foveate; [getattr(foveate, one) for one in foveate.__all__]; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "foveate.methods" in loaded.split()
+    assert [one for one in loaded.split() if one.startswith(("foveate.lab", "foveate.hybrids", "foveate.cli"))] == []
 
 
 def test_there_are_no_circles():

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from evaluation import tiny
 from typer.testing import CliRunner
 
 import foveate
 from foveate.cli import app
-from foveate.evaluation.conversation import Conversation
-from foveate.inputs import loading
-from foveate.inputs.prompting import encode
-from foveate.results.errors import UserError
+from foveate.errors import UserError
+from foveate.integrations.transformers.conversation import Conversation
+from foveate.lab.inputs import loading
+from foveate.prompting import encode
+from tests import tiny
 from tests.helpers import cached
 
 DOCUMENT = "Call me Ishmael. Some years ago I thought I would sail about a little. " * 12

@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from evaluation import tiny
 from typer.testing import CliRunner
 
 import foveate
 from foveate.calibration import kept_folder
 from foveate.cli import app
 from foveate.integrations.transformers import releases
+from foveate.lab.results import resultfile
 from foveate.methods import base
-from foveate.results import resultfile
+from tests import tiny
 from tests.helpers import full_disk
 
 ROOT = Path(__file__).parents[1]
@@ -212,9 +212,9 @@ def test_a_model_runs_as_it_is(model, out):
     ],
 )
 def test_bad_input_is_one_line(model, out, more, message, monkeypatch):
-    import foveate.inputs.loading
+    import foveate.lab.inputs.loading
 
-    monkeypatch.setattr(foveate.inputs.loading, "load_model", None)
+    monkeypatch.setattr(foveate.lab.inputs.loading, "load_model", None)
     done = call(*compare(model, out, *more))
     assert done.exit_code == 2
     assert done.stdout == ""
@@ -291,10 +291,10 @@ def test_a_new_folder_is_made_and_told(model, tmp_path):
     ids=["compare", "calibrate", "bench", "salad", "fetch"],
 )
 def test_a_device_is_refused_before_any_work(model, device, command, monkeypatch):
-    import foveate.inputs.loading
+    import foveate.lab.inputs.loading
 
-    monkeypatch.setattr(foveate.inputs.loading, "load_model", None)
-    monkeypatch.setattr(foveate.inputs.loading, "load_tokenizer", None)
+    monkeypatch.setattr(foveate.lab.inputs.loading, "load_model", None)
+    monkeypatch.setattr(foveate.lab.inputs.loading, "load_tokenizer", None)
     done = call(*command(model, device))
     assert done.exit_code == 2
     (line,) = done.stderr.strip().splitlines()
@@ -337,12 +337,12 @@ def test_faults_of_the_program_are_not_taken_for_bad_input(monkeypatch):
 def test_running_out_of_memory_is_one_line(model, out, monkeypatch):
     import torch
 
-    import foveate.evaluation.generation
+    import foveate.lab.evaluation.generation
 
     def run_batch(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(foveate.evaluation.generation, "run_batch", run_batch)
+    monkeypatch.setattr(foveate.lab.evaluation.generation, "run_batch", run_batch)
     done = call(*compare(model, out))
     assert done.exit_code == 2
     assert done.stderr.strip() == "error: out of memory; try fewer sequences at once, or shorter ones"
@@ -480,7 +480,7 @@ def test_a_cache_folder_that_cannot_be_written_is_one_line(model, tmp_path, monk
     assert "cache/foveate/calibrations/" in first
     assert spec == f"kascade:calibration={file}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foveate.inputs.loading.load_model", None)  # nothing is lost
+        patch.setattr("foveate.lab.inputs.loading.load_model", None)  # nothing is lost
         done = call(*calibrate(model, file)[:5], *calibrate(model, file)[7:])
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
@@ -550,9 +550,9 @@ def test_what_calibrate_says_can_be_pasted_whatever_the_file_is_called(model, tm
     ],
 )
 def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypatch):
-    import foveate.inputs.loading
+    import foveate.lab.inputs.loading
 
-    monkeypatch.setattr(foveate.inputs.loading, "load_model", None)
+    monkeypatch.setattr(foveate.lab.inputs.loading, "load_model", None)
     done = call(*calibrate(model, tmp_path / "tiny.json", *more))
     assert done.exit_code == 2
     assert done.stdout == ""
@@ -563,7 +563,7 @@ def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypat
 
 
 def test_an_interrupted_calibration_goes_on_where_it_was(model, tmp_path, monkeypatch):
-    import foveate.evaluation.calibration.calibrate as module
+    import foveate.lab.evaluation.calibration.calibrate as module
 
     file, studied, read = tmp_path / "tiny.json", module._studied, []
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from foveate import methods
 from foveate.calibration import Calibration
 from foveate.calibration import load as load_calibration
+from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.errors import UserError
-from foveate.layers.eviction_scores import LEVELS, EvictionScores
-from foveate.report import rows as report_rows
-from foveate.results import resultfile
-from foveate.training import checkpoints, journal
-from tests.results.test_resultfile import RUN, record, row
-from tests.training.test_training_checkpoints import write as write_checkpoints
+from foveate.hybrids.training import checkpoints, journal
+from foveate.lab.report import rows as report_rows
+from foveate.lab.results import resultfile
+from tests.hybrids.training.test_training_checkpoints import write as write_checkpoints
+from tests.lab.results.test_resultfile import RUN, record, row
 
 ODD = [None, "x", -1, 0, 10**400, 1.5, float("nan"), True, [], {}, [[1]], {"a": 1}]
 

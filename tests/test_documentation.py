@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluation import tiny
 
 import foveate
 from benchmarks import tables
 from foveate import methods
-from foveate.evaluation import tasks
+from foveate.errors import DataError
 from foveate.integrations.transformers import releases
-from foveate.results.errors import DataError
-from foveate.results.measurements import needed
-from foveate.results.rows import LATER_FIELDS, ROW_FIELDS
+from foveate.lab.evaluation import tasks
+from foveate.lab.results.measurements import needed
+from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluation import tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+
+from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 DECODE = ROOT / "benchmarks" / "results" / "decode.jsonl"

@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
-from evaluation import tiny
 from typer.testing import CliRunner
 
 from foveate import methods
 from foveate.cli import app
 from foveate.methods import base
+from tests import tiny
 
 METHOD = """
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ def test_a_shipped_method_is_replaced_when_that_is_asked_for(mine, compare):
 
 
 def test_another_version_of_a_file_takes_its_names(mine):
-    from foveate.inputs import imports
+    from foveate.cli import imports
 
     imports.run(mine())
     first = methods.get("mine")

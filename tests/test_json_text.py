@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from foveate import calibration, methods
+from foveate.calibration.eviction_scores import EvictionScores
 from foveate.cli import app
-from foveate.inputs import model_folder, reading
+from foveate.hybrids.training import checkpoints, journal
 from foveate.json_text import parse_json
-from foveate.layers.eviction_scores import EvictionScores
-from foveate.training import checkpoints, journal
+from foveate.lab.inputs import model_folder, reading
 
 BOMBS = {
     "nested": ("[" * 200_000 + "]" * 200_000, "nested too deeply"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from foveate import outfile
-from foveate.results.errors import UserError
+from foveate.errors import UserError
 from tests.helpers import full_disk
 
 

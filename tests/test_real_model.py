@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import foveate
-from foveate.evaluation import tasks
-from foveate.evaluation.runner import Comparison, prepare, run
+from foveate.lab.evaluation import tasks
+from foveate.lab.evaluation.runner import Comparison, prepare, run
 from tests.helpers import cached, returned_cache
 
 ROOT = Path(__file__).resolve().parents[1]

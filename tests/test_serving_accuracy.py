@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from evaluation import tiny
 
 from benchmarks import serving, serving_accuracy
-from foveate.inputs import loading
-from foveate.report import rows
+from foveate.lab.inputs import loading
+from foveate.lab.report import rows
+from tests import tiny
 
 CONTEXT = "The gate is green. The key is under the third stone. Nobody knows who built the wall. "
 QUESTIONS = [("What colour has the gate?", "green"), ("Where is the key?", "third stone"), ("Who built it?", "nobody")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foveate import methods
-from foveate.results.errors import UserError
+from foveate.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,6 +1,7 @@
 """Which layers Kascade chooses keys in: similarity of layers, importance, anchors, head maps, and their artefact.
 
-Nothing here knows a model or a data set: `foveate.evaluation.calibration` reads tasks, an attached model its prompts.
+Nothing here knows a model or a data set: `foveate.lab.evaluation.calibration` reads tasks, an attached model its
+prompts.
 """
 
 from foveate.calibration.anchors import (

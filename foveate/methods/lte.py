@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.layers import eviction_scores
+from foveate.calibration import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy, recent
 from foveate.methods.base import Method, Observation, Replay, setting
 from foveate.methods.budgets import Number, budget, clamp

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import csa_layer
-from foveate.results.measurements import FIELDS
+from foveate.lab.results.measurements import FIELDS
 
 SMALL = {
     "heads": 4,

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import csa_model
-from foveate.results.measurements import FIELDS
+from foveate.lab.results.measurements import FIELDS
 
 pytest.importorskip("transformers.models.deepseek_v4")
 SMALL = {
@@ -41,10 +41,10 @@ def test_the_short_prompt_is_compared_and_the_long_one_measured():
 
 
 def test_a_wrong_result_is_seen(monkeypatch):
-    import foveate.layers.csa
+    import foveate.csa
 
-    real = foveate.layers.csa.lightning_indexer
-    monkeypatch.setattr(foveate.layers.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).clamp(-1, 3))
+    real = foveate.csa.lightning_indexer
+    monkeypatch.setattr(foveate.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).clamp(-1, 3))
     row = csa_model.run(csa_model.Plan(**(SMALL | {"tokens": ()})), lambda _: None)[1]
     assert row["max_logit_difference"] > 1e-3
 

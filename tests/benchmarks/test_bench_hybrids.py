@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks import hybrid_attention as hybrids
-from foveate.bench import cold_cache_timing as cold
-from foveate.results.measurements import FIELDS
+from foveate.lab.bench import cold_cache_timing as cold
+from foveate.lab.results.measurements import FIELDS
 
 SMALL = {
     "context": 200,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import indexer
-from foveate.results.errors import UserError
-from foveate.results.measurements import FIELDS
+from foveate.errors import UserError
+from foveate.lab.results.measurements import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"heads": 16, "dim": 8, "top_k": 20, "ratio": 4, "dtype": "float32", "repeats": 1, "device": "cpu"}
@@ -127,7 +127,7 @@ def test_keys_of_the_future_are_seen(monkeypatch):
 SCRIPT = """
 from pathlib import Path
 from benchmarks import indexer
-from foveate.bench.plan import measure
+from foveate.lab.bench.plan import measure
 
 sizes = {{"heads": 4, "dim": 8, "top_k": 9, "repeats": 1, "device": "cpu"}}
 measure("indexer", indexer.run, indexer.Plan((401,), ["foveate"], **sizes), Path("{out}"), str)

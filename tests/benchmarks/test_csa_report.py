@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from report.plots.test_plots import drawn, entries
-from report.test_decode_report import ELSEWHERE as MADE
-from report.test_decode_report import cells
 
 from benchmarks import csa_plots, csa_tables
-from foveate.report.plots import figure
-from foveate.report.rows import read_bench
-from foveate.results.errors import DataError
+from foveate.errors import DataError
+from foveate.lab.report.plots import figure
+from foveate.lab.report.rows import read_bench
+from tests.lab.report.plots.test_plots import drawn, entries
+from tests.lab.report.test_decode_report import ELSEWHERE as MADE
+from tests.lab.report.test_decode_report import cells
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

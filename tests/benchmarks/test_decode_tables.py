@@ -1,11 +1,11 @@
 """Tables of decode steps: models in short, speed-ups, Kascade beside its paper."""
 
 import pytest
-from report.test_decode_report import KASCADE, LUKA, cells, kind, of_layers, of_model
 
 from benchmarks.csa_tables import decode_kascade
 from benchmarks.table_kinds import decode_kinds, decode_models, decode_speedups
-from foveate.results.errors import UserError
+from foveate.errors import UserError
+from tests.lab.report.test_decode_report import KASCADE, LUKA, cells, kind, of_layers, of_model
 
 
 class TestModels:

@@ -1,9 +1,8 @@
 """Tables of methods beside dense attention."""
 
-from report.plots.test_plots import FRONTIER, row
-from report.tables.test_general import MORE
-
 from benchmarks.table_kinds import differences
+from tests.lab.report.plots.test_plots import FRONTIER, row
+from tests.lab.report.tables.test_general import MORE
 
 ROWS = [one | MORE | {"ceiling": 100.0} for one in FRONTIER]
 

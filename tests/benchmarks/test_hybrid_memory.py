@@ -3,7 +3,7 @@
 import warnings
 
 from benchmarks import hybrid_memory
-from foveate.results.measurements import FIELDS
+from foveate.lab.results.measurements import FIELDS
 
 SMALL = {"size": "tiny", "contexts": (200, 400, 800), "chunk": 64, "steps": 2, "dtype": "float32", "device": "cpu"}
 

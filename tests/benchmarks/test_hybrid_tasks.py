@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import hybrid_task_tables as hybrid_tasks
-from foveate.results.errors import UserError
+from foveate.errors import UserError
 
 MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc", "seed": 0}
 

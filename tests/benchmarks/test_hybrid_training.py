@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hybrid_training
-from foveate.results.measurements import FIELDS
+from foveate.lab.results.measurements import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}
@@ -18,7 +18,7 @@ SMALL = {"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "c
 SCRIPT = """
 from pathlib import Path
 from benchmarks import hybrid_training
-from foveate.bench.plan import measure
+from foveate.lab.bench.plan import measure
 
 sizes = {{"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}}
 measure("hybrids", hybrid_training.run, hybrid_training.Plan(("gdn_swa-tiny",), **sizes), Path("{out}"), str)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import indexer_study as study
-from foveate.layers.csa import indexer
-from foveate.results.measurements import FIELDS
+from foveate.csa import indexer
+from foveate.lab.results.measurements import FIELDS
 
 SMALL = {"heads": 4, "dim": 8, "top_k": 60, "ratio": 1, "dtype": "float32", "repeats": 1, "device": "cpu"}
 

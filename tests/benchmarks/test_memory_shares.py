@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.table_kinds import memory_shares
-from foveate.results.errors import UserError
+from foveate.errors import UserError
 
 MADE = {"device": "H100", "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}
 

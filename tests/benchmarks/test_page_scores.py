@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from evaluation import tiny
 from helpers import assert_close, tiny_model
 from matrix import SCALING, Driver, Tokens, dense
 
@@ -23,11 +22,12 @@ from benchmarks.page_estimates import (
 )
 from benchmarks.table_kinds import page_scores as tables
 from foveate import methods, ops
-from foveate.evaluation.tasks import Item
+from foveate.errors import UserError
 from foveate.integrations.transformers.probe import Seen
+from foveate.lab.evaluation.tasks import Item
+from foveate.lab.results.measurements import needed
 from foveate.ops.compress.low_rank import factors
-from foveate.results.errors import UserError
-from foveate.results.measurements import needed
+from tests import tiny
 
 PROMPT, SIZES = 500, (16, 32)
 TOKENS = Tokens.random(1, PROMPT + 3)

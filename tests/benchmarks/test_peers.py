@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import indexer, peers
 from foveate import ops
-from foveate.results.errors import UserError
+from foveate.errors import UserError
 
 NAME = "deepgemm+flashinfer"
 SMALL = {"heads": 32, "dim": 32, "top_k": 20, "ratio": 4, "dtype": "float8_e4m3fn", "repeats": 1, "device": "cpu"}

@@ -4,10 +4,10 @@ import json
 import math
 
 import pytest
-from report.plots.test_plots import FIGURE_4, MODES, SHARES, entries, of_text
 
 from benchmarks import perplexity_plots as plots
-from foveate.report.plots import figure
+from foveate.lab.report.plots import figure
+from tests.lab.report.plots.test_plots import FIGURE_4, MODES, SHARES, entries, of_text
 
 pytestmark = pytest.mark.usefixtures("coarse")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recheck
+from foveate.errors import DataError
+from foveate.lab.report.rows import read
 from foveate.methods import restated
-from foveate.report.rows import read
-from foveate.results.errors import DataError
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serving_plots, table_kinds
-from foveate.report.plots import figure
+from foveate.lab.report.plots import figure
 
 pytestmark = pytest.mark.usefixtures("coarse")
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "serving-load.jsonl"

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from matrix import Driver, Tokens
 
-from foveate import methods, ops
-from foveate.layers import LearnedEviction, NativeSparseAttention, csa
+from foveate import csa, methods, ops
+from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
+from foveate.hybrids.state import BlockMemory, RetainedMemory
 from foveate.ops import Logits, _dispatch
 from foveate.state import SlotCache
-from foveate.state.hybrid import BlockMemory, RetainedMemory
 
 PROMPT, DECODED = 289, 4
 SPECS = (

@@ -6,8 +6,8 @@ from transformers import LlamaConfig
 
 from benchmarks import hybrid_attention, hybrid_memory, hybrid_training
 from foveate import ops
-from foveate.bench import cold_cache_timing as cold
-from foveate.bench import decode, models, prefill, prefill_model
+from foveate.lab.bench import cold_cache_timing as cold
+from foveate.lab.bench import decode, models, prefill, prefill_model
 
 pytestmark = pytest.mark.gpu
 

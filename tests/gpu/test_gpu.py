@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from evaluation import tiny
 from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each_variant, padded
 
 from foveate import methods, ops
-from foveate.evaluation import tasks
-from foveate.evaluation.calibration import calibrate
+from foveate.lab.evaluation import tasks
+from foveate.lab.evaluation.calibration import calibrate
 from foveate.ops import Logits
+from tests import tiny
 from tests.combinations import every_pair
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from foveate.layers import RetentionScores, masked
+from foveate.calibration.retention_scores import RetentionScores
+from foveate.hybrids.layers import masked
 
 pytestmark = pytest.mark.gpu
 
@@ -81,8 +82,8 @@ def test_scores_under_autocast(kind, padded):
 
 def test_a_compiled_step_waits_for_nothing():
     """Forward, feedback and backward of laLTE."""
-    from foveate.models import HybridForCausalLM, make_config
-    from foveate.training.sparsity import SparsityFeedback, SparsitySettings
+    from foveate.hybrids.models import HybridForCausalLM, make_config
+    from foveate.hybrids.training.sparsity import SparsityFeedback, SparsitySettings
 
     config = make_config("lalte", "27M", num_hidden_layers=2, vocab_size=512)
     model = HybridForCausalLM(config).cuda().train()

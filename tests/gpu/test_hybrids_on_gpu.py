@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.layers import LearnedEviction, NativeSparseAttention, RetentionScores, SlidingWindowAttention
+from foveate.calibration.retention_scores import RetentionScores
+from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention, SlidingWindowAttention
+from foveate.hybrids.state import BlockMemory, Packing, RetainedMemory
 from foveate.ops import _dispatch
 from foveate.ops.attend import gated, until
-from foveate.state.hybrid import BlockMemory, Packing, RetainedMemory
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import LAYOUTS, in_buffer
@@ -158,7 +159,7 @@ def test_layers_on_kernels_are_layers_on_references(kind, pieces):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["swa", "lte"])
 def test_padded_rows_are_what_they_are_alone(kind, monkeypatch):
-    monkeypatch.setattr("foveate.layers.window.LONG_PIECE", 768)
+    monkeypatch.setattr("foveate.hybrids.layers.window.LONG_PIECE", 768)
     layer, (x, at) = layer_of(kind), hidden(2, 800)
     mask = torch.ones(2, 800, dtype=torch.bool, device="cuda")
     mask[1, :300] = False

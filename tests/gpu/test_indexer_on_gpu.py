@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from foveate import ops
-from foveate.layers import csa
-from foveate.layers.csa import indexer
+from foveate import csa, ops
+from foveate.csa import indexer
 from foveate.ops import _dispatch
 from foveate.ops.score import indexer_hopper_kernel, indexer_kernel
 from tests.combinations import every_pair

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.layers import LearnedEviction, RetentionScores
+from foveate.calibration.retention_scores import RetentionScores
+from foveate.hybrids.layers import LearnedEviction
+from foveate.hybrids.state import RetainedMemory
 from foveate.ops import _dispatch
 from foveate.ops.score import retention
-from foveate.state.hybrid import RetainedMemory
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.retention import in_slots, weights
@@ -67,8 +68,8 @@ def test_pieces_score_as_one(dtype, monkeypatch):
     k, v, options, _ = in_slots(2, 2, 500, (64, 64), dtype, "cuda")
     given = torch.arange(500, device="cuda").expand(2, -1), options["real"], torch.tensor([0, 1000], device="cuda")
     whole = layer._margins(k, v, *given, options["slots"])
-    monkeypatch.setattr("foveate.layers.lte.SCORED", 2 * 77)
-    monkeypatch.setattr("foveate.layers.lte.PIECE", 77)
+    monkeypatch.setattr("foveate.hybrids.layers.lte.SCORED", 2 * 77)
+    monkeypatch.setattr("foveate.hybrids.layers.lte.PIECE", 77)
     assert torch.equal(layer._margins(k, v, *given, options["slots"]), whole)
 
 

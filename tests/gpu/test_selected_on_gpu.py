@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from foveate import ops
-from foveate.layers import csa
+from foveate import csa, ops
 from foveate.ops import _dispatch
 from foveate.ops.attend import selected, selected_hopper_kernel, selected_kernel
 from tests.combinations import every_pair

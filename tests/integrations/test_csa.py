@@ -166,7 +166,7 @@ def test_no_tensor_of_queries_by_keys(model, monkeypatch):
     if "linear_attention" in model.get_decoder().config.layer_types:
         pytest.skip("what linear layers work with is larger at this length")
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
-        monkeypatch.setattr(f"foveate.layers.csa.indexer.{name}", 96)
+        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 96)
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 17)
     foveate.attach(model)
     with LargestTensor() as gauge:
@@ -246,7 +246,7 @@ def test_sets_are_those_that_transformers_selects(model):
 
 @torch.no_grad()
 def test_a_decode_step_that_does_not_wait_says_afterwards_that_it_was_lost(model, monkeypatch):
-    monkeypatch.setattr("foveate.layers.csa.indexer._waits", lambda found: found.shape[1] > 1)  # as on a GPU
+    monkeypatch.setattr("foveate.csa.indexer._waits", lambda found: found.shape[1] > 1)  # as on a GPU
     cache = transformers.DynamicCache(config=model.config)
     indexer = next(module for module in model.modules() if type(module).__name__.endswith("Indexer"))
     with foveate.attached(model):

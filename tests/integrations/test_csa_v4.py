@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import foveate
+from foveate import csa
 from foveate.integrations.transformers.csa import compressed
-from foveate.layers import csa
 from tests.helpers import LargestTensor, cached
 
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -213,7 +213,7 @@ def test_what_is_counted():
 def test_no_tensor_of_queries_by_keys(monkeypatch, padding):
     model, length = build(max_position_embeddings=4096, index_head_dim=8), 2400
     for name in ("QUERY_CHUNK", "KEY_CHUNK"):
-        monkeypatch.setattr(f"foveate.layers.csa.indexer.{name}", 64)
+        monkeypatch.setattr(f"foveate.csa.indexer.{name}", 64)
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 19)
     monkeypatch.setattr(sys.modules["foveate.ops.attend.ranges"], "_FEWEST", 32)
     mask = torch.ones(1, length, dtype=torch.int64)

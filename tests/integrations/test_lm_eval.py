@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from foveate import methods
-from tests.evaluation.tiny import build
 from tests.helpers import cached, returned_cache
+from tests.tiny import build
 
 pytest.importorskip("lm_eval")
 from lm_eval import simple_evaluate

@@ -12,7 +12,7 @@ import foveate
 from foveate import methods
 from foveate.calibration import Calibration
 from foveate.integrations.transformers.facts import model_facts
-from foveate.results.resultfile import method_of
+from foveate.lab.results.resultfile import method_of
 from tests.helpers import fingerprint, kascade_by_head, tiny_model, tokens
 
 ANCHORS, HEADS = (0, 1), {"2": [1, 1]}

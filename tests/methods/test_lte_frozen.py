@@ -6,10 +6,10 @@ from matrix import DIM, KV_HEADS, LTE, PROMPT, Driver, Tokens
 
 import foveate
 from foveate import methods
+from foveate.calibration import eviction_scores
+from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.support import attention_modules
-from foveate.layers import eviction_scores
-from foveate.layers.eviction_scores import LEVELS, EvictionScores
 from tests.helpers import generate, tiny_model, tokens
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 HYBRID = "foveate_hybrid"
-"""The type of the models of :mod:`foveate.models`. They read on beyond the length that they were trained on, and warn
-once."""
+"""The type of the models of :mod:`foveate.hybrids.models`. They read on beyond the length that they were trained on,
+and warn once."""
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

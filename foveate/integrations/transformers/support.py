@@ -15,7 +15,6 @@ from transformers.cache_utils import (
 )
 
 from foveate.integrations.transformers import releases
-from foveate.state.hybrid import Memory
 
 
 def unwrapped(model: Any) -> Any:
@@ -49,15 +48,15 @@ def decoder_of(model: nn.Module) -> nn.Module:
 def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
     """What a cache of the model holds of each layer before the first token.
 
-    A configuration may make these itself (``cache_layers()``, as that of :mod:`foveate.models`).
+    A configuration may make these itself (``cache_layers()``, as that of :mod:`foveate.hybrids.models`).
     """
     make = getattr(config, "cache_layers", None)
     return transformers.DynamicCache(config=config).layers if make is None else make()
 
 
 def keeps_memory(layer: CacheLayerMixin) -> bool:
-    """Whether a layer's mixer keeps a :class:`~foveate.state.hybrid.Memory` of its own instead of keys and values."""
-    return isinstance(getattr(layer, "memory", None), Memory)
+    """Whether a layer's mixer keeps a memory of its own instead of keys and values, as those of hybrids do."""
+    return getattr(layer, "keeps_memory", False)
 
 
 def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:

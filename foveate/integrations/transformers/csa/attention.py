@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foveate.layers import csa
+from foveate import csa
 
 IMPLEMENTATION = "foveate-csa"
 _slot = threading.local()

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foveate import csa
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.csa.attention import clear, first_real, post
 from foveate.integrations.transformers.csa.selection import SelectionCounts
-from foveate.layers import csa
 
 _forward = threading.local()
 _ROWS = "rows"

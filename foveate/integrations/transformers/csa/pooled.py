@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foveate import csa
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.csa.attention import first_real
 from foveate.integrations.transformers.csa.selection import SelectionCounts
-from foveate.layers import csa
 
 _BLOCK = 65536
 """Tokens pooled at once, in fp32."""

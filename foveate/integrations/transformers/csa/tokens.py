@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foveate import csa
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.csa.selection import SelectionCounts
-from foveate.layers import csa
 
 
 class Select:

@@ -1,0 +1,21 @@
+"""Digests of files, by which a run knows its data again."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from foveate.errors import DataError
+
+
+def digest(paths: list[Path]) -> str:
+    """sha256 (first 16 hex digits) over the names and contents of files, independent of the folder's path."""
+    total = hashlib.sha256()
+    for path in paths:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from None
+        total.update(f"{Path(path).name}\0{len(content)}\0".encode())
+        total.update(content)
+    return total.hexdigest()[:16]

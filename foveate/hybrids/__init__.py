@@ -1,0 +1,1 @@
+"""What trains: mixers, the Transformers models made of them, and training; of laLTE and laNSA, and of frozen models."""

@@ -1,0 +1,194 @@
+"""Learnable token eviction: which tokens a head goes on seeing when they leave its window (laLTE, section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveate import ops
+from foveate.calibration.retention_scores import RetentionScores
+from foveate.hybrids.layers.masked import attend_masked
+from foveate.hybrids.layers.rotary import rotate
+from foveate.hybrids.layers.window import PIECE, SlidingWindowAttention
+from foveate.hybrids.state import Packing, RetainedMemory
+
+THRESHOLD = 0.5
+"""Tokens with a higher retention score are retained."""
+WARMEST, COLDEST = 2.0, 0.1
+"""Temperatures of scores at the beginning and at the end of a release."""
+SCORED = 65536
+"""Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
+bf16."""
+
+
+class LearnedEviction(SlidingWindowAttention):
+    """Attention over a window, sinks, and the tokens that each KV head has chosen to retain (equation 5).
+
+    In training nothing caps the retained tokens; a penalty keeps them few (:mod:`foveate.hybrids.training`).
+    Everywhere else each KV head retains at most ``buffer`` tokens older than the window: the best so far. What a token
+    sees therefore depends on no later token than the scores' reach, and a prompt in pieces is read as one piece.
+
+    Args:
+        hidden_size: width of the model.
+        num_heads, num_kv_heads, head_dim: of the attention.
+        window: tokens that a query sees before its own.
+        buffer: retained tokens per KV head, sinks included.
+        sinks: first tokens that are always retained.
+        rotary_base: of the positions.
+        scores: settings of :class:`RetentionScores`.
+        whole_prompt: retain the best tokens of the first prompt for all of its queries, as the published code does;
+            the prompt must then come in one piece.
+        gradient: what a score's gradient is before the sigmoid's slope. "value": equation 6's, the value's share in the
+            loss, whose sum over the keys is not zero; so it moves all scores of a head together. "logit": that of a
+            bias on the key's logit, which sums to zero over the keys of each query. Ours.
+    """
+
+    opened: Tensor | None = None
+    """How far training is from what scores decide; fp32 scalar on the device. At 1 every token is retained, and scores
+    give keys and values no gradient. Below, no token is left out yet, but the logit of a key beyond the window has the
+    bias ``log sigmoid(score / (WARMEST * opened))``: what scores low fades, and as long as a query still looks for it
+    the bias has a gradient, which a token that is left out has not. At 0, or with None, scores alone decide. A tensor,
+    so that compiled layers stay compiled when it changes."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int,
+        buffer: int,
+        sinks: int = 4,
+        rotary_base: float = 10000.0,
+        scores: dict | None = None,
+        whole_prompt: bool = False,
+        gradient: str = "value",
+    ):
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, window, rotary_base)
+        if gradient not in ("value", "logit"):
+            raise ValueError(f"gradient must be value or logit, not {gradient!r}")
+        self.gradient = gradient
+        self.buffer, self.sinks, self.whole_prompt = buffer, sinks, whole_prompt
+        self.scores = RetentionScores(num_kv_heads, 2 * head_dim, **(scores or {}))
+        seen = 2 * self.reach + 1
+        if window < seen:
+            raise ValueError(f"window must be at least the {seen} tokens that a score sees, not {window}")
+        if not 0 <= sinks <= buffer or buffer < 1:
+            raise ValueError(f"buffer must be at least 1 and hold the {sinks} sinks, not {buffer}")
+
+    @property
+    def reach(self) -> int:
+        return self.scores.reach
+
+    def _train(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        opened = self.opened
+        scored = (k, v) if opened is None else (torch.where(opened == 1, x.detach(), x) for x in (k, v))
+        logits = self.scores.capped(*scored, real)
+        scores = logits.sigmoid()
+        retained = (scores > THRESHOLD).detach()
+        retained[:, :, : self.sinks].fill_(True)
+        moved, fading = scores, None
+        if opened is not None:
+            faded = F.logsigmoid(logits / (WARMEST * opened).clamp_min(COLDEST))
+            moved = torch.where(opened > 0, faded, scores)
+            # In steps of 1/4096, as attention under a mask wants integers.
+            fading = torch.where((opened > 0) & (opened < 1), (faded.detach() * 4096).round(), 0.0).int()
+            fading[:, :, : self.sinks].fill_(0)
+            retained = retained | (opened > 0)
+        dim = v.shape[3]
+        if self.gradient == "logit":  # a column of ones: each query's probabilities, which add up to one
+            v = F.pad(F.pad(v, (0, 1), value=1.0), (0, dim - 1))  # FlexAttention wants a power of two
+        # A value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient is not.
+        v = v * (1 + moved - moved.detach())[..., None].to(v.dtype)
+        length, window, group = k.shape[2], self.window, self.num_heads // self.num_kv_heads
+        leaves = torch.arange(length, dtype=torch.int32, device=k.device) + window
+        last = torch.where(retained, length, leaves)  # the last query that sees a key, int32 [B, Hkv, L]
+
+        def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return i <= last[b, h // group, j]
+
+        def fades(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return torch.where(i - j > window, fading[b, h // group, j], 0) / 4096.0
+
+        bias = None if fading is None else fades
+        out = attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling, bias=bias)
+        if self.gradient == "logit":  # what a key's probability takes from the others, p_ij <o_i, do_i>
+            out, total = out[..., :dim], out[..., dim : dim + 1]
+            out = out - (total - total.detach()) * out.detach()
+        return out, scores
+
+    def _scores(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        return self.scores(k, v, real)
+
+    @torch.no_grad()
+    def _margins(
+        self,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tensor,
+        real: Tensor | None,
+        first: Tensor,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """Scores less the threshold; sinks are beyond any other. A piece at a time, with its neighbours."""
+        length, parts = tokens.shape[1], []
+        size = max(PIECE, SCORED // len(k))
+        for begin in range(0, length, size):
+            low, high = max(0, begin - self.reach), min(begin + size + self.reach, length)
+            some, there = tokens[:, low:high], None if real is None else real[:, low:high]
+            angles = self.rotary.angles(some + first[:, None])
+            if slots is None:
+                scores = self.scores.of_cached(k[:, :, low:high], v[:, :, low:high], angles, there)
+            else:
+                scores = self.scores.of_cached(k, v, angles, there, slots[:, low:high])
+            margins = (scores - THRESHOLD).masked_fill((some < self.sinks)[:, None], float("inf"))
+            parts.append(margins[:, :, begin - low : begin - low + size])
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def _remember(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
+        if not self.whole_prompt or any(memory.lengths) or q.shape[2] == 1:
+            return super()._remember(q, k, v, memory, packing)
+        return self._published(q, k, v, memory, packing)
+
+    def _published(self, q: Tensor, k: Tensor, v: Tensor, memory: RetainedMemory, packing: Packing | None) -> Tensor:
+        """The first prompt as the published code reads it: the best of all its tokens, for all of its queries."""
+        length, ring, held = k.shape[2], memory.ring, memory.tensors
+        at = torch.arange(length, device=k.device)
+        real = torch.ones(k.shape[0], length, dtype=torch.bool, device=k.device) if packing is None else packing.real
+        counts = real.sum(1, keepdim=True)
+        margins = self._margins(k, v, at.expand(k.shape[0], -1), real, held["first"])
+        left = (at < counts - self.window)[:, None] & (margins > 0)  # tokens that the window has left at the end
+        best = margins.masked_fill(~left, float("-inf")).argsort(dim=2, descending=True, stable=True)[
+            :, :, : self.buffer
+        ]
+        there = left.gather(2, best)
+        order = torch.where(there, best, length).sort(2).values  # in the order of their positions, empty ones last
+        kept = there.sum(2)
+        positions = F.pad(order, (0, self.buffer - order.shape[2]), value=length)
+        index = positions.clamp_max(length - 1)
+        far_k, far_v = ops.gather_slots(k, index), ops.gather_slots(v, index)
+        outs = []
+        for first in range(0, length, PIECE):
+            queries = at[first : first + PIECE, None]
+            low, high = max(0, first - self.window), min(first + PIECE, length)
+            near = (at[low:high] <= queries) & (at[low:high] >= queries - self.window)
+            near = near[None, None].expand(*kept.shape, -1, -1)
+            mask = torch.cat([positions[:, :, None] < queries - self.window, near], 3)
+            keys, values = torch.cat([far_k, k[:, :, low:high]], 2), torch.cat([far_v, v[:, :, low:high]], 2)
+            outs.append(ops.attend(q[:, :, first:high], keys, values, logits=ops.Logits(self.scaling), mask=mask).out)
+        last = counts + torch.arange(-ring, 0, device=k.device)
+        source = last.clamp_min(0)[:, None].expand(-1, self.num_kv_heads, -1)
+        into = (last % ring)[:, None].expand(-1, self.num_kv_heads, -1)
+        for name, x, far in (("keys", k, far_k), ("values", v, far_v)):
+            held[name].scatter_(2, into[..., None].expand(-1, -1, -1, x.shape[3]), ops.gather_slots(x, source))
+            held[name][:, :, ring:] = far
+        held["margins"].scatter_(2, into, margins.gather(2, source))
+        held["margins"][:, :, ring:] = margins.gather(2, index)
+        held["positions"].copy_(positions.masked_fill(positions == length, -1))
+        held["kept"].copy_(kept)
+        memory.advance(length, packing)
+        memory.unscored = [max(0, number - self.reach) for number in memory.lengths]
+        return torch.cat(outs, 2)

@@ -1,0 +1,148 @@
+"""The model that is trained: a folder's, or a preset of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foveate.errors import UserError
+from foveate.hybrids.training.configuration import ModelSettings
+from foveate.lab.inputs.model_folder import weight_files
+
+_PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+)
+
+
+def configuration(settings: ModelSettings, **of_text: Any) -> Any:
+    """The configuration of the model, with `model.changes`.
+
+    Args:
+        settings: folder or preset, and changes.
+        of_text: fields that the text decides, for a preset; changes go over them.
+
+    Raises `UserError` for a folder without a model, and for an unknown preset, size or field.
+    """
+    if settings.folder is not None:
+        return _of_folder(settings.folder, settings.changes)
+    from huggingface_hub.errors import StrictDataclassError
+
+    from foveate.hybrids.models import make_config
+
+    try:
+        return make_config(settings.preset, settings.size, **(of_text | settings.changes))
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"model: {_line(error)}") from None
+
+
+def _of_folder(folder: Path, changes: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    import foveate.hybrids.models  # noqa: F401  (registers the hybrids' configurations)
+
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.folder {folder}: no config.json there")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+    for name in changes:
+        if not hasattr(config, name) or callable(getattr(config, name)):
+            raise UserError(f"model.changes.{name}: a configuration of type {config.model_type} has no such field")
+    if not changes:
+        return config
+    try:  # made anew, so that the class checks the changes and derives fields from them
+        return type(config).from_dict(config.to_dict() | changes)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"model.changes: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """A model's configuration field by field, as JSON values; without what depends on place and version."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype")
+    return {f"model.config.{name}": value for name, value in fields.items() if name not in left_out}
+
+
+def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed: int) -> Any:
+    """A causal language model in fp32 on the host; its weights are the folder's, or drawn by the seed.
+
+    A preset's vocabulary and end token are the text's, and its positions the longest row's.
+
+    Raises `UserError` for a folder without a model, a vocabulary that is too small, or rows longer than its positions.
+    """
+    from transformers import AutoModelForCausalLM
+
+    weights = settings.folder is not None and bool(weight_files(settings.folder))
+    of_text = {"vocab_size": vocab_size, "eos_token_id": end, "max_position_embeddings": longest}
+    config = configuration(settings, **of_text)
+    if config.vocab_size < vocab_size:
+        raise UserError(f"the model has {config.vocab_size:,} tokens, the text {vocab_size:,}; use its tokenizer")
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and limit < longest:
+        raise UserError(f"rows of {longest:,} tokens are longer than the model's {limit:,} positions")
+    torch.manual_seed(seed)
+    if weights:
+        return AutoModelForCausalLM.from_pretrained(
+            settings.folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def matmul_parameters(network: Any) -> int:
+    """Weights that multiply each token: matrices, without the embedding unless it is the head as well."""
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    left_out = embedding.weight.numel() if head is None or head.weight is not embedding.weight else 0
+    return sum(parameter.numel() for parameter in network.parameters() if parameter.ndim >= 2) - left_out
+
+
+def score_parameters(network: Any) -> list[torch.nn.Parameter]:
+    """The parameters of the learned scores by which a hybrid's layers retain tokens."""
+    return [parameter for layer in evicting_layers(network) for parameter in layer.scores.parameters()]
+
+
+def evicting_layers(network: Any) -> list[torch.nn.Module]:
+    """The layers of a hybrid that retain tokens by learned scores."""
+    from foveate.hybrids.layers import LearnedEviction  # here, as other models need no layers of the hybrids
+
+    return [module for module in network.modules() if isinstance(module, LearnedEviction)]
+
+
+def open_layers(network: Any) -> torch.Tensor:
+    """How far layers with learned scores are open (`LearnedEviction.opened`): 1, on the network's device.
+
+    Raises `UserError` for a network without such layers.
+    """
+    if not (layers := evicting_layers(network)):
+        name = type(network).__name__
+        raise UserError(f"sparsity.hold or sparsity.release is set, and {name} has no scores of foveate's layers")
+    opened = torch.ones((), device=layers[0].scores.head.weight.device)
+    for layer in layers:
+        layer.opened = opened
+    return opened
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a device; None where they are not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAKS if part in name), None)

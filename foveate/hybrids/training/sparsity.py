@@ -1,0 +1,293 @@
+"""The sparsity feedback of learned eviction (laLTE, section 3.1.2, equation 7 and Algorithm 1).
+
+Each head of each LTE layer has a weight λ. The penalty λ·ReLU(r − 0.5) pulls its retention scores r below the
+layers' threshold. Every `interval` steps, λ rises where the head retains more than `budget` tokens and falls where it
+retains fewer than `floor`·budget. Paper and published code differ; `variant` names whose rules are followed:
+
+| | `code` (default) | `paper` |
+|---|---|---|
+| penalty, mean over the batch | mean over tokens, layers and heads | sum over tokens, layers and heads (equation 7) |
+| moving average | (1 − a)·old + a·new | a·old + (1 − a)·new (Algorithm 1, line 6) |
+| λ becomes 0 | where λ < 1e-9 | where the average count is < 1e-9 (line 12) |
+| λ = 0 becomes 1e-9 | where the count is above `floor`·budget | where the count is above `budget` (line 13) |
+
+The weight a is 2 / (1 + interval / 2), which is 2/17 at 32. With it the paper's line 6 hardly averages, while the
+paper's text asks for an average over the cycle, as the code computes. Algorithm 1 writes the penalty ReLU(r); both
+variants follow equation 7. The paper names no factor of λ; the code multiplies by 1.5 and halves. Neither names the
+first value of the average: here it is the first count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.errors import UserError, unknown
+
+VARIANTS = ("code", "paper")
+MUTE = 100
+"""Steps without a retained token after which a run warns of a head."""
+SPARED = 6
+"""Last tokens of a sequence that are not counted: LTE's scores read six tokens ahead, which these tokens lack."""
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class SparsitySettings:
+    """Constants of the feedback; the defaults are those of the paper's runs of 20,480 steps.
+
+    λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval and larger factors: `interval` 8,
+    `up` 2. `hold` is the published code's warm-up: attention first learns to find what is far away, and the scores
+    learn from it what deserves to stay. `release` and `recall` are ours: see `foveate.hybrids.training.opening`.
+    """
+
+    budget: int | None = _setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
+    interval: int = _setting(32, "steps between two updates of λ (u)")
+    start: float = _setting(1e-9, "λ of every head at first")
+    up: float = _setting(1.5, "factor of λ above the budget")
+    down: float = _setting(0.5, "factor of λ below floor · budget")
+    floor: float = _setting(0.95, "share of the budget below which λ falls")
+    least: float = _setting(1e-9, "a smaller λ becomes 0, and a re-enabled one begins with it")
+    most: float = _setting(1.0, "largest λ")
+    hold: float = _setting(
+        0.0,
+        "share of the run at first in which every token is retained and λ rests; scores learn without moving the "
+        "model. With a bound on recall: the longest that this may take",
+    )
+    release: float = _setting(
+        0.0,
+        "share of the run after the hold in which tokens fade by their scores, ever more sharply, before scores alone "
+        "decide",
+    )
+    recall: float | None = _setting(
+        None,
+        "percentage of far needles and pairs (log.answers) that must be right before the hold ends and while the "
+        "release goes on; a run that never gets there ends with the hold. None: hold and release end by the clock",
+    )
+    ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
+    variant: str = _setting("code", "code or paper: whose rules where they differ")
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise unknown("variant", str(self.variant), VARIANTS, "sparsity")
+        positive = ("interval", *(("budget",) if self.budget is not None else ()))
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UserError(f"sparsity.{name} must be at least 1, got {getattr(self, name)}")
+        bounds = {
+            "up": self.up > 1,
+            "down": 0 < self.down < 1,
+            "floor": 0 < self.floor <= 1,
+            "least": 0 < self.least <= self.most,
+            "start": 0 <= self.start <= self.most,
+            "hold": 0 <= self.hold < 1,
+            "release": 0 <= self.release < 1 - self.hold,
+            "recall": self.recall is None or (0 < self.recall <= 100 and self.hold > 0),
+            "ema": self.ema is None or 0 < self.ema <= 1,
+        }
+        allowed = {
+            "up": "above 1",
+            "down": "between 0 and 1",
+            "floor": "in (0, 1]",
+            "least": f"above 0 and at most {self.most:g}",
+            "start": f"from 0 to {self.most:g}",
+            "hold": "in [0, 1)",
+            "release": f"at least 0 and below {1 - self.hold:g}, what sparsity.hold leaves of the run",
+            "recall": "in (0, 100], with a sparsity.hold above 0",
+            "ema": "in (0, 1]",
+        }
+        for name, right in bounds.items():
+            if not right:
+                raise UserError(f"sparsity.{name} must be {allowed[name]}, got {getattr(self, name)}")
+        for name in ("hold", "release"):
+            if (share := getattr(self, name)) and self.budget is None:
+                raise UserError(f"sparsity.{name} is {share:g}, and sparsity.budget is none; set one, or no {name}")
+
+    @property
+    def weight(self) -> float:
+        """The weight a of the moving average."""
+        return 2 / (1 + self.interval / 2) if self.ema is None else self.ema
+
+    def held(self, steps: int) -> int:
+        """The steps of the hold, in a run of so many."""
+        return round(self.hold * steps)
+
+
+class SparsityFeedback:
+    """λ `[layers, heads]`, its penalty and its updates. Nothing is read back to the host.
+
+    A step of training calls `penalty` and `observe` once for each micro-batch, then `step` once. Every rank calls
+    `step`, which averages the counts over the ranks with one small all-reduce: λ and the moving average are the same on
+    every rank after each step, so that one rank's state is that of all.
+    """
+
+    def __init__(self, settings: SparsitySettings):
+        if settings.budget is None:
+            raise UserError("sparsity.budget is none; a feedback needs a number of tokens")
+        from foveate.hybrids.layers.lte import THRESHOLD  # here, as reading a configuration need not load the layers
+
+        self._threshold = THRESHOLD
+        self.settings = settings
+        self.steps = 0
+        self.retained: Tensor | None = None
+        """What heads retain, to report: `average`, or a held step's counts."""
+        self.weights: Tensor | None = None
+        """λ, fp32 `[layers, heads]`; None before the first scores."""
+        self.average: Tensor | None = None
+        """Moving average of the counts, fp32 `[layers, heads]`; None before the first step."""
+        self.silent: Tensor | None = None
+        """Steps since each head last retained a token, int32 `[layers, heads]`; None before the first step."""
+        self.slope: Tensor | None = None
+        """The sigmoid's mean slope at the scores of the last step, at most 1/4, fp32 `[layers, heads]`."""
+        self._counts: Tensor | None = None
+        self._slopes: Tensor | float = 0.0
+        self._observed = 0
+        self._warned: set[tuple[int, ...]] = set()
+
+    def penalty(self, retention: Sequence[Tensor], fading: bool = False) -> Tensor:
+        """The term to add to a micro-batch's loss, a scalar.
+
+        Args:
+            retention: scores in (0, 1) of each LTE layer, before the threshold, fp32 `[B, Hkv, L]`.
+            fading: in a release, where tokens fade by their scores. The penalty is then Algorithm 1's ReLU(r), which
+                reaches below the threshold: a score just below it would stay there, and its token be read until the
+                release ends.
+        """
+        scores = _stacked(retention)
+        excess = scores if fading else (scores - self._threshold).relu()
+        weights = self._weights_for(scores)[:, None, :, None]
+        if self.settings.variant == "paper":
+            return (weights * excess).sum() / scores.shape[1]
+        return (weights * excess).mean()
+
+    @torch.no_grad()
+    def observe(self, retention: Sequence[Tensor]) -> None:
+        """Counts the retained tokens of a micro-batch, mean over its sequences."""
+        scores = _stacked(retention)
+        self._weights_for(scores)
+        if scores.shape[-1] <= SPARED:
+            raise ValueError(f"sequences of {scores.shape[-1]} tokens, of which the last {SPARED} are not counted")
+        counted = scores[..., : scores.shape[-1] - SPARED]
+        counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._slopes = self._slopes + (scores * (1 - scores)).mean((1, 3))
+        self._observed += 1
+
+    @torch.no_grad()
+    def step(self, held: bool = False) -> None:
+        """Ends a step of training: folds its counts into the average, and updates λ if it is the interval's last.
+
+        A `held` step changes neither λ nor the average; what it counted is only reported.
+        """
+        if self._counts is None:
+            raise RuntimeError("step() without observe(): no scores were counted in this step")
+        counts, self._counts = _over_ranks(self._counts / self._observed), None
+        self.slope, self._slopes = self._slopes / self._observed, 0.0
+        self._observed = 0
+        silent = 1 if self.silent is None else self.silent + 1
+        self.silent = torch.where(counts > 0, 0, silent)
+        if held:
+            self.retained = counts
+            return
+        a = self.settings.weight
+        kept = a if self.settings.variant == "paper" else 1 - a
+        self.average = counts if self.average is None else kept * self.average + (1 - kept) * counts
+        self.retained = self.average
+        self.steps += 1
+        if self.steps % self.settings.interval == 0:
+            self._update()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors from which `load_state_dict` goes on; between two steps only."""
+        state = {"steps": torch.tensor(self.steps)}
+        if self.weights is not None:
+            state["weights"] = self.weights
+        if self.average is not None:
+            state["average"] = self.average
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.steps = int(state["steps"])
+        self.weights, self.average = state.get("weights"), state.get("average")
+        self.retained = self.average
+        self._counts, self._slopes, self._observed = None, 0.0, 0
+
+    def summary(self) -> dict[str, float | list[list[float]]]:
+        """What to log; waits for the device.
+
+        λ's mean and largest and the share of heads without; what each head retains (`retained`, `[layers][heads]`), its
+        mean and largest; and the numbers of heads that are silent (they retained nothing in the last step) and that are
+        saturated (at their scores the sigmoid is flatter than a twelfth of its steepest slope: they hardly learn).
+        """
+        if self.weights is None or self.retained is None or self.slope is None:
+            return {}
+        return {
+            "lambda_mean": self.weights.mean().item(),
+            "lambda_max": self.weights.amax().item(),
+            "lambda_zero": (self.weights == 0).float().mean().item(),
+            "retained_mean": self.retained.mean().item(),
+            "retained_max": self.retained.amax().item(),
+            "heads_silent": (self.silent > 0).sum().item(),
+            "heads_saturated": (self.slope < 0.25 / 12).sum().item(),
+            "retained": [[round(count, 1) for count in layer] for layer in self.retained.tolist()],
+        }
+
+    def warning(self) -> str | None:
+        """Names heads that have retained nothing for `MUTE` steps, each once; waits for the device."""
+        mute = [] if self.silent is None else [(*at,) for at in (self.silent >= MUTE).nonzero().tolist()]
+        fallen = [at for at in mute if at not in self._warned]
+        self._warned.update(fallen)
+        if not fallen:
+            return None
+        heads = ", ".join(f"{layer}.{head}" for layer, head in fallen)
+        return (
+            f"of the LTE heads (layer.head, from 0), {heads} retained nothing for {MUTE} steps and see their window "
+            "alone; try a lower optim.scores, or sparsity.hold"
+        )
+
+    def _update(self) -> None:
+        s, average = self.settings, self.average
+        above, below = average > s.budget, average < s.floor * s.budget
+        weights = torch.where(above, self.weights * s.up, torch.where(below, self.weights * s.down, self.weights))
+        weights = weights.clamp(max=s.most)
+        vanished, wanted = (average < 1e-9, above) if s.variant == "paper" else (weights < s.least, ~below)
+        weights = weights.masked_fill(vanished, 0)
+        self.weights = weights.masked_fill((weights == 0) & wanted, s.least)
+
+    def _weights_for(self, scores: Tensor) -> Tensor:
+        shape = (scores.shape[0], scores.shape[2])
+        if self.weights is None:
+            self.weights = torch.full(shape, self.settings.start, dtype=torch.float32, device=scores.device)
+        if self.weights.shape != shape:
+            raise ValueError(f"retention of {shape} (layers, heads), λ is of {tuple(self.weights.shape)}")
+        if self.weights.device != scores.device:  # read from a checkpoint
+            self.weights = self.weights.to(scores.device)
+            self.average = None if self.average is None else self.average.to(scores.device)
+        return self.weights
+
+
+def _over_ranks(counts: Tensor) -> Tensor:
+    """The mean over the ranks."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(counts)
+        counts /= dist.get_world_size()
+    return counts
+
+
+def _stacked(retention: Sequence[Tensor]) -> Tensor:
+    """Scores as one tensor `[layers, B, Hkv, L]`."""
+    if not retention:
+        raise ValueError("retention is empty: the model has no layer that evicts by learned scores")
+    if len({scores.shape for scores in retention}) > 1:
+        shapes = ", ".join(str(tuple(scores.shape)) for scores in retention)
+        raise ValueError(f"all layers' retention must have one shape [B, Hkv, L], got {shapes}")
+    return torch.stack(tuple(retention)).float()

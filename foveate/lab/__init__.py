@@ -1,0 +1,1 @@
+"""What measures: tasks and rows, reports, benches, calibration and tuning of a model."""

@@ -1,0 +1,141 @@
+"""`foveate bench ...`: one command for each question. torch is imported inside, so that help answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foveate.outfile import announce
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed: of attention at a model's shape, and of whole models.")
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False, callback=announce
+    ),
+]
+Methods = Annotated[list[str], typer.Option("--method", help="A method. May be repeated.")]
+Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens so far. May be repeated.")]
+Prompts = Annotated[list[int], typer.Option("--context", min=1, help="Prompt tokens. May be repeated.")]
+Batches = Annotated[list[int], typer.Option("--batch", min=1, help="Sequences. May be repeated.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers, of which each kind is timed once.")]
+Model = Annotated[str, typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the inputs.")]
+Device = Annotated[str, typer.Option(help="cuda or cpu.")]
+
+
+@app.command()
+def decode(
+    methods: Methods = (
+        *("dense", "kascade", "luka:page_size=16,top_k=3,score=spread", "luka"),
+        *("pages", "quest", "omnikv", "lessismore"),
+    ),
+    contexts: Contexts = (8192, 32768, 131072),
+    batches: Batches = (1, 32),
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    layers: Layers = 32,
+    level: Annotated[str, typer.Option(help="kernel, or layer: as a model decodes, with its bookkeeping.")] = "kernel",
+    dtype: Dtype = "float16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """A decode step's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
+    from foveate.lab.bench import decode as bench
+    from foveate.lab.bench.plan import measure
+    from foveate.lab.report.tables.decode import table
+
+    plan = bench.Plan(methods, contexts, batches, heads, kv_heads, head_dim, layers, level, dtype, seed, device)
+    measure("decode", bench.run, plan, out, table)
+
+
+@app.command("decode-model")
+def decode_model(
+    model: Model = "llama-3.1-8b",
+    methods: Methods = ("dense", "kascade", "luka"),
+    contexts: Contexts = (32768,),
+    batches: Batches = (1,),
+    steps: Annotated[int, typer.Option(min=1, help="Timed tokens of a round.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every method generates, one after the other.")] = 1,
+    liger: Annotated[
+        bool, typer.Option("--liger", help="Norms, rotations and MLPs by Liger's kernels, for all methods alike.")
+    ] = False,
+    dense_below: Annotated[
+        str,
+        typer.Option(help="Tokens of all sequences below which steps are dense, or auto: where methods are slower."),
+    ] = "0",
+    dtype: Dtype = "bfloat16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """Tokens a second of a model's generate, dense and sparse, beside Transformers' own path."""
+    from foveate.lab.bench import decode_model as bench
+    from foveate.lab.bench.plan import measure
+    from foveate.lab.report.tables.decode import table
+
+    below = int(dense_below) if dense_below.isdecimal() else dense_below
+    plan = bench.Plan(model, methods, contexts, batches, steps, rounds, liger, below, dtype, seed, device)
+    measure("decode", bench.run, plan, out, table)
+
+
+@app.command()
+def prefill(
+    methods: Methods = (
+        *("dense", "kascade:decode_only=false", "kascade_paper", "streaming", "snapkv", "tova", "h2o", "luka"),
+    ),
+    contexts: Prompts = (8192, 32768, 131072),
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    layers: Layers = 32,
+    repeats: Repeats = 5,
+    dtype: Dtype = "float16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """A prompt's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
+    from foveate.lab.bench import prefill as bench
+    from foveate.lab.bench.plan import measure
+    from foveate.lab.report.tables.prefill import table
+
+    plan = bench.Plan(methods, contexts, heads, kv_heads, head_dim, layers, repeats, dtype, seed, device)
+    measure("prefill", bench.run, plan, out, table)
+
+
+@app.command("prefill-model")
+def prefill_model(
+    model: Model = "llama-3.1-8b",
+    methods: Methods = (
+        *("dense", "streaming", "kascade:decode_only=false", "kascade_paper"),
+        *("tova", "snapkv", "h2o", "luka", "luka:compressor=attention", "mixed"),
+    ),
+    contexts: Prompts = (8192, 16384, 32768),
+    chunks: Annotated[
+        list[int],
+        typer.Option("--chunk", min=0, help="Tokens of a prompt that are read at once, 0 for all. May be repeated."),
+    ] = (0,),
+    repeats: Repeats = 5,
+    dtype: Dtype = "bfloat16",
+    seed: Seed = 0,
+    device: Device = "cuda",
+    out: Out = None,
+) -> None:
+    """A model's time to the first token and its peak memory, dense and sparse."""
+    from foveate.lab.bench import prefill_model as bench
+    from foveate.lab.bench.plan import measure
+    from foveate.lab.report.tables.prefill import table
+
+    plan = bench.Plan(model, methods, contexts, chunks, repeats, dtype, seed, device)
+    measure("prefill", bench.run, plan, out, table)

@@ -1,0 +1,104 @@
+"""What all benches share: checks of a plan, the command that a row names, and how rows are kept and shown."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import typer
+
+from foveate.errors import UserError, unknown
+from foveate.lab.results import measurements
+from foveate.methods import parse
+
+if TYPE_CHECKING:
+    from foveate.methods import Method
+
+DTYPES = ("bfloat16", "float16", "float32")
+Row = dict[str, Any]
+Say = Callable[[str], None]
+"""Receives progress, line by line."""
+Keep = Callable[[list[Row]], None]
+"""Receives rows as soon as they are complete."""
+
+_FLAGS = {"methods": "method", "contexts": "context", "batches": "batch", "chunks": "chunk"}
+"""Fields of plans with several values, and the options that give one each."""
+
+
+def parsed(spec: str) -> Method:
+    """The method of a spec. Raises UserError for one that cannot be."""
+    try:
+        return parse(spec)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def specs(methods: Sequence[str]) -> list[str]:
+    """The methods as they are spelled out, `dense` first and each once."""
+    return list(dict.fromkeys(["dense", *(parsed(spec).spec for spec in methods)]))
+
+
+def check(plan: Any) -> None:
+    """Raise UserError for an unknown method, dtype or device, a device that is missing, or uneven groups of heads."""
+    for spec in plan.methods:
+        parsed(spec)
+    if plan.dtype not in DTYPES:
+        raise unknown("dtype", plan.dtype, DTYPES)
+    check_device(plan.device)
+    if plan.heads % plan.kv_heads if hasattr(plan, "heads") else 0:
+        raise UserError(f"heads must be a multiple of kv-heads, {plan.kv_heads}, not {plan.heads}")
+
+
+def check_device(device: str) -> None:
+    """Raise UserError for a device that is none, or not here."""
+    if device not in ("cuda", "cpu"):
+        raise unknown("device", device, ("cuda", "cpu"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
+
+
+def command(name: str, plan: Any) -> str:
+    """The command line `foveate bench NAME` that makes a plan's rows; folders are shortened to their last names."""
+    parts = [f"foveate bench {name}"]
+    for field, value in vars(plan).items():
+        flag = f"--{_FLAGS.get(field, field).replace('_', '-')}"
+        if isinstance(value, bool):
+            parts += [flag] * value
+        else:
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            words = (Path(one).resolve().name if field == "model" else str(one) for one in several)
+            parts += [f"{flag} {shlex.quote(word)}" for word in words]
+    return " ".join(parts)
+
+
+def measure(
+    bench: str,
+    run: Callable[[Any, Say, Keep], list[Row]],
+    plan: Any,
+    out: Path | None,
+    table: Callable[[list[Row]], str],
+) -> None:
+    """Run a plan, write its rows as they come, and print them. An interrupted run keeps what it has measured.
+
+    Args:
+        bench: what the rows name as their bench.
+        run: gives the rows of the plan.
+        out: file for the rows, or None.
+        table: gives the Markdown to print.
+
+    Raises:
+        UserError: before anything is measured, if the file cannot be written or holds rows of another bench.
+    """
+    from foveate.cli.terminal import console
+
+    if out is not None:
+        measurements.check_out(out, bench)
+    say = functools.partial(console(stderr=True).print, style="dim", markup=False)
+    keep = functools.partial(measurements.write, out) if out is not None else lambda rows: None
+    rows = run(plan, say, keep)
+    if rows:  # of several processes, only the first has rows
+        typer.echo(table(rows))

@@ -1,0 +1,371 @@
+"""`foveate generate · compare · calibrate`: a model answers with methods, or is read for a method.
+
+torch and Transformers are imported inside the commands, so that help and bad names answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foveate import outfile
+from foveate.cli.imports import Import
+from foveate.cli.progress import Progress
+from foveate.cli.quiet import quiet
+from foveate.cli.terminal import console
+from foveate.outfile import announce
+
+_INTERRUPTED = 130
+_SHOWN_ANSWERS = 3
+
+Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+
+
+def generate(
+    model: Model,
+    method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
+    prompt: Annotated[str | None, typer.Option(help="The prompt's text.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    lens: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.json) for what each of the first 8 decoded tokens reads, token by token: foveate report "
+            "FILE --out page.html shows it.",
+            show_default=False,
+            callback=announce,
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    imported: Import = None,
+) -> None:
+    """Answer a prompt with a method, greedily, and say what was read."""
+    from foveate.errors import UserError, check_text
+    from foveate.lab.evaluation.runner import parse_method
+    from foveate.lab.inputs.reading import read_text
+
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if max_new_tokens < 1:
+        raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    chosen = parse_method(method)
+    text = prompt if prompt_file is None else read_text(prompt_file)
+    if not text.strip():
+        raise UserError("the prompt is empty")
+    check_text(text, "the prompt")
+    if lens is not None:
+        outfile.check(lens)
+        if max_new_tokens < 2:
+            raise UserError("the lens is of decoded tokens: max-new-tokens must be at least 2, got 1")
+
+    import torch
+    from transformers import TextStreamer
+
+    import foveate
+    from foveate.lab.evaluation import generation
+    from foveate.lab.evaluation import lens as recorded
+    from foveate.lab.inputs import loading, model_folder
+    from foveate.lab.report import terminal
+    from foveate.lab.results import circumstances
+    from foveate.prompting import encode
+
+    quiet()
+    facts = model_folder.model_facts(model)
+    place = loading.choose_device(device)
+    form = loading.choose_dtype(dtype, model, place)
+    tokenizer = loading.load_tokenizer(model)
+    if chat and not tokenizer.chat_template:
+        raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
+    ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
+    model_folder.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
+    if lens is not None and len(ids) > recorded.MOST_TOKENS:
+        raise UserError(f"the lens takes prompts of {recorded.MOST_TOKENS:,} tokens at most, this one has {len(ids):,}")
+    network = loading.load_model(model, form, place)
+    tensor = torch.tensor([ids], device=place)
+    graphs = "auto" if lens is None else False  # whose steps nobody sees
+    with (
+        foveate.attached(network, chosen, dense_below=0, cuda_graph=graphs) as attachment,
+        recorded.recording(network) if lens is not None else contextlib.nullcontext() as recorder,
+        torch.inference_mode(),
+    ):
+        made = network.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=generation.pad_token(network, tokenizer),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            return_dict_in_generate=True,
+        )
+        summary = foveate.stats(network).summary()
+        if lens is not None:
+            facts = {"model": model.resolve().name, "dtype": str(form).removeprefix("torch.")}
+            recorder.save(
+                lens, tokenizer, made.sequences[0].tolist(), len(ids), **facts, **circumstances.of(str(place))
+            )
+        del made  # the statistics are of the live cache
+    line = f"{attachment.method.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
+    console(stderr=True).print(line, style="dim", markup=False)
+
+
+def compare(
+    model: Model,
+    task: Annotated[
+        str,
+        typer.Option(
+            help="documents (your own), niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, "
+            "recall, mqar, lambada, choice, perplexity; settings as in niah:max_new_tokens=128."
+        ),
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="A method, or own: the model as it is; may be repeated.", show_default=False),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
+    length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, for tasks that generate.")] = None,
+    question: Annotated[
+        str | None,
+        typer.Option(
+            help="with: read with its context; after: as a second turn, when methods have evicted what they evict.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Items at most (wikisalad: examples of several questions).")] = 10,
+    batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the items and of the bootstrap.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    share_prompt: Annotated[
+        bool, typer.Option(help="Read each prompt once for all methods that are dense in prefill; else time each.")
+    ] = True,
+    fidelity: Annotated[
+        bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
+    ] = False,
+    show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
+    imported: Import = None,
+) -> None:
+    """Compare methods on a task: resumable, one row of results per method, a table at the end."""
+    from foveate.lab.evaluation import tasks
+    from foveate.lab.evaluation.runner import Comparison, parse_methods, prepare, run
+    from foveate.lab.evaluation.tasks.fidelity import Fidelity
+    from foveate.lab.report import terminal
+
+    notes = console(stderr=True)
+    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
+    if not fidelity and chosen_task.needs_dense(data):
+        notes.print("no answers in these documents: methods go along dense attention's (--fidelity)", style="dim")
+        fidelity = True
+    if fidelity:
+        chosen_task = Fidelity(of=chosen_task)
+    chosen, added = parse_methods(method or [])
+    quiet()
+    how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()))
+    plan = Comparison(model, chosen_task, data, chosen, limit, out, *how)
+    prepared = prepare(plan)
+    if method and added:
+        notes.print("dense runs too: every row is compared with it", style="dim")
+    total = len(prepared.items) * len(prepared.missing)
+    if not prepared.missing:
+        notes.print(f"{out} is complete; nothing to run", style="dim", markup=False, soft_wrap=True)
+    elif prepared.kept:
+        notes.print(f"resuming: {prepared.kept} of {total} answers are there", style="dim")
+    try:
+        with _Progress(notes, total) as progress:
+            rows = run(prepared, progress)
+    except KeyboardInterrupt:
+        notes.print(
+            f"interrupted; the answers so far are in {out}.partial, the same command goes on from there",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(_INTERRUPTED) from None
+    console().print(terminal.results(rows, _SHOWN_ANSWERS if show_answers else 0))
+
+
+def calibrate(
+    model: Model,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose prompts to read: documents, musique, ruler, …, with settings; repeatable. Left out: prompts "
+            "made of a novel that comes with foveate.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="The tasks' data (docs/guide/data.md lists the files).", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file for the calibration (JSON), besides the one in the cache folder.",
+            show_default=False,
+            callback=announce,
+        ),
+    ] = None,
+    anchors: Annotated[
+        int | None,
+        typer.Option(help="Anchor layers to choose; if left out ten for every 28 layers, by similarity five."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="The first task's split; its first if left out.")] = None,
+    length: Annotated[int | None, typer.Option(help="Prompt tokens, if the first task can choose.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts of each task; if left out 20, of the novel 8 of each kind.")
+    ] = None,
+    keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
+    tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Choose by divergence of predictions with all layers together, or of pairs of layers (divergence); or "
+            "by similarity of layers (the paper, for kascade_paper).",
+        ),
+    ] = "together",
+    over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
+    weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="kascade with the settings that divergence and time are measured under: pool, top_k, …",
+            show_default=False,
+        ),
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
+    batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 8,
+    rounds: Annotated[
+        int, typer.Option(help="Together: how often each anchor is tried in every other place, at most.")
+    ] = 0,
+    prompts: Annotated[
+        str, typer.Option(help="Together: how prompts are read, dense, or sparse by --method as in use.")
+    ] = "dense",
+    time_share: Annotated[
+        float | None,
+        typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
+    ] = None,
+    time_context: Annotated[int, typer.Option(help="Tokens at which that time is measured.")] = 32768,
+    time_batch: Annotated[int, typer.Option(help="Sequences at which that time is measured.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
+    from foveate.calibration import kept_name
+    from foveate.errors import UserError
+    from foveate.lab.evaluation import tasks
+    from foveate.lab.evaluation.calibration.calibrate import keep, partial_folder, run
+    from foveate.lab.evaluation.calibration.plan import Plan, kept_at, without_data
+    from foveate.lab.evaluation.runner import parse_method
+    from foveate.lab.evaluation.tasks import probes
+
+    notes = console(stderr=True)
+
+    def say(text: str) -> None:
+        notes.print(text, style="dim", markup=False, soft_wrap=True)
+
+    if task:
+        if data is None:
+            raise UserError("--task reads files: give their folder as --data, or leave --task away")
+        read, usual_limit = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])], 20
+    else:
+        if data is not None or split is not None:
+            raise UserError("--data and --split are of a --task; without one the novel of the package is read")
+        quiet()
+        read, data, usual_limit = without_data(model, length), probes.TEXT, 8
+    chosen = None if method is None else parse_method(method)
+    quiet()
+    plan = Plan(
+        model,
+        read[0],
+        data,
+        out or Path(),
+        tuple(read[1:]),
+        anchors,
+        usual_limit if limit is None else limit,
+        keys,
+        tile,
+        by,
+        over,
+        weights,
+        chosen,
+        answer_tokens,
+        batch_size,
+        rounds,
+        prompts,
+        time_share,
+        time_context,
+        time_batch,
+        seed,
+        dtype,
+        device,
+    )
+    place = kept_at(plan)
+    if out is None:
+        plan = dataclasses.replace(plan, out=place, kept=True)
+    try:
+        with _Progress(notes, plan.limit * len(plan.tasks)) as progress:
+            found = run(plan, progress.at, say)
+    except KeyboardInterrupt:
+        say(f"interrupted; what is read so far is in {partial_folder(plan.out)}, the same command goes on from there")
+        raise typer.Exit(_INTERRUPTED) from None
+    kept = f"kept in {place}"
+    if out is not None:
+        try:
+            keep(plan, found)
+        except UserError as error:
+            kept = f"not kept for attach to find: {error}"
+    typer.echo(f"anchors {list(found.anchors)}, {kept}; use them as --method")
+    typer.echo(_pasted(plan.in_use, str(out) if out is not None else kept_name(place)))
+
+
+def _pasted(method: Any, calibration: str) -> str:
+    """A spec with a calibration as a shell takes it, without quotes where it needs none."""
+    spec = dataclasses.replace(method, calibration=calibration).spec
+    if re.fullmatch(r"[\w./+:@-]+", calibration):
+        spec = spec.replace(json.dumps(calibration), calibration)
+    return shlex.quote(spec)
+
+
+class _Progress(Progress):
+    """A bar over items times methods, or over the steps of a calibration; elsewhere a line for each tenth."""
+
+    _told = -1
+
+    def __call__(self, method: str, items: int) -> None:
+        (task,) = self._bar.tasks
+        done = task.completed + items
+        self.show(done, task.total, method)
+        if self._passes_a_tenth(done, task.total):
+            self.say(f"{done:,} of {task.total:,} answers, the last by {method}")
+
+    def at(self, done: int, of: int) -> None:
+        """So many steps are done: prompts read, answers compared."""
+        self.show(done, of, "calibrating")
+        if self._passes_a_tenth(done, of):
+            self.say(f"calibrating: {done:,} of at most {of:,} steps done")
+
+    def _passes_a_tenth(self, done: float, of: float) -> bool:
+        """Whether there is a line to print."""
+        before, self._told = self._told, int(10 * done // of)
+        return not self.on_terminal and self._told > before

@@ -1,0 +1,140 @@
+"""How far a model's predictions move when one layer reads the keys that another layer would choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import foveate
+from foveate.lab.evaluation import decoding, generation
+from foveate.lab.evaluation.tasks.base import Item
+from foveate.methods import SharedPrompt
+from foveate.methods._anchored import LayerRole
+from foveate.methods._top_k_by_mass import TopKByMass
+from foveate.methods.base import setting
+from foveate.methods.kascade import Kascade
+
+
+class Answered(NamedTuple):
+    """Prompts that were read, and dense attention's answers."""
+
+    prompt: generation.Prompt
+    trace: decoding.Trace
+    again: Callable[[], generation.Prompt]
+    """Reads the prompts anew, with the method that is attached."""
+
+
+@dataclass(frozen=True)
+class OneReader(TopKByMass):
+    """Dense attention but in one layer, which reads the keys that another layer, or itself, chooses for each token."""
+
+    chooser: int = setting(0, "the layer that chooses")
+    reader: int = setting(0, "the layer that reads, this or a later one")
+    heads: tuple[int, ...] | None = setting(None, "for each of the reader's KV heads the chooser's")
+
+    @classmethod
+    def of(cls, method: Kascade, chooser: int, reader: int, heads: Sequence[int]) -> OneReader:
+        """What `method` would do in the reader, were the chooser its anchor."""
+        how = {field.name: getattr(method, field.name) for field in dataclasses.fields(TopKByMass)}
+        mapped = tuple(heads) if chooser != reader else None
+        return cls(**how | {"decode_only": True}, chooser=chooser, reader=reader, heads=mapped)
+
+    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
+        if layer == self.reader:
+            return LayerRole(layer, self.chooser, heads=self.heads)
+        return LayerRole(layer, layer if layer == self.chooser else None, dense=True)
+
+
+def pairs(layers: Sequence[int]) -> list[tuple[int, int]]:
+    """The places of chooser and reader among some layers; layer 0 is dense where it is its own anchor."""
+    return [(a, b) for b in range(len(layers)) for a in range(b + 1) if layers[b] != 0]
+
+
+@torch.inference_mode()
+def measure(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Item],
+    method: Kascade,
+    layers: Sequence[int],
+    maps: Tensor,
+    step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """The divergence from dense attention's predictions, for each pair of a chooser and a reader among L layers.
+
+    The model answers the items with dense attention; then its predictions along these answers are compared, one pair
+    at a time, all layers but the reader dense. Prompts are dense throughout.
+
+    Args:
+        method: how keys are chosen: its `top_k`, `min_k`, `pool`, `pooling`.
+        layers: the L layers' numbers, ascending.
+        maps: int64 ``[L, L, Hkv]``: for each head of the second layer the first one's whose choice it reads.
+        step: called when the items are answered, and after each pair.
+
+    Returns:
+        fp32 ``[L, L]``: KL divergence, nats a token, mean over an answer's tokens and over the items; 0 where the
+        reader comes first.
+
+    Raises:
+        ValueError: where it is not finite.
+    """
+    prompt, trace, _ = answer(model, tokenizer, items)
+    found = torch.zeros(len(layers), len(layers))
+    step()
+    for a, b in pairs(layers):
+        one = OneReader.of(method, layers[a], layers[b], maps[a, b].tolist())
+        with foveate.attached(model, one, dense_below=0):
+            found[a, b] = prompt.divergence(model, trace, shared=True).mean()
+        if not bool(torch.isfinite(found[a, b])):
+            raise ValueError(
+                f"layer {layers[b]}: the predictions of the model are not finite (NaN or infinite) when it reads the "
+                f"choice of layer {layers[a]}"
+            )
+        step()
+    return found
+
+
+@torch.inference_mode()
+def together(
+    model: Any,
+    answered: Answered,
+    methods: Sequence[Kascade],
+    step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """The divergence from dense attention's predictions with each of some methods, all layers reading what they would.
+
+    As :func:`measure`. Prompts are dense for a method with `decode_only`; any other one reads them, too, and the first
+    token of an answer counts then. `step` is called after each method.
+
+    Returns:
+        fp32 ``[N]``: KL divergence, nats a token, mean over an answer's tokens and over the items.
+
+    Raises:
+        ValueError: where it is not finite.
+    """
+    prompt, trace, again = answered
+    found = torch.zeros(len(methods))
+    for number, method in enumerate(methods):
+        with foveate.attached(model, method, dense_below=0):
+            read = prompt if method.decode_only else again()
+            found[number] = read.divergence(model, trace, shared=method.decode_only).mean()
+        if not bool(torch.isfinite(found[number])):
+            raise ValueError(f"the predictions of the model are not finite (NaN or infinite) with {method.spec}")
+        step()
+    return found
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, items: Sequence[Item]) -> Answered:
+    """The items' prompts, read densely, and the model's answers to them."""
+    with foveate.attached(model, SharedPrompt((foveate.methods.parse("dense"),))):
+        prompt = generation.read_prompt(model, tokenizer, items)
+    with foveate.attached(model, "dense"):
+        trace = prompt.trace(model, shared=True)
+    return Answered(prompt, trace, functools.partial(generation.read_prompt, model, tokenizer, items))

@@ -1,0 +1,176 @@
+"""Recording a lens: which tokens the first decoded tokens read, as the verbs of attention get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveate.errors import UserError
+from foveate.lab.results.lens import STATES, pattern, texts, write
+from foveate.ops import first_keys, page_slots
+from foveate.ops._dispatch import reference_only, watched
+from foveate.ops.attend.gather import among
+from foveate.ops.summaries.reference import with_masses
+
+STEPS = 8
+"""Decoded tokens that are recorded."""
+MOST_TOKENS = 16384
+"""Tokens of the longest prompt that is recorded."""
+_EVICTED, _UNREAD, _SUMMARISED, _READ, _REUSED = range(len(STATES))
+
+
+class Recorder:
+    """What the decode steps of one sequence read on an attached model; :func:`recording` makes it.
+
+    Args:
+        model: the attached model.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._attachment = model.foveate
+        self._found: dict[tuple[int, int], Tensor] = {}
+        self._at: tuple[int, int] | None = None
+
+    def layers(self) -> list[dict[str, Any]]:
+        """The layers, as :func:`foveate.lab.results.lens.write` takes them."""
+        methods = {index: policy.method for index, policy in self._attachment.policies.items()}
+        found = [
+            {"layer": index, "method": method.spec, "reads_choice_of": method.reads_choice_of}
+            for index, method in methods.items()
+        ]
+        found += [{"layer": index, "unchanged": reason} for index, reason in self._attachment.unchanged.items()]
+        return sorted(found, key=lambda one: one["layer"])
+
+    def steps(self) -> list[list[list[str]]]:
+        """A pattern for each step, layer and KV head, as :func:`foveate.lab.results.lens.write` takes them.
+
+        Raises:
+            UserError: when no token was decoded, or a layer attended without the verbs of :mod:`foveate.ops`.
+        """
+        numbers = sorted({step for step, _ in self._found})
+        if not numbers:
+            raise UserError("the lens is of decoded tokens, and none was decoded: the first token ended the answer")
+        policies = self._attachment.policies
+        for index, policy in policies.items():
+            if any((step, index) not in self._found for step in numbers):
+                name = policy.method.name
+                raise UserError(f"layer {index} ({name}) attends without foveate's verbs, of which the lens is made")
+        return [
+            [self._patterns(step, one["layer"]) if "unchanged" not in one else [] for one in self.layers()]
+            for step in numbers
+        ]
+
+    def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
+        """Write what was recorded as a lens.
+
+        Args:
+            tokens: ids of the prompt and the answer.
+            prompt_tokens: how many of them are prompt.
+            facts: as :func:`foveate.lab.results.lens.write` takes them.
+
+        Raises:
+            UserError: as :meth:`steps`, and for a file that cannot be written.
+        """
+        steps = self.steps()
+        words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])
+        facts = {"method": self._attachment.method.spec} | facts
+        write(out, words, prompt_tokens, self.layers(), steps, **facts)
+
+    def _patterns(self, step: int, layer: int) -> list[str]:
+        names = "".join(STATES)
+        return [pattern("".join(names[code] for code in head)) for head in self._found[step, layer].tolist()]
+
+    def look(self, layer: int, *_: Any) -> None:
+        """Called before a layer attends: note which layer it is, and whether it decodes."""
+        one = self._attachment.cache.layers[layer]
+        step = 0 if one.phase.prompt_end is None else one.seen - one.phase.prompt_end
+        self._at = (step, layer) if 1 <= step <= STEPS else None
+
+    def note(self, verb: str, arguments: Mapping[str, Any]) -> None:
+        """Called before each verb: note the tokens that a verb of attention reads."""
+        if self._at is None or verb not in _READS:
+            return
+        one = self._attachment.cache.layers[self._at[1]]
+        slots, rest, state = _READS[verb](**arguments), _UNREAD, _READ
+        if verb == "attend_summaries":  # a cover stands for every token once
+            rest = _SUMMARISED
+        if verb == "attend_indices" and one.method.reads_choice_of is not None:
+            state = _REUSED
+        positions = one.store.positions[0].long()
+        heads, places = (positions >= 0).nonzero(as_tuple=True)
+        codes = torch.full((len(positions), one.store.lengths[0]), _EVICTED, dtype=torch.int8, device=positions.device)
+        codes[heads, positions[heads, places]] = torch.where(slots, state, rest).to(torch.int8)[heads, places]
+        before = self._found.get(self._at)  # parts of one step, which are merged
+        self._found[self._at] = codes if before is None else codes.maximum(before)
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Record the decode steps inside the block, of one sequence, by the references of all verbs.
+
+    Args:
+        model: an attached model, whose decode steps are not replayed as CUDA graphs.
+    """
+    recorder = Recorder(model)
+    policies = model.foveate.policies.values()
+    for policy in policies:
+        policy.look = recorder.look
+    try:
+        with reference_only(), watched(recorder.note):
+            yield recorder
+    finally:
+        for policy in policies:
+            policy.look = None
+
+
+# Which slots a verb reads: bool [Hkv, Lk], of its arguments
+
+
+def _all(k: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, **_: Any) -> Tensor:
+    there = torch.ones(k.shape[1:3], dtype=torch.bool, device=k.device)
+    if lengths is not None:
+        there = there & first_keys(lengths, k.shape[2])[0]
+    return there if mask is None else there & mask.expand(1, k.shape[1], -1, k.shape[2])[0].any(1)
+
+
+def _indices(
+    k: Tensor, indices: Tensor, lengths: Tensor | None = None, heads: Tensor | None = None, **_: Any
+) -> Tensor:
+    indices = indices if heads is None else indices.index_select(1, heads)
+    if lengths is not None:
+        indices = indices.where(first_keys(lengths, indices.shape[2]), -1)
+    return among(indices, k.shape[2])[0]
+
+
+def _pages(k: Tensor, pages: Tensor, page_size: int, lengths: Tensor | None = None, **_: Any) -> Tensor:
+    read = among(page_slots(pages, page_size).flatten(2), k.shape[2])[0]  # of KV heads, or of query heads
+    return read.unflatten(0, (k.shape[1], -1)).any(1) & _all(k, lengths=lengths)
+
+
+def _summaries(k: Tensor, tree: Any, need_lse: bool = False, sums: Any = None, **arguments: Any) -> Tensor:
+    """Sinks, tail, and the tokens of refined pages; the choice is made once more, of the same numbers."""
+    *_, lowest = with_masses(k=k, tree=tree, **arguments)[2]
+    read = torch.zeros(k.shape[1:3], dtype=torch.bool, device=k.device)
+    read[:, : tree.sinks] = True
+    read[:, tree.rows.start :] = True
+    if lowest.level == 0:
+        pages = lowest.chosen
+        if lowest.index is not None:
+            pages = lowest.index.gather(2, pages.clamp_min(0)).masked_fill(pages < 0, -1)
+        slots = page_slots(pages, tree.width).flatten(2)
+        read |= among(slots.add(tree.sinks).masked_fill(slots < 0, -1), k.shape[2])[0]
+    return read
+
+
+_READS = {
+    "attend": _all,
+    "attend_pooled": _all,
+    "attend_indices": _indices,
+    "attend_pages": _pages,
+    "attend_summaries": _summaries,
+}

@@ -1,0 +1,103 @@
+"""The evaluation tasks by name. A module in this folder that registers a task is found by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from math import isclose
+from typing import Any, TypeVar
+
+import numpy as np
+
+from foveate.errors import UserError, unknown
+from foveate.lab.evaluation.metrics import Interval, exact_interval
+from foveate.lab.evaluation.tasks.base import Item, Output, Task
+
+__all__ = ["Item", "Output", "Task", "estimated", "exact_intervals", "get", "names", "parse", "register"]
+
+_TASKS: dict[str, type[Task]] = {}
+T = TypeVar("T", bound=type[Task])
+
+
+def register(task: T) -> T:
+    """Class decorator: makes a task known by its `name`. Raises ValueError if the name is taken."""
+    if task.name in _TASKS:
+        raise ValueError(f"task '{task.name}' is registered twice")
+    _TASKS[task.name] = task
+    return task
+
+
+def names() -> list[str]:
+    """The names of all tasks, sorted."""
+    _load()
+    return sorted(_TASKS)
+
+
+def get(name: str) -> type[Task]:
+    """The task of this name. Raises `UserError` naming the nearest one if there is none."""
+    _load()
+    if name not in _TASKS:
+        raise unknown("task", name, names())
+    return _TASKS[name]
+
+
+def parse(spec: str, **settings: Any) -> Task:
+    """A task from `"name"` or `"name:key=value,..."`; `settings` that are None are left out, others must not repeat.
+
+    Raises `UserError` for an unknown task, setting or split (naming the nearest), or a value of the wrong kind.
+    """
+    name, _, rest = spec.partition(":")
+    task = get(name.strip())
+    fields = {field.name: field for field in dataclasses.fields(task)}
+    given = {key: value for key, value in settings.items() if value is not None}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise UserError(f"task '{name}': '{part}' is not of the form key=value")
+        if key in given:
+            raise UserError(f"task '{name}': {key} is given twice")
+        given[key] = value
+    for key, value in given.items():
+        if key not in fields:
+            raise unknown("setting", key, fields, f"task '{name}'")
+        given[key] = _convert(name, key, value, type(fields[key].default))
+    return task(**given)
+
+
+def estimated(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `foveate compare` with exact intervals for shares of items, which older rows have by the bootstrap.
+
+    Metrics of unknown tasks, and those that were computed otherwise, stay as they are.
+    """
+    found = exact_intervals(row["task"], row["item_values"])
+    given = row["metrics"]
+    exact = {name: one for name, one in found.items() if name in given and isclose(one.value, given[name]["value"])}
+    main = exact.get(next(iter(given), ""))
+    bounds = {} if main is None else {"low": main.low, "high": main.high}
+    return {**row, **bounds, "metrics": {**given, **{name: vars(one) for name, one in exact.items()}}}
+
+
+def exact_intervals(task: str, item_values: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
+    """Those metrics of a task that are shares of items, with their exact intervals; none of an unknown task."""
+    values = {name: np.array(column, dtype=np.float64) for name, column in item_values.items()}
+    found = {}
+    for name, aggregate in get(task).metrics.items() if task in names() else ():
+        if (exact := exact_interval(aggregate, values)) is not None:
+            found[name] = exact
+    return found
+
+
+def _convert(task: str, key: str, value: Any, kind: type) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UserError(f"task '{task}': {key} must be of type {kind.__name__}, got '{value}'") from None
+
+
+@functools.cache
+def _load() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

@@ -1,0 +1,197 @@
+"""What a task is: items to ask, how an answer is graded, and how grades become metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foveate.errors import UserError, unknown
+from foveate.lab.evaluation.metrics import Aggregate
+from foveate.prompting import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How an answer's tokens are drawn: at a `temperature` above 0, from the fewest that have `top_p` of the mass.
+
+    The draws are a function of `seed`: they are the same for every method, and in every batch.
+    """
+
+    temperature: float
+    top_p: float
+    seed: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One of the answers that an item lets the model weigh: a prompt `[L]` and its continuation `[T]`, tokenised."""
+
+    prompt_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One question put to a model.
+
+    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. Where
+    `context_tokens` is above 0, the first so many are a turn of their own, which a method finishes, evicting what it
+    evicts, before it reads the question; otherwise all are read at once. An item with `target_ids` `[T]` is scored
+    teacher-forced (T decode steps), and so is each of its `options`, if it has them; one with neither is answered
+    greedily, or by `sampling`, up to `max_new_tokens` tokens or the first `stop` string.
+    """
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    answers: tuple[str, ...] = ()
+    answer_prefix: str = ""
+    max_new_tokens: int = 0
+    stop: str = ""
+    target_ids: tuple[int, ...] = ()
+    options: tuple[Option, ...] = ()
+    sampling: Sampling | None = None
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    context_tokens: int = 0
+
+    @property
+    def texts(self) -> tuple[Option, ...]:
+        """What is scored teacher-forced: the options, or the prompt with its target; nothing of a question."""
+        if self.target_ids:
+            return (Option(self.prompt_ids, self.target_ids),)
+        return self.options
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model needs for prompt and answer."""
+        scored = max((len(text.prompt_ids) + len(text.target_ids) for text in self.texts), default=0)
+        return max(scored, len(self.prompt_ids) + self.max_new_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a model made of an item: its text and number of `tokens`, the end token among them; or the summed negative
+    log-likelihood (nats) of the target tokens, and for each of them whether the model finds it the likeliest; or that
+    likelihood of each option.
+
+    Of an answer that another method has given, besides: the summed KL `divergence` (nats) of the distributions along it
+    from those that it was chosen from, and at how many tokens the choice `agreed`.
+    """
+
+    text: str = ""
+    nll: float = 0.0
+    hits: tuple[bool, ...] = ()
+    option_nlls: tuple[float, ...] = ()
+    tokens: int = 0
+    divergence: float = 0.0
+    agreed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A kind of item and its grading; the fields are the task's settings.
+
+    A new task is one file in this folder: a frozen dataclass derived from `Task` and decorated by `tasks.register`.
+    """
+
+    name: ClassVar[str]
+    splits: ClassVar[tuple[str, ...]]
+    metrics: ClassVar[Mapping[str, Aggregate]]
+    main: ClassVar[str]
+    """The metric that is the row's `score`, in 0..100."""
+    along_dense: ClassVar[bool] = False
+    """Whether methods go along dense attention's answers instead of giving their own."""
+
+    split: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.split:
+            object.__setattr__(self, "split", self.splits[0])
+        if self.split not in self.splits:
+            raise unknown("split", self.split, self.splits, f"task '{self.name}'")
+
+    def settings(self) -> dict[str, Any]:
+        """All settings as JSON-able values, without those at their default that came later."""
+        later = {field.name: field.default for field in dataclasses.fields(self) if field.metadata.get("later")}
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if name not in later or value != later[name]}
+
+    def arguments(self) -> list[str]:
+        """The task as arguments of `foveate compare`."""
+        settings = ",".join(f"{key}={value}" for key, value in self.settings().items())
+        return [f"--task {self.name}:{settings}"]
+
+    def files(self, data: Path) -> list[Path]:
+        """The files of the data folder that the items are made of. Raises `DataError` if they are missing."""
+        raise NotImplementedError
+
+    def reads(self, data: Path, out: Path) -> bool:
+        """Whether the task would take the rows in ``out`` for data."""
+        return False
+
+    def needs_dense(self, data: Path) -> bool:
+        """Whether the data holds no answers, so that methods can only be compared with dense attention's answers."""
+        return False
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        """The first `limit` items (or examples, if the task counts these), a function of the arguments alone; fewer
+        where the data holds no more.
+
+        Raises `DataError` for malformed data and `UserError` if there is none.
+        """
+        raise NotImplementedError
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        """The item's values, from which the metrics aggregate; the same keys for every item."""
+        raise NotImplementedError
+
+    def said(self, item: Item, output: Output) -> str:
+        """The output in words, for a reader."""
+        return output.text
+
+    def ceiling(self, items: list[Item]) -> float:
+        """The best `score` that a reader of the prompts alone could reach, 0..100."""
+        return 100.0
+
+
+def some(records: Sequence[Any], what: str, path: Path) -> None:
+    """Check that a file holds records. Raises `UserError` that names the file and `what` they are if it holds none."""
+    if not records:
+        raise UserError(f"{path}: holds no {what}")
+
+
+QUESTION = ("with", "after")
+
+
+def question_setting() -> Any:
+    """The setting `question` of tasks that ask about a context; `check_question` checks it."""
+    text = "read with the context, or after it as a second turn: methods evict before they see it"
+    return dataclasses.field(default="with", kw_only=True, metadata={"help": text, "later": True})
+
+
+def check_question(task: Task) -> None:
+    """Raises `UserError` for another value of the setting `question` than there is."""
+    if task.question not in QUESTION:  # type: ignore[attr-defined]
+        raise unknown("question", task.question, QUESTION, f"task '{task.name}'")  # type: ignore[attr-defined]
+
+
+def items_digest(items: Sequence[Item]) -> str:
+    """A fingerprint of what is asked (16 hex digits)."""
+    total = hashlib.sha256()
+    for item in items:
+        asked = [item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]
+        options = [[option.prompt_ids, option.target_ids] for option in item.options]
+        total.update(json.dumps([*asked, options] if options else asked).encode())
+        total.update(f"{item.context_tokens}".encode() if item.context_tokens else b"")
+    return total.hexdigest()[:16]
+
+
+def at_least(task: Task, name: str, smallest: int) -> None:
+    """Raises `UserError` if the integer setting `name` of a task is below `smallest`."""
+    value = getattr(task, name)
+    if value < smallest:
+        raise UserError(f"task '{task.name}': {name} must be at least {smallest}, got {value}")

@@ -1,0 +1,213 @@
+"""A user's own documents: questions with answers, questions alone, or texts to go on with.
+
+Questions with answers are graded. Without answers nothing is right or wrong: `compare` then measures how closely a
+method follows dense attention (:class:`~foveate.lab.evaluation.tasks.fidelity.Fidelity`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from foveate.errors import DataError, UserError
+from foveate.lab.evaluation.metrics import Aggregate, Mean, f1, normalize
+from foveate.lab.evaluation.tasks import register
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.lab.inputs import reading
+from foveate.prompting import encode, encode_turns, leading_ids
+
+SYSTEM = "Answer the question on the given document. Give the answer alone, without an explanation."
+_TEXTS, _RECORDS = (".txt", ".md"), (".jsonl",)
+_KINDS = ", ".join((*_TEXTS, *_RECORDS))
+
+
+class Document(NamedTuple):
+    """A text, or a context with a question."""
+
+    name: str
+    text: str
+    question: str = ""
+    answers: tuple[str, ...] = ()
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Documents(Task):
+    """Your own texts (.txt, .md) and records (.jsonl: `context`, and, if you have them, `question` and `answer`).
+
+    A text is cut into windows of `length` tokens, after each of which the model goes on; a context is read whole, with
+    its question. Score: questions whose answer is found in what the model says (`found`), all in normalised words. The
+    halves `tune` and `test` share no item.
+    """
+
+    name: ClassVar[str] = "documents"
+    splits: ClassVar[tuple[str, ...]] = ("all", "tune", "test")
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found"), "f1": Mean("f1")}
+    main: ClassVar[str] = "found"
+
+    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of a text's window"})
+    max_new_tokens: int = dataclasses.field(default=64, metadata={"help": "longest answer"})
+    question: str = question_setting()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_question(self)
+        at_least(self, "length", 16)
+        at_least(self, "max_new_tokens", 1)
+
+    def files(self, data: Path) -> list[Path]:
+        data = Path(data)
+        if data.is_file():
+            files = [data]
+        elif data.is_dir():
+            files = sorted(_walk(data))
+        else:
+            raise DataError(f"{data}: no such file or folder; source: your own texts (docs/guide/data.md)")
+        if not files or _kind(files[0]) not in _TEXTS + _RECORDS:
+            raise DataError(
+                f"{data}: no documents found; expected files of {_KINDS}, plain or .xz; "
+                "source: your own (docs/guide/data.md)"
+            )
+        return files
+
+    def reads(self, data: Path, out: Path) -> bool:
+        return Path(data).is_dir() and _kind(out) in _RECORDS and out.resolve().is_relative_to(Path(data).resolve())
+
+    def needs_dense(self, data: Path) -> bool:
+        return not any(document.answers for document in self._documents(data))
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        found = [item for item in self._all(data, tokenizer) if self.split in ("all", _half(item))]
+        if not found:
+            raise UserError(
+                f"{data}: all items are in the other half than '{self.split}'; give more documents, or of "
+                f"texts a smaller length than {self.length}"
+            )
+        return random.Random(f"documents/{self.split}/{seed}").sample(found, min(limit, len(found)))
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        said = f" {normalize(output.text)} "
+        found = any(f" {normalize(answer)} " in said for answer in item.answers)
+        return {"found": float(found), "f1": f1(output.text, item.answers)}
+
+    def _documents(self, data: Path) -> list[Document]:
+        """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
+        have answers and others none."""
+        files = self.files(data)
+        read = {path: _read(path, _name(data, path)) for path in files}
+        if empty := [path for path in files if not read[path]]:
+            if len(empty) == len(files):
+                raise DataError(f"{empty[0]}: an empty document")
+            others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+            warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=1)
+        found = [one for of_file in read.values() for one in of_file]
+        asked = [one for one in found if one.question]
+        without = [one.name for one in found if not one.answers]
+        if without and len(without) < len(found):
+            rule = "either every document has a question with an answer, or none has an answer"
+            raise DataError(f"{data}: {without[0]} has no answer, but others have; {rule}")
+        if asked and len(asked) < len(found):
+            alone = next(one.name for one in found if not one.question)
+            raise DataError(f"{data}: {alone} has no question, but others have; put them into different folders")
+        return found
+
+    def _all(self, data: Path, tokenizer: Any) -> Iterator[Item]:
+        for document in self._documents(data):
+            if document.question:
+                yield self._asked(tokenizer, document)
+            else:
+                yield from self._windows(tokenizer, document)
+
+    def _asked(self, tokenizer: Any, document: Document) -> Item:
+        user = {"role": "user", "content": f"{document.text}\n\n{document.question}"}
+        prompt = ({"role": "system", "content": SYSTEM}, user) if document.answers else (user,)
+        if self.question == "with":
+            ids, before = encode(tokenizer, prompt), 0
+        else:
+            ids, before = encode_turns(tokenizer, prompt, document.question)
+        return Item(
+            id=document.name,
+            prompt=prompt,
+            prompt_ids=tuple(ids),
+            context_tokens=before,
+            answers=document.answers,
+            max_new_tokens=self.max_new_tokens,
+            meta={"question": document.question},
+        )
+
+    def _windows(self, tokenizer: Any, document: Document) -> Iterator[Item]:
+        """Consecutive windows of a text; its last one only if it is half a window, or the only one."""
+        if not getattr(tokenizer, "is_fast", True):
+            raise UserError(
+                "texts are cut into windows by a fast tokenizer, and the model's is none (no tokenizer.json)"
+            )
+        first = leading_ids(tokenizer)
+        coded = tokenizer(document.text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets, size = coded["input_ids"], coded["offset_mapping"], self.length - len(first)
+        for start in range(0, len(ids), size):
+            window = ids[start : start + size]
+            if start and 2 * len(window) < size:
+                return
+            begin, end = offsets[start][0], offsets[start + len(window) - 1][1]
+            yield Item(
+                id=f"{document.name}@{begin}",
+                prompt=document.text[begin:end],
+                prompt_ids=(*first, *window),
+                max_new_tokens=self.max_new_tokens,
+            )
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """The files of documents in a folder and its subfolders. Raises `DataError` for what may not be read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}; its documents cannot be read") from None
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        for path in map(Path(place).joinpath, names):
+            try:
+                wanted = _kind(path) in _TEXTS + _RECORDS and path.is_file()
+            except OSError as error:
+                refuse(error)
+            if wanted:
+                yield path
+
+
+def _kind(path: Path) -> str:
+    return Path(path.name.removesuffix(".xz")).suffix.lower()
+
+
+def _name(data: Path, path: Path) -> str:
+    return path.name if path == Path(data) else path.relative_to(data).as_posix()
+
+
+def _half(item: Item) -> str:
+    """The half of the documents that an item is in, whatever its file is called."""
+    return ("tune", "test")[hashlib.sha256(str(item.prompt).encode()).digest()[0] % 2]
+
+
+def _read(path: Path, name: str) -> Sequence[Document]:
+    if _kind(path) in _TEXTS:
+        text = reading.strip_gutenberg(reading.read_text(path))
+        return [Document(name, text)] if text else []
+    return [_record(value, f"{path}:{number}", f"{name}:{number}") for number, value in reading.read_jsonl(path)]
+
+
+def _record(value: Any, where: str, name: str) -> Document:
+    context = reading.field(value, "context", str, where)
+    question = value.get("question", "")
+    answers = value.get("answer", ())
+    answers = (answers,) if isinstance(answers, str) else tuple(answers) if isinstance(answers, list) else answers
+    if not context.strip():
+        raise DataError(f"{where}: 'context' is empty")
+    if not isinstance(question, str) or (answers and not question.strip()):
+        raise DataError(f"{where}: 'question' must be text, and an 'answer' needs one")
+    if not isinstance(answers, tuple) or not all(isinstance(one, str) and normalize(one) for one in answers):
+        raise DataError(f"{where}: 'answer' must be text, or a list of texts, with a word in each")
+    return Document(name, context, question.strip(), answers)

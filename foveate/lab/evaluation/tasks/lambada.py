@@ -1,0 +1,62 @@
+"""LAMBADA (Paperno et al. 2016): the last word of a passage that only the whole passage tells.
+
+Scored as lm-eval-harness scores `lambada_openai`: the word is right if each of its tokens is the likeliest one, and the
+perplexity is of the word, not of its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.tasks import register
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, some
+from foveate.lab.inputs import reading
+from foveate.prompting import encode_continued
+
+_FILE = "lambada_openai.jsonl"
+_SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/language_understanding/lambada_openai.jsonl"
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Lambada(Task):
+    """The last word of a passage of a novel. Score: words of which every token is the likeliest, percent."""
+
+    name: ClassVar[str] = "lambada"
+    splits: ClassVar[tuple[str, ...]] = ("openai",)
+    metrics: ClassVar[Mapping[str, Aggregate]] = {
+        "accuracy": Mean("right"),
+        "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1)),
+    }
+    main: ClassVar[str] = "accuracy"
+
+    def files(self, data: Path) -> list[Path]:
+        folder = reading.subfolder(data, "commonsense")
+        content = "an object a line, with the texts 'context' and 'continuation'"
+        return [reading.find_data_file(folder, _FILE, content, _SOURCE)]
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        (path,) = self.files(data)
+        records = list(reading.read_jsonl(path))
+        some(records, "passages", path)
+        chosen = random.Random(f"lambada/{seed}").sample(records, len(records))[:limit]
+        return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        return {"right": float(all(output.hits)), "nll": output.nll}
+
+    def said(self, item: Item, output: Output) -> str:
+        return f"{'right' if all(output.hits) else 'wrong'}, perplexity {math.exp(min(output.nll, 700)):.2f}"
+
+    def _item(self, tokenizer: Any, value: Any, where: str, line: int) -> Item:
+        context, word = (reading.field(value, name, str, where).strip() for name in ("context", "continuation"))
+        prompt, target = encode_continued(tokenizer, context, f" {word}")
+        return Item(f"{line}", context, tuple(prompt), answers=(word,), target_ids=tuple(target))

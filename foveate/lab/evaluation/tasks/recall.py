@@ -1,0 +1,226 @@
+"""Reading a fact off a passage: SQuAD, DROP, NaturalQuestions and TriviaQA as Arora et al. (2024) ask them.
+
+The prompt is the passage, ". " and the question, raw text without an example or a chat template; the answer has up to
+48 tokens and ends with its line. It is right if it contains one of the answers, ignoring case. As in laLTE/laNSA only
+inputs beyond `max_length` are cut: to a window of the passage with half of it before the answer's place and the rest
+after it. That place is the first occurrence of an answer, and the beginning of the passages of DROP and TriviaQA. What
+differs from the published evaluation:
+
+- SQuAD's and NaturalQuestions' questions are the data sets' own on their own paragraphs. The published SQuAD rewords
+  them as statements to complete, and the published NaturalQuestions has longer passages.
+- DROP has the questions whose answer stands in the passage; the others ask to count or to calculate.
+- White space before an answer, a line's end among it, does not end the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foveate.errors import DataError, UserError
+from foveate.lab.evaluation.metrics import Aggregate, Mean, string_match_part
+from foveate.lab.evaluation.tasks import register
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, some
+from foveate.lab.inputs import reading
+from foveate.lab.inputs.squad import find_squad, read_squad
+from foveate.prompting import encode
+
+_TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
+_DROP = re.compile(r"Passage: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """A question on a passage; `near` are texts of which the first occurrence says what to keep of a long passage."""
+
+    id: str
+    passage: str
+    question: str
+    answers: tuple[str, ...]
+    near: tuple[str, ...] = ()
+
+
+def _squad(path: Path) -> Iterator[_Record]:
+    for article in read_squad(path).articles:
+        for paragraph in article.paragraphs:
+            for question in paragraph.questions:
+                answers = tuple(dict.fromkeys(answer.text for answer in question.answers))
+                if answers:
+                    asked = _asked(question.text, f"{path}: question {question.id}")
+                    yield _Record(question.id, paragraph.text, asked, answers, answers)
+
+
+def _drop(path: Path) -> Iterator[_Record]:
+    for line, value in reading.read_jsonl(path):
+        where = f"{path}:{line}"
+        match = _DROP.fullmatch(reading.field(value, "context", str, where))
+        if match is None:
+            raise DataError(f"{where}: expected 'context' to hold a passage, a question and 'Answer:'")
+        passage, question = match.groups()
+        answers = _answers(reading.field(value, "ref_text", str, where).split("|"), "ref_text", where)
+        if any(re.search(rf"\b{re.escape(answer)}\b", passage, re.IGNORECASE) for answer in answers):
+            yield _Record(f"{line}", passage, _asked(question, where), answers)
+
+
+def _nq(path: Path) -> Iterator[_Record]:
+    for line, value in reading.read_jsonl(path):
+        where = f"{path}:{line}"
+        passages = reading.field(value, "ctxs", list, where)
+        gold = [one for one in passages if isinstance(one, dict) and one.get("isgold")]
+        if not gold:
+            raise DataError(f"{where}: expected a passage with 'isgold' in 'ctxs'")
+        answers = _answers(reading.field(value, "answers", list, where), "answers", where)
+        text = reading.field(gold[0], "text", str, f"{where}: ctxs")
+        question = _asked(reading.field(value, "question", str, where), where)
+        yield _Record(f"{line}", text, question, answers, answers)
+
+
+def _triviaqa(path: Path) -> Iterator[_Record]:
+    for line, value in reading.read_jsonl(path):
+        where = f"{path}:{line}"
+        passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
+        answers = _answers(reading.field(value, "answers", list, where), "answers", where)
+        yield _Record(f"{line}", _TRIVIAQA_MARKS.sub("", passage), _asked(question, where), answers)
+
+
+def _asked(question: str, where: str) -> str:
+    if not question.strip():
+        raise DataError(f"{where}: the question is empty")
+    return question
+
+
+def _answers(texts: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise DataError(f"{where}: expected texts, none of them empty, in '{name}'")
+    return tuple(dict.fromkeys(text.strip() for text in texts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Set:
+    """A data set: its folder and file, what a line holds, where it is to be had, and how it is read."""
+
+    folder: str
+    file: str
+    content: str
+    source: str
+    read: Callable[[Path], Iterator[_Record]]
+
+    def find(self, data: Path) -> Path:
+        if not self.file:
+            return find_squad(data)
+        return reading.find_data_file(reading.subfolder(data, self.folder), self.file, self.content, self.source)
+
+
+_SETS = {
+    "squad": _Set("squad", "", "", "", _squad),
+    "drop": _Set(
+        "drop",
+        "drop_v0_dev.jsonl",
+        "an object a line, with the texts 'context' and 'ref_text'",
+        "https://openaipublic.blob.core.windows.net/simple-evals/drop_v0_dev.jsonl.gz, unpacked",
+        _drop,
+    ),
+    "nq": _Set(
+        "nq",
+        "nq-open-oracle.jsonl",
+        "an object a line, with 'question' (text), 'answers' (texts) and 'ctxs' (passages)",
+        "https://github.com/nelson-liu/lost-in-the-middle, qa_data/nq-open-oracle.jsonl.gz, unpacked",
+        _nq,
+    ),
+    "triviaqa": _Set(
+        "evaporate",
+        "triviaqa.jsonl",
+        "an object a line, with 'context', 'question' (texts) and 'answers' (texts)",
+        "https://huggingface.co/datasets/hazyresearch/based_triviaqa, its validation split as JSON Lines",
+        _triviaqa,
+    ),
+}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Recall(Task):
+    """A fact that stands in a passage. Score: answers that contain it, percent."""
+
+    name: ClassVar[str] = "recall"
+    splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
+    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": Mean("contains")}
+    main: ClassVar[str] = "contains"
+
+    max_length: int = dataclasses.field(
+        default=4096, metadata={"help": "most tokens of prompt and answer; a longer passage is cut"}
+    )
+    max_new_tokens: int = dataclasses.field(default=48, metadata={"help": "longest answer (published: 48)"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "max_new_tokens", 1)
+        at_least(self, "max_length", self.max_new_tokens + 1)
+
+    def files(self, data: Path) -> list[Path]:
+        return [_SETS[self.split].find(data)]
+
+    def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
+        (path,) = self.files(data)
+        records = list(_SETS[self.split].read(path))
+        some(records, "questions that can be asked", path)
+        chosen = random.Random(f"recall/{self.split}/{seed}").sample(records, len(records))[:limit]
+        return [self._item(tokenizer, record) for record in chosen]
+
+    def grade(self, item: Item, output: Output) -> dict[str, float]:
+        return {"contains": string_match_part(output.text, item.answers)}
+
+    def _item(self, tokenizer: Any, record: _Record) -> Item:
+        passage = _bare(record)
+        prompt = _prompt(passage, record.question)
+        ids, room = encode(tokenizer, prompt), self.max_length - self.max_new_tokens
+        if len(ids) > room:
+            prompt, ids = _cut(tokenizer, record, passage, len(ids), room)
+        return Item(
+            id=record.id,
+            prompt=prompt,
+            prompt_ids=tuple(ids),
+            answers=record.answers,
+            max_new_tokens=self.max_new_tokens,
+            stop="\n",
+        )
+
+
+def _prompt(passage: str, question: str) -> str:
+    return f"{passage.strip().strip('.')}. {question.strip()}"
+
+
+def _bare(record: _Record) -> str:
+    """The passage without the question at its end, which some files have put there."""
+    passage, question = record.passage.strip(), record.question.strip().lower()
+    while passage.lower().endswith(question):
+        passage = passage[: -len(question)].rstrip()
+    return passage
+
+
+def _cut(tokenizer: Any, record: _Record, passage: str, tokens: int, room: int) -> tuple[str, list[int]]:
+    """The prompt with a window of the passage, and its ids, `room` at most.
+
+    Raises `UserError` if the question alone is longer.
+    """
+    spans = tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    places = [place for text in record.near if (place := passage.lower().find(text.lower())) >= 0]
+    place = min(places, default=0)
+    at = sum(end <= place for _, end in spans)
+    window = room - (tokens - len(spans))
+    while window > 0:
+        start = max(0, at - window // 2)
+        end = min(len(spans), start + window)
+        prompt = _prompt(passage[spans[start][0] : spans[end - 1][1]], record.question)
+        ids = encode(tokenizer, prompt)
+        if len(ids) <= room:
+            return prompt, ids
+        window -= len(ids) - room  # tokens at the ends of a window are not quite those of the whole
+    raise UserError(
+        f"task 'recall': question {record.id} leaves no room for its passage within {room:,} tokens of prompt; use a "
+        "larger max_length"
+    )

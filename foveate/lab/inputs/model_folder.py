@@ -1,0 +1,181 @@
+"""A model folder without its weights in memory: its configuration, what it says of the architecture, a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foveate.errors import UserError
+from foveate.integrations.transformers import releases
+from foveate.integrations.transformers.facts import folder_weights, head_dim
+from foveate.integrations.transformers.positions import HYBRID, max_positions
+from foveate.integrations.transformers.support import cache_layers, keeps_memory
+from foveate.json_text import parse_json
+from foveate.methods import Method, check_made_for
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Ends of the settings that name kernels, of a model or of its parts."""
+_FLASH_ATTENTION = ("flash_attn", "flash_attn_interface", "flash_attn_3")
+_NAMES = f"{_SINGLE} or {_INDEX}"
+_NUMBERS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """Architecture facts from a model folder's config.json, and from the defaults of what it leaves out.
+
+    Raises `UserError` if there is no such model, or Transformers does not know it.
+    """
+    config, decoder = read_config(folder), _decoder_config(folder)
+    text = decoder.to_dict()
+    for name in _NUMBERS:
+        if isinstance(value := text.get(name), (str, float, bool)):
+            raise UserError(f"{folder / 'config.json'}: {name} must be a whole number, not {value!r}")
+    heads = text.get("num_attention_heads")
+    hidden = text.get("hidden_size")
+    facts = {
+        "model_type": config.get("model_type"),
+        "layers": text.get("num_hidden_layers"),
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": text.get("num_key_value_heads") or heads,
+        "head_dim": head_dim(decoder) if heads and (hidden or text.get("head_dim")) else None,
+        "max_positions": max_positions(text) or None,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def attention_layers(folder: Path) -> int:
+    """How many layers of a model folder's model keep all keys, which methods can choose among.
+
+    Raises `UserError` as :func:`model_facts` does.
+    """
+    layers = cache_layers(_decoder_config(folder))
+    return sum(type(layer) not in releases.UNCHANGED_LAYERS and not keeps_memory(layer) for layer in layers)
+
+
+def method_for(folder: Path, method: Method) -> Method:
+    """A method as :func:`foveate.attach` settles it for a model folder's weights, before they are loaded.
+
+    Raises ValueError for one that a file names for another model.
+    """
+    check_made_for(method, model_facts(folder))
+    return method.for_model(lambda: model_facts(folder) | {"weights": folder_weights(folder)})
+
+
+def _decoder_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config.get_text_config(decoder=True)
+    except Exception as error:  # a damaged configuration leads to any of them, those of Transformers' checks included
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+
+
+def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
+    """Raises `UserError` if `needed` tokens are more than the model has positions for; `what` begins the message."""
+    limit = facts.get("max_positions")
+    if limit and needed > limit:
+        raise UserError(f"{what} {needed:,} positions, the model has {limit:,}; ask for less")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json. One of a hybrid makes Transformers know hybrids.
+
+    Raises `UserError` if the folder, the file or the weights are missing, the weights are not the folder's own, or the
+    configuration names kernels of a hub.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        hint = ""
+        if folder.name == "smollm2-135m":
+            hint = f" (foveate fetch {folder.name} --out {folder} makes one)"
+        elif len(folder.parts) == 2 and not folder.parent.is_dir():  # as the hub names models
+            hint = f" (to use a model of the Hugging Face hub: hf download {folder} --local-dir DIR, and give DIR)"
+        raise UserError(f"{folder}: no such model folder{hint}")
+    try:
+        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: not a model folder (no config.json)") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / 'config.json'}: malformed JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'}: expected an object")
+    if named := config.get("transformers_weights"):
+        raise UserError(
+            f"{folder / 'config.json'}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}"
+        )
+    _check_implementations(folder / "config.json", config)
+    if not weight_files(folder):
+        raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
+    if config.get("model_type") == HYBRID:
+        importlib.import_module("foveate.hybrids.models")
+    return config
+
+
+def _check_implementations(path: Path, value: Any) -> None:
+    """Refuses kernels that Transformers would load, as code, from a hub: by a repository's name, or for want of a
+    package."""
+    for name, one in value.items() if isinstance(value, dict) else ():
+        if not name.removesuffix("_internal").endswith(_IMPLEMENTATIONS):
+            _check_implementations(path, one)
+            continue
+        for kernel in one.values() if isinstance(one, dict) else [one]:
+            missing = "flash" in str(kernel) and not any(map(importlib.util.find_spec, _FLASH_ATTENTION))
+            if kernel is not None and ("/" in str(kernel) or missing):
+                raise UserError(
+                    f"{path}: {name} must not be {kernel!r}, for which Transformers would load code from a hub; "
+                    "remove it"
+                )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that Transformers loads from a model folder, sorted; none where it holds none.
+
+    Raises `UserError` for an index that is damaged or names files that are missing or outside the folder, and for an
+    adapter, which Transformers would load on top of them.
+    """
+    folder = Path(folder)
+    if (adapter := folder / "adapter_config.json").exists():
+        raise UserError(f"{adapter}: adapters are not loaded; merge it into the model and save that")
+    if (single := folder / _SINGLE).is_file():
+        return [single]
+    if not (index := folder / _INDEX).is_file():
+        return []
+    try:
+        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(folder / name for name in names)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from None
+    for file in files:
+        if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder)):
+            raise UserError(f"{index}: names {str(file)!r}, which is outside the model folder")
+        if not file.is_file():
+            raise UserError(f"{index}: names {file.name!r}, which is missing")
+    return files
+
+
+def model_digest(folder: Path, samples: int = 64, sample_bytes: int = 1 << 16) -> str:
+    """A fingerprint of a model folder (16 hex digits): its config, and its weights' names, sizes and sampled content.
+
+    Each file gives its header and `samples` evenly spaced pieces of `sample_bytes` bytes, so that large models take
+    no longer than small ones.
+    """
+    config = {key: value for key, value in read_config(folder).items() if not key.startswith(("_", "transformers_"))}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for sample in range(samples):
+                file.seek(max(0, size - sample_bytes) * sample // (samples - 1))
+                total.update(file.read(sample_bytes))
+    return total.hexdigest()[:16]

@@ -1,0 +1,127 @@
+"""Which rows make a panel, which of them a line, and how both are called."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from foveate.lab.report.rows import Row, grouped
+
+Cell = tuple
+"""Names the items that rows have in common."""
+Line = tuple[str, tuple[tuple[str, str], ...]]
+"""A method, and those of its settings that do not differ along the line."""
+
+_SPEAKING = ("compressor", "mass")  # settings whose values say what they are
+_STANDS_FOR = {"calibration": ("anchors", "heads")}  # settings that a calibration's file determines
+
+
+def once(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The first row of each method on the same items, and a note on the others."""
+    kept: dict[tuple[Cell, str], Row] = {}
+    for row in rows:
+        kept.setdefault((cell(row), row["spec"]), row)
+    repeated = len(rows) - len(kept)
+    return list(kept.values()), [f"rows that repeat others, not drawn: {repeated}"] if repeated else []
+
+
+def cell(row: Row) -> Cell:
+    """The items of a row: model, task with its settings, and the fingerprint of the items."""
+    settings = json.dumps(row["task_settings"], sort_keys=True)
+    return (row["model"], row["task"], row["split"], row["length"], settings, row["dtype"], row["run"].get("items"))
+
+
+def cells(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
+    """Rows on the same items, in the order of their first row."""
+    return grouped(rows, cell)
+
+
+def with_dense(shown: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The rows to show, and of the others those of dense on the same items."""
+    ids, places = {id(row) for row in shown}, {cell(row) for row in shown}
+    return [row for row in rows if id(row) in ids or (row["method"] == "dense" and cell(row) in places)]
+
+
+def line(row: Row, along: Sequence[str]) -> Line:
+    """The line that a row is on, when the settings ``along`` differ along lines."""
+    return row["method"], tuple(_fixed(row, along).items())
+
+
+def names(rows: Sequence[Row], along: Sequence[str]) -> dict[Line, str]:
+    """The lines with their names, in the order of the rows: a method, and the settings in which its lines differ."""
+    lines = dict.fromkeys(line(row, along) for row in rows)
+    values: dict[tuple[str, str], list[str]] = {}
+    for method, settings in lines:
+        for name, value in settings:
+            values.setdefault((method, name), []).append(value)
+    number = Counter(method for method, _ in lines)
+    differ = {key for key, of in values.items() if len(set(of)) > 1 or len(of) < number[key[0]]}
+    named = {}
+    for method, settings in lines:
+        own = [name for name, _ in settings if (method, name) in differ]
+        words = [_word(name, dict(settings)[name]) for name in own]
+        named[method, settings] = f"{method}: {', '.join(words)}" if words else method
+    return named
+
+
+def common(rows: Sequence[Row], along: Sequence[str]) -> str:
+    """What :func:`names` leaves out: settings off their defaults that all lines of a method share."""
+    found = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        settings, fixed = own[0]["settings"], _fixed(own[0], along)
+        same = [name for name, value in fixed.items() if all(_fixed(row, along).get(name) == value for row in own)]
+        same = [name for name in same if fixed[name] == _text(settings[name])]  # not a spec whose budget differs
+        words = [f"{name}={fixed[name]}" for name in same if re.search(rf"[:,]{name}=", own[0]["spec"])]
+        if words:
+            found.append(f"{method} with {', '.join(words)}")
+    return "; ".join(found)
+
+
+def place(row: Row, rows: Sequence[Row]) -> str:
+    """The items of a row in words; on a second line model, dtype and number, where the rows differ in these."""
+    length, scored = row["length"], row["task_settings"].get("continuation")
+    if scored is None:
+        items = f"{row['task']} / {split_of(row)}, {length:,} tokens"
+    else:
+        items = f"{row['task']} of {scored:,} tokens after a prompt of {length:,}"
+    parts = {"model": f"{row['model']}", "dtype": f"{row['dtype']}", "n": f"n = {row['n']}"}
+    differing = [part for name, part in parts.items() if len({other[name] for other in rows}) > 1]
+    return "\n".join([items, ", ".join(differing)] if differing else [items])
+
+
+def split_of(row: Row) -> str:
+    """The split of a row's task, and that its question came after the context, if it did."""
+    return row["split"] + (", question after" if row.get("task_settings", {}).get("question") == "after" else "")
+
+
+def heading(row: Row) -> str:
+    """The words for the items of a row: task, split and, if it is asked for, the length."""
+    length = row["task_settings"].get("length")
+    return " ".join((row["task"], split_of(row), *([f"{round(length / 1024)}K"] if length else [])))
+
+
+def circumstances(rows: Sequence[Row]) -> str:
+    """Model, number format, device and number of items of all rows."""
+    parts = [", ".join(dict.fromkeys(row[name] for row in rows)) for name in ("model", "dtype", "device")]
+    least, most = min(row["n"] for row in rows), max(row["n"] for row in rows)
+    return " · ".join([*parts, f"n = {least}" if least == most else f"n = {least} to {most}"])
+
+
+def _fixed(row: Row, along: Sequence[str]) -> dict[str, str]:
+    """The settings that do not differ along a line; specs of other methods among them lose those that do."""
+    implied = {name for source, names in _STANDS_FOR.items() if row["settings"].get(source) for name in names}
+    settings = {name: value for name, value in row["settings"].items() if name not in along and name not in implied}
+    varying = re.compile(rf"\b(?:{'|'.join(along)})=[^,\"}}]*,?")
+    return {name: re.sub(r"[:,](?=\"|$)", "", varying.sub("", _text(value))) for name, value in settings.items()}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _word(name: str, value: str) -> str:
+    return value if name in _SPEAKING else f"{name}={value}"

@@ -1,0 +1,106 @@
+"""Calibrations of one model side by side: do different prompts lead to the same anchors?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from foveate.calibration import Calibration, objective
+from foveate.errors import UserError
+from foveate.lab.report.markdown import markdown_table
+from foveate.methods import restated
+
+
+def table(found: Sequence[Calibration]) -> str:
+    """A line for each calibration: its data, its anchors, and what they reach on the data of each.
+
+    What anchors reach is the sum that the best ones of as many were chosen by, as a share of what those reach; of those
+    chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone.
+
+    Raises:
+        UserError: for calibrations of different models or without a record of how they were found, or none with a sum.
+    """
+    first = found[0]
+    try:
+        summed = [one for one in found if one.found["chosen_by"]["by"] != "together"]
+        weighted = [_worth(one) for one in summed]
+        layers, run = first.found["layers"], first.found["run"]
+        data, ways = [_data(one) for one in found], [_way(one) for one in found]
+        best = [{len(entry["anchors"]): entry["objective"] for entry in one.found["by_number"]} for one in summed]
+        commits = ", ".join(dict.fromkeys(one.found["commit"] for one in found))
+    except (KeyError, TypeError) as error:
+        raise UserError(f"a calibration does not tell how it was found ({error})") from None
+    if not summed:
+        raise UserError(
+            "anchors that were tried together have no sums to compare; name another calibration beside them"
+        )
+    if any(one.found["run"]["weights"] != run["weights"] for one in found):
+        raise UserError("the calibrations are of different models")
+    measured = {(one.found["run"]["keys"], one.found["run"]["tile"], one.found["run"]["dtype"]) for one in summed}
+    if len(measured) > 1:
+        raise UserError("the calibrations differ in their keys, tile or dtype")
+    if len(set(ways)) > 1:
+        data = [f"{name}, {way}" for name, way in zip(data, ways)]
+    verbs = ["lost" if _diverges(one) else "reached" for one in summed]
+    on = [name for one, name in zip(found, data) if one in summed]
+    head = ["prompts", "anchors", *(f"{verb} on {name}" for verb, name in zip(verbs, on))]
+    lines = []
+    for one, name in zip(found, data):
+        at = [layers.index(anchor) for anchor in one.anchors]
+        sums = [objective(matrix, at) for matrix in weighted]
+        cells = [
+            f"{-total:.4f} nats" if verb == "lost" else f"{100 * total / of[len(at)]:.2f} %"
+            for verb, total, of in zip(verbs, sums, best)
+        ]
+        lines.append([name, ", ".join(map(str, one.anchors)), *cells])
+    run = summed[0].found["run"]
+    facts = f"{run['model']}, {run['dtype']}; {run['keys']} keys a tile of {run['tile']} queries"
+    return f"{facts} ({first.found['device']}; commit {commits}):\n\n{markdown_table([head, *lines])}"
+
+
+def _worth(one: Calibration) -> torch.Tensor:
+    """What the anchors were chosen by, ``[L, L]``."""
+    by = one.found["chosen_by"]
+    if _diverges(one):
+        return -torch.tensor(one.found["divergence"])
+    similarity = torch.tensor(one.found["similarity" if by["over"] == "least" else "mean_similarity"])
+    return similarity * torch.tensor(one.found["importance"]) if by["weights"] == "importance" else similarity
+
+
+def _diverges(one: Calibration) -> bool:
+    return one.found["chosen_by"]["by"] == "divergence"
+
+
+def _way(one: Calibration) -> str:
+    """What the anchors were chosen by, in words."""
+    by, answers = one.found["chosen_by"], one.found["run"].get("answers")
+    if answers:
+        together = "together, " if by["by"] == "together" else ""
+        prompts = f", {answers['prompts']} prompts" if "prompts" in answers else ""
+        return f"{together}{_method(one)} along {answers['answer_tokens']} tokens{prompts}"
+    return f"{by['over']}, weights {by['weights']}"
+
+
+def _method(one: Calibration) -> str:
+    """The method that answers were compared with; older records name it by former defaults, with dense prompts."""
+    run = one.found["run"]
+    spec = run["answers"]["method"]
+    if run.get("schema", 1) != 1 or "prompts" in run["answers"]:
+        return spec
+    return restated(f"{spec}{',' if ':' in spec else ':'}decode_only=true")
+
+
+def _data(one: Calibration) -> str:
+    return f"{tasks(one.found['run'])} ({len(one.found['run']['tokens'])})"
+
+
+def tasks(run: Mapping[str, Any]) -> str:
+    """The tasks of a calibration in words."""
+    names = []
+    for task in run["tasks"]:
+        split, length = task["settings"].get("split"), task["settings"].get("length")
+        split = f" {split}" if task["task"] == "ruler" else ""
+        names.append(f"{task['task']}{split}{f', {length:,} tokens' if length else ''}")
+    return " and ".join(names)

@@ -1,0 +1,134 @@
+"""Rows of any kind, grouped by what they measure, as `foveate report` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foveate.lab.report.lines import split_of
+from foveate.lab.report.markdown import (
+    NONE,
+    columns,
+    difference,
+    interval,
+    made_with,
+    percent,
+    score,
+    titled,
+)
+from foveate.lab.report.ratio import perplexity_ratio
+from foveate.lab.report.rows import Row, grouped
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All rows, grouped by what they measure, each group under one line that says on what."""
+    groups = grouped(rows, lambda row: (what(row), _table(row), made_with([row], commits=False)))
+    return "\n\n".join(titled(words, group, table(group)) for (words, table, _), group in groups.items())
+
+
+def one_table(words: str, rows: Sequence[Row]) -> str:
+    """Rows of one kind as a table, under a line that begins with the words."""
+    return titled(words, rows, _table(rows[0])(rows))
+
+
+def counts_points(row: Row) -> bool:
+    """Whether a row's score is one of answers, 0 to 100."""
+    return _table(row) is _comparison
+
+
+def _table(row: Row) -> Callable[[Sequence[Row]], str]:
+    if "bench" in row:
+        return _speeds
+    return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
+
+
+def what(row: Row) -> str:
+    """What a row measures, in words."""
+    if "bench" in row:
+        case = row["case"]
+        batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
+        model = case.get("model") or f"a layer of {case['heads']} query and {case['kv_heads']} KV heads"
+        model += " (random weights)" * (case.get("weights") == "random")
+        chunk = f" in chunks of {case['chunk']:,}" if case.get("chunk") else ""
+        return f"{row['bench']}, {model}, {case['context']:,} tokens{chunk}, {case['dtype']}{batch}"
+    length = f", {row['length']:,.0f} tokens" if row["length"] else ""
+    if scored := row["task_settings"].get("continuation"):
+        length = f", {scored:,} tokens after a prompt of {row['length']:,}"
+    task = " on ".join(filter(None, (row["task"], row["task_settings"].get("of"))))
+    return f"{task} ({split_of(row)}), {row['model']}{length}, n = {row['n']}, {row['dtype']}"
+
+
+def _comparison(rows: Sequence[Row]) -> str:
+    compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
+
+    def to_dense(row: Row) -> str:
+        return "" if row["method"] == "dense" or not compared else difference(row)
+
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: f"`{row['spec']}`",
+        "score [95 %]": score,
+        "Δ to dense [95 %]": to_dense,
+        "keys read": lambda row: percent(row["keys_read_share"]),
+        "KV read a step": lambda row: (
+            NONE if row["kv_bytes_per_step"] is None else f"{row['kv_bytes_per_step'] / 1e6:.1f} MB"
+        ),
+        "resident a sequence": lambda row: f"{row['resident_bytes'] / row['batch_size'] / 1e6:.1f} MB",
+    }
+    if all(row.get("cache_peak_bytes") for row in rows):
+        cells["peak of a sequence"] = lambda row: f"{row['cache_peak_bytes'] / row['batch_size'] / 1e6:.1f} MB"
+    if all("answer_tokens" in row["metrics"] for row in rows):
+        cells["answer, tokens [95 %]"] = lambda row: interval(row["metrics"]["answer_tokens"], 0)
+    return columns(rows, cells)
+
+
+def _perplexities(rows: Sequence[Row]) -> str:
+    dense = next((row for row in rows if row["method"] == "dense"), None)
+
+    def ratio(row: Row) -> str:
+        if dense is None or row is dense:
+            return ""
+        return interval(vars(perplexity_ratio(row, dense)), 3)
+
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['spec']}`",
+            "perplexity [95 %]": lambda row: interval(row["metrics"]["perplexity"], 2),
+            "over dense [95 %, paired]": ratio,
+            "keys read": lambda row: percent(row["keys_read_share"]),
+        },
+    )
+
+
+def _fidelities(rows: Sequence[Row]) -> str:
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['spec']}`",
+            "KL to dense, nats a token [95 %]": lambda row: interval(row["metrics"]["kl"], 4),
+            "same choice, % [95 %]": score,
+            "keys read": lambda row: percent(row["keys_read_share"]),
+        },
+    )
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    """Times beside the baseline, and what else these rows have: quartiles, predictions, what the cache holds."""
+    cells: dict[str, Callable[[Row], str]] = {
+        "method": lambda row: f"`{row['case']['method']}`",
+        "ms": lambda row: f"{row['ms']:.1f}",
+        "speed-up": lambda row: f"{row['speedup']:.2f}×",
+        "over": lambda row: f"`{row['baseline']}`",
+        rows[0].get("peak_kind", "peak memory"): lambda row: f"{row['peak_bytes'] / 1e6:,.0f} MB",
+    }
+    return columns(
+        rows, cells | {name: cell for field, name, cell in _BESIDE_SPEED if all(field in row for row in rows)}
+    )
+
+
+_BESIDE_SPEED: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+    ("resident_bytes", "cache", lambda row: f"{row['resident_bytes'] / 1e6:,.0f} MB"),
+    ("ms_quartiles", "quartiles, ms", lambda row: f"{row['ms_quartiles'][0]:.0f} to {row['ms_quartiles'][-1]:.0f}"),
+    ("keys_read_share", "keys read", lambda row: f"{100 * row['keys_read_share']:.1f} %"),
+    ("same_next_token", "same next token", lambda row: f"{100 * row['same_next_token']:.0f} %"),
+)
+"""Fields that some benches have, with a column's head and its cells."""

@@ -1,0 +1,53 @@
+"""Rows of `foveate bench prefill` as Markdown: times beside dense attention, and those of each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foveate.lab.report.markdown import NONE, columns, percent
+from foveate.lab.report.rows import Row
+from foveate.lab.report.tables.general import tables
+from foveate.lab.results.measurements import PARTS
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of each case beside its baseline; and what each kind of layers takes, of rows that are of layers."""
+    found = tables(rows)
+    of_layers = [row for row in rows if row.get("layers")]
+    return f"{found}\n\n{layers(of_layers)}" if of_layers else found
+
+
+def layers(rows: Sequence[Row]) -> str:
+    """A line for each kind of layers of a method: its time, and what that goes to.
+
+    *Learning* and *prompt's end* are what a method adds to attention, and the surcharge is both of them, as a share of
+    the fastest dense pass. Parts are of attention: kernels that weigh keys, choose some, attend, and PyTorch's others.
+    *Recall* and *mass* are of approximate choices: the share of the exact choice that they have, and the attention that
+    they keep relative to what it keeps.
+    """
+    of_kinds = [{**row, "kind": name, **kind} for row in rows for name, kind in row["layers"].items()]
+
+    def part(name: str) -> Callable[[Row], str]:
+        return lambda one: f"{one['parts_ms'][name]:.2f}" if one["parts_ms"] else NONE
+
+    def choice(name: str) -> Callable[[Row], str]:
+        return lambda one: percent(one["choice"][name] if "choice" in one else None)
+
+    def memory(one: Row) -> str:
+        return f"{one['peak_bytes'] / 1e9:.2f} GB" if one["peak_kind"] == "above inputs and output" else NONE
+
+    cells = {
+        "method": lambda one: f"`{one['case']['method']}`",
+        "tokens": lambda one: f"{one['case']['context']:,}",
+        "layers": lambda one: str(one["layers"]),
+        "of": lambda one: one["kind"],
+        "ms": lambda one: f"{one['ms']:.2f}",
+        **{f"{name}, ms": part(name) for name in PARTS},
+        "learning, ms": lambda one: f"{one['learn_ms']:.2f}",
+        "prompt's end, ms": lambda one: f"{one['end_ms']:.2f}",
+        "surcharge": lambda one: percent(one["surcharge"], 0),
+        "memory above inputs and output": memory,
+    }
+    if any("choice" in one for one in of_kinds):
+        cells |= {"recall": choice("recall"), "mass": choice("mass")}
+    return columns(of_kinds, cells)

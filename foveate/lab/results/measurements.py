@@ -1,0 +1,154 @@
+"""Rows of benches: their schema, and the file that holds the rows of one bench."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foveate import methods, outfile
+from foveate.errors import UserError
+from foveate.json_text import parse_json
+from foveate.lab.results import circumstances
+
+FIELDS = (
+    "bench",
+    "case",
+    "ms",
+    "baseline",
+    "baseline_ms",
+    "speedup",
+    "gb_per_s",
+    "tflop_per_s",
+    "peak_bytes",
+    "device",
+    "versions",
+    "commit",
+)
+"""Fields of every row of a speed bench."""
+PAGE_SCORE_FIELDS = (
+    "bench",
+    "case",
+    "n",
+    "missed_mass",
+    "output_error",
+    "refined_share",
+    "read_share",
+    "baseline",
+    "item_values",
+    "device",
+    "versions",
+    "commit",
+)
+"""Fields of every row of the bench `page-scores`."""
+ANSWER_FIELDS = (
+    *("bench", "case", "n", "score", "low", "high", "baseline", "baseline_score", "diff", "diff_low", "diff_high"),
+    *("item_values", "device", "versions", "commit"),
+)
+"""Fields of every row of the bench `serving-accuracy`."""
+
+PARTS = ("score", "select", "attend", "other")
+"""The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
+attention libraries count as ``attend``."""
+TRANSFORMERS = "transformers-sdpa"
+"""The name of Transformers' own attention among the methods of a bench."""
+
+SCHEMA = 2
+"""Version of the rows of benches, whose cases name methods by specs; older rows have none, and former defaults."""
+FORMER = {"dsa": "csa-model"}
+"""Benches that were renamed, by the name that older rows carry."""
+
+
+def bench_of(row: Mapping[str, Any]) -> str | None:
+    """The present name of the bench that wrote a row; None for a row that no bench wrote."""
+    name = row.get("bench")
+    return FORMER.get(name, name)
+
+
+def present(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of a bench whose method is spelled by the defaults of now."""
+    if "method" not in row["case"]:
+        return row
+    spell = methods.present if "schema" in row else methods.restated
+    return {**row, "case": {**row["case"], "method": spell(row["case"]["method"])}, "schema": SCHEMA}
+
+
+def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that a row must have, by its bench."""
+    return {"page-scores": PAGE_SCORE_FIELDS, "serving-accuracy": ANSWER_FIELDS}.get(row.get("bench"), FIELDS)
+
+
+def speed_row(
+    bench: str,
+    case: Mapping[str, Any],
+    device: str,
+    ms: float,
+    baseline: tuple[str, float],
+    gb_per_s: float | None = None,
+    tflop_per_s: float | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A row of a speed bench, measured here and now.
+
+    Args:
+        case: what was measured; a later row of the same case replaces this one in a file.
+        device: as torch calls it.
+        ms: milliseconds.
+        baseline: name and milliseconds of what the speed-up is over.
+        more: other fields, ``peak_bytes`` among them.
+    """
+    name, baseline_ms = baseline
+    return {
+        "schema": SCHEMA,
+        "bench": bench,
+        "case": dict(case),
+        "ms": ms,
+        "baseline": name,
+        "baseline_ms": baseline_ms,
+        "speedup": baseline_ms / ms,
+        "gb_per_s": gb_per_s,
+        "tflop_per_s": tflop_per_s,
+        **more,
+        **circumstances.of(device),
+    }
+
+
+def check_out(out: Path, bench: str) -> None:
+    """Check, before anything is measured, that rows of a bench can be written to a file.
+
+    Raises:
+        UserError: if the file cannot be written or holds other rows; it names the file and what it holds.
+    """
+    outfile.check(out)
+    if not out.exists():
+        return
+    for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = parse_json(line)
+            holds = bench_of(row)
+        except (json.JSONDecodeError, AttributeError):
+            raise UserError(f"{out}:{number}: not a results row; name another --out") from None
+        if holds != bench:
+            raise UserError(
+                f"{out}:{number}: holds rows of {holds or 'a comparison'}, not of {bench}; name another --out"
+            )
+        if "case" not in row:
+            raise UserError(f"{out}:{number}: a row of {bench} without its 'case'; name another --out")
+
+
+def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows as JSON lines in one step; rows of other cases that the file already has stay first.
+
+    Raises:
+        ValueError: when a row lacks a field of :func:`needed`.
+    """
+    for row in rows:
+        missing = [field for field in needed(row) if field not in row]
+        if missing:
+            raise ValueError(f"row lacks {', '.join(missing)}")
+    there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    cases = [json.loads(json.dumps(row["case"])) for row in rows]  # as the file has them: tuples are lists there
+    lines = [line for line in there if present(json.loads(line))["case"] not in cases]
+    lines += [json.dumps(row, ensure_ascii=False) for row in rows]
+    outfile.write(out, "".join(line + "\n" for line in lines).encode())

@@ -1,0 +1,221 @@
+"""The schema of the rows of `foveate compare` and of the batch records they are made of, and its checks.
+
+Errors name file, line and field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from foveate.errors import DataError
+
+ROW_SCHEMA = 1
+ROW_FIELDS = {
+    "method": "the method's name",
+    "spec": "the method with its settings, as `foveate.attach` takes it",
+    "settings": "all settings of the method",
+    "model": "the model folder's name",
+    "architecture": "the model's kind, layers, heads, widths, positions",
+    "task": "the task's name",
+    "task_settings": "all settings of the task",
+    "split": "the task's split",
+    "length": "prompt tokens: as asked for, or the mean where the task's prompts have their own",
+    "n": "items",
+    "score": "the task's main metric, 0..100",
+    "low": "lower end of the score's 95 % interval: exact (Clopper-Pearson) of a share of items, else by the bootstrap",
+    "high": "its upper end",
+    "metrics": "every metric of the task: value, low, high",
+    "ceiling": "the best score that a reader of the prompts could reach, 0..100",
+    "dense_score": "the score of full attention on the same items; of a model that ran as it is, alone, its own",
+    "diff_to_dense": "score - dense_score",
+    "diff_low": "lower end of that difference's 95 % paired-bootstrap interval",
+    "diff_high": "its upper end",
+    "keys_read_share": "keys read in decode over the keys that full attention would read, 0..1; none of method 'own'",
+    "kv_bytes_per_step": "bytes of keys and values read in a decode step, a sequence, all layers; none of method 'own'",
+    "resident_bytes": "bytes of keys, values and state after an answer, all layers, the largest batch",
+    "cache_peak_bytes": "the most bytes of keys, values and state that the cache of the method held at once, "
+    "the largest batch; none where it is not known",
+    "decode_steps": "decode steps taken",
+    "tokens_evicted": "tokens that the method dropped",
+    "pages_refined": "pages that the method looked into",
+    "indices_reused": "selections taken over from another layer or step",
+    "mass_read_share": "share of the attention that the keys read hold by the method's own estimate, 0..1; none of a "
+    "method that makes none",
+    "notes": "what the method has to say, such as layers that it left as they are",
+    "prefill_ms": "wall time of a batch's prompt, median; none where the prompt was read for several methods at once",
+    "decode_ms_per_token": "wall time of a decode step (a token of every sequence in the batch), median",
+    "timing": "'generate', or 'teacher-forced' where the decode steps were fed in blocks and are not a speed; with "
+    "', shared prompt' where the prompt was read for several methods at once",
+    "peak_bytes": "the largest memory in use while answering",
+    "peak_kind": "what peak_bytes counts; a shared prompt's memory is that of all methods it was read for",
+    "batch_size": "sequences answered at once",
+    "dtype": "the model's number format",
+    "device": "the device's name",
+    "versions": "versions of Python and the libraries",
+    "limit": "items, or examples, asked for",
+    "seed": "seed of the items and of the bootstrap",
+    "commit": "`git describe` of the checkout, or 'unknown'",
+    "command": "the command that makes this row and dense's, paths shortened to their last names",
+    "run": "the run's fingerprint; rows of one file share it",
+    "item_values": "the graded values of every item, in the order of the items",
+    "examples": "the first items: id, gold answers, what the method said",
+}
+"""The fields of a result row, in their order."""
+LATER_FIELDS = frozenset({"mass_read_share", "cache_peak_bytes"})
+"""Those that rows of earlier versions lack."""
+
+_OF_ROWS = (("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high"))
+"""Fields with an interval."""
+_ROUNDING = 1e-6
+
+Kind = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words, and whether one is."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _are_numbers(value: Any) -> bool:
+    """Whether a value is a list of finite numbers. Floats alone, which are most, are looked at together."""
+    if isinstance(value, list) and set(map(type, value)) <= {float}:
+        return all(map(math.isfinite, value))
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
+def _maybe_in(most: float) -> Kind:
+    """A share, or null: nothing was decoded. Rounding may carry it a little further than `most`."""
+    return (
+        f"a number from 0 to {most:g}, or null",
+        lambda value: value is None or (_is_number(value) and 0 <= value <= most * (1 + _ROUNDING)),
+    )
+
+
+def _within(low: float, value: float, high: float) -> bool:
+    """Whether a value is in its interval, but for rounding."""
+    slack = _ROUNDING * max(1.0, *map(abs, (low, value, high)))
+    return low - slack <= value <= high + slack
+
+
+def _all(kind: type, each: Callable[[Any], bool], least: int = 0) -> Callable[[Any], bool]:
+    """Whether a value is a list or an object (`kind`) whose values, at least so many, are all of a kind."""
+
+    def test(value: Any) -> bool:
+        parts = value.values() if isinstance(value, dict) else value
+        return isinstance(value, kind) and len(value) >= least and all(map(each, parts))
+
+    return test
+
+
+def _is_interval(value: Any) -> bool:
+    parts = [value.get(name) for name in ("low", "value", "high")] if isinstance(value, dict) else [None]
+    return all(map(_is_number, parts)) and _within(*parts)
+
+
+_TEXT: Kind = ("a text", lambda value: isinstance(value, str))
+_TEXTS: Kind = ("a list of texts", _all(list, _TEXT[1]))
+_NUMBER: Kind = ("a finite number", _is_number)
+_MAYBE: Kind = ("a finite number or null", lambda value: value is None or _is_number(value))
+_OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
+_LIST: Kind = ("a list", lambda value: isinstance(value, list))
+_COLUMNS: Kind = ("an object of lists of finite numbers", _all(dict, _are_numbers, 1))
+_GRADES: Kind = ("a list of objects of finite numbers", _all(list, _all(dict, _is_number, 1), 1))
+_INTERVALS: Kind = ("an object of intervals ('value', 'low', 'high')", _all(dict, _is_interval))
+
+_ROW: Mapping[str, Kind] = {
+    **dict.fromkeys(("method", "spec", "model", "task", "split", "timing", "peak_kind", "dtype", "device"), _TEXT),
+    **dict.fromkeys(("commit", "command"), _TEXT),
+    **dict.fromkeys(("settings", "architecture", "task_settings", "versions", "run"), _OBJECT),
+    **dict.fromkeys(("length", "n", "score", "low", "high", "ceiling", "dense_score"), _NUMBER),
+    **dict.fromkeys(("diff_to_dense", "diff_low", "diff_high", "resident_bytes", "decode_steps"), _NUMBER),
+    **dict.fromkeys(("tokens_evicted", "pages_refined", "indices_reused", "peak_bytes", "batch_size"), _NUMBER),
+    **dict.fromkeys(("limit", "seed"), _NUMBER),
+    **dict.fromkeys(("kv_bytes_per_step", "cache_peak_bytes", "prefill_ms", "decode_ms_per_token"), _MAYBE),
+    "keys_read_share": _maybe_in(4.0),  # what is scored, of keys and of summaries, counts beside what is read
+    "mass_read_share": _maybe_in(1.0),
+    "metrics": _INTERVALS,
+    "notes": _TEXTS,
+    "item_values": _COLUMNS,
+    "examples": _LIST,
+}
+_STATS: Mapping[str, Kind] = {
+    **dict.fromkeys(("keys_read_per_step", "keys_read_share", "kv_bytes_per_step"), _MAYBE),
+    **dict.fromkeys(("decode_steps", "resident_bytes"), _NUMBER),
+    "notes": _TEXTS,
+}
+_RECORD: Mapping[str, Kind] = {
+    **dict.fromkeys(("key", "spec", "first", "timing", "peak_kind", "commit"), _TEXT),
+    "values": _GRADES,
+    "texts": _TEXTS,
+    **dict.fromkeys(("prefill_ms", "decode_ms_per_token"), _MAYBE),
+    "peak_bytes": _NUMBER,
+    "stats": _OBJECT,
+}
+
+
+def ordered(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its fields in the schema's order. Raises ValueError if a field is missing or unknown."""
+    if row.keys() != ROW_FIELDS.keys():
+        raise ValueError(f"row fields differ from the schema: {sorted(row.keys() ^ ROW_FIELDS.keys())}")
+    return {field: row[field] for field in ROW_FIELDS}
+
+
+def check_row(row: Any, needed: Collection[str], where: str) -> None:
+    """Raises `DataError`, beginning with `where`, for a missing field or one of another kind."""
+    fault = f"{where}: not a row of foveate compare"
+    _check(row, {}, fault)
+    wanted = {*needed} - LATER_FIELDS | row.keys()
+    _check(row, {name: kind for name, kind in _ROW.items() if name in wanted}, fault)
+    for name, values in row["item_values"].items():
+        if len(values) != row["n"]:
+            raise DataError(f"{where}: 'item_values' has {len(values)} of '{name}', and 'n' is {row['n']}")
+    for value, *bounds in _OF_ROWS:
+        if {value, *bounds} <= row.keys() and not _within(row[bounds[0]], row[value], row[bounds[1]]):
+            found = [_short(row[name]) for name in (value, *bounds)]
+            raise DataError(f"{where}: '{value}' is {found[0]}, outside its interval of {found[1]} to {found[2]}")
+    main = next(iter(row.get("metrics", ())), None)
+    if main in row["item_values"] and {"score", "n"} <= row.keys():  # others than averages have no values of that name
+        average = 100.0 * sum(row["item_values"][main]) / row["n"]
+        if not _within(average, row["score"], average):
+            raise DataError(
+                f"{where}: 'score' is {_short(row['score'])}, and 'item_values' of '{main}' average {average:g}"
+            )
+
+
+def check_record(record: Mapping[str, Any], where: str) -> None:
+    """Raises `DataError`, beginning with `where`, if `record` is not a record of a batch's answers."""
+    fault = f"{where}: not a record of foveate compare"
+    _check(record, _RECORD, fault)
+    _check(record["stats"], _STATS, f"{fault}: 'stats'")
+    if len(record["texts"]) != len(record["values"]):
+        raise DataError(f"{fault}: {len(record['texts'])} 'texts' of {len(record['values'])} 'values'")
+
+
+def each_once(path: Path, rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of a file. Raises `DataError` for one that an earlier line holds, too, naming both lines."""
+    seen: dict[str, int] = {}
+    for number, row in rows:
+        first = seen.setdefault(json.dumps(row, sort_keys=True), number)
+        if first != number:
+            raise DataError(f"{path}:{number}: the same row as in line {first}; leave one of them out")
+        yield number, row
+
+
+def _check(value: Any, kinds: Mapping[str, Kind], fault: str) -> None:
+    if not isinstance(value, dict):
+        raise DataError(f"{fault} (it is no object)")
+    for name, (what, test) in kinds.items():
+        if name not in value:
+            raise DataError(f"{fault} ('{name}' is missing)")
+        if not test(value[name]):
+            raise DataError(f"{fault}: '{name}' must be {what}, not {_short(value[name])}")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

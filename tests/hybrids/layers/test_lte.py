@@ -1,0 +1,488 @@
+"""Learnable token eviction, written out query by query."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foveate.calibration.retention_scores import RetentionScores
+from foveate.hybrids.layers import LearnedEviction, rotate
+from foveate.hybrids.state import Packing, RetainedMemory
+from tests.hybrids.layers.mixers import WIDTH, eviction, hidden, run
+from tests.retention import in_slots
+
+
+def scored(layer: LearnedEviction, x: torch.Tensor) -> torch.Tensor:
+    """Retention scores of all tokens, from keys before rotation."""
+    return layer.scores(layer._heads(layer.k_proj(x)), layer._heads(layer.v_proj(x)))
+
+
+def written_out(layer: LearnedEviction, x: torch.Tensor, at: torch.Tensor, cap: bool) -> torch.Tensor:
+    """Equation 5 for one query and head after another; with a cap, the best so far of those that left the window."""
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    scores, angles = scored(layer, x), layer.rotary.angles(at)
+    q, k = rotate(q, angles), rotate(k, angles)
+    out = torch.zeros_like(q)
+    for b in range(x.shape[0]):
+        for head in range(layer.num_heads):
+            group = head // (layer.num_heads // layer.num_kv_heads)
+            margin = [1.0 if j < layer.sinks else float(scores[b, group, j]) for j in range(x.shape[1])]
+            for i in range(x.shape[1]):
+                seen = list(range(max(0, i - layer.window), i + 1))
+                left = [j for j in range(max(0, i - layer.window)) if margin[j] > 0.5]
+                if cap:
+                    left = sorted(left, key=lambda j: (-margin[j], j))[: layer.buffer]
+                index = torch.tensor(left + seen)
+                weights = (k[b, group, index] @ q[b, head, i] * layer.scaling).softmax(0)
+                out[b, head, i] = weights @ v[b, group, index]
+    return layer.o_proj(out.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_what_a_query_sees():
+    layer = eviction()
+    x, at = hidden(90)
+    margins = scored(layer, x)[:, :, : 90 - layer.window]
+    assert ((margins > 0.5).sum(2) > layer.buffer).any()  # some head has to choose
+    torch.testing.assert_close(run(layer, x, at), written_out(layer, x, at, cap=True), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_training_has_no_cap():
+    layer = eviction(scores={"dropout": 0.0})
+    x, at = hidden(90)
+    layer.train()
+    out, scores = layer(x, at)
+    torch.testing.assert_close(out, written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(scores, scored(layer, x))
+
+
+@torch.no_grad()
+def test_a_buffer_that_holds_all_is_what_training_sees():
+    layer = eviction(buffer=100, scores={"dropout": 0.0})
+    x, at = hidden(120)
+    trained = layer.train()(x, at)[0]
+    torch.testing.assert_close(run(layer.eval(), x, at), trained, atol=2e-6, rtol=1e-4)
+
+
+def test_the_gradient_of_a_score_is_its_value_s_share():
+    """Equation 6: the score's gradient is that of a factor of 1 on the value."""
+    layer = eviction(scores={"dropout": 0.0}).train()
+    x, at = hidden(60)
+    out, scores = layer(x, at)
+    scores.retain_grad()
+    out.square().sum().backward()
+
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    factor = torch.ones(scores.shape, requires_grad=True)
+    retained = scored(layer, x) > 0.5
+    retained[:, :, : layer.sinks] = True
+    age = at[0][:, None] - at[0]
+    mask = (age >= 0) & ((age <= layer.window) | retained[:, :, None])
+    angles = layer.rotary.angles(at)
+    logits = rotate(q, angles) @ rotate(k, angles).repeat_interleave(2, 1).mT * layer.scaling
+    weights = logits.masked_fill(~mask.repeat_interleave(2, 1), float("-inf")).softmax(-1)
+    again = weights @ (v * factor[..., None]).repeat_interleave(2, 1)
+    layer.o_proj(again.transpose(1, 2).flatten(2)).square().sum().backward()
+    torch.testing.assert_close(scores.grad, factor.grad, atol=1e-5, rtol=1e-4)
+    assert float(scores.grad.abs().max()) > 0
+
+
+def test_scores_see_thirteen_tokens():
+    scores = RetentionScores(2, 32).eval()
+    k, v = torch.randn(1, 2, 40, 16, requires_grad=True), torch.randn(1, 2, 40, 16)
+    scores(k, v)[0, 1, 20].backward()
+    touched = k.grad[0].abs().sum(-1)
+    assert touched[0].sum() == 0  # the other head
+    assert touched[1].nonzero()[:, 0].tolist() == list(range(14, 27, 2))
+    assert scores.reach == 6
+
+
+def test_the_ablation_s_scores_see_one_token():
+    scores = RetentionScores(2, 32, kind="mlp").eval()
+    k = torch.randn(1, 2, 40, 16, requires_grad=True)
+    scores(k, torch.randn(1, 2, 40, 16))[0, 1, 20].backward()
+    assert k.grad[0, 1].abs().sum(-1).nonzero()[:, 0].tolist() == [20]
+    assert scores.reach == 0
+
+
+def convolved(scores: RetentionScores, k: torch.Tensor, v: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """Logits by grouped convolutions; dropout, on ``[Hkv, B, L, channels]``, is whatever ``F.dropout`` is."""
+
+    def dropped(x: torch.Tensor, where: str) -> torch.Tensor:
+        if where != scores.dropout_at:
+            return x
+        by_head = x.unflatten(1, (scores.num_kv_heads, -1)).permute(1, 0, 3, 2)
+        return F.dropout(by_head, scores.dropout, scores.training).permute(1, 0, 3, 2).flatten(1, 2)
+
+    x = torch.cat([k, v], -1).transpose(2, 3).flatten(1, 2)
+    mask = torch.ones_like(x[:, :1]) if real is None else real[:, None]
+    x = x * mask
+    for conv in scores.convs:
+        x = dropped(F.silu(conv(dropped(x, "input")) * mask), "output")
+    return scores.head(x)
+
+
+def drop_by_place(x: torch.Tensor, share: float, training: bool) -> torch.Tensor:
+    """Dropout whose draws depend on nothing but the tensor's shape."""
+    if not training:
+        return x
+    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(x.shape[-1])) >= share
+    return x * kept / (1 - share)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("at", ["input", "output"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 25])
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_scores_and_gradients_are_those_of_convolutions(kind, length, padded, at, training, monkeypatch):
+    torch.manual_seed(0)
+    scores = RetentionScores(3, 32, kind=kind, dropout=0.4, dropout_at=at).double().train(training)
+    for conv in (*scores.convs, scores.head):
+        torch.nn.init.normal_(conv.bias)
+    k = torch.randn(2, length, 3, 16, dtype=torch.float64).transpose(1, 2)
+    v = torch.randn(2, 3, length, 16, dtype=torch.float64)
+    inputs = [k.requires_grad_(), v.requires_grad_(), *scores.parameters()]
+    real = torch.arange(length) >= torch.tensor([[0], [length // 3]]) if padded else None
+    monkeypatch.setattr(F, "dropout", drop_by_place)
+    expected, found = convolved(scores, k, v, real), scores.logits(k, v, real)
+    assert found.dtype == torch.float32
+    assert found.shape == (2, 3, length)
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-6)
+    along = torch.randn_like(found)
+    wanted = torch.autograd.grad(expected, inputs, along.double())
+    for a, b in zip(torch.autograd.grad(found, inputs, along), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
+    with torch.no_grad():
+        torch.testing.assert_close(scores.logits(k, v, real), found, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_dropout_where_the_paper_and_where_the_code_has_it(at, monkeypatch):
+    scores = RetentionScores(2, 32, dropout=0.5, dropout_at=at).train()
+    widths, real = [], F.dropout
+
+    def noted(x: torch.Tensor, share: float, training: bool) -> torch.Tensor:
+        out = real(x, share, training)
+        widths.append(x.shape[-1])
+        assert float((out == 0).float().mean()) == pytest.approx(0.5, abs=0.15)
+        return out
+
+    monkeypatch.setattr(F, "dropout", noted)
+    scores(torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16))
+    assert widths == ([32, 16, 8] if at == "input" else [16, 8, 4])
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_scores_compile_into_one_graph(kind, at):
+    """Their gradients, too, and once for all steps."""
+    torch.manual_seed(0)
+    scores = RetentionScores(2, 32, kind=kind, dropout=0.0, dropout_at=at).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(scores.logits, backend=counter, fullgraph=True, dynamic=False)
+    real = torch.arange(20) >= torch.tensor([[0], [7]])
+    for _ in range(3):
+        k, v = torch.randn(2, 2, 20, 16), torch.randn(2, 2, 20, 16)
+        found = torch.autograd.grad(compiled(k, v, real).sum(), [*scores.parameters()])
+        wanted = torch.autograd.grad(scores.logits(k, v, real).sum(), [*scores.parameters()])
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_scores_under_autocast():
+    """Products are of half precision, scores are not."""
+    torch.manual_seed(0)
+    scores = RetentionScores(2, 32, dropout=0.0).train()
+    k, v = torch.randn(2, 2, 20, 16), torch.randn(2, 2, 20, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scores.logits(k.bfloat16(), v.bfloat16())
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, scores.logits(k, v))
+    torch.testing.assert_close(found, scores.logits(k, v), atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_padding_before_a_row_changes_no_score(kind):
+    torch.manual_seed(0)
+    scores = RetentionScores(3, 32, kind=kind).eval()
+    for conv in (*scores.convs, scores.head):
+        torch.nn.init.normal_(conv.bias)
+    k, v = torch.randn(2, 3, 20, 16), torch.randn(2, 3, 20, 16)
+    found = scores(k, v, torch.arange(20) >= torch.tensor([[0], [7]]))
+    torch.testing.assert_close(found[1:, :, 7:], scores(k[1:, :, 7:], v[1:, :, 7:]), atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [50, 120])
+def test_scores_computed_in_pieces(length, monkeypatch):
+    """Pieces of a prompt's tokens, and of the window's in decode, score as all at once."""
+    layer, (x, at) = eviction(), hidden(length + 40)
+    whole, pieces, sizes = RetainedMemory(layer.window, layer.buffer), RetainedMemory(layer.window, layer.buffer), []
+    expected = [run(layer, x[:, :length], at[:, :length], whole)]
+    expected += [run(layer, x[:, i : i + 1], at[:, i : i + 1], whole) for i in range(length, length + 40)]
+    for name, size in (("SCORED", 22), ("PIECE", 11)):
+        monkeypatch.setattr(f"foveate.hybrids.layers.lte.{name}", size)
+    scored = layer.scores.of_cached
+
+    def noted(k, v, angles, real, slots=None):
+        sizes.append((slots is not None, angles[0].shape[1]))
+        return scored(k, v, angles, real, slots)
+
+    monkeypatch.setattr(layer.scores, "of_cached", noted)
+    found = [run(layer, x[:, :length], at[:, :length], pieces)]
+    found += [run(layer, x[:, i : i + 1], at[:, i : i + 1], pieces) for i in range(length, length + 40)]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected, 1), atol=2e-6, rtol=1e-4)
+    assert max(tokens for _, tokens in sizes) == 11 + 2 * layer.reach
+    assert {in_slots for in_slots, _ in sizes} == {False, True}, "of a prompt and in decode"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 3, 40])
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_scores_of_cached_tokens_are_the_module_s(kind, length):
+    torch.manual_seed(0)
+    scores = RetentionScores(3, 64, kind=kind, dropout=0.4).double()  # in training, which drops nothing of a cache
+    for conv in (*scores.convs, scores.head):
+        torch.nn.init.normal_(conv.bias)
+    k, v, given, tokens = in_slots(2, 3, length, (40, 24), torch.float64)
+    found = scores.of_cached(k, v, **given)
+    expected = scores.eval()(*tokens, given["real"])
+    real = given["real"][:, None].expand_as(found)
+    torch.testing.assert_close(found[real], expected[real], atol=1e-6, rtol=1e-6)
+    assert found.std() > 0.05 or length == 1
+    plain = scores.of_cached(*tokens, angles=None, real=given["real"])
+    torch.testing.assert_close(plain, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_everything_is_retained_at_first():
+    torch.manual_seed(1)
+    scores = RetentionScores(4, 128).eval()(0.1 * torch.randn(2, 4, 50, 64), 0.1 * torch.randn(2, 4, 50, 64))
+    assert (scores > 0.5).all()
+
+
+@torch.no_grad()
+def test_the_published_prompt_keeps_the_best_of_all():
+    """The labelled option: one set for all queries, taken from the whole prompt; decoding goes on from it."""
+    layer = eviction(whole_prompt=True)
+    x, at = hidden(90)
+    memory = RetainedMemory(layer.window, layer.buffer)
+    out = run(layer, x, at, memory)
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    angles = layer.rotary.angles(at)
+    q, k, scores = rotate(q, angles), rotate(k, angles), scored(layer, x)
+    scores[:, :, : layer.sinks] = 1.0
+    expected = torch.zeros_like(q)
+    for b in range(2):
+        for head in range(4):
+            margin = scores[b, head // 2].tolist()
+            left = [j for j in range(90 - layer.window) if margin[j] > 0.5]
+            best = sorted(left, key=lambda j: (-margin[j], j))[: layer.buffer]
+            assert sorted(best) == memory.tensors["positions"][b, head // 2, : len(best)].tolist()
+            for i in range(90):
+                index = [j for j in best if j < i - layer.window] + list(range(max(0, i - layer.window), i + 1))
+                weights = (k[b, head // 2, index] @ q[b, head, i] * layer.scaling).softmax(0)
+                expected[b, head, i] = weights @ v[b, head // 2, index]
+    torch.testing.assert_close(out, layer.o_proj(expected.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
+    running, kept = eviction(), RetainedMemory(layer.window, layer.buffer)
+    run(running, x, at, kept)
+    assert sorted(kept.tensors["positions"][0, 0].tolist()) == sorted(memory.tensors["positions"][0, 0].tolist())
+    more, _ = hidden(100, seed=5)
+    later = torch.arange(90, 190)[None]
+    for token in range(100):
+        one = run(layer, more[:, token : token + 1], later[:, token : token + 1], memory)
+        other = run(running, more[:, token : token + 1], later[:, token : token + 1], kept)
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_scores_are_batched():
+    """A decode step rarely scores: once in ``window`` less the scores' reach to both sides."""
+    layer = eviction()
+    calls = []
+    layer.scores.register_forward_hook(lambda *_: calls.append(1))
+    memory = RetainedMemory(layer.window, layer.buffer)
+    x, at = hidden(200)
+    for token in range(200):
+        run(layer, x[:, token : token + 1], at[:, token : token + 1], memory)
+    assert len(calls) <= 200 // (layer.window - 2 * layer.scores.reach) + 1
+
+
+@torch.no_grad()
+def test_scores_are_due_in_time_in_the_smallest_window():
+    """Every step has to score then, since the next one writes over what a score needs."""
+    layer = eviction(window=13, buffer=5)
+    memory = RetainedMemory(layer.window, layer.buffer)
+    x, at = hidden(80)
+    steps = [run(layer, x[:, token : token + 1], at[:, token : token + 1], memory) for token in range(80)]
+    torch.testing.assert_close(torch.cat(steps, 1), run(layer, x, at), atol=2e-6, rtol=1e-4)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that PyTorch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[60, 60], [60, 45]])
+def test_a_step_can_be_replayed(lengths):
+    """Between scores nothing waits for the device, comes from the host or moves in memory, whatever rows' lengths."""
+    layer = eviction()
+    memory = RetainedMemory(layer.window, layer.buffer)
+    x, at = hidden(120)
+    mask = torch.arange(60) < torch.tensor(lengths)[:, None]
+    run(layer, x[:, :60], at[:, :60], memory, None if bool(mask.all()) else Packing(mask))
+    run(layer, x[:, 60:61], torch.tensor(lengths)[:, None], memory)
+    addresses = {name: tensor.data_ptr() for name, tensor in memory.tensors.items()}
+    replayed = 0
+    for token in range(61, 120):
+        due = layer._scores_due(memory)
+        q, k, v = (torch.randn(2, heads, 1, 16) for heads in (4, 2, 2))
+        with Operations() as asked:
+            layer._step(q, k, v, memory)
+        waits = {"_local_scalar_dense", "lift_fresh", "_to_copy", "nonzero"} & asked.names
+        assert due or not waits, waits
+        replayed += not due
+        assert memory.lengths == [length + token - 59 for length in lengths]
+        assert memory.tensors["numbers"][:, 0].tolist() == memory._on_device == memory.lengths
+        assert memory.tensors["slots"].tolist() == [length % 31 for length in memory.lengths]
+    assert replayed > 40
+    assert {name: tensor.data_ptr() for name, tensor in memory.tensors.items()} == addresses
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 12}, "window must be at least the 13"),
+        ({"buffer": 2, "sinks": 3}, "buffer must be"),
+        ({"scores": {"kind": "rnn"}}, "kind must be"),
+        ({"scores": {"dropout_at": "both"}}, "dropout_at must be"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    settings = {"window": 30, "buffer": 12} | changes
+    with pytest.raises(ValueError, match=message):
+        LearnedEviction(WIDTH, 4, 2, 16, **settings)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="num_heads must be a multiple"):
+        LearnedEviction(WIDTH, 4, 3, 16, window=30, buffer=12)
+
+
+@pytest.mark.parametrize("gradient", ["value", "logit"])
+def test_the_gradient_of_scores(gradient):
+    """Of a factor of the values as equation 6 has it, or of a bias of the logits, which sums to zero over the keys."""
+    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).double().train()
+    x, at = hidden(60)
+    x = x.double()
+    taken = []
+    capped = layer.scores.capped
+    layer.scores.capped = lambda *given: taken.append(capped(*given)) or taken[0].retain_grad() or taken[0]
+    wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    out, scores = layer(x, at)
+    (out * wanted).sum().backward()
+    q, k, v = (layer._heads(proj(x)).detach() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    angles = layer.rotary.angles(at)
+    q, k = rotate(q, angles), rotate(k, angles)
+    kept = scores.detach() > 0.5
+    kept[:, :, : layer.sinks] = True
+    group = layer.num_heads // layer.num_kv_heads
+    k, v, kept = (t.repeat_interleave(group, 1) for t in (k, v, kept))
+    i, j = torch.arange(60)[:, None], torch.arange(60)
+    seen = (j <= i) & ((i - j <= layer.window) | kept[:, :, None])
+    bias = torch.zeros(scores.shape, dtype=torch.float64, requires_grad=True)
+    by_head = bias.repeat_interleave(group, 1)
+    logits = q @ k.mT * layer.scaling + (by_head[:, :, None] if gradient == "logit" else 0)
+    values = v * (1 + by_head[..., None]) if gradient == "value" else v
+    expected = logits.masked_fill(~seen, float("-inf")).softmax(-1) @ values
+    expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected)
+    (expected * wanted).sum().backward()
+    slope = (scores * (1 - scores)).detach()
+    of_scores = taken[0].grad.double() / slope
+    torch.testing.assert_close(of_scores, bias.grad, atol=1e-5, rtol=1e-4)
+    if gradient == "logit":
+        assert of_scores.sum(-1).abs().max() < 1e-4 < of_scores.abs().max()
+
+
+def test_a_cap_bounds_scores_in_training_and_leaves_their_order():
+    free, capped = RetentionScores(2, 16, dropout=0.0), RetentionScores(2, 16, dropout=0.0, cap=4.0)
+    capped.load_state_dict(free.state_dict())
+    k, v = (50 * torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    scores, bounded = free(k, v), capped(k, v)
+    logits = free.logits(k, v)
+    torch.testing.assert_close(bounded, (4 * (logits / 4).tanh()).sigmoid())
+    assert scores.min() < torch.tensor(-4.0).sigmoid() <= bounded.min()
+    assert torch.equal(bounded > 0.5, scores > 0.5)
+    with pytest.raises(ValueError, match="cap must be above 0 or None, not 0"):
+        RetentionScores(2, 16, cap=0.0)
+    with pytest.raises(ValueError, match="gradient must be value or logit, not 'sum'"):
+        eviction(gradient="sum")
+
+
+@pytest.mark.parametrize("gradient", ["value", "logit"])
+def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gradient):
+    """The same compiled layer serves before and after; keys and values learn what full attention teaches."""
+    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).train()
+    layer.opened = torch.ones(())
+    x, at = hidden(90)
+    wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    (layer(x, at)[0] * wanted).sum().backward()
+    moved = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    assert moved["scores.head.weight"].abs().max() > 0
+    layer.zero_grad()
+    q, k, v = (layer._heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotate(t, layer.rotary.angles(at)) for t in (q, k))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
+    (layer.o_proj(whole.transpose(1, 2).flatten(2)) * wanted).sum().backward()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        torch.testing.assert_close(moved[f"{name}.weight"], layer.get_submodule(name).weight.grad, atol=1e-4, rtol=1e-4)
+    layer.opened.fill_(0)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, at)[0], written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gradient", ["value", "logit"])
+@pytest.mark.parametrize("share", [0.9, 0.3, 0.01])
+def test_tokens_fade_by_their_scores_while_a_layer_is_partly_open(gradient, share):
+    """Beyond the window a key's logit has a bias, sharper the less open the layer is; sinks have none. Scores get the
+    gradient of that bias, and keys and values what the scores give them."""
+    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).double().train()
+    layer.opened = torch.tensor(share)
+    x, at = hidden(90)
+    x, taken = x.double(), []
+    capped = layer.scores.capped
+    layer.scores.capped = lambda *given: taken.append(capped(*given)) or taken[0].retain_grad() or taken[0]
+    wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    out, _ = layer(x, at)
+    (out * wanted).sum().backward()
+    assert layer.k_proj.weight.grad.abs().max() > 0
+    q, k, v = (layer._heads(proj(x)).detach() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotate(t, layer.rotary.angles(at)) for t in (q, k))
+    group = layer.num_heads // layer.num_kv_heads
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    logits = taken[0].detach().requires_grad_()
+    fade = F.logsigmoid(logits / max(0.1, 2 * share))
+    i, j = torch.arange(90)[:, None], torch.arange(90)
+    far = (i - j > layer.window) & (j >= layer.sinks)
+    by_head = fade.repeat_interleave(group, 1)[:, :, None]
+    moved = by_head - by_head.detach()  # in the window, too, a key's use counts for its score
+    pairs = q @ k.mT * layer.scaling + torch.where(far, by_head.detach(), 0.0)
+    pairs = (pairs + (moved if gradient == "logit" else 0)).masked_fill(j > i, float("-inf"))
+    expected = pairs.softmax(-1) @ (v * (1 + moved[:, :, 0, :, None]) if gradient == "value" else v)
+    expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)  # the bias is a multiple of 1/4096
+    (expected * wanted).sum().backward()
+    assert logits.grad.abs().max() > 1e-3
+    torch.testing.assert_close(taken[0].grad, logits.grad, atol=2e-3 * float(logits.grad.abs().max()), rtol=1e-2)
