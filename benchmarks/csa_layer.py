@@ -22,7 +22,7 @@ from benchmarks import indexer as bench
 from foveate import csa, ops
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.results.measurements import speed_row
-from foveate.ops._dispatch import reference_only
+from foveate.ops.dispatch import reference_only
 
 _CHECKED = 16
 """Last queries, whose outputs are compared with fp64."""

@@ -28,7 +28,8 @@ from foveate.lab.bench import dense_peers
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
-from foveate.ops._dispatch import reference_only
+from foveate.ops.attend import attend_gated, attend_until
+from foveate.ops.dispatch import reference_only
 
 _CHECKED = 16
 """Queries at the end of a prompt whose outputs are compared with those in fp64."""
@@ -251,12 +252,12 @@ def _nsa_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
     gates = torch.rand(3, batch, plan.heads, 1, device=plan.device).to(q.dtype)
     given = q, keys, values, *memory.summaries(layer._compressed), gates
     sizes = {"block": plan.block, "blocks": plan.blocks, "window": plan.nsa_window, "scaling": plan.scaling}
-    step = functools.partial(ops.attend_gated, *given, lengths, **sizes)
+    step = functools.partial(attend_gated, *given, lengths, **sizes)
 
     def exact() -> tuple[Tensor, Tensor]:
         wide = [x[:, :1].double() if x is gates else x[:1].double() for x in given]
         with reference_only():
-            expected = ops.attend_gated(*wide, lengths[:1], **sizes).out
+            expected = attend_gated(*wide, lengths[:1], **sizes).out
         return step().out[:1], expected
 
     read = plan.context // plan.block + plan.blocks * plan.block + plan.nsa_window
@@ -279,12 +280,12 @@ def _prefill_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
     left = length - plan.window - 1
     offer = empty, torch.full_like(empty, -1, dtype=torch.int64), margins[:, :, :left], at[None, :left]
     until = torch.full(k.shape[:3], length, device=plan.device)
-    until[:, :, :left] = ops.running_best(*offer).new + plan.window + 1
+    until[:, :, :left] = ops.retain.running_best(*offer).new + plan.window + 1
     pair = 4 * plan.heads * plan.head_dim  # FLOP of a query and a key
     how = {"scaling": plan.scaling, "window": plan.window, "retained": plan.buffer}
 
     def evicting() -> Tensor:
-        return ops.attend_until(q, k, v, until, **how).out
+        return attend_until(q, k, v, until, **how).out
 
     def sliding() -> Tensor:
         return ops.attend_window(q, k, v, logits=ops.Logits(plan.scaling), lower=at - plan.sliding + 1).out
@@ -292,7 +293,7 @@ def _prefill_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
     def exact(step: Callable[[], Tensor], ends: Tensor) -> tuple[Tensor, Tensor]:
         last = q[:, :, -_CHECKED:].double()
         with reference_only():
-            wide = ops.attend_until(last, k.double(), v.double(), ends - (length - last.shape[2]), scaling=plan.scaling)
+            wide = attend_until(last, k.double(), v.double(), ends - (length - last.shape[2]), scaling=plan.scaling)
         return step()[:, :, -_CHECKED:], wide.out
 
     fixed = (at + plan.sliding).clamp_max(length).expand_as(until)
@@ -300,8 +301,10 @@ def _prefill_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
     cases = [
         Case("swa", "swa", sliding, flops=pair * pairs[0], exact=lambda: exact(sliding, fixed)),
         Case("lte", "swa", evicting, flops=pair * pairs[1], exact=lambda: exact(evicting, until)),
-        Case("lte, selection of tokens", "swa", lambda: ops.running_best(*offer)),
-        Case("lte, with selection", "swa", lambda: (ops.running_best(*offer), evicting()), flops=pair * pairs[1]),
+        Case("lte, selection of tokens", "swa", lambda: ops.retain.running_best(*offer)),
+        Case(
+            "lte, with selection", "swa", lambda: (ops.retain.running_best(*offer), evicting()), flops=pair * pairs[1]
+        ),
     ]
     for name, attend in dense_peers.causal(plan.device, plan.dtype, say).items():
         dense = functools.partial(attend, q, k, v, plan.scaling)

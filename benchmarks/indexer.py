@@ -257,10 +257,10 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
                 scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
                 how = {"ratio": plan.ratio, "offset": at, "key_scales": scales}
                 times.append([mark()])
-                scores, maxima, _ = ops.indexer_scores(q[:, rows], keys, weights[:, rows], **how)
+                scores, maxima, _ = ops.score.indexer_scores(q[:, rows], keys, weights[:, rows], **how)
                 times[-1].append(mark())
-                visible = ops.visible_keys(some.stop - some.start, keys.shape[1], plan.ratio, at, q.device)
-                ops.topk_of_blocks(scores, maxima, visible, plan.top_k, ops.INDEXER_BLOCK)
+                visible = ops.score.visible_keys(some.stop - some.start, keys.shape[1], plan.ratio, at, q.device)
+                ops.select.topk_of_blocks(scores, maxima, visible, plan.top_k, ops.score.INDEXER_BLOCK)
                 times[-1].append(mark())
                 del scores, maxima  # before the next are made
             before += end - begin
@@ -350,7 +350,7 @@ def _own_scores(plan: Plan, name: str, inputs: _Inputs) -> Callable[[slice, int]
         keys = slice(0, max(_TOGETHER, visible))
         scales = None if key_scales is None else key_scales[:, keys]
         how = {"ratio": plan.ratio, "offset": first, "key_scales": scales}
-        return ops.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores[0, -1]
+        return ops.score.indexer_scores(q[:, some], k[:, keys], weights[:, some], **how).scores[0, -1]
 
     return of_kernel
 

@@ -136,9 +136,9 @@ class _Recall:
         q, k, weights, key_scales, _ = self.inputs
         first = queries.start or 0
         how = {"ratio": self.plan.ratio, "offset": first, "key_scales": key_scales}
-        scores = ops.indexer_scores(q[:, queries], k, weights[:, queries], **how).scores
-        visible = ops.visible_keys(scores.shape[1], k.shape[1], self.plan.ratio, first, k.device)
-        return scores.masked_fill_(ops.unseen_keys(visible, None, k.shape[1]), float("-inf"))
+        scores = ops.score.indexer_scores(q[:, queries], k, weights[:, queries], **how).scores
+        visible = ops.score.visible_keys(scores.shape[1], k.shape[1], self.plan.ratio, first, k.device)
+        return scores.masked_fill_(ops.score.unseen_keys(visible, None, k.shape[1]), float("-inf"))
 
     def __call__(self, found: Tensor) -> Tensor:
         total = found.shape[1]
@@ -155,7 +155,7 @@ class _Recall:
 def _merged(scores: Tensor, top_k: int, tile: int, skip: bool = False) -> Tensor:
     """Tile by tile, as the chunked path; `skip`: without tiles that have fewer keys than are to be selected, and with
     -1 for what is missing then."""
-    best, taken = ops.StreamingTopK(top_k), 0
+    best, taken = ops.select.StreamingTopK(top_k), 0
     for start in range(0, scores.shape[-1], tile):
         some = scores[..., start : start + tile]
         if skip and some.shape[-1] < top_k:

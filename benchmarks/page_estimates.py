@@ -134,13 +134,13 @@ class LayerPages:
         """Every score for one query, ``rows [1, Hkv, G, D]``; ``true``: log partition sums of the pages."""
         log_size, v = math.log(self.size), self.whole.v
         plain = ops.key_logits(rows, self.whole.k, ops.Logits(scaling)) + log_size
-        deviation = ops.logit_deviation(rows, self.whole.spread, scaling)
-        spread = plain + ops.free_energy(deviation, log_size)
+        deviation = ops.score.logit_deviation(rows, self.whole.spread, scaling)
+        spread = plain + ops.score.free_energy(deviation, log_size)
         upper = ops.largest_logit(rows, self.low, self.high, scaling) + log_size
         found = {}
         for name, records in self.records.items():
             channels = self.channels if RECORDS[name].weighted else None
-            rank = ops.page_lse(rows, records, self.forms[name], logits=ops.Logits(scaling), weights=channels)
+            rank = ops.score.page_lse(rows, records, self.forms[name], logits=ops.Logits(scaling), weights=channels)
             found[name] = Estimate(rank, rank if RECORDS[name].weighs else plain, v)
         return found | {
             "summary": Estimate(plain, plain, v),
@@ -155,11 +155,11 @@ class Query:
 
     def __init__(self, pages: LayerPages, rows: Tensor, scaling: float, raw_k: Tensor, raw_v: Tensor):
         self.pages, self.rows, self.scaling = pages, rows, scaling
-        self.raw = ops.Part(ops.key_logits(rows, raw_k, ops.Logits(scaling)), raw_v)
+        self.raw = ops.summaries.Part(ops.key_logits(rows, raw_k, ops.Logits(scaling)), raw_v)
         self.logits = ops.key_logits(rows, pages.k, ops.Logits(scaling)).unflatten(-1, (-1, pages.size))
         self.others, self.true = self.raw.logits.logsumexp(-1, keepdim=True), self.logits.logsumexp(-1)
         self.mass = self.share(self.true)
-        self.exact = ops.attend_cover([self.raw, ops.Part(self.logits.flatten(-2), pages.v)])[0]
+        self.exact = ops.summaries.attend_cover([self.raw, ops.summaries.Part(self.logits.flatten(-2), pages.v)])[0]
 
     def share(self, rank: Tensor) -> Tensor:
         """The attention that pages have by an estimate, fp32 ``[1, Hkv, G, N]``."""
@@ -175,8 +175,8 @@ class Query:
         counts = torch.as_tensor(count, device=order.device)[..., None]
         refined = order.argsort(-1) < counts  # [1, Hkv, N]
         tokens = self.logits.masked_fill(~refined[:, :, None, :, None], float("-inf")).flatten(-2)
-        summaries = ops.Part(estimate.weight.masked_fill(refined[:, :, None], float("-inf")), estimate.v)
-        out, _ = ops.attend_cover([self.raw, ops.Part(tokens, self.pages.v), summaries])
+        summaries = ops.summaries.Part(estimate.weight.masked_fill(refined[:, :, None], float("-inf")), estimate.v)
+        out, _ = ops.summaries.attend_cover([self.raw, ops.summaries.Part(tokens, self.pages.v), summaries])
         error = (out - self.exact).norm(dim=-1) / self.exact.norm(dim=-1)
         missed = self.mass.masked_fill(refined[:, :, None], 0.0).sum(-1)
         share, raw = refined.float().mean().item(), self.raw.v.shape[2]
@@ -208,7 +208,7 @@ class Query:
             recorded, reach = estimates[CERTIFYING].rank, pages.reach(self.rows, self.scaling)
             certain[CERTIFYING] = (recorded + reach, recorded - reach)
         for name, (upper, lower) in certain.items():
-            order, counts, _ = ops.by_bound(upper, lower, self.others, LIMIT)
+            order, counts, _ = ops.select.by_bound(upper, lower, self.others, LIMIT)
             yield Case(size, None, name), self.miss(order, counts, estimates[name], pages.costs[name])
 
 

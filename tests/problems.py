@@ -179,7 +179,7 @@ def of_rows(scores: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def listed(chosen):
-    """Keys of tiles ``[B, Hkv, T, K]``, -1 for none, as arguments of :func:`foveate.ops.attend_tiles`."""
+    """Keys of tiles ``[B, Hkv, T, K]``, -1 for none, as arguments of :func:`foveate.ops.attend.attend_tiles`."""
     used_first = (chosen < 0).int().sort(dim=-1, stable=True).indices
     starts = chosen.shape[3] * torch.arange(chosen.shape[2] + 1, device=chosen.device)
     counts = (chosen >= 0).sum(-1, dtype=torch.int32)

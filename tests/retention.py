@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foveate.hybrids.layers.rotary import Rotary, rotate
-from foveate.ops import Convolution
+from foveate.ops.score import Convolution
 
 
 def weights(

@@ -1,4 +1,4 @@
-"""Trees of summaries with random contents, for the kernels of :func:`foveate.ops.attend_summaries`."""
+"""Trees of summaries with random contents, for the kernels of :func:`foveate.ops.summaries.attend_summaries`."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Problem:
             for b, number in enumerate(of_level):
                 for field in (*(x for x in nodes if x is not None), recent):
                     field[b, :, number:] = torch.nan
-            levels.append(ops.Level(nodes, size, recent))
+            levels.append(ops.summaries.Level(nodes, size, recent))
         rows = self._rows(lengths, starts, pages, sinks, counts, allowed)
-        self.tree = ops.Tree(tuple(levels), rows)
+        self.tree = ops.summaries.Tree(tuple(levels), rows)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
@@ -73,10 +73,10 @@ class Problem:
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)
 
-    def _rows(self, lengths, starts, pages, sinks, counts, allowed) -> ops.Rows:
+    def _rows(self, lengths, starts, pages, sinks, counts, allowed) -> ops.summaries.Rows:
         even = len(set(zip(lengths, starts, pages))) == 1
         raw = [length - start + (sinks if start else 0) for length, start in zip(lengths, starts)]
-        return ops.Rows(
+        return ops.summaries.Rows(
             torch.tensor([lengths, starts, *allowed, *counts], device=self.device),
             tuple(max(of_level) for of_level in allowed),
             max(counts[-1]),
@@ -87,7 +87,7 @@ class Problem:
             (sum(counts[-1]) / len(raw), sum(raw) / len(raw)),
         )
 
-    def looked_at(self, how: ops.Refinement, as_read: bool) -> ops.Tree:
+    def looked_at(self, how: ops.summaries.Refinement, as_read: bool) -> ops.summaries.Tree:
         """The tree with the fields that a rule looks at; ``as_read``: finite everywhere, as the reference wants it."""
 
         def field(x: Tensor | None, wanted: bool = True) -> Tensor | None:
@@ -104,7 +104,7 @@ class Problem:
             levels.append(self._with_records(of, as_read) if how.score == "lowrank" else of)
         return self.tree._replace(levels=tuple(levels))
 
-    def _with_records(self, of: ops.Level, as_read: bool) -> ops.Level:
+    def _with_records(self, of: ops.summaries.Level, as_read: bool) -> ops.summaries.Level:
         """With low-rank summaries of keys about each node's; of nodes that are not there their scales are NaN."""
         record = ops.PageRecord(of.nodes.k.shape[3], min(of.size, ops.PageRecord.largest_page))
         counts = self.tree.rows.numbers[2 + len(self.tree.levels) + self.sizes.index(of.size)]

@@ -129,11 +129,13 @@ class RetentionScores(nn.Module):
         convolutions = [self._by_head(conv) for conv in self.convs]
         head, dilation = self._by_head(self.head), self.convs[0].dilation[0]
         how = {"dilation": dilation, "real": real, "slots": slots, "angles": angles}
-        return ops.retention_logits(k, v, convolutions, head, **how).sigmoid()
+        return ops.score.retention_logits(k, v, convolutions, head, **how).sigmoid()
 
-    def _by_head(self, conv: nn.Conv1d) -> ops.Convolution:
+    def _by_head(self, conv: nn.Conv1d) -> ops.score.Convolution:
         heads = self.num_kv_heads
-        return ops.Convolution(conv.weight.unflatten(0, (heads, -1)).permute(0, 3, 2, 1), conv.bias.view(heads, -1))
+        return ops.score.Convolution(
+            conv.weight.unflatten(0, (heads, -1)).permute(0, 3, 2, 1), conv.bias.view(heads, -1)
+        )
 
     def _convolve(self, conv: nn.Conv1d, x: Tensor) -> Tensor:
         """Each head's convolution over time: ``[Hkv, B, L, channels]`` to half the channels."""

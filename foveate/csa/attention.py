@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.ops.attend import attend_prefix, attend_recent, attend_selected
 from foveate.ops.attend.selected import check
 
 
@@ -65,18 +66,18 @@ def sparse_attention(
         raise ValueError(f"positions must be int [B, S] = {list(shape)}, not {positions.dtype} {list(positions.shape)}")
     if indices is not None and positions is None:
         recent = dict(zip(("recent_k", "recent_v", "window"), recent))
-        return ops.attend_selected(q, k, v, indices, scaling=scaling, offset=offset, sinks=sinks, **recent)
+        return attend_selected(q, k, v, indices, scaling=scaling, offset=offset, sinks=sinks, **recent)
     end = offset + q.shape[2]
     if positions is None:
         positions = torch.arange(offset, end, device=q.device)[None]
     parts = []
     if indices is not None:
-        parts.append(ops.attend_selected(q, k, v, indices, scaling=scaling))
+        parts.append(attend_selected(q, k, v, indices, scaling=scaling))
     elif k.shape[2]:
-        parts.append(ops.attend_prefix(q, k, v, (positions + 1) // ratio, scaling=scaling))
+        parts.append(attend_prefix(q, k, v, (positions + 1) // ratio, scaling=scaling))
     if window is not None:
         raw = (x[:, :, :end] for x in (window.k, window.v))
-        parts.append(ops.attend_recent(q, *raw, positions + 1, size=window.size, scaling=scaling))
+        parts.append(attend_recent(q, *raw, positions + 1, size=window.size, scaling=scaling))
     if not parts:
         parts.append(
             ops.Attended(q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf")).float())

@@ -170,7 +170,9 @@ class _Asked(NamedTuple):
 def _materialised(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
     q, k, weights, top_k, ratio, offset, starts, key_scales = asked
     scores = materialised_scores(q, k, weights, key_scales)
-    unseen = ops.unseen_keys(ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1])
+    unseen = ops.score.unseen_keys(
+        ops.score.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device), starts, k.shape[1]
+    )
     lost = lost_scores(scores, weights, unseen) > 0
     scores.masked_fill_(unseen, float("-inf"))
     chosen = ops.topk(scores.nan_to_num_(0.0, float("inf"), float("-inf")), top_k)
@@ -188,15 +190,15 @@ def materialised_scores(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tenso
 
 def _chunked(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
     q, k, weights, top_k, ratio, offset, starts, key_scales = asked
-    visible = ops.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
+    visible = ops.score.visible_keys(q.shape[1], k.shape[1], ratio, offset, q.device)
     lost = torch.zeros(1, dtype=torch.bool, device=q.device)
     for first in range(0, q.shape[1], QUERY_CHUNK):
         queries = slice(first, first + QUERY_CHUNK)
         number = min((offset + min(first + QUERY_CHUNK, q.shape[1])) // ratio, k.shape[1])
-        best = ops.StreamingTopK(top_k)
+        best = ops.select.StreamingTopK(top_k)
         for start in range(0, max(number, 1), KEY_CHUNK):
             some = slice(start, min(start + KEY_CHUNK, number))
-            scores, _, nan = ops.indexer_scores(
+            scores, _, nan = ops.score.indexer_scores(
                 q[:, queries],
                 k[:, some],
                 weights[:, queries],
@@ -205,7 +207,7 @@ def _chunked(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
                 starts=None if starts is None else starts - start,
                 key_scales=None if key_scales is None else key_scales[:, some],
             )
-            scores.masked_fill_(ops.unseen_keys(visible[queries], starts, scores.shape[-1], start), float("-inf"))
+            scores.masked_fill_(ops.score.unseen_keys(visible[queries], starts, scores.shape[-1], start), float("-inf"))
             lost |= nan > 0
             best.update(scores.nan_to_num_(0.0, float("inf"), float("-inf")), start)
         chosen, of_chosen = best.result()
@@ -223,12 +225,12 @@ def _fused(asked: _Asked, found: Tensor, values: Tensor | None) -> Tensor:
         keys = k[:, : min((at + rows) // ratio, k.shape[1])]
         scales = None if key_scales is None else key_scales[:, : keys.shape[1]]
         how = {"ratio": ratio, "offset": at, "starts": starts, "key_scales": scales}
-        scores, maxima, nan = ops.indexer_scores(q[:, some], keys, weights[:, some], **how)
+        scores, maxima, nan = ops.score.indexer_scores(q[:, some], keys, weights[:, some], **how)
         lost |= nan
         if not q.is_cuda and bool(nan):
             break  # nothing can be selected
-        visible = ops.visible_keys(rows, keys.shape[1], ratio, at, q.device)
-        found[:, some] = ops.topk_of_blocks(scores, maxima, visible, top_k, ops.INDEXER_BLOCK, starts)
+        visible = ops.score.visible_keys(rows, keys.shape[1], ratio, at, q.device)
+        found[:, some] = ops.select.topk_of_blocks(scores, maxima, visible, top_k, ops.score.INDEXER_BLOCK, starts)
         _look_up(scores, found[:, some], None if values is None else values[:, some])
         del scores, maxima  # free them before the next chunk
     return lost > 0

@@ -129,7 +129,7 @@ class TopKByMass(SharedSelection):
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))
-        ends = tuple(itertools.accumulate((-(-tile * t // ops.WORD_KEYS) for t in range(start, end)), initial=0))
+        ends = tuple(itertools.accumulate((-(-tile * t // ops.select.WORD_KEYS) for t in range(start, end)), initial=0))
         heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
         words = torch.zeros(len(q), heads, ends[-1], dtype=torch.int32, device=q.device)
         chosen = ops.TileKeys(words, on_device(ends, q.device), on_device(places, q.device), places)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveate.methods import Dense, Method
 from foveate.ops import Logits, PromptHeads
-from foveate.ops._dispatch import runs_kernel
+from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import returned
 from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache

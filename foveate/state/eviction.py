@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.ops import first_keys, gather_slots, give_up, weakest
+from foveate.ops import first_keys, gather_slots
+from foveate.ops.retain import give_up, weakest
 from foveate.state.description import Evicts
 
 
@@ -48,7 +49,7 @@ class Eviction:
 
         Args:
             rows: for each row whether it evicts; in a captured step bool ``[B]`` on the device.
-            scores, before, at: which token leaves, see :func:`foveate.ops.give_up`.
+            scores, before, at: which token leaves, see :func:`foveate.ops.retain.give_up`.
         """
         step, by = self.step, {"scores": scores, "before": before, "at": at}
         if step is not None:
@@ -77,7 +78,7 @@ class Eviction:
         Args:
             heads: ``[B][Hkv]``: whether the KV head evicts.
             held: ``[B][Hkv]``: tokens that the KV head holds, before the eviction.
-            scores: fp32 ``[B, Hkv, used]``, see :func:`foveate.ops.weakest`.
+            scores: fp32 ``[B, Hkv, used]``, see :func:`foveate.ops.retain.weakest`.
             before: int64 ``[B]``: only tokens before this position can leave.
         """
         reuses = [  # heads whose next token reuses a slot

@@ -77,14 +77,14 @@ def test_the_materialised_path_is_judged_by_its_own_scores(monkeypatch):
     monkeypatch.setattr(indexer.indexer, "materialised_scores", lambda *a: -real(*a))
     plan = indexer.Plan(tokens=(200,), implementations=("foveate", "materialised"), **SMALL)
     assert [row["recall_min"] for row in indexer.run(plan, lambda _: None)] == [1, 1]
-    monkeypatch.setattr(indexer.ops, "indexer_scores", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(indexer.ops.score, "indexer_scores", lambda *a, **k: 1 / 0)
     plan = indexer.Plan(tokens=(200,), implementations=("materialised",), **SMALL)
     assert [row["recall_min"] for row in indexer.run(plan, lambda _: None)] == [1]
 
 
 def test_parts_are_those_of_the_blocks_that_the_fused_path_makes(monkeypatch):
     seen = {True: [], False: []}
-    real = indexer.ops.indexer_scores
+    real = indexer.ops.score.indexer_scores
     plan = indexer.Plan(tokens=(200,), implementations=("foveate",), **SMALL)
     inputs, parts = indexer._draw(plan, 200, indexer.ALONE), [False]
 
@@ -92,7 +92,7 @@ def test_parts_are_those_of_the_blocks_that_the_fused_path_makes(monkeypatch):
         seen[parts[0]].append((q.shape, k.shape, how["offset"]))
         return real(q, k, w, **how)
 
-    monkeypatch.setattr(indexer.ops, "indexer_scores", noting)
+    monkeypatch.setattr(indexer.ops.score, "indexer_scores", noting)
     monkeypatch.setattr(indexer.indexer, "SCORES_BYTES", 4 * 30 * 40)
     indexer.csa.lightning_indexer(inputs.q, inputs.k, inputs.weights, 20, ratio=4, path="fused")
     parts[0] = True

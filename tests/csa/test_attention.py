@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveate import csa, ops
+from foveate import csa
+from foveate.ops.attend import attend_selected
 from tests.helpers import LargestTensor, Shape, assert_close, naive, problem, shapes
 
 
@@ -29,15 +30,13 @@ def selection(shape, number, heads, seed):
 def test_each_query_reads_what_is_selected_for_it(shape, seed, number, shared):
     q, k, v = problem(shape, seed)
     indices, mask = selection(shape, number, 1 if shared else shape.kv_heads, seed)
-    found = ops.attend_selected(q, k, v, indices[:, 0] if shared else indices, scaling=0.3)
+    found = attend_selected(q, k, v, indices[:, 0] if shared else indices, scaling=0.3)
     expected = naive(q, k, v, 0.3, mask)
     assert_close(found.out, expected.out)
     assert torch.equal(found.lse.isneginf(), expected.lse.isneginf())
     assert_close(found.lse.nan_to_num(neginf=0), expected.lse.nan_to_num(neginf=0))
     unread = ~mask.any(2)[..., None]
-    again = ops.attend_selected(
-        q, k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan), indices, scaling=0.3
-    )
+    again = attend_selected(q, k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan), indices, scaling=0.3)
     assert torch.equal(again.out, found.out)
 
 
@@ -45,10 +44,10 @@ def test_blocks_change_nothing_and_bound_memory(monkeypatch):
     shape = Shape(1, 1, 4, 64, 200, 32, 32)
     q, k, v = problem(shape)
     indices, _ = selection(shape, 50, 1, 0)
-    expected = ops.attend_selected(q, k, v, indices, scaling=0.3)
+    expected = attend_selected(q, k, v, indices, scaling=0.3)
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
     with LargestTensor() as gauge:
-        found = ops.attend_selected(q, k, v, indices, scaling=0.3)
+        found = attend_selected(q, k, v, indices, scaling=0.3)
     assert_close(found.out, expected.out)
     assert gauge.bytes <= 1 << 16, gauge.what
 

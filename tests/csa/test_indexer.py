@@ -229,7 +229,7 @@ def test_what_has_no_fp8(x, message):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_fp32(dtype):
     q, k, weights = problem(queries=30, keys=90, heads=8, dim=32, whole=False, dtype=dtype)
-    scores = ops.indexer_scores(q, k, weights.float(), offset=90).scores
+    scores = ops.score.indexer_scores(q, k, weights.float(), offset=90).scores
     exact = torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu() * weights.double()[..., None]
     torch.testing.assert_close(scores.double(), exact.sum(2), rtol=1e-4, atol=1e-4)
     assert torch.equal(csa.lightning_indexer(q, k, weights, 9, offset=60), in_order(q, k, weights.float(), 9, 1, 60))

@@ -15,7 +15,8 @@ from matrix import Driver, Tokens
 from foveate import csa, methods, ops
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
 from foveate.hybrids.state import BlockMemory, RetainedMemory
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
+from foveate.ops.attend import attend_selected
 from foveate.state import SlotCache
 
 PROMPT, DECODED = 289, 4
@@ -59,14 +60,14 @@ IN_BLOCKS = [
 
 def main() -> int:
     ran: set[str] = set()
-    for name, kernel in _dispatch._verbs.items():
+    for name, kernel in dispatch._verbs.items():
         module = importlib.import_module(kernel)
         setattr(module, name, noted(getattr(module, name), name, ran))
     warnings.filterwarnings("error", message=".*slower reference.*")
     for part in parts().values():
         part()
     torch.cuda.synchronize()
-    missing = sorted(_dispatch._verbs.keys() - ran)
+    missing = sorted(dispatch._verbs.keys() - ran)
     print(f"{len(ran)} verbs ran on their kernels" + (f"; not reached: {', '.join(missing)}" if missing else ""))
     return bool(missing)
 
@@ -165,7 +166,7 @@ def select() -> None:
         ops.topk_rows(scores.round(), counts, number // 10, dtype=torch.int32)
         for k in (64, 1500):
             blocks = torch.nn.functional.pad(scores, (0, -number % 16)).unflatten(-1, (-1, 16)).amax(-1)
-            ops.topk_of_blocks(scores, blocks, torch.tensor([0, number // 2, number], device="cuda"), k, 16)
+            ops.select.topk_of_blocks(scores, blocks, torch.tensor([0, number // 2, number], device="cuda"), k, 16)
 
 
 def index() -> None:
@@ -179,7 +180,7 @@ def index() -> None:
     for heads, kv_heads, dim in ((64, 1, 512), (8, 2, 64)):
         q, k = (torch.randn(1, n, 70, dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads))
         chosen = torch.randint(-1, 70, (1, kv_heads, 70, 24), device="cuda", dtype=torch.int32)
-        ops.attend_selected(q, k, k, chosen.sort(-1, descending=True).values, scaling=0.1)
+        attend_selected(q, k, k, chosen.sort(-1, descending=True).values, scaling=0.1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods, ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import window
 from foveate.state import SlotCache
 from tests.combinations import every_pair
@@ -29,8 +29,8 @@ LOWER = {  # of each position
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert "attend_window" in _dispatch.kernel_status().split(", ")
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert "attend_window" in dispatch.kernel_status().split(", ")
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_what_takes_the_reference(launches):
     q, k, v = problem(1, 4, 2, 70, 9, 64, torch.float32)
     arguments = {"logits": Logits(0.125), "lower": lower_of("window", 70, 9), "sinks": 4, "offset": 9}
     expected = window.attend_window(q, k, v, **arguments).out
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         assert torch.equal(ops.attend_window(q, k, v, **arguments).out, expected)
     torch.autograd.grad(ops.attend_window(q.requires_grad_(), k, v, **arguments).out.sum(), q)
     assert not launches

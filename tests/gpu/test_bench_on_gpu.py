@@ -8,6 +8,7 @@ from benchmarks import hybrid_attention, hybrid_memory, hybrid_training
 from foveate import ops
 from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.bench import decode, models, prefill, prefill_model
+from foveate.ops.attend import prompt_path
 
 pytestmark = pytest.mark.gpu
 
@@ -91,5 +92,5 @@ def test_the_first_token_of_a_model(monkeypatch):
         (name, chunk) for chunk in (0, 1024) for name in ("dense", "kascade_paper", "transformers-sdpa")
     ]
     assert all(row["ms"] > 0 and row["peak_bytes"] > 0 for row in rows)
-    library = ops.prompt_path(ops.PromptHeads(torch.device("cuda", 0), torch.bfloat16, 64, 64, 2))
+    library = prompt_path(ops.PromptHeads(torch.device("cuda", 0), torch.bfloat16, 64, 64, 2))
     assert {row["dense_prompts"] for row in rows if row["case"]["method"] != "transformers-sdpa"} == {library}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import Logits, _dispatch, _math
+from foveate.ops import Logits, _math, dispatch
+from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.select import bits, bits_kernel
 from foveate.state import SlotCache
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.gpu
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert {"set_bits", "keys_of_bits", "attend_tiles", "tile_block_mass"} <= set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert {"set_bits", "keys_of_bits", "attend_tiles", "tile_block_mass"} <= set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def drawn(before, share, batch=2, heads=3):
@@ -73,7 +74,7 @@ def test_attention_over_bits(room, monkeypatch):
         found = ops.attend_tile_keys(q, k, v, chosen, **how).out
         assert torch.equal(found, ops.attend_tile_keys(q, k, v, chosen, **how).out), "repeats are equal bit for bit"
     how |= listed(indices)
-    assert torch.equal(found, ops.attend_tiles(q, k, v, **how).out)
+    assert torch.equal(found, attend_tiles(q, k, v, **how).out)
     exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **how).out
     torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
 

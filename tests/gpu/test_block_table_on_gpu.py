@@ -6,7 +6,8 @@ from matrix import LENGTHS, PROMPT, Driver, Tokens, assert_same_state, padded
 
 import foveate
 from foveate import methods, ops
-from foveate.ops import BlockTable, Logits, _dispatch
+from foveate.ops import BlockTable, Logits, dispatch
+from foveate.ops.attend import attend_tiles
 from foveate.runtime import CudaRecorder, replay
 from tests.combinations import every_pair
 from tests.helpers import generate, left_padded, tiny_model
@@ -42,8 +43,8 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    assert {"attend", "pooled_mass", "put_token"} <= set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert {"attend", "pooled_mass", "put_token"} <= set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +141,8 @@ def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, que
     begins = (torch.arange(number, device="cuda") + offset // tile)[:, None] * tile
     chosen = listed((draw * begins).int().where(draw * begins >= 1, -1))
     with poisoned_memory("cuda"):
-        found = ops.attend_tiles(q, *memory, **chosen, tile=tile, **where, **how).out
-    expected = ops.attend_tiles(q, k, v, **chosen, tile=tile, **how).out
+        found = attend_tiles(q, *memory, **chosen, tile=tile, **where, **how).out
+    expected = attend_tiles(q, k, v, **chosen, tile=tile, **how).out
     tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     if torch.cuda.get_device_capability() != (9, 0):
@@ -237,7 +238,7 @@ def tiles_of_prompt(q, k, v, table, lengths):
     offset = table.length - q.shape[2]
     number = -(-table.length // tile) - offset // tile
     indices = ascending(7, offset // tile * tile)[:, :, None].expand(-1, -1, number, -1).contiguous()
-    return ops.attend_tiles(q, k, v, **listed(indices), tile=tile, offset=offset, block_table=table, **SCALING)
+    return attend_tiles(q, k, v, **listed(indices), tile=tile, offset=offset, block_table=table, **SCALING)
 
 
 FAR = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops import _dispatch
+from foveate.ops import dispatch
 from foveate.runtime import CudaRecorder
 from tests.served import BATCHES, SPECS, Served
 
@@ -16,7 +16,7 @@ def kernels(request, monkeypatch):
     monkeypatch.setenv("FOVEATE_KERNELS", "1" if request.param == "kernels" else "0")
     if request.param == "kernels":
         pytest.importorskip("triton")
-        assert "attend" in _dispatch.kernel_status().split(", ")
+        assert "attend" in dispatch.kernel_status().split(", ")
     return request.param == "kernels"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.score import reference
 from tests.combinations import every_pair
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert "column_mass" in _dispatch.kernel_status().split(", ")
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert "column_mass" in dispatch.kernel_status().split(", ")
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def problem(batch, heads, kv_heads, length, offset, dim, dtype, extra=0, device="cuda"):
@@ -96,12 +96,12 @@ def test_queries_that_saw_nothing_and_later_keys_leave_no_trace():
 def test_what_takes_the_reference():
     q, k, lse = problem(1, 4, 2, 70, 9, 64, torch.float32)
     expected = reference.column_mass(q, k, lse, logits=Logits(0.125), offset=9)
-    assert not _dispatch.use_kernel(q.requires_grad_(), k)
+    assert not dispatch.use_kernel(q.requires_grad_(), k)
     with torch.no_grad():
-        assert _dispatch.use_kernel(q, k)
-        with _dispatch.reference_only():
+        assert dispatch.use_kernel(q, k)
+        with dispatch.reference_only():
             assert torch.equal(ops.column_mass(q, k, lse, logits=Logits(0.125), offset=9), expected)
-    assert not _dispatch.use_kernel(k, lse.cpu())
+    assert not dispatch.use_kernel(k, lse.cpu())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -5,7 +5,7 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import methods, ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -25,8 +25,8 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    assert "attend_summaries" in set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert "attend_summaries" in set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def problem(pages, **more):
@@ -73,7 +73,9 @@ def check(some, how):
 
 @every_pair(DTYPES, GROUPS, ("pages", [(1,), (37, 4, 0), (700, 699), (5000,)]), strength=3)
 def test_few_pages_of_any_group(dtype, heads, kv_heads, pages):
-    check(problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.Refinement())
+    check(
+        problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype), ops.summaries.Refinement()
+    )
 
 
 @every_pair(DTYPES)
@@ -83,13 +85,13 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, heads, kv_heads)
     for pages in ((700, 40), (5000,)):
         some = problem(pages, heads=heads, kv_heads=kv_heads, sizes=(16,), tail=128, dtype=dtype)
         some.overrate([7, 8, 699], 15.0, SCALING)
-        _, (chosen,) = check(some, ops.Refinement())
+        _, (chosen,) = check(some, ops.summaries.Refinement())
         assert (chosen[0] == torch.tensor([7, 8, 699], device="cuda")).all()
 
 
 @every_pair(DTYPES, DIMS)
 def test_any_head_dim(dtype, dim, value_dim):
-    how = ops.Refinement(score="spread")
+    how = ops.summaries.Refinement(score="spread")
     check(problem((300, 41), dim=dim, value_dim=value_dim, sizes=(16,), dtype=dtype), how)
 
 
@@ -101,11 +103,11 @@ def test_any_head_dim(dtype, dim, value_dim):
 )
 def test_shares_of_levels(dtype, sizes, score):
     pages, allowed = (1600, 1024, 64), (0.11, 0.3, 0.5)[: len(sizes)]
-    check(problem(pages, sizes=sizes, allowed=allowed, dtype=dtype), ops.Refinement(score=score, prior=0.5))
+    check(problem(pages, sizes=sizes, allowed=allowed, dtype=dtype), ops.summaries.Refinement(score=score, prior=0.5))
 
 
 def test_pages_that_are_not_refined_are_not_read():
-    some, how = problem((90, 40), sizes=(16,), dtype=torch.float16), ops.Refinement()
+    some, how = problem((90, 40), sizes=(16,), dtype=torch.float16), ops.summaries.Refinement()
     found, (chosen,) = check(some, how)
     slots = torch.arange(some.k.shape[2], device="cuda")
     for b in range(2):
@@ -114,7 +116,7 @@ def test_pages_that_are_not_refined_are_not_read():
             pages = chosen[b, head]
             read = (slots < 2) | (slots >= start) | torch.isin((slots - 2) // 16, pages[pages >= 0])
             some.k[b, head, ~read], some.v[b, head, ~read] = torch.nan, torch.inf
-    again = ops.attend_summaries(
+    again = ops.summaries.attend_summaries(
         *some.arguments, some.looked_at(how, False), how, logits=Logits(SCALING), need_lse=True
     )
     assert torch.equal(again.out, found.out)
@@ -124,7 +126,7 @@ def test_pages_that_are_not_refined_are_not_read():
 @pytest.mark.parametrize(("pages", "sizes", "allowed"), [((4000,), (16,), (3,)), ((512,) * 16, (8, 32), (0.1, 0.3))])
 def test_graphs_and_no_wait(pages, sizes, allowed):
     """Equal to the last bit when a captured graph is replayed over other contents and other lengths; nothing waits."""
-    how = ops.Refinement(score="spread", prior=0.5)
+    how = ops.summaries.Refinement(score="spread", prior=0.5)
     first, second = (
         problem(pages, heads=32, kv_heads=8, sizes=sizes, allowed=allowed, dtype=torch.float16, same=True, seed=seed)
         for seed in (0, 1)
@@ -133,7 +135,7 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 
     def step(some):
         tree = some.looked_at(how, False)
-        found = ops.attend_summaries(some.q, some.k, some.v, tree, how, logits=Logits(SCALING), need_lse=True)
+        found = ops.summaries.attend_summaries(some.q, some.k, some.v, tree, how, logits=Logits(SCALING), need_lse=True)
         return found.out, found.lse, found.read, found.refined
 
     def contents(some):
@@ -165,11 +167,11 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 def test_running_averages(pages, sizes, allowed):
     """Of what a step has looked at, in the memory of a larger cache."""
     some = problem(pages, sizes=sizes, allowed=allowed, dtype=torch.float32)
-    how, (q, k, v), made = ops.Refinement(prior=0.5), some.arguments, []
+    how, (q, k, v), made = ops.summaries.Refinement(prior=0.5), some.arguments, []
     tree, averages = some.looked_at(how, True), some.uniform(*k.shape[:2], k.shape[2] + 9)
-    for attend in (ops.attend_summaries, reference.attend_summaries):
+    for attend in (ops.summaries.attend_summaries, reference.attend_summaries):
         own = tree._replace(levels=tuple(x._replace(recent=x.recent.clone()) for x in tree.levels))
-        kept = ops.Sums(0.2, recent=averages.clone()[..., : k.shape[2]])
+        kept = ops.summaries.Sums(0.2, recent=averages.clone()[..., : k.shape[2]])
         attend(q, k.nan_to_num(0.0), v.nan_to_num(0.0), own, how, logits=Logits(SCALING), sums=kept)
         made.append([kept.recent, *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
@@ -178,10 +180,11 @@ def test_running_averages(pages, sizes, allowed):
 
 def test_many_steps_are_equal_bit_for_bit():
     """However programs are scheduled: the last one of a row to be ready merges."""
-    some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.Refinement()
+    some, how = problem((7000,), heads=32, kv_heads=8, sizes=(16,), dtype=torch.float16), ops.summaries.Refinement()
     tree = some.looked_at(how, False)
     outs = [
-        ops.attend_summaries(*some.arguments, tree, how, logits=Logits(SCALING), need_lse=True)[:2] for _ in range(300)
+        ops.summaries.attend_summaries(*some.arguments, tree, how, logits=Logits(SCALING), need_lse=True)[:2]
+        for _ in range(300)
     ]
     assert all(torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1]) for out, lse in outs)
 

@@ -5,7 +5,7 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import methods, ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.compress import boxes, boxes_kernel, low_rank_kernel
 from foveate.ops.retain import reference as retain
@@ -54,8 +54,8 @@ def kernels_only(monkeypatch):
         "topk_rows",
         "with_always_read",
     }
-    assert needed <= set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert needed <= set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
@@ -559,7 +559,7 @@ def test_slots_that_are_given_up(number, rows):
     for by in ({"scores": scores}, {"scores": scores[:, :1].expand(-1, 2, -1), "before": before}, {"at": at}):
         buffer = torch.full((3, 2, number + 33), -9, dtype=torch.int32, device="cuda")
         buffer[..., :number], expected = positions, positions.clone()
-        found = ops.give_up(buffer[..., :number], rows=rows, **by)
+        found = ops.retain.give_up(buffer[..., :number], rows=rows, **by)
         assert torch.equal(found, retain.give_up(expected, rows=rows, **by))
         assert torch.equal(buffer[..., :number], expected)
         assert bool((buffer[..., number:] == -9).all())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
-from foveate.ops.attend import dense, library
+from foveate.ops import Logits, dispatch
+from foveate.ops.attend import dense, dense_obstacles, library, prompt_path
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import in_buffer
@@ -25,7 +25,7 @@ def no_warning(monkeypatch):
     """A library that is present and fails its proof fails the test."""
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     monkeypatch.setattr(library, "_say_once", lambda text: pytest.fail(text))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def present(name):
@@ -142,8 +142,8 @@ def test_the_fastest_one_is_used(monkeypatch):
         ops.attend_causal(q, k, v, logits=Logits(0.09))
         first = next(one for one in here if length**2 >= one.least_work)
         assert {name: of for name, of in calls.items() if of} == {first.name: [(length, 0)]}
-    assert ops.prompt_path(heads).split(" (")[0] == here[0].name
-    assert {name for name, reason in ops.dense_obstacles(heads).items() if not reason} == {one.name for one in here}
+    assert prompt_path(heads).split(" (")[0] == here[0].name
+    assert {name for name, reason in dense_obstacles(heads).items() if not reason} == {one.name for one in here}
 
 
 @pytest.mark.parametrize("name", NAMES[1])

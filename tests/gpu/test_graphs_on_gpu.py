@@ -8,7 +8,7 @@ from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state,
 
 import foveate
 from foveate import methods
-from foveate.ops import _dispatch
+from foveate.ops import dispatch
 from foveate.runtime import CudaRecorder, replay
 from foveate.state import Geometry
 from tests.helpers import FAMILIES, SLIDING, generate, left_padded, tiny_model, tokens
@@ -37,7 +37,7 @@ def kernels(request, monkeypatch):
     monkeypatch.setenv("FOVEATE_KERNELS", "1" if request.param == "kernels" else "0")
     if request.param == "kernels":
         pytest.importorskip("triton")
-        assert "attend" in _dispatch.kernel_status().split(", ")
+        assert "attend" in dispatch.kernel_status().split(", ")
     return request.param == "kernels"
 
 

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from foveate import ops
 from foveate.calibration.retention_scores import RetentionScores
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention, SlidingWindowAttention
 from foveate.hybrids.state import BlockMemory, Packing, RetainedMemory
-from foveate.ops import _dispatch
-from foveate.ops.attend import gated, until
+from foveate.ops import dispatch
+from foveate.ops.attend import attend_gated, attend_until, gated, until
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import LAYOUTS, in_buffer
@@ -25,8 +24,8 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test; convolutions are not rounded to TF32."""
     pytest.importorskip("triton")
     needed = {"attend", "attend_gated", "attend_until", "put_token", "replace_weakest", "running_best"}
-    assert needed <= set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert needed <= set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
@@ -55,8 +54,8 @@ def ends(batch, kv_heads, length, earlier, window, share=0.1, absent=0):
 def check(q, k, v, gone, window, retained):
     how = {"scaling": q.shape[-1] ** -0.5, "window": window, "retained": retained}
     with poisoned_memory("cuda"):
-        out = ops.attend_until(q, k, v, gone, **how).out
-        assert torch.equal(out, ops.attend_until(q, k, v, gone, **how).out), "repeats are equal bit for bit"
+        out = attend_until(q, k, v, gone, **how).out
+        assert torch.equal(out, attend_until(q, k, v, gone, **how).out), "repeats are equal bit for bit"
     assert out.dtype == q.dtype
     exact = until.attend_until(*(x.double() for x in (q, k, v)), gone, **how).out
     tolerance = TOLERANCE[q.dtype]
@@ -105,16 +104,16 @@ def test_keys_that_have_gone_leave_no_trace():
     gone[..., 20:300:3] = 0
     clean = check(q, k, v, gone, 200, 128)
     k[:, :, 20:300:3], v[:, :, 20:300:3] = 3e4, -3e4
-    assert torch.equal(ops.attend_until(q, k, v, gone, scaling=64**-0.5, window=200, retained=128).out, clean)
+    assert torch.equal(attend_until(q, k, v, gone, scaling=64**-0.5, window=200, retained=128).out, clean)
 
 
 def test_nothing_waits_for_the_device():
     q, k, v = problem(1, 8, 2, 1500, 300, 64, torch.bfloat16)
     gone = ends(1, 2, 1500, 300, 200)
-    ops.attend_until(q, k, v, gone, scaling=0.125, window=200, retained=128)  # compiled
+    attend_until(q, k, v, gone, scaling=0.125, window=200, retained=128)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.attend_until(q, k, v, gone, scaling=0.125, window=200, retained=128)
+        attend_until(q, k, v, gone, scaling=0.125, window=200, retained=128)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -148,7 +147,7 @@ def test_layers_on_kernels_are_layers_on_references(kind, pieces):
     for count in pieces:
         outs.append(layer(x[:, first : first + count], at[:, first : first + count], memory)[0])
         first += count
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         kept = memory_of(layer)
         expected = layer(x, at, kept)[0]
     torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-4, atol=1e-5)
@@ -284,8 +283,8 @@ def test_gated_attention_of_blocks(dtype, heads, kv_heads, dim, value_dim, numbe
             x[b, :, length:] = 1e4
     sizes = {"scaling": dim**-0.5, "block": block, "blocks": blocks, "window": window}
     with poisoned_memory("cuda"):
-        out = ops.attend_gated(*given, lengths, **sizes).out
-        assert torch.equal(out, ops.attend_gated(*given, lengths, **sizes).out), "repeats are equal bit for bit"
+        out = attend_gated(*given, lengths, **sizes).out
+        assert torch.equal(out, attend_gated(*given, lengths, **sizes).out), "repeats are equal bit for bit"
     exact = gated.attend_gated(*(x.double() for x in given), lengths, **sizes).out
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
@@ -295,14 +294,14 @@ def test_gated_attention_is_replayed():
     given = of_blocks(2, 32, 2, 5000, 64, 64, 64, torch.bfloat16)
     lengths = torch.tensor([4000, 100], device="cuda")
     sizes = {"scaling": 0.125, "block": 64, "blocks": 16, "window": 512}
-    ops.attend_gated(*given, lengths, **sizes)
+    attend_gated(*given, lengths, **sizes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.attend_gated(*given, lengths, **sizes).out
+        out = attend_gated(*given, lengths, **sizes).out
     for step in (0, 1, 63, 500):
         lengths += step
         graph.replay()
-        assert torch.equal(out, ops.attend_gated(*given, lengths, **sizes).out)
+        assert torch.equal(out, attend_gated(*given, lengths, **sizes).out)
 
 
 @torch.no_grad()
@@ -314,6 +313,6 @@ def test_steps_of_native_sparse_attention_are_its_prompt(compression):
     memory = BlockMemory(layer.block)
     outs = [layer(x[:, :250], at[:, :250], memory)]
     outs += [layer(x[:, token : token + 1], at[:, token : token + 1], memory) for token in range(250, 400)]
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         expected = layer(x, at, BlockMemory(layer.block))
     torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-4, atol=1e-5)

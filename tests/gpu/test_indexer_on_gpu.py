@@ -5,7 +5,7 @@ import torch
 
 from foveate import csa, ops
 from foveate.csa import indexer
-from foveate.ops import _dispatch
+from foveate.ops import dispatch
 from foveate.ops.score import indexer_hopper_kernel, indexer_kernel
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -21,8 +21,8 @@ TOLERANCE = {torch.bfloat16: 1e-4, torch.float16: 1e-4, torch.float32: 1e-4, FP8
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert {"indexer_scores", "topk_of_blocks"} <= set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert {"indexer_scores", "topk_of_blocks"} <= set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def problem(batch, queries, keys, heads=64, dim=128, dtype=torch.bfloat16, seed=0):
@@ -67,23 +67,23 @@ def test_scores(hopper, dtype, heads, dim, more, queries, keys, ratio, offset):
     scales = torch.rand(2, keys, device="cuda") if more else None
     how = {"ratio": ratio, "offset": offset, "starts": starts, "key_scales": scales}
     with poisoned_memory("cuda"):
-        scores, maxima, lost = ops.indexer_scores(q, k, weights, **how)
-        again = ops.indexer_scores(q, k, weights, **how)
+        scores, maxima, lost = ops.score.indexer_scores(q, k, weights, **how)
+        again = ops.score.indexer_scores(q, k, weights, **how)
     assert hopper is None or bool(hopper) == indexer_hopper_kernel.fits(q, k)
     exact = (torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu() * weights.double()[..., None]).sum(2)
     if more:
         exact *= scales.double()[:, None]
-    visible = ops.visible_keys(queries, keys, ratio, offset, q.device)
+    visible = ops.score.visible_keys(queries, keys, ratio, offset, q.device)
     seen = (torch.arange(keys, device="cuda") < visible[:, None]).expand_as(scores)
     if more:
         seen = seen & (torch.arange(keys, device="cuda") >= starts[:, None, None])
     torch.testing.assert_close(scores[seen].double(), exact[seen], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 10)
     assert torch.equal(scores[seen], again.scores[seen]), "repeats are equal bit for bit"
-    blocks = ops.INDEXER_BLOCK * torch.arange(maxima.shape[-1], device="cuda") < visible[:, None]
+    blocks = ops.score.INDEXER_BLOCK * torch.arange(maxima.shape[-1], device="cuda") < visible[:, None]
     padded = torch.nn.functional.pad(
-        scores.masked_fill(~seen, float("-inf")), (0, -keys % ops.INDEXER_BLOCK), value=float("-inf")
+        scores.masked_fill(~seen, float("-inf")), (0, -keys % ops.score.INDEXER_BLOCK), value=float("-inf")
     )
-    expected = padded.unflatten(-1, (-1, ops.INDEXER_BLOCK)).amax(-1)
+    expected = padded.unflatten(-1, (-1, ops.score.INDEXER_BLOCK)).amax(-1)
     assert torch.equal(maxima[blocks.expand_as(maxima)], expected[blocks.expand_as(maxima)])
     assert lost.item() == 0
 
@@ -109,13 +109,13 @@ def test_choice(name, k, number):
     x = torch.randn(1, 16, number, generator=generator, device="cuda")
     scores = KINDS[name](x, torch.rand(x.shape, generator=generator, device="cuda") < 0.1)
     visible = torch.linspace(number // 2, number, 16, device="cuda").long()
-    block = ops.INDEXER_BLOCK
+    block = ops.score.INDEXER_BLOCK
     unseen = torch.arange(number, device="cuda") >= visible[:, None]
     padded = torch.nn.functional.pad(scores.masked_fill(unseen, float("-inf")), (0, -number % block), value=-torch.inf)
     maxima = padded.unflatten(-1, (-1, block)).amax(-1)
     with poisoned_memory("cuda"):
-        found = ops.topk_of_blocks(scores, maxima, visible, k, block)
-        again = ops.topk_of_blocks(scores, maxima, visible, k, block)
+        found = ops.select.topk_of_blocks(scores, maxima, visible, k, block)
+        again = ops.select.topk_of_blocks(scores, maxima, visible, k, block)
     assert torch.equal(found, in_total_order(scores, visible, k))
     assert torch.equal(found, again), "repeats are equal bit for bit"
 
@@ -126,8 +126,8 @@ def test_sets_are_those_of_the_kernels_own_scores(monkeypatch, hopper, dtype, qu
     q, k, weights = problem(1, queries, queries // ratio, dtype=dtype)
     monkeypatch.setattr(indexer, "SCORES_BYTES", 8 << 20)
     found = csa.lightning_indexer(q, k, weights, top_k, ratio=ratio)
-    scores = ops.indexer_scores(q, k, weights, ratio=ratio).scores
-    visible = ops.visible_keys(queries, k.shape[1], ratio, 0, q.device)
+    scores = ops.score.indexer_scores(q, k, weights, ratio=ratio).scores
+    visible = ops.score.visible_keys(queries, k.shape[1], ratio, 0, q.device)
     assert torch.equal(found, in_total_order(scores, visible, top_k))
     exact = torch.einsum("bshd,btd->bsht", q[:, -50:].double(), k.double()).relu()
     exact = (exact * weights[:, -50:].double()[..., None]).sum(2)
@@ -160,7 +160,7 @@ def test_weights_must_be_finite(hopper, value, place):
     with pytest.raises(ValueError, match="weights must be finite"):
         csa.lightning_indexer(q, k, weights, 512, offset=4999)
     assert hopper is None or hopper
-    lost = ops.indexer_scores(q, k, weights, ratio=6000, offset=0).lost
+    lost = ops.score.indexer_scores(q, k, weights, ratio=6000, offset=0).lost
     assert lost.item() == 0, "no query sees a key"
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
+from foveate.ops.attend import page_slots
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.score import low_rank
 from tests.combinations import every_pair
@@ -27,9 +28,9 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     assert {"compress_pages", "compress_newest", "page_lse", "pooled_mass_of_records"} <= set(
-        _dispatch.kernel_status().split(", ")
+        dispatch.kernel_status().split(", ")
     )
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
@@ -99,7 +100,7 @@ def test_masses(dtype, sizes, heads, kv_heads, batch, pages, softcap, bounded):
     rows, how = ops.fold_group(q, kv_heads), {"weights": weights, "lengths": lengths}
     how["logits"] = Logits(dim**-0.5, softcap=softcap)
     with poisoned_memory("cuda"):
-        found, again = (of_rows(ops.page_lse(rows, records, form, **how), lengths) for _ in range(2))
+        found, again = (of_rows(ops.score.page_lse(rows, records, form, **how), lengths) for _ in range(2))
     expected = low_rank.page_lse(rows, records, form, **how)
     assert torch.equal(found, again)
     assert torch.equal(found.isneginf(), expected.isneginf())
@@ -128,10 +129,12 @@ def test_masses_of_given_pages(dtype, heads, kv_heads, branch, of_layer):
     sets = 1 if of_layer else kv_heads
     pages = torch.rand(3, sets, 800 // branch, device="cuda").argsort(-1)[..., :90].sort(-1).values
     lengths = torch.tensor([90 * branch, 17, 0], device="cuda")
-    found = ops.page_lse(rows, records, form, logits=Logits(0.3), pages=pages.int(), branch=branch, lengths=lengths)
-    slots = ops.page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
+    found = ops.score.page_lse(
+        rows, records, form, logits=Logits(0.3), pages=pages.int(), branch=branch, lengths=lengths
+    )
+    slots = page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
     records = ops.gather_slots(records, slots)
-    expected = ops.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths)
+    expected = ops.score.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths)
     assert torch.equal(*(of_rows(masses, lengths) for masses in (found, expected)))
 
 

@@ -7,7 +7,7 @@ from foveate import ops
 from foveate.calibration.retention_scores import RetentionScores
 from foveate.hybrids.layers import LearnedEviction
 from foveate.hybrids.state import RetainedMemory
-from foveate.ops import _dispatch
+from foveate.ops import dispatch
 from foveate.ops.score import retention
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -24,8 +24,8 @@ WIDTH = 256
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert "retention_logits" in _dispatch.kernel_status().split(", ")
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert "retention_logits" in dispatch.kernel_status().split(", ")
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 @every_pair(
@@ -38,13 +38,13 @@ def test_tokens_in_slots(dtype, dims, kind, batch, heads, length):
     k, v, options, tokens = in_slots(batch, heads, length, dims, dtype, "cuda")
     given = weights(heads, sum(dims), kind, dtype, "cuda")
     with poisoned_memory("cuda"):
-        found = ops.retention_logits(k, v, *given, **options)
-        assert torch.equal(found, ops.retention_logits(k, v, *given, **options)), "repeats are equal bit for bit"
-    *convolutions, head = (ops.Convolution(*(x.double() for x in one)) for one in (*given[0], given[1]))
+        found = ops.score.retention_logits(k, v, *given, **options)
+        assert torch.equal(found, ops.score.retention_logits(k, v, *given, **options)), "repeats are equal bit for bit"
+    *convolutions, head = (ops.score.Convolution(*(x.double() for x in one)) for one in (*given[0], given[1]))
     exact = retention.retention_logits(k.double(), v.double(), convolutions, head, **options)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found, exact, atol=tolerance, rtol=tolerance)
-    plain = ops.retention_logits(*tokens, *given, real=options["real"])
+    plain = ops.score.retention_logits(*tokens, *given, real=options["real"])
     torch.testing.assert_close(plain, found, atol=2 * tolerance, rtol=2 * tolerance)  # the roundings of both
 
 

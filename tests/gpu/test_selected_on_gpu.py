@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foveate import csa, ops
-from foveate.ops import _dispatch
-from foveate.ops.attend import selected, selected_hopper_kernel, selected_kernel
+from foveate import csa
+from foveate.ops import dispatch
+from foveate.ops.attend import attend_selected, selected, selected_hopper_kernel, selected_kernel
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
@@ -20,8 +20,8 @@ TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert "attend_selected" in _dispatch.kernel_status().split(", ")
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert "attend_selected" in dispatch.kernel_status().split(", ")
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 @pytest.fixture(params=[True, False], ids=["hopper", "portable"])
@@ -69,8 +69,8 @@ def check(q, k, v, indices, **more):
             k[b, h, ~read] = torch.nan
             v[b, h, ~read] = torch.nan
     with poisoned_memory("cuda"):
-        found = ops.attend_selected(q, k, v, indices, **arguments)
-        again = ops.attend_selected(q, k, v, indices, **arguments)
+        found = attend_selected(q, k, v, indices, **arguments)
+        again = attend_selected(q, k, v, indices, **arguments)
     assert found.out.dtype == q.dtype
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(found.out.double(), exact.out, rtol=tolerance, atol=tolerance)
@@ -172,7 +172,7 @@ def test_a_decode_step_is_split_and_can_be_captured(batch, length, sinks):
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = ops.attend_selected(q, k, v, indices, scaling=512**-0.5, **more)
+            found = attend_selected(q, k, v, indices, scaling=512**-0.5, **more)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()
@@ -192,8 +192,8 @@ def test_keys_beyond_the_reach_of_32_bits(hopper):
     moved = indices.where(indices < 0, indices + number - 5000)
     scaling, offset = 512**-0.5, number - length
     both = {"scaling": scaling, "window": 128}
-    found = ops.attend_selected(q, far, far, moved, recent_k=far, recent_v=far, offset=offset, **both)
-    expected = ops.attend_selected(q, near, near, indices, recent_k=near, recent_v=near, offset=5000 - length, **both)
+    found = attend_selected(q, far, far, moved, recent_k=far, recent_v=far, offset=offset, **both)
+    expected = attend_selected(q, near, near, indices, recent_k=near, recent_v=near, offset=5000 - length, **both)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
     assert hopper is None or len(hopper) == 2
@@ -210,8 +210,8 @@ def test_outputs_beyond_the_reach_of_32_bits(hopper):
     kv = draw(1, 1, 2000, 512, dtype=torch.bfloat16)
     indices = torch.full((1, length, 64), -1, dtype=torch.int32, device="cuda")
     indices[:, -300:] = selection(1, 1, 300, 2000, 64)[:, 0]
-    found = ops.attend_selected(long, kv, kv, indices, scaling=512**-0.5)
-    expected = ops.attend_selected(q, kv, kv, indices[:, -300:], scaling=512**-0.5)
+    found = attend_selected(long, kv, kv, indices, scaling=512**-0.5)
+    expected = attend_selected(q, kv, kv, indices[:, -300:], scaling=512**-0.5)
     assert torch.equal(found.out[:, :, -300:], expected.out)
     assert torch.equal(found.lse[:, :, -300:], expected.lse)
     assert not found.out[:, :, :-300].any()
@@ -227,7 +227,7 @@ def test_sparse_attention_is_one_call(hopper, size):
     indices = indices.masked_fill(indices >= visible[:, None], -1)[None]
     window = None if size is None else csa.Window(raw, raw, size)
     found = csa.sparse_attention(q, kv, kv, indices, scaling=512**-0.5, window=window, sinks=sinks)
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         expected = csa.sparse_attention(q, kv, kv, indices, scaling=512**-0.5, window=window, sinks=sinks)
     torch.testing.assert_close(found.out, expected.out, rtol=1.6e-2, atol=1.6e-2)
     torch.testing.assert_close(found.lse, expected.lse, rtol=2e-3, atol=2e-3)

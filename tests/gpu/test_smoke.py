@@ -8,7 +8,7 @@ import torch
 from test_graphs_on_gpu import SPECS
 
 import foveate
-from foveate.ops import _dispatch
+from foveate.ops import dispatch
 from tests.helpers import generate, left_padded, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.smoke]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.smoke]
 def test_kernels_run(name, monkeypatch):
     """What they compute is for other tests to say; ``make sanitize`` checks that the parts reach all of them."""
     ran = set()
-    for verb, kernel in _dispatch._verbs.items():
+    for verb, kernel in dispatch._verbs.items():
         module = importlib.import_module(kernel)
         monkeypatch.setattr(module, verb, small_run.noted(getattr(module, verb), verb, ran))
     with torch.inference_mode():

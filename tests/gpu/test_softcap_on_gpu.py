@@ -11,7 +11,7 @@ from test_cover_on_gpu import in_fp32
 import foveate
 from foveate import methods, ops
 from foveate.methods import SharedPrompt
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import decode, decode_kernel, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import column_mass_kernel as mass_kernel
 from foveate.ops.score import pooled as score
@@ -44,8 +44,8 @@ def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
-    assert "attend_capped" in _dispatch.kernel_status().split(", ")
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert "attend_capped" in dispatch.kernel_status().split(", ")
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 def draw(batch, heads, number, dim, dtype, queries=1):
@@ -114,7 +114,7 @@ def test_prompts(dtype, heads, dim, softcap):
         )
         close(found, expected, dtype)
         found = ops.attend_causal(q, k, v, **own)
-        with _dispatch.reference_only():
+        with dispatch.reference_only():
             expected = ops.attend_causal(*full, **own)
         close(found.out, expected.out, dtype)
         close(found.lse, expected.lse, dtype)
@@ -155,7 +155,7 @@ def test_a_long_prompt_has_no_matrix(much_memory):
 )
 def test_summaries(dtype, heads, kv_heads, dim, softcap, score, few):
     """Pages refined may differ where their masses hardly do."""
-    how = ops.Refinement(score=score)
+    how = ops.summaries.Refinement(score=score)
     sizes, pages, allowed = ((16,), (301, 77), (3 if few else 40,)) if dim != 80 else ((4, 16), (320, 80), (5, 4))
     more = {"device": "cuda", "dtype": dtype, "tail": 130, "loudness": 3.0, "seed": 2}
     some = Problem(pages, sizes, allowed, heads, kv_heads, dim, **more)
@@ -205,7 +205,7 @@ def test_methods_are_those_of_the_references(spec):
         return torch.cat([driver.feed(some[:77]), driver.feed_steps(some[77:])], 2)
 
     found = run()
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         torch.testing.assert_close(found, run(), rtol=1e-3, atol=1e-4)
 
 

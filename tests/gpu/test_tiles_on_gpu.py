@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
+from foveate.ops.attend import attend_tiles, tiles_hopper_kernel, tiles_kernel
 from foveate.ops.attend import tiles as attend_reference
-from foveate.ops.attend import tiles_hopper_kernel, tiles_kernel
 from foveate.ops.score import reference as score_reference
 from foveate.ops.score import tiles_hopper_kernel as mass_hopper_kernel
 from foveate.ops.score import tiles_kernel as mass_kernel
@@ -27,8 +27,8 @@ HEADS = (("heads", "kv_heads"), [(1, 1), (8, 8), (9, 3), (14, 2), (12, 2), (32, 
 def kernels_only(monkeypatch):
     """A reference that is reached without being asked for fails the test."""
     pytest.importorskip("triton")
-    assert {"attend_tiles", "tile_block_mass"} <= set(_dispatch.kernel_status().split(", "))
-    monkeypatch.setattr(_dispatch, "_say_once", lambda text: pytest.fail(text))
+    assert {"attend_tiles", "tile_block_mass"} <= set(dispatch.kernel_status().split(", "))
+    monkeypatch.setattr(dispatch, "_say_once", lambda text: pytest.fail(text))
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def selection(batch, kv_heads, length, offset, tile, number):
 def check(q, k, v, chosen, tile, offset):
     arguments = {"tile": tile, "logits": Logits(q.shape[-1] ** -0.5), "offset": offset, **listed(chosen)}
     with poisoned_memory("cuda"):
-        out = ops.attend_tiles(q, k, v, **arguments).out
-        assert torch.equal(out, ops.attend_tiles(q, k, v, **arguments).out), "repeats are equal bit for bit"
+        out = attend_tiles(q, k, v, **arguments).out
+        assert torch.equal(out, attend_tiles(q, k, v, **arguments).out), "repeats are equal bit for bit"
     assert out.dtype == q.dtype
     exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **arguments).out
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
@@ -152,8 +152,8 @@ def test_tiles_of_as_many_places_as_they_need(dtype, dim, hopper):
     how = {"tile": 32, "logits": Logits(dim**-0.5), "offset": 300}
     own = {"indices": ragged, "starts": starts, "counts": apart["counts"]}
     with poisoned_memory("cuda"):
-        out = ops.attend_tiles(q, k, v, **own, **how).out
-    assert torch.equal(out, ops.attend_tiles(q, k, v, **apart, **how).out)
+        out = attend_tiles(q, k, v, **own, **how).out
+    assert torch.equal(out, attend_tiles(q, k, v, **apart, **how).out)
     exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **own, **how).out
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert hopper is None or len(hopper) == (0 if dtype == torch.float32 else 2)
@@ -191,8 +191,8 @@ def test_heads_that_read_the_choice_of_others(dtype, hopper):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
     arguments = {"tile": 64, "logits": Logits(0.125), "offset": 77}
-    mapped = ops.attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
-    assert torch.equal(mapped, ops.attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
+    mapped = attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
+    assert torch.equal(mapped, attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
 
 
 @every_pair(DTYPES)
@@ -204,8 +204,8 @@ def test_strides_among_nan(dtype, layout, dim, hopper):
     check(*given, selection(2, 2, 300, 77, 32, 50), 32, 77)
     indices = chosen.pop("indices")
     every_other = torch.stack([indices, torch.full_like(indices, 5)], -1)[..., 0]
-    found = ops.attend_tiles(*given, every_other, **chosen, **how).out
-    assert torch.equal(found, ops.attend_tiles(*given, indices, **chosen, **how).out)
+    found = attend_tiles(*given, every_other, **chosen, **how).out
+    assert torch.equal(found, attend_tiles(*given, indices, **chosen, **how).out)
 
 
 @pytest.mark.usefixtures("much_memory", "hopper")
@@ -228,7 +228,7 @@ def check_mass(q, k, tile, offset, scaling=0.125):
             found, ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset), strict=True
         )
     )
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         expected = score_reference.tile_mass(
             q.double(), k.double(), lse.double(), tile=tile, logits=Logits(scaling), offset=offset
         )

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import window
 from foveate.ops.attend import window_kernel as kernel
+from foveate.ops.dispatch import UnsupportedError
 from tests.combinations import every_pair
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, problem
 
@@ -235,7 +235,7 @@ def test_repeats_are_equal(small_tiles):
 
 
 def test_the_verb_runs_the_kernel_or_says_why_not(monkeypatch):
-    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: True)
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: True)
     q, k, v = problem(SOME)
     arguments = {"lower": lower_of("window_of_20", SOME), "logits": Logits(0.3), "offset": 14}
     out = ops.attend_window(q, k, v, **arguments).out

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from foveate import methods
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import decode_kernel
 from foveate.ops.gpu import tiles
 from foveate.ops.score import bounds_kernel, kept_logits_kernel, low_rank_kernel, pooled_kernel
@@ -44,7 +44,7 @@ SPECS = [
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch):
     """Kernels run, as on a GPU of few multiprocessors; only short rows are kept whole. What nobody writes is NaN."""
-    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: True)
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: True)
     for kernel in (decode_kernel, pooled_kernel, kept_logits_kernel, low_rank_kernel, bounds_kernel, rows_kernel):
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(rows_kernel, "_HELD", 512)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import bounds_kernel, nodes
 from tests.problems import in_buffer, of_rows
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.compress import boxes, boxes_kernel
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.select import pages, pages_kernel
 
 pytestmark = pytest.mark.usefixtures("poisoned")

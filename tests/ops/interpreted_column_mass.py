@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import window
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import column_mass_kernel as kernel
 from foveate.ops.score import reference
 from tests.combinations import every_pair
@@ -156,7 +156,7 @@ def test_repeats_are_equal(small_tiles):
 
 
 def test_the_verb_runs_the_kernel_or_says_why_not(monkeypatch):
-    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: True)
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: True)
     q, k, lse = causal(SOME)
     arguments = {"lse": lse, "logits": Logits(0.3), "offset": 14}
     assert torch.equal(ops.column_mass(q, k, **arguments), kernel.column_mass(q, k, **arguments))

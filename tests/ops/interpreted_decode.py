@@ -8,9 +8,9 @@ import triton.language as tl
 
 from foveate import ops
 from foveate.ops import Logits
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode, decode_kernel
 from foveate.ops.attend.pooled import attend_pooled
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu import tiles as gpu_tiles
 from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import reference as select

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from foveate import ops
-from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import gated, gated_kernel
+from foveate.ops.attend import attend_gated, gated, gated_kernel
+from foveate.ops.dispatch import UnsupportedError
 from tests.problems import LAYOUTS, assert_close, in_buffer
 
 SIZES = {"block": 8, "blocks": 4, "window": 20}
@@ -85,7 +84,7 @@ def test_more_programs_share_a_row(monkeypatch):
 
 def test_what_is_refused():
     given, lengths = problem(), torch.tensor([150, 150])
-    for run in (gated_kernel.attend_gated, ops.attend_gated):
+    for run in (gated_kernel.attend_gated, attend_gated):
         with pytest.raises(ValueError, match=r"lengths \(1,\)"):
             run(*given, lengths[:1], scaling=1.0, **SIZES)
         with pytest.raises(ValueError, match=r"block_keys \(2, 2, 17, 16\)"):

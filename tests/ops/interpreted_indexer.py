@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import indexer, indexer_kernel
 from foveate.ops.select import blocks, blocks_kernel
 from tests.combinations import every_pair

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from foveate.ops import BlockTable, Logits, page_lse
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops import BlockTable, Logits
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
 from foveate.ops.compress.low_rank import PageRecord
-from foveate.ops.score import low_rank, low_rank_kernel
+from foveate.ops.dispatch import UnsupportedError
+from foveate.ops.score import low_rank, low_rank_kernel, page_lse
 from tests.combinations import every_pair
 from tests.problems import in_buffer, of_rows
 

@@ -5,8 +5,8 @@ import torch
 
 from foveate import ops
 from foveate.ops import Logits
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import decode, decode_kernel, gather
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import pooled, pooled_kernel
 from foveate.ops.select import pages as of_pages
 from foveate.ops.select import pages_kernel

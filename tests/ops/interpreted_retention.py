@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import retention, retention_kernel
 from tests.retention import in_slots, weights
 

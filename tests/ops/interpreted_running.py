@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.retain import running, running_kernel
 
 pytestmark = pytest.mark.usefixtures("poisoned")

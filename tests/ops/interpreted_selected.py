@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import selected, selected_kernel
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile
 from tests.problems import in_buffer
 

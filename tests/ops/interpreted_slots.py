@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.retain import reference, slots_kernel
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -103,4 +103,4 @@ def test_what_giving_up_refuses():
     assert slots_kernel.give_up(positions[:0], scores=scores[:0]).shape == (0, 2)
     for out in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 4, dtype=torch.int64)[:, ::2]):
         with pytest.raises(ValueError, match=r"out must be contiguous int64 \(1, 2\), not"):
-            ops.give_up(positions, scores=scores, out=out)
+            ops.retain.give_up(positions, scores=scores, out=out)

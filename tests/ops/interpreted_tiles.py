@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from foveate import ops
 from foveate.ops import Logits, _math
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.attend import attend_tiles, tiles, tiles_kernel
 from foveate.ops.attend import chosen as chosen_keys
-from foveate.ops.attend import tiles, tiles_kernel
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import reference
 from foveate.ops.score import tiles_kernel as mass_kernel
 from tests.combinations import every_pair
@@ -72,7 +72,7 @@ def test_learned_sinks(dtype, level, small_blocks):
     assert_close(out, tiles.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out, dtype)
     assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3), **how).out) == (level < 0)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        ops.attend_tiles(q, k, v, logits=Logits(0.3, sinks[:5]), **how)
+        attend_tiles(q, k, v, logits=Logits(0.3, sinks[:5]), **how)
 
 
 @every_pair(
@@ -206,7 +206,9 @@ def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, small_blocks, monkey
     q, k, v = problem(shape, extra=3)
     indices = selection(shape, 8, 11)
     before = 8 * torch.arange(5, 31)
-    begins, starts = (F.pad(x.cumsum(0), (1, 0)) for x in (-(-before // ops.WORD_KEYS), torch.full_like(before, 11)))
+    begins, starts = (
+        F.pad(x.cumsum(0), (1, 0)) for x in (-(-before // ops.select.WORD_KEYS), torch.full_like(before, 11))
+    )
     words = torch.zeros(2, 2, int(begins[-1]), dtype=torch.int32)
     ops.set_bits(words, indices, begins)
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from foveate import ops
-from foveate.ops._dispatch import UnsupportedError
-from foveate.ops.attend import until, until_kernel
+from foveate.ops.attend import attend_until, until, until_kernel
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, naive, problem
 
@@ -144,7 +143,7 @@ def test_no_queries():
 def test_what_is_refused():
     q, k, v = problem(SOME)
     gone = ends(SOME, 12)
-    for run in (until_kernel.attend_until, ops.attend_until):
+    for run in (until_kernel.attend_until, attend_until):
         with pytest.raises(ValueError, match=r"until \(2, 2, 94\)"):
             run(q, k, v, gone[..., 1:], scaling=1.0)
         with pytest.raises(ValueError, match=r"v \(2, 2, 94, 16\)"):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from foveate import ops
 from foveate.ops import Logits, _math
+from foveate.ops.attend import attend_tiles, gather_pages, page_slots
 from tests.combinations import every_pair
 from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
 from tests.problems import listed
@@ -220,26 +221,26 @@ def test_tiles_share_their_keys_and_see_their_own_causally(shape, seed, layout, 
                 for i in range(max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)):
                     mask[b, h, i, picked] = True
                     mask[b, h, i, begin : shape.offset + i + 1] = True
-    out = ops.attend_tiles(q, k, v, **listed(indices), tile=tile, logits=Logits(0.3), offset=shape.offset).out
+    out = attend_tiles(q, k, v, **listed(indices), tile=tile, logits=Logits(0.3), offset=shape.offset).out
     assert_close(out, naive(q, k, v, 0.3, mask).out)
     unread = ~mask.any(2)
     k, v = (x.masked_fill(unread[..., None], NAN) for x in (k, v))
     arguments = {"tile": tile, "logits": Logits(0.3), "offset": shape.offset}
-    assert torch.equal(ops.attend_tiles(q, k, v, **listed(indices), **arguments).out, out)
+    assert torch.equal(attend_tiles(q, k, v, **listed(indices), **arguments).out, out)
     heads = torch.randint(shape.kv_heads, (shape.kv_heads,), generator=generator)
     keys, values = (x.nan_to_num(1.0) for x in (k, v))
-    mapped = ops.attend_tiles(q, keys, values, **listed(indices), heads=heads, **arguments).out
-    assert torch.equal(mapped, ops.attend_tiles(q, keys, values, **listed(indices[:, heads]), **arguments).out)
+    mapped = attend_tiles(q, keys, values, **listed(indices), heads=heads, **arguments).out
+    assert torch.equal(mapped, attend_tiles(q, keys, values, **listed(indices[:, heads]), **arguments).out)
 
 
 def test_tiles_in_blocks_and_selections_that_do_not_fit(monkeypatch):
     q, k, v = problem(SOME)
     indices = torch.arange(5).expand(2, 2, 2, 5) - 1
-    out = ops.attend_tiles(q, k, v, **listed(indices), tile=6, logits=Logits(0.3), offset=14).out
+    out = attend_tiles(q, k, v, **listed(indices), tile=6, logits=Logits(0.3), offset=14).out
     monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
-    assert_close(ops.attend_tiles(q, k, v, **listed(indices), tile=6, logits=Logits(0.3), offset=14).out, out)
+    assert_close(attend_tiles(q, k, v, **listed(indices), tile=6, logits=Logits(0.3), offset=14).out, out)
     with pytest.raises(ValueError, match=r"counts must be \(2, 2, 1\) in torch.int32"):
-        ops.attend_tiles(q, k, v, **listed(indices), tile=12, logits=Logits(0.3), offset=14)
+        attend_tiles(q, k, v, **listed(indices), tile=12, logits=Logits(0.3), offset=14)
 
 
 # attend_window
@@ -397,11 +398,11 @@ def test_gathered_slots_and_pages_are_those_of_a_loop(layout, page_size, length,
         pages = torch.randint(length // page_size, (len(plain), 3, 4), generator=generator)
         slots = (pages[..., None] * page_size + torch.arange(page_size)).flatten(2)
         rows = [[plain[b, h, slots[b, h]] for h in range(3)] for b in range(len(plain))]
-        assert torch.equal(ops.gather_pages(view, pages, page_size), torch.stack([torch.stack(row) for row in rows]))
+        assert torch.equal(gather_pages(view, pages, page_size), torch.stack([torch.stack(row) for row in rows]))
 
 
 def test_page_slots_and_gather_slots():
-    slots = ops.page_slots(torch.tensor([[2, -1, 0]], dtype=torch.int32), 3)
+    slots = page_slots(torch.tensor([[2, -1, 0]], dtype=torch.int32), 3)
     assert slots.tolist() == [[[6, 7, 8], [-1, -1, -1], [0, 1, 2]]]
     x = torch.arange(24.0).reshape(1, 2, 6, 2)
     indices = torch.tensor([[[5, 0], [2, -1]]])

@@ -7,6 +7,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import Logits, _math
+from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.select.bits import WORD_KEYS, TileKeys, keys_of_bits, set_bits
 from tests.problems import LargestTensor, Shape, assert_close, problem
@@ -114,7 +115,7 @@ def test_attention_over_bits_is_that_over_lists(monkeypatch, room, heads, mapped
     mapped = None if mapped is None else torch.tensor(mapped)
     how = {"tile": 8, "logits": Logits(0.3), "offset": 14, "heads": mapped}
     counts = chosen.starts.diff().int().expand(2, 2, -1)
-    expected = ops.attend_tiles(q, k, v, indices.expand(-1, 2, -1), starts=chosen.starts, counts=counts, **how).out
+    expected = attend_tiles(q, k, v, indices.expand(-1, 2, -1), starts=chosen.starts, counts=counts, **how).out
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
     assert_close(ops.attend_tile_keys(q, k, v, chosen, **how).out, expected)
 

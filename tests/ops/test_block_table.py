@@ -5,6 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import BlockTable, Logits
+from foveate.ops.attend import attend_tiles
 from tests.problems import BLOCK_LAYOUTS, in_blocks, listed
 
 SCALING = {"logits": Logits(0.3)}
@@ -91,7 +92,7 @@ def test_verbs_of_prompts(block_size, layout):
     for verb, given, more in [
         (ops.attend_causal, (), {"logits": ops.Logits(0.3, softcap=5.0), "need_lse": True}),
         (ops.attend_window, (), {"lower": lower, "sinks": 3}),
-        (ops.attend_tiles, (), {"tile": 4, **listed(indices)}),
+        (attend_tiles, (), {"tile": 4, **listed(indices)}),
         (ops.attend_tile_keys, (chosen,), {"tile": 4}),
     ]:
         found = verb(q, *memory, *given, **how | more, **where)

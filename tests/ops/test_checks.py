@@ -146,7 +146,7 @@ def test_numbers_of_a_selection(given, message):
 @pytest.mark.parametrize("rest", [2.0, -0.1, float("nan")])
 def test_a_rest_that_is_no_share(rest):
     with pytest.raises(ValueError, match=f"rest must be a number from 0 to 1, not {rest}"):
-        ops.by_mass(torch.rand(1, 1, 4), rest)
+        ops.select.by_mass(torch.rand(1, 1, 4), rest)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_rest_that_is_no_share(rest):
 def test_scores_of_an_indexer(given, message):
     problem = {"q": torch.randn(1, 2, 4, 8), "k": torch.randn(1, 4, 8), "weights": torch.rand(1, 2, 4)}
     with pytest.raises(ValueError, match=message):
-        ops.indexer_scores(**problem | given)
+        ops.score.indexer_scores(**problem | given)
 
 
 def test_slots_to_keep():
@@ -184,12 +184,12 @@ def test_slots_to_keep():
 def test_a_slot_to_give_up(given, message):
     positions = TOKENS.clone()
     with pytest.raises(ValueError, match=message):
-        ops.give_up(positions, **given)
+        ops.retain.give_up(positions, **given)
     assert torch.equal(positions, TOKENS)
 
 
 def test_a_row_that_gives_up_none_needs_no_such_token():
-    found = ops.give_up(TOKENS.clone(), at=torch.tensor([1, 77]), rows=torch.tensor([True, False]))
+    found = ops.retain.give_up(TOKENS.clone(), at=torch.tensor([1, 77]), rows=torch.tensor([True, False]))
     assert found.tolist() == [[1], [-1]]
 
 

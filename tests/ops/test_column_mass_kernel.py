@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.score import reference
 from tests.combinations import every_pair
 from tests.kernels import assert_compiled_well, compile_for
@@ -83,13 +83,13 @@ def zeros(monkeypatch):
 
     def column_mass(q, k, lse, *, logits, offset=0, out=None):
         if q.shape[-1] < 16:
-            raise _dispatch.UnsupportedError("head dims below 16")
+            raise dispatch.UnsupportedError("head dims below 16")
         return torch.zeros(k.shape[:3])
 
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "kernel_of_zeros", SimpleNamespace(column_mass=column_mass))
-    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: _dispatch.kernels_wanted())
-    return _dispatch.dispatch(reference.column_mass, "kernel_of_zeros")
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: dispatch.kernels_wanted())
+    return dispatch.dispatch(reference.column_mass, "kernel_of_zeros")
 
 
 def test_a_cpu_takes_the_reference_without_a_word(problem):
@@ -100,7 +100,7 @@ def test_a_cpu_takes_the_reference_without_a_word(problem):
 
 def test_sinks_are_on_the_device_of_the_kernel_too(problem, zeros, monkeypatch):
     seen, sinks = [], torch.zeros(4)
-    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: seen.extend(tensors))
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: seen.extend(tensors))
     zeros(**problem | {"logits": Logits(0.3, sinks)})
     assert [x.shape for x in seen] == [x.shape for x in (*(problem[name] for name in ("q", "k", "lse")), sinks)]
 
@@ -108,7 +108,7 @@ def test_sinks_are_on_the_device_of_the_kernel_too(problem, zeros, monkeypatch):
 def test_kernels_can_be_switched_off(problem, zeros, monkeypatch):
     expected = reference.column_mass(**problem)
     assert (zeros(**problem) == 0).all()
-    with _dispatch.reference_only():
+    with dispatch.reference_only():
         assert torch.equal(zeros(**problem), expected)
     assert (zeros(**problem) == 0).all()
     monkeypatch.setenv("FOVEATE_KERNELS", "0")
@@ -117,7 +117,7 @@ def test_kernels_can_be_switched_off(problem, zeros, monkeypatch):
 
 def test_what_a_kernel_does_not_support_is_said_once(problem, zeros):
     problem |= {"q": problem["q"][..., :9], "k": problem["k"][..., :9]}
-    _dispatch._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="column_mass: the kernel does not support head dims below 16"):
         mass = zeros(**problem)
     assert torch.equal(mass, reference.column_mass(**problem))

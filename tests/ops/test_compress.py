@@ -178,7 +178,7 @@ def test_spread_of_keys_far_apart_stays_finite_in_half_precision():
     nodes = ops.summarise(ops.Nodes(k, k), spread=True)
     assert nodes.spread.item() == torch.finfo(torch.float16).max
     rows = torch.tensor([0.0, 1.0, 3e4], dtype=torch.float16).view(1, 1, 3, 1)
-    deviation = ops.logit_deviation(rows, nodes.spread, 1.0).flatten().tolist()
+    deviation = ops.score.logit_deviation(rows, nodes.spread, 1.0).flatten().tolist()
     assert deviation[0] == 0
     assert deviation[1] == pytest.approx(255.9, abs=0.2)
     assert math.isfinite(deviation[2])

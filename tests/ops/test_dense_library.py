@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
-from foveate.ops.attend import dense, library
+from foveate.ops import Logits, dispatch
+from foveate.ops.attend import dense, dense_obstacles, library, prompt_path
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PYTORCH, CuDNN, FlashAttention3, Library
 from tests.problems import Shape, assert_close, causal_mask, naive, problem
@@ -254,15 +254,15 @@ def test_the_reference_is_textbook_attention():
 def test_what_is_in_use(used):
     heads = ops.PromptHeads(torch.device("cpu"), torch.bfloat16, 64, 64, 4)
     one = used(StandIn())
-    assert ops.prompt_path(heads) == "stand-in"
+    assert prompt_path(heads) == "stand-in"
     one.least_work = 100
-    assert ops.prompt_path(heads) == "stand-in (short prompts: PyTorch)"
-    assert ops.dense_obstacles(heads) == {"stand-in": "", "PyTorch": ""}
+    assert prompt_path(heads) == "stand-in (short prompts: PyTorch)"
+    assert dense_obstacles(heads) == {"stand-in": "", "PyTorch": ""}
     used(StandIn(lacks="it is not here"))
-    assert ops.prompt_path(heads) == "PyTorch"
-    assert ops.prompt_path(heads._replace(softcap=5.0)) == "blocks (torch)"
-    assert ops.prompt_path(heads._replace(value_dim=32)) == "blocks (torch)"
-    assert ops.dense_obstacles(heads) == {"stand-in": "it is not here", "PyTorch": ""}
+    assert prompt_path(heads) == "PyTorch"
+    assert prompt_path(heads._replace(softcap=5.0)) == "blocks (torch)"
+    assert prompt_path(heads._replace(value_dim=32)) == "blocks (torch)"
+    assert dense_obstacles(heads) == {"stand-in": "it is not here", "PyTorch": ""}
 
 
 # The libraries themselves, on tensors of a CPU that pass for those of a Hopper GPU
@@ -358,7 +358,7 @@ def test_where_flash_attention_3_does_not_run(used, hopper, interface, monkeypat
         monkeypatch.setenv("FOVEATE_KERNELS", "0")
         reason = "kernels are switched off"
     elif why == "references":
-        block, reason = _dispatch.reference_only(), "kernels are switched off"
+        block, reason = dispatch.reference_only(), "kernels are switched off"
     elif why == "not installed":
         monkeypatch.delitem(sys.modules, "flash_attn_interface")
         reason = "flash_attn_interface is not installed"

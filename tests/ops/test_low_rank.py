@@ -205,14 +205,14 @@ def test_masses_of_records_in_blocks(pages):
     chosen = {"pages": torch.tensor([[[3, 0, 4]], [[1, -1, 0]]]), "branch": 2} if pages else {}
     if pages:
         how["lengths"] = torch.tensor([6, 6])
-    expected = ops.page_lse(rows, records, form, **how, **chosen)
-    assert torch.equal(ops.page_lse(rows, blocks, form, **how, **chosen, **in_blocks), expected)
+    expected = ops.score.page_lse(rows, records, form, **how, **chosen)
+    assert torch.equal(ops.score.page_lse(rows, blocks, form, **how, **chosen, **in_blocks), expected)
     if not pages:
         q = rows.flatten(1, 2)[:, :, None]
         found = ops.pooled_mass_of_records(q, blocks, form, **how, **in_blocks)
         assert torch.equal(found, ops.pooled_mass_of_records(q, records, form, **how))
     with pytest.raises(ValueError, match="a block table of 1 rows does not fit"):
-        ops.page_lse(rows, blocks, form, logits=Logits(0.3), block_table=ops.BlockTable(table[:1], 10))
+        ops.score.page_lse(rows, blocks, form, logits=Logits(0.3), block_table=ops.BlockTable(table[:1], 10))
 
 
 @EACH_FORM
@@ -224,7 +224,9 @@ def test_masses_are_those_of_the_approximated_keys(form, softcap, weighted):
     records = ops.compress_pages(keys, form, weights)
     lengths = torch.tensor([[0, 9], [4, 30]])
     records[torch.arange(9) >= lengths[..., None]] = 255
-    found = ops.page_lse(rows, records, form, logits=Logits(0.3, softcap=softcap), weights=weights, lengths=lengths)
+    found = ops.score.page_lse(
+        rows, records, form, logits=Logits(0.3, softcap=softcap), weights=weights, lengths=lengths
+    )
     approximated = factors(records, form).keys().flatten(2, 3)
     approximated = approximated if weights is None else approximated / weights[:, :, None]
     expected = logits(rows, approximated, form, 0.3)
@@ -242,7 +244,7 @@ def test_masses_over_the_largest_of_each_head(pool):
     records[torch.arange(9) >= lengths[..., None]] = 255
     how = {"logits": Logits(0.3), "pooling": "of_largest", "lengths": lengths, "pool": pool}
     found = ops.pooled_mass_of_records(q, records, form, **how)
-    lse = ops.page_lse(q.view(2, 2, 3, 64), records, form, logits=Logits(0.3), lengths=lengths)
+    lse = ops.score.page_lse(q.view(2, 2, 3, 64), records, form, logits=Logits(0.3), lengths=lengths)
     for row in range(2):
         heads = [(lse[row, own, member, : int(lengths[row, own])], own) for own in range(2) for member in range(3)]
         for group in range(2) if pool == "kv_head" else [None]:
@@ -260,7 +262,7 @@ def test_masses_are_close_to_the_pages_own():
     keys = (keys + 0.1 * draw(1, 2, 40, 16, 64, seed=3)).flatten(2, 3)
     rows = draw(1, 2, 4, 64, seed=4)
     true = logits(rows, keys, form, 0.3).logsumexp(-1)
-    found = ops.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
+    found = ops.score.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
     by_mean = logits(rows, keys, form, 0.3).mean(-1) + torch.tensor(16.0).log()
     assert (found - true).abs().mean() < 0.1 * (by_mean - true).abs().mean()
 
@@ -285,10 +287,10 @@ def test_weights_keep_what_queries_use():
     q = draw(1, 8, 16, 64, seed=1) * (3 * channels).float().clamp_min(0.05)
     weights, rows = ops.channel_weights(q, 2), ops.fold_group(q[:, :, -1:], 2)
     true = logits(rows, keys, form, 0.3).logsumexp(-1)
-    with_weights = ops.page_lse(
+    with_weights = ops.score.page_lse(
         rows, ops.compress_pages(keys, form, weights), form, logits=Logits(0.3), weights=weights
     )
-    without = ops.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
+    without = ops.score.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
     assert (with_weights - true).abs().mean() < 0.7 * (without - true).abs().mean()
 
 
@@ -297,5 +299,5 @@ def test_nothing_as_large_as_the_logits_of_all_keys(monkeypatch):
     form, keys, rows = FORMS[0], draw(1, 2, 16 * 500, 64), draw(1, 2, 8, 64)
     with LargestTensor() as largest:
         records = ops.compress_pages(keys, form)
-        ops.page_lse(rows, records, form, logits=Logits(0.3))
+        ops.score.page_lse(rows, records, form, logits=Logits(0.3))
     assert largest.bytes <= 1 << 20, largest.what

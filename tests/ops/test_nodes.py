@@ -45,7 +45,7 @@ def test_logits_of_keys(size, layout, dtype):
 def test_deviation_takes_dimensions_as_independent(size, layout, seed):
     batch, heads, group, number, dim = size
     rows, spread = draw(batch, heads, group, dim, seed=seed), draw(batch, heads, number, dim, seed=seed + 1).square()
-    deviation = ops.logit_deviation(rows, in_buffer(spread, layout), SCALING)
+    deviation = ops.score.logit_deviation(rows, in_buffer(spread, layout), SCALING)
     assert deviation.dtype == torch.float32
     for b, h, g, n in itertools.product(*map(range, (batch, heads, group, number))):
         variance = sum((float(rows[b, h, g, d]) * SCALING) ** 2 * float(spread[b, h, n, d]) for d in range(dim))
@@ -58,7 +58,7 @@ def test_deviation_is_that_of_the_logits_where_dimensions_are_independent():
     rows = draw(1, 1, 5, 3)
     page = ops.summarise(ops.Nodes(corners, corners), spread=True)
     logits = ops.key_logits(rows, corners[:, :, 0], Logits(SCALING))
-    deviation = ops.logit_deviation(rows, page.spread, SCALING)
+    deviation = ops.score.logit_deviation(rows, page.spread, SCALING)
     assert_close(deviation[..., 0], logits.std(-1, correction=0))
     assert_close(ops.key_logits(rows, page.k, Logits(SCALING))[..., 0], logits.mean(-1))
 
@@ -67,14 +67,14 @@ def test_deviation_is_that_of_the_logits_where_dimensions_are_independent():
 def test_deviation_in_half_precision(dtype):
     rows, spread = draw(2, 2, 3, 64, dtype=dtype), draw(2, 2, 5, 64, seed=1).square().to(dtype)
     wanted = ((rows.double() * SCALING).square() @ spread.double().transpose(-1, -2)).sqrt()
-    assert_close(ops.logit_deviation(rows, spread, SCALING), wanted, dtype)
+    assert_close(ops.score.logit_deviation(rows, spread, SCALING), wanted, dtype)
 
 
 def test_no_spread_is_no_deviation():
     rows = draw(1, 2, 3, 8)
-    assert (ops.logit_deviation(rows, torch.zeros(1, 2, 4, 8), SCALING) == 0).all()
+    assert (ops.score.logit_deviation(rows, torch.zeros(1, 2, 4, 8), SCALING) == 0).all()
     # rounding may leave a variance below zero
-    assert (ops.logit_deviation(rows, torch.full((1, 2, 4, 8), -1e-9), SCALING) == 0).all()
+    assert (ops.score.logit_deviation(rows, torch.full((1, 2, 4, 8), -1e-9), SCALING) == 0).all()
 
 
 # Free energy
@@ -87,11 +87,11 @@ deviations = torch.tensor([0.0, 1e-4, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, 8.0, 100.0])
 def test_free_energy_is_the_formula_and_does_not_care_how_sizes_are_given(n):
     log_size = math.log(n)
     edge = math.sqrt(2 * log_size)
-    found = ops.free_energy(deviations, log_size)
+    found = ops.score.free_energy(deviations, log_size)
     for s, value in zip(deviations.flatten().tolist(), found.flatten().tolist()):
         assert value == pytest.approx(s * s / 2 if s < edge else edge * s - log_size, rel=1e-5, abs=1e-9)
     sizes = torch.full(deviations.shape, log_size)
-    assert_close(ops.free_energy(deviations, sizes), found)
+    assert_close(ops.score.free_energy(deviations, sizes), found)
 
 
 @given(counts)
@@ -99,7 +99,7 @@ def test_free_energy_is_smooth_and_between_its_limits(n):
     log_size = math.log(n)
     edge = math.sqrt(2 * log_size)
     s = torch.linspace(0, 3 * edge + 1, 4001, dtype=torch.float64).view(1, 1, 1, -1)
-    value = ops.free_energy(s, log_size)[0, 0, 0]
+    value = ops.score.free_energy(s, log_size)[0, 0, 0]
     s = s[0, 0, 0]
     slope = value.diff() / s.diff()
     step = s[1].item()
@@ -114,8 +114,8 @@ def test_free_energy_is_smooth_and_between_its_limits(n):
 
 
 def test_one_key_has_no_free_energy():
-    assert (ops.free_energy(deviations, 0.0) == 0).all()
-    mixed = ops.free_energy(torch.full((1, 1, 1, 2), 2.0), torch.tensor([0.0, math.log(64)]).view(1, 1, 1, 2))
+    assert (ops.score.free_energy(deviations, 0.0) == 0).all()
+    mixed = ops.score.free_energy(torch.full((1, 1, 1, 2), 2.0), torch.tensor([0.0, math.log(64)]).view(1, 1, 1, 2))
     assert mixed.flatten().tolist() == [0.0, 2.0]
 
 
@@ -128,7 +128,7 @@ def test_free_energy_against_pages_of_gaussian_logits(n):
     for s in (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0):
         found = (s * logits).logsumexp(-1) - math.log(n)
         error = 4 * found.std().item() / math.sqrt(8_000)
-        above = ops.free_energy(torch.full((1, 1, 1, 1), s), math.log(n)).item() - found.mean().item()
+        above = ops.score.free_energy(torch.full((1, 1, 1, 1), s), math.log(n)).item() - found.mean().item()
         assert -error <= above
         assert above <= short * max(s, edge) + error
         if s <= 0.5:

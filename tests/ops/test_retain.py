@@ -54,19 +54,19 @@ def test_weakest_is_the_smallest_and_the_latest(scores, data):
     eligible = data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)).filter(any))
     positions = data.draw(st.permutations(range(len(scores))))
     expected = min((i for i, e in enumerate(eligible) if e), key=lambda i: (scores[i], -positions[i]))
-    assert ops.weakest(row(scores), row(eligible), row(positions, torch.int32)).tolist() == [[expected]]
+    assert ops.retain.weakest(row(scores), row(eligible), row(positions, torch.int32)).tolist() == [[expected]]
 
 
 def test_weakest_among_infinite_scores_is_an_eligible_one():
     scores, positions = row([INF, 0.0, INF, INF]), row([4, 5, 6, 9], torch.int32)
-    assert ops.weakest(scores, row([True, False, True, False]), positions).tolist() == [[2]]
+    assert ops.retain.weakest(scores, row([True, False, True, False]), positions).tolist() == [[2]]
 
 
 def test_weakest_of_every_head():
     scores = torch.tensor([[[3.0, 1, 2], [1, 2, 3]], [[2, 2, 2], [5, 0, 0]]])
     eligible = torch.tensor([[[True, False, True], [True] * 3], [[True] * 3, [True, True, False]]])
     positions = torch.tensor([[[0, 1, 2]] * 2, [[7, 3, 5]] * 2], dtype=torch.int32)
-    assert ops.weakest(scores, eligible, positions).tolist() == [[2, 0], [0, 1]]
+    assert ops.retain.weakest(scores, eligible, positions).tolist() == [[2, 0], [0, 1]]
 
 
 def test_what_is_given_up_has_no_position_any_more():
@@ -74,16 +74,16 @@ def test_what_is_given_up_has_no_position_any_more():
     scores = torch.tensor([[[3.0, 1, 1, 0]] * 2, [[2, 2, 0, float("nan")]] * 2])
     scores[0, 1, 0] = -7
     kept = positions.clone()
-    assert ops.give_up(kept, scores=scores).tolist() == [[1, 0], [3, 3]]  # ties: the later position
+    assert ops.retain.give_up(kept, scores=scores).tolist() == [[1, 0], [3, 3]]  # ties: the later position
     assert kept.tolist() == [[[0, -1, 2, -1], [-1, 4, 2, -1]], [[3, 1, -1, -1]] * 2]
     kept = positions.clone()
-    assert ops.give_up(kept, scores=scores, before=torch.tensor([3, 5])).tolist() == [[2, 0], [0, 0]]
+    assert ops.retain.give_up(kept, scores=scores, before=torch.tensor([3, 5])).tolist() == [[2, 0], [0, 0]]
     kept = positions.clone()
-    found = ops.give_up(kept, scores=scores, rows=torch.tensor([False, True]), before=torch.tensor([0, 2]))
+    found = ops.retain.give_up(kept, scores=scores, rows=torch.tensor([False, True]), before=torch.tensor([0, 2]))
     assert found.tolist() == [[-1, -1], [1, 1]]
     assert torch.equal(kept[0], positions[0])
     kept = positions.clone()
-    assert ops.give_up(kept, at=torch.tensor([4, 3])).tolist() == [[1, 1], [0, 0]]
+    assert ops.retain.give_up(kept, at=torch.tensor([4, 3])).tolist() == [[1, 1], [0, 0]]
     assert kept.tolist() == [[[0, -1, 2, -1]] * 2, [[-1, 1, -1, 5]] * 2]
 
 
@@ -118,7 +118,7 @@ def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
     alive = row([not protected[p] for p in by_slot])
     shuffled, positions = row([scores[p] for p in by_slot]), row(by_slot, torch.int32)
     for _ in range(n - sum(protected) - k):
-        alive[0, 0, ops.weakest(shuffled, alive, positions).item()] = False
+        alive[0, 0, ops.retain.weakest(shuffled, alive, positions).item()] = False
     survivors = sorted(p for p in range(n) if alive[0, 0, slots[p]] or protected[p])
     assert survivors == ops.keep_best(row(scores), k, row(protected))[0, 0].tolist()
 
@@ -127,7 +127,7 @@ def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
 def test_inputs_are_left_alone(dtype):
     scores, flags = torch.rand(1, 2, 6, dtype=dtype), torch.rand(1, 2, 6) > 0.5
     before = scores.clone(), flags.clone()
-    ops.weakest(scores, flags, torch.arange(6, dtype=torch.int32).expand(1, 2, 6))
+    ops.retain.weakest(scores, flags, torch.arange(6, dtype=torch.int32).expand(1, 2, 6))
     ops.keep_best(scores, 2, torch.tensor([False, True, False, False, True, False]))
     assert torch.equal(scores, before[0])
     assert torch.equal(flags, before[1])

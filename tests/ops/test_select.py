@@ -36,7 +36,7 @@ def test_topk_of_any_numbers(scores, k, chunk):
 
 @given(TIED, st.integers(1, 20), st.lists(st.integers(1, 25), max_size=8))
 def test_streaming_over_uneven_blocks(scores, k, sizes):
-    best = ops.StreamingTopK(k)
+    best = ops.select.StreamingTopK(k)
     bounds = sorted({0, len(scores)} | {cut for cut in itertools.accumulate(sizes) if cut < len(scores)})
     for first, last in itertools.pairwise(bounds):
         best.update(torch.tensor(scores[first:last]), first)
@@ -107,7 +107,7 @@ def test_nan_counts_as_infinite_among_rows_of_different_numbers(k, number, place
 
 
 def test_blocks_must_ascend():
-    best = ops.StreamingTopK(1)
+    best = ops.select.StreamingTopK(1)
     best.update(torch.tensor([1.0]), 5)
     for first in (0, 5):
         with pytest.raises(ValueError, match=f"first_index must be at least 6, the end of the last block, not {first}"):
@@ -115,7 +115,7 @@ def test_blocks_must_ascend():
     best.update(torch.tensor([1.0]), 9)
     assert best.result()[0].tolist() == [5]
     with pytest.raises(ValueError, match="first_index must be at least 0"):
-        ops.StreamingTopK(1).update(torch.tensor([1.0]), -1)
+        ops.select.StreamingTopK(1).update(torch.tensor([1.0]), -1)
 
 
 @pytest.mark.parametrize("k", [0, -3])
@@ -126,7 +126,7 @@ def test_k_below_one_raises(k):
 
 def test_nothing_given_raises():
     with pytest.raises(ValueError, match="no scores were given"):
-        ops.StreamingTopK(3).result()
+        ops.select.StreamingTopK(3).result()
 
 
 @given(st.lists(TIED.map(lambda row: (row + [0.0] * 60)[:13]), min_size=1, max_size=4), st.data())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _dispatch
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score.reference import query_mass
@@ -153,7 +153,7 @@ def test_sinks_of_other_heads(sinks):
 def test_whether_a_kernel_may_run_is_asked_of_the_sinks_too(monkeypatch):
     """Sinks on another device, or that learn, are for the reference."""
     asked, sinks = [], torch.zeros(4)
-    monkeypatch.setattr(_dispatch, "use_kernel", lambda *tensors: asked.extend(tensors))
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: asked.extend(tensors))
     q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
     ops.attend_pooled(q, k, k, logits=Logits(0.3, sinks))
     assert any(one is sinks for one in asked)

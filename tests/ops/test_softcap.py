@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import Logits
-from foveate.ops.attend import decode, dense, pooled, tiles, window
+from foveate.ops.attend import attend_selected, decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
 from tests.helpers import LargestTensor, Shape, assert_close, problem
@@ -207,4 +207,4 @@ def test_caps_that_are_none(softcap):
 def test_what_cannot_cap_has_no_such_argument():
     q, k, v = problem(SHAPE)
     with pytest.raises(TypeError, match="logits"):
-        ops.attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), logits=Logits(SCALING, softcap=5.0))
+        attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), logits=Logits(SCALING, softcap=5.0))

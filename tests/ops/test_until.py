@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate import ops
-from foveate.ops.attend import until
+from foveate.ops.attend import attend_until, until
 from tests.problems import LAYOUTS, LargestTensor, assert_close, naive, problem, shapes
 
 
@@ -20,7 +19,7 @@ def test_every_query_sees_the_keys_that_are_there(shape, seed, layout):
     generator = torch.Generator().manual_seed(seed)
     gone = torch.randint(-2, shape.queries + 3, (shape.batch, shape.kv_heads, shape.keys), generator=generator)
     q, k, v = problem(shape, seed, layout=layout)
-    out = ops.attend_until(q, k, v, gone, scaling=0.3, window=seed % 30, retained=seed % 7).out
+    out = attend_until(q, k, v, gone, scaling=0.3, window=seed % 30, retained=seed % 7).out
     assert_close(out, naive(q, k, v, 0.3, mask_of(gone, shape.queries)).out)
 
 
@@ -29,10 +28,10 @@ def test_blocks_of_queries_are_one_prompt(monkeypatch):
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 700, 16), torch.randn(1, 2, 730, 16)
     gone = torch.randint(0, 701, (1, 2, 730))
-    whole = ops.attend_until(q, k, k, gone, scaling=0.3).out
+    whole = attend_until(q, k, k, gone, scaling=0.3).out
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 16)
     with LargestTensor() as largest:
-        blocks = ops.attend_until(q, k, k, gone, scaling=0.3).out
+        blocks = attend_until(q, k, k, gone, scaling=0.3).out
     torch.testing.assert_close(blocks, whole)
     assert largest.bytes <= 4 << 16
 

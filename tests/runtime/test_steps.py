@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.ops import Logits, _dispatch, attend
+from foveate.ops import Logits, attend, dispatch
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -105,7 +105,7 @@ def test_outputs_are_those_of_layers_over_their_own_memory(spec):
 def test_attention_writes_its_output_where_the_engine_wants_it(spec):
     """Not elsewhere, to be copied."""
     given = []
-    with _dispatch.watched(lambda verb, arguments: given.append(arguments.get("out"))):
+    with dispatch.watched(lambda verb, arguments: given.append(arguments.get("out"))):
         run(spec)
     assert sum(out is not None for out in given) == LAYERS * (STEPS // 2)
 

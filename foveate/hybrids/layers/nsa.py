@@ -11,6 +11,7 @@ from foveate import ops
 from foveate.hybrids.layers.masked import attend_masked
 from foveate.hybrids.layers.rotary import Rotary, rotate
 from foveate.hybrids.state import BlockMemory, Packing
+from foveate.ops.attend import attend_gated, choose_blocks
 
 _PIECE = 256
 """Queries of a prompt that are attended to at once."""
@@ -113,7 +114,7 @@ class NativeSparseAttention(nn.Module):
         keys, values = (memory.tensors[name][:, :, :used] for name in ("keys", "values"))
         sizes = {"block": self.block, "blocks": self.blocks, "window": self.window}
         lengths = memory.lengths_on(k.device)
-        return ops.attend_gated(q, keys, values, *summaries, gates, lengths, scaling=self.scaling, **sizes).out
+        return attend_gated(q, keys, values, *summaries, gates, lengths, scaling=self.scaling, **sizes).out
 
     def _compressed(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of complete blocks, ``[B, Hkv, N, D]``."""
@@ -124,8 +125,8 @@ class NativeSparseAttention(nn.Module):
         return k.mean(3), v.mean(3)
 
     def _select(self, q: Tensor, block_keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`foveate.ops.choose_blocks`."""
-        return ops.choose_blocks(q, block_keys, at, scaling=self.scaling, block=self.block, blocks=self.blocks)
+        """See :func:`foveate.ops.attend.choose_blocks`."""
+        return choose_blocks(q, block_keys, at, scaling=self.scaling, block=self.block, blocks=self.blocks)
 
     def _branches(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> list[Tensor]:
         """Compressed, selected and window attention ``[B, Hq, n, D]`` of the tokens after ``before [B]``."""

@@ -30,7 +30,7 @@ from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
 from foveate.methods import Auto, Method, check_made_for, make
-from foveate.ops import prompt_path
+from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, handover
 from foveate.state import Evicts
 

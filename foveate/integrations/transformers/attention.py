@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from foveate import ops
 from foveate.integrations.transformers import releases
 from foveate.methods import Method
-from foveate.ops._dispatch import watched
+from foveate.ops.dispatch import watched
 from foveate.runtime import Policy, handover, read_once
 from foveate.runtime.layer import Layer
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.generation import GenerationMode
 
 from foveate.methods import Method, replay_obstacle
-from foveate.ops._dispatch import runs_kernel
+from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import CaptureError, CudaRecorder, Use
 from foveate.runtime.recorder import Recorder
 

@@ -25,6 +25,7 @@ from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed
 from foveate.lab.results import circumstances, timing
 from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method
+from foveate.ops.attend import prompt_path
 from foveate.state import Counters, Geometry, SlotCache
 
 _PROFILED = 2
@@ -231,7 +232,7 @@ def _surcharged(layers: Mapping[str, dict[str, Any]] | None, dense_ms: float) ->
 
 
 def _library(plan: Plan) -> str:
-    """What attends densely in the layers of methods, see :func:`foveate.ops.prompt_path`."""
+    """What attends densely in the layers of methods, see :func:`foveate.ops.attend.prompt_path`."""
     dims = (plan.head_dim, plan.head_dim, plan.heads // plan.kv_heads)
     device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
-    return ops.prompt_path(ops.PromptHeads(device, getattr(torch, plan.dtype), *dims))
+    return prompt_path(ops.PromptHeads(device, getattr(torch, plan.dtype), *dims))

@@ -17,7 +17,7 @@ def doctor(as_json: AsJson = False) -> None:
     from foveate.integrations.transformers import releases
     from foveate.lab.report import terminal
     from foveate.lab.results import circumstances
-    from foveate.ops._dispatch import kernel_status
+    from foveate.ops.dispatch import kernel_status
 
     devices = [circumstances.device_name("cpu")]
     devices += [circumstances.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
@@ -52,7 +52,7 @@ def _prompt_paths(devices: list[str]) -> str:
     """Which code attends in prompts, by device and number format."""
     import torch
 
-    from foveate.ops import PromptHeads, prompt_path
+    from foveate.ops.attend import PromptHeads, prompt_path
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     heads = {(one, name): PromptHeads(torch.device(one), dtype) for one in devices for name, dtype in dtypes.items()}
@@ -63,7 +63,7 @@ def _dense_libraries() -> str:
     """Which libraries attend densely to prompts on the first GPU, and why others do not."""
     import torch
 
-    from foveate.ops import PromptHeads, dense_obstacles
+    from foveate.ops.attend import PromptHeads, dense_obstacles
 
     heads = PromptHeads(torch.device("cuda", 0), torch.bfloat16, 128, 128, 4)
     return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())

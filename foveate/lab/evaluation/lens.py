@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from foveate.errors import UserError
 from foveate.lab.results.lens import STATES, pattern, texts, write
-from foveate.ops import first_keys, page_slots
-from foveate.ops._dispatch import reference_only, watched
+from foveate.ops import first_keys
+from foveate.ops.attend import page_slots
 from foveate.ops.attend.gather import among
+from foveate.ops.dispatch import reference_only, watched
 from foveate.ops.summaries.reference import with_masses
 
 STEPS = 8

@@ -1,4 +1,4 @@
-"""The arguments of :func:`foveate.ops.attend_summaries`: a cache's tree of summaries, and each row's budgets."""
+"""What :func:`foveate.ops.summaries.attend_summaries` takes: a cache's tree of summaries, and each row's budgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foveate.state import SlotCache
 from foveate.state.device_rows import DeviceRows
 
 
-def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: SlotCache) -> ops.Tree:
+def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: SlotCache) -> ops.summaries.Tree:
     """The tree of summaries that a cache holds: views of its channels, and the numbers of each row.
 
     Args:
@@ -26,7 +26,7 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
         return cache.channel(pages.channel(name, level))
 
     levels = tuple(
-        ops.Level(
+        ops.summaries.Level(
             ops.Nodes(**{name: field(name, level) for name in names}),
             size,
             field("recent", level) if pages.recent else None,
@@ -42,7 +42,7 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
         rows = _rows(pages, budgets, *numbers, cache.device)
     else:
         rows = step.once(("tree", pages.spec), lambda: _device_rows(pages, budgets, step))
-    return ops.Tree(levels, rows)
+    return ops.summaries.Tree(levels, rows)
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,7 +53,7 @@ def _rows(
     number: tuple[int, ...],
     paged: tuple[int, ...],
     device: torch.device,
-) -> ops.Rows:
+) -> ops.summaries.Rows:
     """The numbers of each row, from row numbers on the host. Cached, so that all layers of a step share the tensors.
 
     The spec of ``pages`` tells budgets of 1 (a page) and 1.0 (all pages) apart, which compare equal.
@@ -63,7 +63,7 @@ def _rows(
     raw = [length - start + (pages.sinks if start else 0) for length, start in zip(lengths, paged)]
     with torch.inference_mode(False):
         numbers = _to_device(torch.tensor([lengths, paged, *allowed, *nodes]), device)
-    return ops.Rows(
+    return ops.summaries.Rows(
         numbers,
         most=tuple(max(counts) for counts in allowed),
         places=max(nodes[-1]),
@@ -75,14 +75,14 @@ def _rows(
     )
 
 
-def _device_rows(pages: PageLevels, budgets: tuple[int | float, ...], rows: DeviceRows) -> ops.Rows:
+def _device_rows(pages: PageLevels, budgets: tuple[int | float, ...], rows: DeviceRows) -> ops.summaries.Rows:
     """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
     lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))
     nodes = [pages.count(level, number) for level in range(len(budgets))]
     allowed = [budget(share, n, 1) for share, n in zip(budgets, nodes)]
     allowed = [n if isinstance(n, Tensor) else torch.full_like(number, n) for n in allowed]
     most = [pages.count(level, pages.most(rows.bound)) for level in range(len(budgets))]
-    return ops.Rows(
+    return ops.summaries.Rows(
         torch.stack([lengths, paged, *allowed, *nodes]),
         most=tuple(int(budget(share, n, 1)) for share, n in zip(budgets, most)),
         places=max(1, most[-1]),

@@ -1,7 +1,7 @@
 """The LuKA method: its settings, its prefill, its decode step, and when pages are made.
 
 :mod:`~foveate.methods.luka.pages` makes the summaries, :mod:`~foveate.methods.luka.cover` describes those of a cache to
-:func:`foveate.ops.attend_summaries`, which a decode step runs. For the terms see :mod:`foveate.methods.luka`.
+:func:`foveate.ops.summaries.attend_summaries`, which a decode step runs. For the terms see :mod:`foveate.methods.luka`.
 """
 
 from __future__ import annotations
@@ -218,20 +218,20 @@ class LuKA(Method):
         """Attention of one query per row over its cover; updates the running sums of attention."""
         total = cache.channel("mass") if self.weighs_mass else None
         recent = cache.channel("recent") if self.tracks_recent else None
-        covered = ops.attend_summaries(
+        covered = ops.summaries.attend_summaries(
             q,
             cache.keys,
             cache.values,
             tree_of(self.pages, self.top_k, self.expand, cache),
             self.refinement,
             logits=cache.logits(scaling),
-            sums=ops.Sums(1 / self.window, total, recent) if self.weighs_mass or self.tracks_recent else None,
+            sums=ops.summaries.Sums(1 / self.window, total, recent) if self.weighs_mass or self.tracks_recent else None,
         )
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
         return covered.out
 
     @functools.cached_property
-    def refinement(self) -> ops.Refinement:
-        """The settings by which nodes are refined, as :func:`foveate.ops.attend_summaries` takes them."""
-        return ops.Refinement(self.pool, self.score, self.bias, self.mass, self.prior)
+    def refinement(self) -> ops.summaries.Refinement:
+        """The settings by which nodes are refined, as :func:`foveate.ops.summaries.attend_summaries` takes them."""
+        return ops.summaries.Refinement(self.pool, self.score, self.bias, self.mass, self.prior)

@@ -1,6 +1,5 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
-from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import decode, gated, pooled, selected, tiles, until, window
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.causal import attend_causal, prompt_path
@@ -11,6 +10,7 @@ from foveate.ops.attend.library import PromptHeads, dense_obstacles
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_prefix, attend_recent
 from foveate.ops.checks import check_logits_of
+from foveate.ops.dispatch import dispatch
 
 attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_gated = dispatch(gated.attend_gated, "foveate.ops.attend.gated_kernel")

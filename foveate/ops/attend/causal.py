@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.ops._dispatch import dispatch, runs_kernel
 from foveate.ops.attend import dense, library, window
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PromptHeads
@@ -13,6 +12,7 @@ from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import check_blocks, check_keys, check_logits, check_own_keys
+from foveate.ops.dispatch import dispatch, runs_kernel
 from foveate.ops.logits import Logits
 
 _capped = dispatch(window.attend_capped, "foveate.ops.attend.window_kernel")

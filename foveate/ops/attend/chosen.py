@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from foveate.ops import _math
-from foveate.ops._dispatch import dispatch
 from foveate.ops.attend import tiles
 from foveate.ops.attend.attended import Attended
 from foveate.ops.checks import check_logits_of
+from foveate.ops.dispatch import dispatch
 from foveate.ops.select import bits
 from foveate.ops.select.bits import TileKeys
 

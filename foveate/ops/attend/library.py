@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from foveate.ops._dispatch import kernels_wanted
 from foveate.ops.attend import dense
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.partials import merge
 from foveate.ops.attend.sdpa import scaled_dot_product
+from foveate.ops.dispatch import kernels_wanted
 from foveate.ops.logits import Logits
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.selected import check
 from foveate.ops.attend.splits_kernel import merge_splits
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import Tile, multiprocessors
 

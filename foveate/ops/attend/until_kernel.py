@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops.attend import until as reference
 from foveate.ops.attend import window_kernel as of_window
 from foveate.ops.attend.attended import Attended
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, normalised
 from foveate.ops.gpu.tiles import Tile
 

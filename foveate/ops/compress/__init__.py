@@ -1,9 +1,9 @@
 """compress: what stands for a page or group of keys."""
 
-from foveate.ops._dispatch import dispatch
 from foveate.ops.compress import boxes, low_rank
 from foveate.ops.compress.low_rank import PageRecord, channel_weights
 from foveate.ops.compress.reference import Nodes, importance_weights, summarise
+from foveate.ops.dispatch import dispatch
 
 bound_newest = dispatch(boxes.bound_newest, "foveate.ops.compress.boxes_kernel")
 compress_newest = dispatch(low_rank.compress_newest, "foveate.ops.compress.low_rank_kernel")

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from foveate.ops._dispatch import kernels_wanted
+from foveate.ops.dispatch import kernels_wanted
 from foveate.ops.recur import chunked
 from foveate.ops.recur.reference import Recurred
 

@@ -1,6 +1,6 @@
 """retain: what stays in the cache when it is full."""
 
-from foveate.ops._dispatch import dispatch
+from foveate.ops.dispatch import dispatch
 from foveate.ops.retain import reference, running
 from foveate.ops.retain.reference import keep_best, weakest
 from foveate.ops.retain.running import Leaving

@@ -1,7 +1,7 @@
 """score: how much each key, page or block matters to a query."""
 
-from foveate.ops._dispatch import dispatch
 from foveate.ops.checks import check_logits_of_keys
+from foveate.ops.dispatch import dispatch
 from foveate.ops.score import indexer, low_rank, nodes, pooled, reference, retention
 from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
 from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys

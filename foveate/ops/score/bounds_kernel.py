@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
 from foveate.ops.score.kept_logits_kernel import per_head
 

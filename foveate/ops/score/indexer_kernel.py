@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import multiprocessors
 from foveate.ops.score.indexer import BLOCK, IndexerScores, room_for
 

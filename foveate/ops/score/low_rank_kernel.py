@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
 from foveate.ops._math import fold_group
 from foveate.ops.block_table import BlockTable
 from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.ops._dispatch import dispatch
 from foveate.ops._math import GPU_SCORES_BYTES, block_length, capped, fold_group, matmul_fp32, tile_rows
 from foveate.ops.checks import check_logits, check_logits_of_keys
+from foveate.ops.dispatch import dispatch
 from foveate.ops.logits import Logits
 
 

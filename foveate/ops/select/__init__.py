@@ -1,6 +1,6 @@
 """select: which k of the scored, in bounded memory and in a total order."""
 
-from foveate.ops._dispatch import dispatch
+from foveate.ops.dispatch import dispatch
 from foveate.ops.select import bits, blocks, pages, reference
 from foveate.ops.select.bits import WORD_KEYS, KeyLists, TileKeys
 from foveate.ops.select.mass import by_bound, by_mass, first_of

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import cdiv, multiprocessors, next_power_of_2
 from foveate.ops.select.blocks_kernel import _HELD, warps
 from foveate.ops.select.kth_kernel import (

@@ -20,8 +20,8 @@ the paper, which the reference runs. Kernels: ``score`` (with attention to raw t
 ``masses`` (running averages).
 """
 
-from foveate.ops._dispatch import dispatch
 from foveate.ops.checks import check_logits_of
+from foveate.ops.dispatch import dispatch
 from foveate.ops.summaries import reference
 from foveate.ops.summaries.cover import Part, attend_cover, refine
 from foveate.ops.summaries.tree import Level, Rows, Tree

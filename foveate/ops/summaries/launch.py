@@ -140,8 +140,10 @@ class SummariesLaunch:
         return rank_lse
 
     def _low_rank_ranks(self, level: Level, visit: Visit) -> Tensor:
-        """The log-sum-exp of each visited node's keys by its low-rank summary, fp32 ``[B, Hq, C]`` of equal strides
-        between rows of C places; what is at places of no node is not to be read. See :func:`foveate.ops.page_lse`."""
+        """The log-sum-exp of each visited node's keys by its low-rank summary; see :func:`foveate.ops.score.page_lse`.
+
+        fp32 ``[B, Hq, C]`` of equal strides between rows of C places; what is at places of no node is not to be read.
+        """
         records, how = level.records, {"logits": self.logits, "lengths": visit.count}
         if visit.above is None:
             records = records[:, :, : visit.stage.width]

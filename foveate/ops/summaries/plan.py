@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile, group_tile, split
 from foveate.ops.summaries.tree import Tree
 

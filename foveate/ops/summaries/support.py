@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Refinement, Sums
 

@@ -24,7 +24,7 @@ class Refinement:
     score: str = "summary"
     """Estimate of a node's mass, from: its log-weight (``summary``); the variance of the keys under it, with dimensions
     taken as independent (``spread``); or a low-rank summary of these keys (``lowrank``, see
-    :func:`foveate.ops.page_lse`)."""
+    :func:`foveate.ops.score.page_lse`)."""
     bias: str = "log"
     """Added to a summary's logit: ``none``; ``log``: of the number of tokens under it; ``entropy``: of their weights in
     the summary."""

@@ -5,7 +5,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import Logits
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.summaries import launch, reference
 from tests.trees import Problem, recent_attention
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def check(problem, how=None):
-    how = how or ops.Refinement(prior=0.5)
+    how = how or ops.summaries.Refinement(prior=0.5)
     q, k, v = problem.arguments
     tree, generator = problem.looked_at(how, True), torch.Generator().manual_seed(1)
     first = torch.rand(k.shape[:3], generator=generator)
@@ -24,7 +24,7 @@ def check(problem, how=None):
         (reference.attend_summaries, k.nan_to_num(0.0), v.nan_to_num(0.0)),
     ):
         own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
-        sums = ops.Sums(0.2, recent=first.clone())
+        sums = ops.summaries.Sums(0.2, recent=first.clone())
         run(q, keys, values, own, how, logits=Logits(0.3), sums=sums)
         kept.append([sums.recent, *recent_attention(own)])
     for mine, its in zip(*kept, strict=True):
@@ -59,13 +59,13 @@ def test_page_sizes(page):
 
 
 def test_what_is_refused():
-    problem, how = Problem(), ops.Refinement()
+    problem, how = Problem(), ops.summaries.Refinement()
     some = torch.zeros(problem.arguments[1].shape[:3])
     for sums, what in (
-        (ops.Sums(0.2, recent=some.double()), "fp32"),
-        (ops.Sums(0.2, recent=some.mT.contiguous().mT), "contiguous along"),
-        (ops.Sums(0.2, some, some), "running totals"),
-        (ops.Sums(0.2, some), "running totals"),
+        (ops.summaries.Sums(0.2, recent=some.double()), "fp32"),
+        (ops.summaries.Sums(0.2, recent=some.mT.contiguous().mT), "contiguous along"),
+        (ops.summaries.Sums(0.2, some, some), "running totals"),
+        (ops.summaries.Sums(0.2, some), "running totals"),
     ):
         with pytest.raises(UnsupportedError, match=what):
             launch.attend_summaries(

@@ -7,7 +7,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import Logits
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.summaries import launch, reference
 from tests.combinations import every_pair
 from tests.problems import in_buffer
@@ -51,13 +51,13 @@ def check(problem, how, softcap=None):
 
 @every_pair((("dtype", "same"), [(torch.float32, False), (torch.float16, True)]), SPLITS, indirect=["splits"])
 def test_few_pages(dtype, same, splits):
-    check(Problem(dtype=dtype, same=same), ops.Refinement())
-    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.Refinement())
+    check(Problem(dtype=dtype, same=same), ops.summaries.Refinement())
+    check(Problem(pages=(70, 33), allowed=(5,), dtype=dtype, same=same), ops.summaries.Refinement())
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 0.4, 1.0])
 def test_budgets(allowed):
-    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.Refinement())
+    check(Problem(pages=(40, 13), allowed=(allowed,)), ops.summaries.Refinement())
 
 
 @every_pair(
@@ -76,23 +76,23 @@ def test_budgets(allowed):
     indirect=["splits"],
 )
 def test_levels(dtype, sizes, pages, score, splits):
-    how = ops.Refinement(score=score)
+    how = ops.summaries.Refinement(score=score)
     check(Problem(pages, sizes, (5, *[2] * (len(sizes) - 1)), dtype=dtype), how)
     check(Problem(pages, sizes, (0.3, *[0.5] * (len(sizes) - 1)), dtype=dtype, same=True), how)
 
 
 @pytest.mark.parametrize("score", ["summary", "spread", "lowrank"])
 def test_scores(score):
-    check(Problem(dtype=torch.float16), ops.Refinement(score=score))
+    check(Problem(dtype=torch.float16), ops.summaries.Refinement(score=score))
 
 
 @every_pair(("score", ["summary", "spread", "lowrank"]), ("softcap", [1.5, 5.0, 50.0]))
 def test_capped_logits(score, softcap):
     """Those of raw tokens, of summaries, of what is a deviation away and of refined tokens."""
-    how = ops.Refinement(score=score)
+    how = ops.summaries.Refinement(score=score)
     (found, _), (without, _) = check(Problem(), how, softcap), check(Problem(), how)
     assert not torch.allclose(found.out, without.out, rtol=1e-3, atol=1e-3)
-    how = ops.Refinement(score=score, prior=0.3)
+    how = ops.summaries.Refinement(score=score, prior=0.3)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), dtype=torch.float16), how, softcap)
 
 
@@ -100,7 +100,7 @@ def test_capped_logits(score, softcap):
 @pytest.mark.parametrize("run", [launch.attend_summaries, reference.attend_summaries], ids=["kernels", "reference"])
 def test_learned_sinks(run, need_lse):
     """They take their share of the output of the cover."""
-    problem, how, sinks = Problem(seed=3), ops.Refinement(), torch.linspace(-2.0, 3.0, 4)
+    problem, how, sinks = Problem(seed=3), ops.summaries.Refinement(), torch.linspace(-2.0, 3.0, 4)
     q, k, v = problem.arguments
     given = (q, k.nan_to_num(0.0), v.nan_to_num(0.0), problem.looked_at(how, True), how)
     alone = run(*given, logits=Logits(0.3), need_lse=True)
@@ -114,14 +114,14 @@ def test_learned_sinks(run, need_lse):
 
 @pytest.mark.parametrize("prior", [0.5, 0.3, 0.0])
 def test_recent_attention(prior):
-    how = ops.Refinement(prior=prior)
+    how = ops.summaries.Refinement(prior=prior)
     check(Problem(pages=(40, 13), allowed=(6,)), how)
     check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(5, 3)), how)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (80, 64), (192, 128), (256, 256)])
 def test_head_dims(dim, value_dim):
-    check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.Refinement(score="spread"))
+    check(Problem(dim=dim, value_dim=value_dim, loudness=1.0), ops.summaries.Refinement(score="spread"))
 
 
 @every_pair(("nodes", [[7], [7, 8, 39]]), HALF)
@@ -129,11 +129,11 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes):
     """Nothing of them may be left in the output."""
     problem = Problem((90, 9), sizes=(4,), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 15.0, 0.3)
-    assert set(nodes) <= set(check(problem, ops.Refinement())[1][0][0, 0].tolist())
+    assert set(nodes) <= set(check(problem, ops.summaries.Refinement())[1][0][0, 0].tolist())
     problem = Problem((180, 20), sizes=(2, 4), allowed=(5, 40), dtype=dtype, loudness=1.0)
     problem.overrate(nodes, 25.0, 0.3)  # so that their children are looked at
     problem.overrate([2 * node + 1 for node in nodes], 15.0, 0.3, level=0)
-    above, below = (chosen[0, 0] for chosen in check(problem, ops.Refinement())[1])
+    above, below = (chosen[0, 0] for chosen in check(problem, ops.summaries.Refinement())[1])
     below = below[below >= 0]
     assert {2 * node + 1 for node in nodes} <= set((above[below // 2] * 2 + below % 2).tolist())
 
@@ -142,18 +142,21 @@ def test_summaries_that_seem_far_heavier_than_their_keys(dtype, nodes):
 def test_ranks_of_one_head_after_the_other(prior, monkeypatch):
     """Where those of all heads are too many to be read at once."""
     monkeypatch.setattr(launch, "_RANKED", 1)
-    check(Problem(pages=(70, 33), heads=14, kv_heads=2), ops.Refinement(prior=prior))
-    check(Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), heads=14, kv_heads=2), ops.Refinement(prior=prior))
+    check(Problem(pages=(70, 33), heads=14, kv_heads=2), ops.summaries.Refinement(prior=prior))
+    check(
+        Problem(pages=(32, 12), sizes=(2, 8), allowed=(3, 2), heads=14, kv_heads=2),
+        ops.summaries.Refinement(prior=prior),
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
 def test_groups(heads, kv_heads):
-    check(Problem(heads=heads, kv_heads=kv_heads), ops.Refinement(prior=0.3))
+    check(Problem(heads=heads, kv_heads=kv_heads), ops.summaries.Refinement(prior=0.3))
 
 
 @pytest.mark.parametrize("page", [1, 5, 16, 40])
 def test_page_sizes(page):
-    check(Problem(sizes=(page,)), ops.Refinement())
+    check(Problem(sizes=(page,)), ops.summaries.Refinement())
 
 
 @pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
@@ -167,11 +170,11 @@ def test_strides_among_nan(layout):
         for of in problem.tree.levels
     ]
     problem.tree = problem.tree._replace(levels=tuple(levels))
-    check(problem, ops.Refinement(score="spread"))
+    check(problem, ops.summaries.Refinement(score="spread"))
 
 
 def test_pages_that_are_not_refined_are_not_read():
-    problem, how = Problem(), ops.Refinement()
+    problem, how = Problem(), ops.summaries.Refinement()
     found, (chosen,) = check(problem, how)
     slots = torch.arange(problem.k.shape[2])
     for b in range(3):
@@ -188,7 +191,7 @@ def test_pages_that_are_not_refined_are_not_read():
 
 def test_room_for_more_than_rows_have():
     """As in a step that is replayed while rows grow: what is on the device counts."""
-    problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.Refinement(prior=0.5)
+    problem, how = Problem(pages=(40, 13), allowed=(0.1,)), ops.summaries.Refinement(prior=0.5)
     (found, (chosen,)), rows = check(problem, how), problem.tree.rows
     problem.tree = problem.tree._replace(
         rows=dataclasses.replace(rows, places=rows.places + 4, width=rows.width + 30, most=(rows.most[0] + 2,))
@@ -206,7 +209,7 @@ def test_ties_go_to_the_smaller_index():
     problem = Problem(pages=(40, 13), allowed=(5,))
     problem.tree.levels[0].nodes.k[0, :, 7:31] = problem.tree.levels[0].nodes.k[0, :, 7:8]
     problem.q.zero_()
-    _, (chosen,) = check(problem, ops.Refinement())
+    _, (chosen,) = check(problem, ops.summaries.Refinement())
     assert (chosen == torch.arange(5)).all()
 
 
@@ -217,20 +220,20 @@ def test_the_heaviest_lie_behind_more_ties_than_are_chosen():
     recent.zero_()
     for row, places in enumerate(([20, 37], [10, 12])):
         recent[row, :, places] = 0.5
-    _, (chosen,) = check(problem, ops.Refinement(prior=0.5))
+    _, (chosen,) = check(problem, ops.summaries.Refinement(prior=0.5))
     expected = torch.tensor([[0, 1, 2, 20, 37], [0, 1, 2, 10, 12]])
     assert torch.equal(chosen, expected[:, None].expand_as(chosen))
 
 
 def test_what_it_refuses():
     def run(problem, how=None, **changed):
-        how = how or ops.Refinement()
+        how = how or ops.summaries.Refinement()
         arguments = dict(zip("qkv", problem.arguments)) | changed
         return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, logits=Logits(1.0))
 
     for option in ({"score": "bound"}, {"pool": "layer"}, {"bias": "none"}, {"bias": "entropy"}, {"mass": "preserve"}):
         with pytest.raises(UnsupportedError, match="{}={} of summaries".format(*next(iter(option.items())))):
-            run(Problem(), ops.Refinement(**option))
+            run(Problem(), ops.summaries.Refinement(**option))
     with pytest.raises(UnsupportedError, match="float64"):
         run(Problem(dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="head dims above 256"):

@@ -62,7 +62,7 @@ def refined_by_hand(parents, chosen, children, preserve):
 def test_refined_nodes_give_way_to_their_children(size, preserve, seed):
     parents, chosen, children = draw_refinement(*size, seed)
     before = [x.clone() for x in (parents, chosen, children)]
-    left, below = ops.refine(parents, chosen, children, preserve=preserve)
+    left, below = ops.summaries.refine(parents, chosen, children, preserve=preserve)
     wanted_left, wanted_below = refined_by_hand(parents, chosen, children, preserve)
     assert_close(left, wanted_left)
     assert_close(below, wanted_below)
@@ -73,9 +73,9 @@ def test_refined_nodes_give_way_to_their_children(size, preserve, seed):
 @settings(max_examples=60)
 def test_preserving_keeps_the_mass_of_the_cover_and_exactness_the_logits_of_the_children(size, seed, loudness):
     parents, chosen, children = draw_refinement(*size, seed, loudness)
-    left, below = ops.refine(parents, chosen, children, preserve=True)
+    left, below = ops.summaries.refine(parents, chosen, children, preserve=True)
     assert_close(torch.cat([left, below], -1).logsumexp(-1), parents.logsumexp(-1))
-    left, below = ops.refine(parents, chosen, children, preserve=False)
+    left, below = ops.summaries.refine(parents, chosen, children, preserve=False)
     used = (chosen >= 0)[:, :, None, :, None].expand(children.shape).flatten(-2)
     assert torch.equal(below[used], children.flatten(-2)[used])
     assert (below[~used] == -INF).all()
@@ -85,13 +85,13 @@ def test_preserving_keeps_the_mass_of_the_cover_and_exactness_the_logits_of_the_
 @pytest.mark.parametrize("preserve", [False, True])
 def test_an_unused_place_touches_no_parent(preserve):
     parents, nothing = torch.tensor([[[[1.0, 2.0]]]]), torch.full((1, 1, 1, 1, 3), -INF)
-    left, below = ops.refine(parents, torch.tensor([[[-1]]]), nothing, preserve=preserve)
+    left, below = ops.summaries.refine(parents, torch.tensor([[[-1]]]), nothing, preserve=preserve)
     assert left.tolist() == parents.tolist()
     assert below.tolist() == [[[[-INF] * 3]]]
     # an unused place beside the first parent's own one, in either order
     child = torch.zeros(1, 1, 1, 1, 3)
     for chosen, children in (([-1, 0], [nothing, child]), ([0, -1], [child, nothing])):
-        left, below = ops.refine(parents, torch.tensor([[chosen]]), torch.cat(children, 3), preserve=preserve)
+        left, below = ops.summaries.refine(parents, torch.tensor([[chosen]]), torch.cat(children, 3), preserve=preserve)
         assert left.tolist() == [[[[-INF, 2.0]]]]
         alone = below[below > -INF].tolist()
         assert alone == pytest.approx([1.0 - math.log(3)] * 3 if preserve else [0.0] * 3)
@@ -111,11 +111,11 @@ def test_a_complete_choice_is_refined_the_same(size, preserve, seed):
     missing[..., 0] = False  # no parent is childless
     children = children.masked_fill(missing, -INF)
     before = [x.clone() for x in (parents, chosen, children)]
-    found = ops.refine(parents, chosen, children, preserve=preserve, complete=True)
+    found = ops.summaries.refine(parents, chosen, children, preserve=preserve, complete=True)
     assert all(torch.equal(x, y) for x, y in zip(before, (parents, chosen, children)))
     for ours, plain, by_hand in zip(
         found,
-        ops.refine(parents, chosen, children, preserve=preserve),
+        ops.summaries.refine(parents, chosen, children, preserve=preserve),
         refined_by_hand(parents, chosen, children, preserve),
     ):
         assert torch.equal(ours, plain)
@@ -123,7 +123,7 @@ def test_a_complete_choice_is_refined_the_same(size, preserve, seed):
 
 
 def test_children_of_a_parent_without_mass_have_none():
-    _, below = ops.refine(
+    _, below = ops.summaries.refine(
         torch.tensor([[[[-INF, 0.0]]]]), torch.tensor([[[0]]]), torch.zeros(1, 1, 1, 1, 2), preserve=True
     )
     assert below.tolist() == [[[[-INF, -INF]]]]
@@ -141,7 +141,7 @@ def draw_parts(batch, heads, group, nodes, seed=0, value_dim=5, layout="own", dt
         if number:
             logits = logits.masked_fill(torch.rand(batch, heads, 1, number + 1, generator=generator) < 0.4, -INF)
         v = torch.randn(batch, heads, number + 1, value_dim, generator=generator).to(dtype)
-        parts.append(ops.Part(logits, in_buffer(v, layout)))
+        parts.append(ops.summaries.Part(logits, in_buffer(v, layout)))
     return parts
 
 
@@ -165,7 +165,7 @@ def attended_by_hand(parts):
 @settings(max_examples=60)
 def test_attention_over_all_parts_of_a_cover(size, seed, value_dim, layout):
     parts = draw_parts(*size[:4], seed, value_dim, layout)
-    out, masses = ops.attend_cover(parts)
+    out, masses = ops.summaries.attend_cover(parts)
     wanted, wanted_masses = attended_by_hand(parts)
     assert_close(out, wanted)
     assert_close(masses, torch.cat(wanted_masses, -1))
@@ -175,7 +175,7 @@ def test_attention_over_all_parts_of_a_cover(size, seed, value_dim, layout):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cover_in_half_precision(dtype):
     parts = draw_parts(2, 2, 3, 4, dtype=dtype)
-    out, masses = ops.attend_cover(parts)
+    out, masses = ops.summaries.attend_cover(parts)
     wanted, wanted_masses = attended_by_hand(parts)
     assert out.dtype == dtype
     assert masses.dtype == torch.float32
@@ -186,7 +186,7 @@ def test_cover_in_half_precision(dtype):
 def test_logits_beyond_what_exp_can_hold():
     logits = torch.tensor([[[[1000.0, 999.0]]]])
     v = torch.tensor([[[[1.0], [3.0]]]])
-    out, masses = ops.attend_cover([ops.Part(logits, v), ops.Part(logits - 5000.0, v)])
+    out, masses = ops.summaries.attend_cover([ops.summaries.Part(logits, v), ops.summaries.Part(logits - 5000.0, v)])
     first = 1 / (1 + math.exp(-1))
     assert masses[0, 0, 0].tolist() == pytest.approx([first, 1 - first, 0, 0])
     assert out.item() == pytest.approx(first + 3 * (1 - first))
@@ -208,7 +208,7 @@ def test_refining_every_page_exactly_is_dense_attention(size, data):
     dense = naive(q, k, v, SCALING).out
     true_mass = raw.logsumexp(-1)
     for preserve, parents in ((False, summaries), (True, true_mass)):
-        left, below = ops.refine(parents, every, raw, preserve=preserve)
+        left, below = ops.summaries.refine(parents, every, raw, preserve=preserve)
         values = torch.randn(batch, heads, pages, 6, generator=generator)
         parts = [(tail, v[:, :, paged:]), (left, values), (below, v[:, :, :paged])]
-        assert_close(ops.attend_cover([ops.Part(*part) for part in parts])[0], dense)
+        assert_close(ops.summaries.attend_cover([ops.summaries.Part(*part) for part in parts])[0], dense)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foveate.ops._dispatch import UnsupportedError
+from foveate.ops.dispatch import UnsupportedError
 
 plan = pytest.importorskip("foveate.ops.summaries.plan", exc_type=ImportError)
 
