@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from typing import Annotated
 
 import typer
@@ -27,9 +28,9 @@ def serve(
     """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
     from foveate.integrations.vllm import launch
 
-    made = launch.command(model, method, dense_below, context.args)
-    for line in launch.told(launch.checked(made[4:])):
+    arguments = launch.arguments_of(model, method, dense_below, context.args)
+    for line in launch.told(launch.checked(arguments)):
         typer.echo(line)
-    typer.echo(shlex.join(["vllm", *made[3:]]))
+    typer.echo(shlex.join(["vllm", "serve", *arguments]))
     if not check:
-        os.execv(made[0], made)
+        os.execv(sys.executable, launch.command(arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +164,7 @@ class LowRankPages(PageSummaries):
 
     def form(self, geometry: Geometry) -> ops.PageRecord:
         """How a page's summary is stored."""
-        return ops.PageRecord(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
+        return _record(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         width, heads = geometry.head_dim, geometry.num_kv_heads
@@ -232,6 +233,10 @@ class LowRankPages(PageSummaries):
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None
+
+
+_record = functools.lru_cache(ops.PageRecord)
+"""A step asks each layer for its own, several times."""
 
 
 def check_records(method: Any) -> None:

@@ -72,7 +72,7 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
 def use_kernel(*tensors: Tensor) -> bool:
     """Whether a kernel may run on these tensors; warns once when it may not although they are on a GPU."""
     device = tensors[0].device
-    if not kernels_wanted() or device.type != "cuda" or any(x.device != device for x in tensors):
+    if device.type != "cuda" or not kernels_wanted() or any(x.device != device for x in tensors):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False

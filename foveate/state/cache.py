@@ -156,7 +156,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     @property
     def used(self) -> int:
         """Slots in use in the fullest row; in a captured step the capacity."""
-        return max(self.rows["counts"]) if self.step is None else self.capacity
+        step = self.device_state and self.step
+        return max(self._rows["counts"]) if step is None else self.capacity
 
     @property
     def positions(self) -> Tensor:
@@ -188,9 +189,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             ``(mask, lengths)``, at most one of which is not None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
             ``[B]``, when each row's tokens fill its first slots. Both None: every slot in use holds a token.
         """
-        if self.step is None:
-            counts = self.rows["counts"]
-            if counts == self.rows["live"] and min(counts) == max(counts) and not self.uneven:
+        if (self.device_state and self.step) is None:
+            counts = self._rows["counts"]
+            if counts == self._rows["live"] and min(counts) == max(counts) and not self.uneven:
                 return None, None
         if self.reuses_slots or self.uneven:
             return self.positions >= 0, None

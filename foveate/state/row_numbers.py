@@ -120,12 +120,12 @@ class RowNumbers:
 
     def row_tensor(self, name: str) -> Tensor:
         """The row numbers of this name, int64 ``[B]`` on the device. Do not write to it."""
-        step = self.step
-        return self.on_device(self.rows[name]) if step is None else step[name]
+        step = self.device_state and self.step
+        return on_device(tuple(self._rows[name]), self.device) if step is None else step[name]
 
     def on_device(self, numbers: list[int]) -> Tensor:
         """Host integers as int64 ``[n]`` on the device, without a host sync; in a captured step they are constants."""
-        step = self.step
+        step = self.device_state and self.step
         return on_device(tuple(numbers), self.device) if step is None else step.constant(tuple(numbers))
 
     def each_row(self, rule: Callable[..., Any], *args: Hashable, of: str = "lengths") -> Tensor:
@@ -136,9 +136,9 @@ class RowNumbers:
                 captured step share results by its identity.
             of: name of the row number.
         """
-        step = self.step
+        step = self.device_state and self.step
         if step is None:
-            found = tuple(rule(number, *args) for number in self.rows[of])
+            found = tuple([rule(number, *args) for number in self._rows[of]])
             return on_device(found, self.device, torch.float64 if isinstance(found[0], float) else torch.int64)
 
         def numbers() -> Tensor:
@@ -156,23 +156,23 @@ class RowNumbers:
             RuntimeError: for ``lengths`` in a captured step of a method that evicts: they can exceed the capacity, the
                 bound of ``counts`` and ``live``.
         """
-        step = self.step
+        step = self.device_state and self.step
         if step is not None and self.evicts and of == "lengths":
             raise RuntimeError(
                 "in a captured step of a method that evicts, row lengths have no bound from which a width could "
                 "follow: ask for a rule of counts"
             )
-        return max(map(rule, self.rows[of])) if step is None else rule(step.bound)
+        return max(map(rule, self._rows[of])) if step is None else rule(step.bound)
 
     def rows_where(self, rule: Callable[..., Any]) -> list[bool] | Tensor | None:
         """The rows for which ``rule(live, length)`` is true: a list of bools, or None when there are none.
 
         In a captured step always bool ``[B]`` on the device.
         """
-        step = self.step
+        step = self.device_state and self.step
         if step is not None:
             return step.once((_rule_key(rule), "where"), lambda: rule(step["live"], step["lengths"]))
-        chosen = [bool(rule(live, length)) for live, length in zip(self.rows["live"], self.lengths)]
+        chosen = [bool(rule(live, length)) for live, length in zip(self._rows["live"], self._rows["lengths"])]
         return chosen if any(chosen) else None
 
     def _advance(self, tokens: int, slots: int | list[bool]) -> None:

