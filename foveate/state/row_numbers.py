@@ -51,6 +51,8 @@ class RowNumbers:
 
     evicts: Evicts = Evicts.NEVER
     """When the method evicts."""
+    forward: dict[Hashable, Any]
+    """What the layers of one forward pass share: results of rules, and what :meth:`SlotCache.hand_on` stores."""
 
     def __init__(self, numbers: dict[str, list[int]], device: torch.device):
         self.device = device
@@ -138,8 +140,12 @@ class RowNumbers:
         """
         step = self.device_state and self.step
         if step is None:
-            found = tuple([rule(number, *args) for number in self._rows[of]])
-            return on_device(found, self.device, torch.float64 if isinstance(found[0], float) else torch.int64)
+            key = (rule, args, *map(type, args), *self._rows[of])
+            if key not in self.forward:
+                found = tuple([rule(number, *args) for number in self._rows[of]])
+                dtype = torch.float64 if isinstance(found[0], float) else torch.int64
+                self.forward[key] = on_device(found, self.device, dtype)
+            return self.forward[key]
 
         def numbers() -> Tensor:
             found = rule(step[of], *args)
@@ -157,12 +163,17 @@ class RowNumbers:
                 bound of ``counts`` and ``live``.
         """
         step = self.device_state and self.step
-        if step is not None and self.evicts and of == "lengths":
+        if step is None:
+            key = ("most", rule, *self._rows[of])
+            if key not in self.forward:
+                self.forward[key] = max(map(rule, self._rows[of]))
+            return self.forward[key]
+        if self.evicts and of == "lengths":
             raise RuntimeError(
                 "in a captured step of a method that evicts, row lengths have no bound from which a width could "
                 "follow: ask for a rule of counts"
             )
-        return max(map(rule, self._rows[of])) if step is None else rule(step.bound)
+        return rule(step.bound)
 
     def rows_where(self, rule: Callable[..., Any]) -> list[bool] | Tensor | None:
         """The rows for which ``rule(live, length)`` is true: a list of bools, or None when there are none.

@@ -79,7 +79,7 @@ def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
             "scale": 0.3,
             "sinks": None,
         }
-        impl.num_heads = HEADS
+        impl.num_heads, impl.num_kv_heads = HEADS, KV_HEADS
         impl.logits_soft_cap = 0
         layer = SimpleNamespace(layer_name=f"model.layers.{n}.self_attn.attn")
         q, k, v = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))

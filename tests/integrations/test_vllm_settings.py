@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foveate.integrations.vllm import releases
-from foveate.integrations.vllm.builder import largest_graph
+from foveate.integrations.vllm.builder import keys_and_values, largest_graph
 from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, served, settings_of
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
@@ -60,6 +60,15 @@ def test_batches_that_are_larger_than_any_graph_are_named(most, largest, caplog)
     config.compilation_config.cudagraph_capture_sizes = []  # eager
     assert largest_graph(config) == 0
     assert caplog.text == ""
+
+
+def test_another_layout_of_memory_is_refused():
+    impl = SimpleNamespace(num_kv_heads=2, head_size=16)
+    k, v = keys_and_values(impl, torch.empty(5, 2, 8, 32))
+    assert k.shape == v.shape == (5, 2, 8, 16)
+    for shape in ((5, 8, 2, 32), (2, 5, 8, 2, 16), (5, 2, 8, 16)):
+        with pytest.raises(ValueError, match=r"expected keys and values as \[blocks, 2, tokens, 32\], and vLLM gives"):
+            keys_and_values(impl, torch.empty(shape))
 
 
 @pytest.mark.parametrize("given", [KASCADE, {"method": KASCADE}, "file"])

@@ -150,6 +150,7 @@ class Cache(transformers.Cache):
 
     def end_forward(self, failed: bool) -> None:
         """End a forward pass; one that failed after it had written to a layer is never ended."""
+        self.phase.forward.clear()
         # layers without a method do not say what they wrote
         own = all(type(layer) is CacheLayer for layer in self.layers)
         pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)

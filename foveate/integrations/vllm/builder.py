@@ -179,7 +179,12 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
 
 
 def keys_and_values(impl: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a layer's memory."""
+    """Views of a layer's memory. Raises ValueError for another layout than ``[N, Hkv, n, 2 D]``."""
+    if kv_cache.dim() != 4 or kv_cache.shape[1::2] != (impl.num_kv_heads, 2 * impl.head_size):
+        raise ValueError(
+            f"foveate: expected keys and values as [blocks, {impl.num_kv_heads}, tokens, {2 * impl.head_size}], and "
+            f"vLLM gives {list(kv_cache.shape)}"
+        )
     return kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
 
 
