@@ -262,7 +262,7 @@ def server(folder, tmp_path_factory):
     options |= {"block-size": 16, "max-num-batched-tokens": 128, "served-model-name": "tiny"}
     command = [sys.executable, "-m", "foveate", "serve", str(folder), "--method", str(config), "--enforce-eager"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     log = tmp_path_factory.mktemp("log") / "server.txt"
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
