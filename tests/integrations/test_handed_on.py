@@ -46,7 +46,5 @@ def test_nothing_gathers_while_a_model_in_training_generates(model, ids):
         for i in range(40, 48):
             model(ids[:, i : i + 1], **cached(cache))
             left.add(len(cache.phase.forward))
-        cache.reset()
-        assert left == {1}
-        assert not cache.phase.forward
+        assert left == {0}
     model.eval()

@@ -360,11 +360,14 @@ def test_head_maps_that_do_not_fit_the_model(heads):
     ],
 )
 def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
+    def handed_on():
+        return [key for key in stack.phase.forward if key[0] != "most" and not callable(key[0])]
+
     stack = Stack(methods.parse(method), layers, 9)
     stack.feed(draw(layers, 1, 9))
-    assert len(stack.phase.forward) <= left  # lessismore reads prompts densely
+    assert len(handed_on()) <= left  # lessismore reads prompts densely
     stack.feed(draw(layers, 1, 1))
-    assert len(stack.phase.forward) == left
+    assert len(handed_on()) == left
 
 
 @pytest.mark.parametrize(
