@@ -32,7 +32,7 @@ LAYERS = (
 """Modules and folders of the package, the lowest first: each imports its own layer and those below."""
 
 LAYERS_OF_OPS = (
-    ("_math", "_dispatch", "block_table", "checks", "logits"),
+    ("_math", "_dispatch", "block_table", "checks", "logits", "rotary"),
     ("gpu",),
     ("score", "select", "attend", "compress", "retain", "recur"),
     ("summaries",),

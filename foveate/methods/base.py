@@ -128,6 +128,10 @@ class Method(Settings):
     engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
     dense, or that treats all tokens alike, declares False."""
 
+    needs_rotary: ClassVar[bool] = False
+    """Whether hooks read :attr:`SlotCache.rotary`, the layer's rotary positions. An engine gives them, or refuses the
+    model. Per settings."""
+
     evict_every: ClassVar[int] = 0
     """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
     prompt's first token in each row; 0: at its end alone. Per settings."""

@@ -51,6 +51,7 @@ from foveate.ops.compress import (
 from foveate.ops.logits import Logits
 from foveate.ops.recur import Recurred, gated_delta_rule
 from foveate.ops.retain import Leaving, give_up, keep_best, put_token, replace_weakest, running_best, weakest
+from foveate.ops.rotary import Rotary
 from foveate.ops.score import (
     INDEXER_BLOCK,
     Convolution,
@@ -121,6 +122,7 @@ __all__ = [
     "PromptHeads",
     "Recurred",
     "Refinement",
+    "Rotary",
     "Rows",
     "StreamingTopK",
     "Sums",

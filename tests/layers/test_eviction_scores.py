@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from foveate import ops
 from foveate.layers import Rotary, eviction_scores, rotate
-from foveate.layers.eviction_scores import LEVELS, EvictionScores, unrotate
+from foveate.layers.eviction_scores import LEVELS, EvictionScores
 
 FACTS = {
     **{"model_type": "llama", "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16},
@@ -42,7 +43,7 @@ def test_rotation_is_undone():
     turned = torch.cat([1.3 * rotate(k[..., :16], rotary.angles(positions[0])), k[..., 16:]], -1)
     frequencies = 1000.0 ** -(torch.arange(0, 16, 2) / 16)
     assert (turned - k).abs().max() > 1
-    torch.testing.assert_close(unrotate(turned, positions, frequencies, 1.3), k, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ops.Rotary(frequencies, 1.3).remove(turned, positions), k, atol=1e-5, rtol=1e-5)
 
 
 def test_a_score_does_not_depend_on_where_the_token_stands():

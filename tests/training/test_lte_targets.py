@@ -4,8 +4,7 @@ import pytest
 import torch
 import transformers
 
-from foveate.layers.eviction_scores import unrotate
-from foveate.ops import Logits
+from foveate.ops import Logits, Rotary
 from foveate.results.errors import UserError
 from foveate.training import lte_targets
 from foveate.training.lte_targets import FrozenModel, largest_share, log_length
@@ -99,7 +98,7 @@ def test_static_rotations_are_undone(rope):
     at = torch.arange(50)[None, None]
     turned = frozen.read(ids)[0].k
     assert (turned - expected).abs().max() > 0.1
-    k = unrotate(turned, at, frozen.inv_freq[0], frozen.rotary_scaling[0])
+    k = Rotary(frozen.inv_freq[0], float(frozen.rotary_scaling[0])).remove(turned, at)
     torch.testing.assert_close(k, expected, atol=1e-4, rtol=1e-4)
 
 
