@@ -143,9 +143,7 @@ def test_a_prompt_in_chunks_and_copies_of_a_model_know_their_own(monkeypatch):
 
 def test_what_cannot_be_undone_is_refused_and_the_model_left_as_it_was(monkeypatch):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(
-        ValueError, match="turning cannot undo the model's rotary positions: layer 0 .*'dynamic', whose"
-    ):
+    with pytest.raises(ValueError, match=r"turning cannot undo the model's rotary positions: layer 0 .*'dynamic'"):
         foveate.attach(build("Llama", rope_parameters=rope), Turning())
     model = build("Llama")
     rotated = modeling_llama.apply_rotary_pos_emb

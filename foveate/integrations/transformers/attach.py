@@ -304,7 +304,7 @@ def _check_artefacts(
 def _give_rotary(
     policies: dict[int, Policy], model: nn.Module, decoder: nn.Module, config: transformers.PreTrainedConfig
 ) -> None:
-    """Have the layers of methods that need it know their rotary positions. Raises ValueError where these are unknown."""
+    """Give layers whose methods need them their rotary positions. Raises ValueError where these are unknown."""
     needing = [index for index, policy in policies.items() if policy.method.needs_rotary]
     if not needing:
         return
@@ -313,9 +313,8 @@ def _give_rotary(
             raise ValueError("it gives images positions in several directions (M-RoPE)")
         found = rotary_of_layers(model, decoder, config, needing)
     except ValueError as error:
-        raise ValueError(
-            f"{policies[needing[0]].method.name} cannot undo the model's rotary positions: {error}"
-        ) from None
+        name = policies[needing[0]].method.name
+        raise ValueError(f"{name} cannot undo the model's rotary positions: {error}") from None
     for index, rotary in found.items():
         policies[index].rotary = rotary
 
