@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.integrations.transformers.probe import Seen
-from foveate.methods import LuKA
+from foveate.methods.luka import LuKA
 from foveate.ops.compress.low_rank import factors
 
 COSTS = {

@@ -32,7 +32,7 @@ The last two are the wings: what measures, and what trains. All else is the core
 """
 
 LAYERS_OF_OPS = (
-    ("_math", "dispatch", "block_table", "checks", "logits"),
+    ("_math", "dispatch", "block_table", "checks", "logits", "rotary"),
     ("gpu",),
     ("score", "select", "attend", "compress", "retain", "recur"),
     ("summaries",),

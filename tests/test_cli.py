@@ -97,12 +97,11 @@ def test_doctor_tells_devices_and_versions():
 def test_a_method_of_the_users_own_file_is_compared(model, out, tmp_path):
     file = tmp_path / "my_methods.py"
     file.write_text(
-        "from dataclasses import dataclass\n"
-        "from typing import ClassVar\n"
+        "from foveate.methods import register\n"
         "from foveate.methods.streaming import Streaming\n"
-        "@dataclass(frozen=True)\n"
+        "@register\n"
         "class Mine(Streaming):\n"
-        "    name: ClassVar[str] = 'mine_alone'\n",
+        "    name = 'mine_alone'\n",
         encoding="utf-8",
     )
     try:

@@ -24,6 +24,7 @@ from foveate import outfile
 from foveate.calibration import check_facts
 from foveate.calibration.retention_scores import RetentionScores
 from foveate.json_text import parse_json
+from foveate.ops import Rotary
 
 SCHEMA = 1
 LEVELS = 513
@@ -93,7 +94,7 @@ class EvictionScores(nn.Module):
             k, v: ``[B, Hkv, L, D(v)]`` as in the cache.
             positions: int ``[B, Hkv or 1, L]``.
         """
-        k = unrotate(k.float(), positions, self.inv_freq[index], self.rotary_scaling[index])
+        k = Rotary(self.inv_freq[index], self.rotary_scaling[index]).remove(k, positions)
         centre, spread = (
             x[index][:, None].split([self.head_dim, self.value_dim], -1) for x in (self.centre, self.spread)
         )
@@ -258,22 +259,6 @@ def read(path: str | Path) -> EvictionScores:
     path = Path(path)
     state = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
     return _read(path, state)
-
-
-def unrotate(k: Tensor, positions: Tensor, inv_freq: Tensor, scaling: Tensor | float = 1.0) -> Tensor:
-    """Keys before their rotation by position.
-
-    Args:
-        k: fp32 ``[B, Hkv, L, D]``.
-        positions: int ``[B, Hkv or 1, L]``.
-        inv_freq: fp32 ``[R / 2]``: the first R dimensions are rotated by halves, the others are not.
-        scaling: factor of the rotated dimensions.
-    """
-    half = inv_freq.shape[0]
-    angles = positions[..., None].float() * inv_freq
-    cos, sin = angles.cos() / scaling, angles.sin() / scaling
-    a, b, rest = k.split([half, half, k.shape[-1] - 2 * half], -1)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], -1)
 
 
 def _shares(quantiles: Tensor, share: float) -> Tensor:

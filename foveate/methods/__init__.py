@@ -1,65 +1,45 @@
-"""The methods by name: one short file each, found by being here."""
+"""The methods by name: one short file each, found by being here.
+
+``__all__`` is what the author of a method needs; the other names here are for the rest of foveate.
+"""
 
 import importlib
 import pkgutil
 
-from foveate.methods.auto import Auto
-from foveate.methods.base import REGISTRY, Method, Observation, Replay, replay_obstacle
-from foveate.methods.budgets import budget
-from foveate.methods.dense import Dense
-from foveate.methods.h2o import H2O
-from foveate.methods.h2o_as_published import H2OAsPublished
-from foveate.methods.luka import LuKA, LuKAPaper
-from foveate.methods.per_layer import Mixed, PerLayer, per_layer
-from foveate.methods.shared_prompt import SharedPrompt
-from foveate.methods.snapkv import SnapKV
-from foveate.methods.spec import (
-    check_made_for,
-    complete,
-    get,
-    make,
-    names,
-    parse,
-    present,
-    recorded,
-    restated,
-    spelled,
-)
-from foveate.methods.streaming import Streaming
-from foveate.methods.tova import TOVA
-from foveate.methods.uniform import Uniform
+from foveate.methods._common import attend_all
+from foveate.methods.auto import Auto as Auto
+from foveate.methods.base import REGISTRY as REGISTRY
+from foveate.methods.base import Method, Replay, register, setting
+from foveate.methods.base import Observation as Observation
+from foveate.methods.base import replay_obstacle as replay_obstacle
+from foveate.methods.bases import KeepsByScore, ReadsChosen
+from foveate.methods.dense import Dense as Dense
+from foveate.methods.per_layer import per_layer as per_layer
+from foveate.methods.shared_prompt import SharedPrompt as SharedPrompt
+from foveate.methods.spec import check_made_for as check_made_for
+from foveate.methods.spec import complete as complete
+from foveate.methods.spec import get as get
+from foveate.methods.spec import make as make
+from foveate.methods.spec import names as names
+from foveate.methods.spec import parse as parse
+from foveate.methods.spec import present as present
+from foveate.methods.spec import recorded as recorded
+from foveate.methods.spec import restated as restated
+from foveate.methods.spec import spelled as spelled
+from foveate.ops import Rotary
+from foveate.state import Channel, Evicts
 
 __all__ = [
-    "H2O",
-    "REGISTRY",
-    "TOVA",
-    "Auto",
-    "Dense",
-    "H2OAsPublished",
-    "LuKA",
-    "LuKAPaper",
+    "Channel",
+    "Evicts",
+    "KeepsByScore",
     "Method",
-    "Mixed",
-    "Observation",
-    "PerLayer",
+    "ReadsChosen",
     "Replay",
-    "SharedPrompt",
-    "SnapKV",
-    "Streaming",
-    "Uniform",
-    "budget",
-    "check_made_for",
-    "complete",
-    "get",
-    "make",
-    "names",
-    "parse",
-    "per_layer",
-    "present",
-    "recorded",
-    "replay_obstacle",
-    "restated",
-    "spelled",
+    "Rotary",
+    "attend_all",
+    "register",
+    "setting",
 ]
 
 for _module in pkgutil.iter_modules(__path__):  # a new file registers its method

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foveate import ops
@@ -82,23 +83,33 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
     return ops.query_mass(queries, cache.keys, logits=cache.logits(scaling), **how), observing
 
 
-def window_votes(cache: SlotCache, window: int, allowed: int, scaling: float) -> Tensor | None:
-    """What the last queries of a prompt attend to before its window, fp32 ``[B, Hq, used - window]``.
-
-    None where nothing is to be evicted: a row holds no more than ``allowed`` tokens, or the turn has none.
-    """
-    if cache.used <= allowed:
-        return None
+def window_votes(cache: SlotCache, window: int, scaling: float) -> Tensor | None:
+    """What the last queries of a prompt attend to before its window, fp32 ``[B, Hq, used - window]``; None where the
+    turn has no tokens."""
     mass, observing = observed_mass(cache, window, scaling)
     return mass[:, :, : cache.used - window] if observing else None
 
 
-def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int) -> Tensor | None:
-    """Slots to keep when a prompt ends: the recent window and the best of the others, ``allowed`` in all."""
+def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int, sinks: int = 0) -> Tensor | None:
+    """Slots to keep when a prompt ends: the first tokens, the recent window and the best of the others, ``allowed`` in
+    all."""
     if cache.used <= allowed:
         return None
     window = min(window, cache.used)
-    return ops.keep_best(scores, allowed - window, recent(cache, window))
+    first = (cache.positions >= 0) & (cache.positions < sinks)
+    return ops.keep_best(scores, allowed - window - sinks, recent(cache, window) | first)
+
+
+def estimated_attention(cache: SlotCache, rows: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Attention by keys that stand for those of the cache: fp32 ``[B, Hkv, G, used]``; 0 in empty slots.
+
+    Args:
+        rows, keys: fp32 ``[B, Hkv, G, any]`` and ``[B, Hkv, used, any]``.
+    """
+    logits = ops.key_logits(rows, keys, cache.logits(scaling))
+    logits = logits.masked_fill((cache.positions < 0)[:, :, None], -torch.inf).flatten(1, 2)[:, :, None]
+    mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
+    return mass.view(*rows.shape[:3], -1)
 
 
 def evict_weakest(

@@ -45,9 +45,9 @@ def check_class(cls: type, base: type) -> None:
     if "name" not in cls.__dict__:
         raise ValueError(f'{name} has no name: give it one of its own, such as name: ClassVar[str] = "{name.lower()}"')
     if "__dataclass_params__" not in cls.__dict__:
-        raise ValueError(f"{name} is no dataclass: write @dataclass(frozen=True) above it")
+        raise ValueError(f"{name} is no dataclass: write @register above it")
     for field in dataclasses.fields(cls):
-        if hasattr(base, field.name):
+        if hasattr(base, field.name) and "help" not in field.metadata:
             raise ValueError(f"{name}.{field.name} is declared as a setting: annotate it with ClassVar")
 
 

@@ -91,6 +91,15 @@ class Settings:
         share = isinstance(value, float) and 0.0 < value <= 1.0
         self._check(name, whole or share, f"an integer of at least {least} (a number) or a float in (0, 1] (a share)")
 
+    def _check_nested(self, name: str) -> None:
+        """A list of whole numbers from 0, or of such lists; kept as tuples."""
+        value = getattr(self, name)
+        lists = isinstance(value, list | tuple)
+        rows = value if lists and value and all(isinstance(one, list | tuple) for one in value) else [value]
+        ok = lists and all(type(one) is int and one >= 0 for row in rows for one in row)
+        self._check(name, ok, "a list of whole numbers from 0, or a list of such lists")
+        object.__setattr__(self, name, tuple(value) if rows == [value] else tuple(map(tuple, value)))
+
     def _check_odd(self, name: str) -> None:
         value = getattr(self, name)
         odd = isinstance(value, int) and not isinstance(value, bool) and value > 0 and value % 2 == 1

@@ -1,18 +1,17 @@
 """Ada-KV: SnapKV's votes, with one budget for the KV heads of a layer together."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.methods.base import setting
+from foveate.methods.base import register, setting
 from foveate.methods.snapkv import SnapKV
 from foveate.state import SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class AdaKV(SnapKV):
     """The prompt tokens that an observation window attends to; KV heads whose attention is spread keep more of them.
 
@@ -30,7 +29,8 @@ class AdaKV(SnapKV):
         super().__post_init__()
         self._check("floor", isinstance(self.floor, float) and 0 <= self.floor <= 1, "a float in [0, 1]")
 
-    def keep(self, cache: SlotCache, votes: Tensor, allowed: int) -> Tensor:
+    def keep(self, cache: SlotCache, scores: Tensor, allowed: int) -> Tensor:
+        votes = scores[:, :, : cache.used - self.window]
         held = cache.positions[:, :, : votes.shape[2]] >= 0
         safe = int(self.floor * allowed) - self.window
         rank = votes.masked_fill(~held, float("-inf")).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)

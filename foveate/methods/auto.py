@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foveate.calibration import known, say_once
-from foveate.methods.base import Method
+from foveate.methods.base import Method, register
 from foveate.methods.kascade import Kascade
 from foveate.methods.pages import Pages
 
 
-@dataclass(frozen=True)
+@register
 class Auto(Method):
     """Becomes ``kascade`` where a calibration for its settings is kept, or comes with foveate, for the model's weights;
     else ``pages``. It says which, and why.

@@ -7,9 +7,11 @@ to the facts that the class declares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,9 +85,9 @@ class Observation:
 class Method(Settings):
     """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
 
-    A subclass with a ``name`` registers itself. Hooks get caches without padding that already hold the new tokens. In
-    prefill all rows that a hook sees have the same length: rows of a padded batch come one at a time. In decode rows
-    may differ, and :meth:`SlotCache.stored` says which slots hold tokens.
+    A subclass with a ``name`` is known by it once :func:`register` decorates it. Hooks get caches without padding that
+    already hold the new tokens. In prefill all rows that a hook sees have the same length: rows of a padded batch come
+    one at a time. In decode rows may differ, and :meth:`SlotCache.stored` says which slots hold tokens.
 
     Declared facts: the class attributes below tell the cache and the engine what they may do. The engine reads them
     from the layer's instance, which :meth:`for_layer` returns. A fact marked *per class* is a ClassVar, the same under
@@ -128,9 +130,28 @@ class Method(Settings):
     engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
     dense, or that treats all tokens alike, declares False."""
 
+    estimates: ClassVar[bool] = False
+    """Whether keys are chosen by something else than their logits, such as a summary, a copy in fewer bits or a learned
+    score, which a cap of the logits changes in another way. Per settings."""
+    needs_rotary: ClassVar[bool] = False
+    """Whether hooks read :attr:`SlotCache.rotary`, the layer's rotary positions. An engine gives them, or refuses the
+    model. Per settings."""
+
     evict_every: ClassVar[int] = 0
     """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
     prompt's first token in each row; 0: at its end alone. Per settings."""
+
+    def always_read(self, prompt: int, length: int) -> Iterable[int]:
+        """Positions that the token at position ``length`` reads whatever their attention, as settings promise.
+
+        Args:
+            prompt: tokens of the prompt, at most ``length``. Negative positions, and later ones, do not count.
+        """
+        return ()
+
+    def short_is_dense(self, length: int) -> bool:
+        """Whether a context of a few tokens, ``length``, is dense. A method that may read less says when."""
+        return True
 
     # How decode steps may be run
 
@@ -168,28 +189,10 @@ class Method(Settings):
         """A short name for what this layer does with a decoded token, by which measurements group layers."""
         return self.name
 
-    def __init_subclass__(cls, replaces: bool = False, **kwargs: Any):
-        """Register a class with a ``name`` of its own.
-
-        Args:
-            replaces: whether the class may take the name of a method that is defined elsewhere.
-
-        Raises:
-            ValueError: for a name that is taken or cannot be in a spec, and for a misspelt hook.
-        """
+    def __init_subclass__(cls, **kwargs: Any):
+        """Raises ValueError for a name that cannot be in a spec, and for a misspelt hook."""
         super().__init_subclass__(**kwargs)
         check_names(cls, Method)
-        if "name" not in cls.__dict__:
-            return
-        for there in REGISTRY.values():
-            if there.renamed.get(cls.name, cls.name) == there.name and there.__module__ != cls.__module__:
-                if replaces:
-                    break
-                raise ValueError(
-                    f"{cls.__qualname__} of {cls.__module__}: the name {cls.name!r} belongs to {there.__qualname__} of "
-                    f"{there.__module__}; choose another, or write class {cls.__name__}(..., replaces=True)"
-                )
-        REGISTRY[cls.name] = cls
 
     # Hooks
 
@@ -310,6 +313,36 @@ class Method(Settings):
             dtype: of the keys and values in the cache.
         """
         return tokens * 0.0
+
+
+Registered = TypeVar("Registered", bound=type[Method])
+
+
+def register(cls: Registered | None = None, /, *, replaces: bool = False) -> Any:
+    """Decorate a class of methods: make it a frozen dataclass, and known by its name.
+
+    A setting that the class inherits and sets as a plain attribute, such as ``sinks = 0``, is no setting of the class.
+
+    Args:
+        replaces: whether the class may take the name of a method that is defined elsewhere.
+
+    Raises:
+        ValueError: for a name that belongs to another class.
+    """
+    if cls is None:
+        return functools.partial(register, replaces=replaces)
+    fixed = {field.name for field in dataclasses.fields(cls)} & cls.__dict__.keys() - cls.__annotations__.keys()
+    cls.__annotations__ = {**cls.__annotations__, **dict.fromkeys(fixed, ClassVar[Any])}
+    made = dataclass(frozen=True)(cls)
+    for there in REGISTRY.values():
+        taken = there.renamed.get(made.name, made.name) == there.name and there.__module__ != made.__module__
+        if taken and not replaces:
+            raise ValueError(
+                f"{made.__qualname__} of {made.__module__}: the name {made.name!r} belongs to {there.__qualname__} of "
+                f"{there.__module__}; choose another, or write @register(replaces=True)"
+            )
+    REGISTRY[made.name] = made
+    return made
 
 
 def replay_obstacle(method: Method) -> str:

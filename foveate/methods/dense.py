@@ -1,16 +1,15 @@
 """Dense attention through foveate's own cache: the baseline of every comparison."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, Replay
+from foveate.methods.base import Method, Replay, register
 from foveate.state import SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class Dense(Method):
     """Every query looks at every earlier key."""
 

@@ -1,6 +1,5 @@
 """Lined attention as the LuKA paper's code ran it, fault included; the correct method is `h2o`."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -8,12 +7,12 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import recent
-from foveate.methods.base import Method, Observation, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class H2OAsPublished(Method):
     """H2O with the published prefill, to show what its fault costs; not for use.
 
@@ -43,6 +42,9 @@ class H2OAsPublished(Method):
         self._check_budget("top_k")
         self._check_count("window", 1)
         self._check_choice("pool", "kv_head", "layer")
+
+    def always_read(self, prompt: int, length: int) -> range:
+        return range(length + 1 - self.window, length)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel()}

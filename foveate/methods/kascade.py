@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from foveate.methods._common import choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Method, Observation, redefined, setting
+from foveate.methods.base import Method, Observation, redefined, register, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -32,7 +31,7 @@ SETTLED_BY = ("pool", "pooling", "decode_only")
 """Settings on which depends what anchors lose; a calibration records them."""
 
 
-@dataclass(frozen=True)
+@register
 class Kascade(TopKByMass):
     """Anchor layers compute the attention mass of all keys and choose; the layers after an anchor read its choice.
 
@@ -291,6 +290,10 @@ class Kascade(TopKByMass):
         return self.reads_pages or super().needs_prompt_end
 
     @property
+    def estimates(self) -> bool:  # type: ignore[override]
+        return self.score_keys == "pages"
+
+    @property
     def counters(self) -> tuple[str, ...]:  # type: ignore[override]
         """Where layer 0 reads pages also the share of the attention that they hold by their summaries, 0 to 1."""
         return (*super().counters, "mass_read") if self.reads_pages else super().counters
@@ -404,7 +407,7 @@ class Kascade(TopKByMass):
         return self.summaries.scored(tokens, geometry, dtype) + geometry.key_share * keys
 
 
-@dataclass(frozen=True)
+@register
 class OracleTopK(TopKByMass):
     """Every layer but the first ones reads the keys that its own queries attend to most: what top-k could reach.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from foveate.methods.base import redefined
+from foveate.methods.base import redefined, register
 from foveate.methods.kascade import Kascade
 
 
-@dataclass(frozen=True)
+@register
 class KascadePaper(Kascade):
     """Kascade as in the paper: each KV head chooses keys by mean attention, and prompts are sparse, in anchors too.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
-from foveate.methods.base import setting
+from foveate.methods.base import register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class LessIsMore(SharedSelection):
     """Selection layers are dense; later layers read, with all heads, the union of what their heads look at.
 

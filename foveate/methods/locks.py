@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import ClassVar
 
 from foveate.methods._page_summaries import LowRankPages, check_records
-from foveate.methods.base import setting
+from foveate.methods.base import register, setting
 from foveate.methods.pages import LEAST_KEYS, PageMethod
 
 
-@dataclass(frozen=True)
+@register
 class Locks(PageMethod):
     """The heads of a group read the pages that hold most of their attention, by a summary of eight directions a page.
 
@@ -30,6 +29,7 @@ class Locks(PageMethod):
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "rank": 2}
     retired: ClassVar[dict] = {"min_k": LEAST_KEYS, "sink_pages": 1, "window_pages": 1, "dense_layers": 0}
+    estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages that are read."""
     sinks: ClassVar[int] = 1
@@ -43,6 +43,9 @@ class Locks(PageMethod):
     def __post_init__(self):
         super().__post_init__()
         check_records(self)
+
+    def always_read(self, prompt: int, length: int) -> list[int]:
+        return [*range(self.page_size), *range(length // self.page_size * self.page_size, length)]
 
     @functools.cached_property
     def summaries(self) -> LowRankPages:

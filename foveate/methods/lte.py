@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy, recent
-from foveate.methods.base import Method, Observation, Replay, setting
+from foveate.methods.base import Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class LTE(Method):
     """The tokens that a trained module expects later queries to need, whatever these ask, and the most recent ones.
 
@@ -97,6 +96,13 @@ class LTE(Method):
             own.__dict__["weights"] = tuple([shares.mean().item()] * len(shares) if same else shares.tolist())
             own.__dict__["uneven"] = not same
         return own
+
+    def always_read(self, prompt: int, length: int) -> list[int]:
+        return [*range(self.sinks), *range(length - self.window, length)]
+
+    @property
+    def estimates(self) -> bool:  # type: ignore[override]
+        return self.artefact is not None
 
     # Budgets
 

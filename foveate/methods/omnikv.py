@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
 from foveate.methods._common import choosing
-from foveate.methods.base import setting
+from foveate.methods.base import register, setting
 from foveate.state import SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class OmniKV(SharedSelection):
     """Filter layers are dense and choose, at every step, the keys of the highest attention of any head.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._common import attend_all, choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -119,6 +119,9 @@ class PageMethod(Method):
 
     # Budgets
 
+    def always_read(self, prompt: int, length: int) -> list[int]:
+        return [*range(self.sinks), *range(length + 1 - self.tail, length)] if self.tail else []
+
     def first_newest(self, length: Number) -> Number:
         """The page of the first of the newest tokens."""
         return clamp(length - self.tail, 0, length) // self.page_size
@@ -143,7 +146,7 @@ class PageMethod(Method):
         return clamp(pages(allowed), max(self.fewest, pages(self.sinks) + newest), pages(length))
 
 
-@dataclass(frozen=True)
+@register
 class Pages(PageMethod):
     """The heads of a group read the pages that hold most of their attention, by a low-rank summary of each page.
 
@@ -166,6 +169,7 @@ class Pages(PageMethod):
         **{"sinks": 4, "window": 16, "pool": "kv_head"},
     }
     former_defaults: ClassVar[dict] = {"top_k": 0.1}
+    estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
     """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
     sinks: ClassVar[int] = 4

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from foveate.methods.base import Method, setting
+from foveate.methods.base import Method, register, setting
 from foveate.methods.spec import make, recorded
 
 
-@dataclass(frozen=True)
+@register
 class PerLayer(Method):
     """A method for each layer: ``{"0-7": "h2o", "8-27": "luka:top_k=3", "-8--1": "h2o"}``.
 
@@ -62,7 +61,7 @@ def per_layer(layers: dict[Any, str | Method]) -> PerLayer:
     return PerLayer(layers=layers)
 
 
-@dataclass(frozen=True)
+@register
 class Mixed(Method):
     """Lined attention (H2O) in the first and last layers, clustered attention (LuKA) between them."""
 

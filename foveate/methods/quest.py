@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from foveate.methods._page_summaries import PageBoxes
-from foveate.methods.base import Method, setting
+from foveate.methods.base import Method, register, setting
 from foveate.methods.dense import Dense
 from foveate.methods.pages import LEAST_KEYS, PageMethod
 
 
-@dataclass(frozen=True)
+@register
 class Quest(PageMethod):
     """Each query head reads the pages whose keys could answer it best, by the corners of the box around their keys.
 

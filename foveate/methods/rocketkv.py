@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._common import eviction_setting, keep_heavy, note_queries, window_votes
 from foveate.methods._page_summaries import PageBoxes
-from foveate.methods.base import Observation, setting
+from foveate.methods.base import Observation, register, setting
 from foveate.methods.budgets import budget
 from foveate.methods.pages import PageMethod
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -33,7 +33,7 @@ class GroupBoxes(PageBoxes):
         return bounds.softmax(-1).unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2)
 
 
-@dataclass(frozen=True)
+@register
 class RocketKV(PageMethod):
     """Keeps the prompt tokens that its last tokens attend to; a decoded token reads the best pages of the kept tokens.
 
@@ -81,7 +81,7 @@ class RocketKV(PageMethod):
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         allowed = max(budget(self.keep, cache.lengths[0]), self.window)
-        votes = window_votes(cache, self.window, allowed, scaling)
+        votes = window_votes(cache, self.window, scaling) if cache.used > allowed else None
         if votes is None:
             return None
         votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)

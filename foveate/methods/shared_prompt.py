@@ -42,6 +42,10 @@ class SharedPrompt(Method):
         return SharedPrompt(tuple(method.for_layer(layer, num_layers, among) for method in self.methods))
 
     @property
+    def needs_rotary(self) -> bool:  # type: ignore[override]
+        return any(method.needs_rotary for method in self.methods)
+
+    @property
     def observers(self) -> list[Method]:
         """One method for each different observation."""
         chosen = {method.observation: method for method in self.methods if method.observation is not None}

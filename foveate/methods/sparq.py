@@ -1,19 +1,18 @@
 """SparQ: keys by their attention in the dimensions in which the query is largest."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored, recent
-from foveate.methods.base import Method, Observation, Replay, setting
+from foveate.methods._common import attend_all, count_scored, estimated_attention, recent
+from foveate.methods.base import Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class SparQ(Method):
     """A KV head reads the keys with most attention in its queries' largest dimensions, and a recent window."""
 
@@ -68,10 +67,7 @@ class SparQ(Method):
         part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
         kept, whole = (x.abs().sum(3, keepdim=True).clamp_min(1e-20) for x in (part, rows))
         part = part * (whole / kept).sqrt()  # the paper's temperature
-        logits = ops.key_logits(part, keys, cache.logits(scaling))
-        logits = logits.masked_fill((cache.positions < 0)[:, :, None], -torch.inf).flatten(1, 2)[:, :, None]
-        mass = ops.with_sinks(ops.Attended(logits.softmax(3), logits.logsumexp(3)), cache.sink_logits).out
-        return mass.view(*rows.shape[:3], -1)
+        return estimated_attention(cache, part, keys, scaling)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self._add_newest(cache)

@@ -7,7 +7,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,19 @@ def get(name: str) -> type[Method]:
     former = (cls for cls in REGISTRY.values() if cls.renamed.get(name) == cls.name)
     found = REGISTRY.get(name) or next(former, None)
     if found is None:
+        for cls in _below(Method):
+            if cls.__dict__.get("name") == name:
+                raise ValueError(f"{cls.__name__} is not registered as {name!r}: write @register above it")
         raise ValueError(f"unknown method {name!r}{_nearest(name, names())}; known are {', '.join(names())}")
     check_class(found, Method)
     return found
+
+
+def _below(cls: type[Method]) -> Iterator[type[Method]]:
+    """All subclasses."""
+    for one in cls.__subclasses__():
+        yield one
+        yield from _below(one)
 
 
 SETTING, SETTING_SCHEMA = "foveate_setting", 2
@@ -220,7 +230,7 @@ def _no_number(text: str) -> None:
 
 def _split(text: str, spec: str) -> dict[str, Any]:
     pairs: list[tuple[str, Any]] = []
-    for piece in re.findall(r"""(?:"(?:\\.|[^"])*"|\{[^}]*\}|\[[^]]*\]|[^,])+""", text):
+    for piece in _pieces(text):
         if not piece.strip():
             continue
         key, equals, value = piece.partition("=")
@@ -233,6 +243,17 @@ def _split(text: str, spec: str) -> dict[str, Any]:
             read = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
         pairs.append((key.strip(), read))
     return _each_once(spec, pairs)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """What commas divide that are in no quotation marks and within no brackets."""
+    start = depth = 0
+    for found in re.finditer(r"""("(?:\\.|[^"\\])*")|([\[{])|([\]}])|(,)""", text):
+        depth += 1 if found[2] else -1 if found[3] else 0
+        if found[4] and depth <= 0:
+            yield text[start : found.start()]
+            start = found.end()
+    yield text[start:]
 
 
 def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

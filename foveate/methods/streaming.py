@@ -1,7 +1,6 @@
 """StreamingLLM: attention sinks and a window of recent tokens."""
 
 import functools
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -9,12 +8,12 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import Method, Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Evicts, SlotCache
 
 
-@dataclass(frozen=True)
+@register
 class Streaming(Method):
     """The first tokens and the most recent ones; sparse in prefill as in decode.
 
@@ -42,6 +41,12 @@ class Streaming(Method):
     def lower(self, position: Number) -> Number:
         """First position inside the window of the query at ``position``: of one, or of each in an int64 tensor."""
         return position + 1 - budget(self.window, position + 1, max(1, self.min_window))
+
+    def always_read(self, prompt: int, length: int) -> list[int]:
+        return [*range(self.sinks), *range(self.lower(length), length)]
+
+    def short_is_dense(self, length: int) -> bool:
+        return self.lower(length - 1) <= self.sinks
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         length, n = cache.lengths[0], q.shape[2]

@@ -1,43 +1,33 @@
 """Evenly spaced tokens: the baseline that knows nothing."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from foveate.methods._common import attend_all, evict_weakest, eviction_setting
-from foveate.methods.base import Method, Replay, setting
-from foveate.methods.budgets import Number, budget
+from foveate.methods._settings import redefined
+from foveate.methods.base import register, setting
+from foveate.methods.bases import KeepsByScore
 from foveate.state import Evicts, SlotCache
 
 
-@dataclass(frozen=True)
-class Uniform(Method):
+@register
+class Uniform(KeepsByScore):
     """Tokens spaced evenly over the context, and the most recent ones.
 
     The prefill is dense. In decode the token whose neighbours are closest to each other leaves, so that the spacing
     stays even as the context grows.
     """
 
-    name: ClassVar[str] = "uniform"
-    source: ClassVar[str] = "baseline"
-    evicts: ClassVar[Evicts] = Evicts.IN_DECODE
-    replay: ClassVar[Replay] = Replay()
-    needs_prompt_end: ClassVar[bool] = True
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    name = "uniform"
+    source = "baseline"
+    evicts = Evicts.IN_DECODE
     small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
+    sinks = 0
 
     top_k: int | float = setting(0.125, "evenly spaced tokens: a number, or a share of the tokens so far")
     min_k: int = setting(0, "least number of spaced tokens when top_k is a share")
-    window: int = setting(128, "recent tokens that are always kept")
-    evict_every: int = eviction_setting()  # type: ignore[misc]
-
-    def __post_init__(self):
-        self._check_budget("top_k")
-        self._check_count("min_k")
-        self._check_count("window", 1)
-        self._check_count("evict_every")
+    window: int = redefined(KeepsByScore, "window", 128)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         spaced = self.allowed(cache.lengths[0]) - self.window
@@ -53,17 +43,8 @@ class Uniform(Method):
         window = torch.arange(old, cache.used, device=cache.device).expand(*kept.shape[:2], -1)
         return torch.cat([kept, window], -1)
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        out = attend_all(cache, q, scaling).out
-        evict_weakest(cache, spacing, self._over, self.window)
-        return out
-
-    def _over(self, live: Number, length: Number) -> bool | Tensor:
-        return live > self.allowed(length)
-
-    def allowed(self, length: int | Number) -> int | Number:
-        """Tokens kept of a row of this length."""
-        return budget(self.top_k, length, self.min_k) + self.window
+    def scores(self, cache: SlotCache, scaling: float) -> Tensor:
+        return spacing(cache.positions)
 
 
 def spacing(positions: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from foveate.ops.compress import (
 )
 from foveate.ops.logits import Logits
 from foveate.ops.retain import keep_best, put_token
+from foveate.ops.rotary import Rotary
 from foveate.ops.score import (
     column_mass,
     key_logits,
@@ -68,6 +69,7 @@ __all__ = [
     "Nodes",
     "PageRecord",
     "PromptHeads",
+    "Rotary",
     "TileKeys",
     "attend",
     "attend_causal",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Dense, Method
-from foveate.ops import Logits, PromptHeads
+from foveate.ops import Logits, PromptHeads, Rotary
 from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import returned
 from foveate.runtime.phase import Phase
@@ -66,6 +66,8 @@ class Layer:
         """Whether columns were announced whose keys :meth:`attend` has not got yet."""
         self.scaling: float | None = None
         """Factor of the logits in the last call of :meth:`attend`."""
+        self.rotary: Rotary | None = None
+        """How the queries and keys of the present pass are rotated; the engine sets it for methods that need it."""
         self.captured_dense = False
         """Whether the layer is dense in captured steps; set by :class:`~foveate.runtime.replay.ReplayedSteps`."""
         self.record_past = False
@@ -148,6 +150,8 @@ class Layer:
         first: int,
         logits: Logits,
     ) -> Tensor:
+        if self.method.needs_rotary and self.rotary is None:
+            raise ValueError(f"{self.method.name} needs the layer's rotary positions, which the engine does not give")
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
@@ -156,7 +160,7 @@ class Layer:
             self.store.record_past, self.store.forward = self.record_past, self.phase.forward
             self.store.count_in(self.phase.held)
         self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()
-        self.store.softcap = logits.softcap
+        self.store.softcap, self.store.rotary = logits.softcap, self.rotary
         outs, self.finite = [], None
         if prompt:
             outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, logits.scaling))
@@ -347,7 +351,14 @@ class Layer:
 
 
 def read_once(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits, forward: dict[Hashable, Any]
+    method: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    logits: Logits,
+    forward: dict[Hashable, Any],
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Attention of a prompt of which nothing is kept: by :func:`without_cache`, or, where the method evicts in it, by a
     layer that is then dropped. Arguments, result and errors as of :func:`without_cache`.
@@ -356,6 +367,7 @@ def read_once(
     if not 0 < method.evict_every < n or _differentiates(q, k, v):
         return without_cache(method, q, k, v, mask, logits, forward)
     layer = Layer(method, Counters(), Phase(prompt_end=n, forward=forward))
+    layer.rotary = rotary
     layer.announce(n)
     return layer.attend(q, k, v, mask, logits)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.methods import Method
 from foveate.methods._declared import check_hooks
-from foveate.ops import Logits
+from foveate.ops import Logits, Rotary
 from foveate.state import Counters
 
 
@@ -29,6 +29,8 @@ class Policy:
     :attr:`Method.sparse_from_tokens`, on a GPU with the kernels."""
     block_size: int = 0
     """Slots of a block of a cache's keys and values; 0: they are contiguous."""
+    rotary: Callable[[], Rotary] | None = None
+    """Returns the layer's rotary positions in the present pass; None unless the method needs them."""
     look: Callable[[int, Tensor, Tensor, Logits], None] | None = None
     """A hook for analysis, called before attention with the layer's index, its rotated queries ``[B, Hq, n, D]`` and
     keys ``[B, Hkv, n, D]``, and how its logits are made."""

@@ -31,6 +31,8 @@ def obstacle(method: Method, geometry: Geometry) -> str:
         )
     if method.stateful or (method.channels(geometry) and not method.summarises_blocks):
         return f"{method.name} keeps state beside the keys that requests which share the engine's blocks cannot share"
+    if method.needs_rotary:
+        return f"{method.name} needs rotary positions, which the engine does not give"
     if method.sparse_prompt:
         fix = ": add decode_only=true" if hasattr(method, "decode_only") else ""
         return f"{method.name} reads prompts sparsely, and the engine reads them densely{fix}"

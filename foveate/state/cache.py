@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops import Logits, first_keys, put_token
+from foveate.ops import Logits, Rotary, first_keys, put_token
 from foveate.state.counters import Counters, Held, Tally, over_rows
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
@@ -71,6 +71,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass, see hand_on
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
+        self.rotary: Rotary | None = None  # how queries and keys are rotated, for methods with needs_rotary
         self._row: int | None = None  # which row of a batch this is, see row
         self.whole: Tensor | None = None  # rows that a sparse step reads whole, and where its output goes: see enter
         self.out: Tensor | None = None
@@ -394,7 +395,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
         one.rows = one.rows | {name: list(self.rows[name]) for name in one.rows if name not in one.own_numbers}
         one.capacity, one._borrowed = self.capacity, True
-        one.sink_logits, one.softcap = self.sink_logits, self.softcap
+        one.sink_logits, one.softcap, one.rotary = self.sink_logits, self.softcap, self.rotary
         shared = ("keys", "values", "block_table") if size == self.block_size else ()
         one.tensors |= {name: self.tensors[name] for name in shared if name in self.tensors}
         one._free_blocks = self._free_blocks if shared else []

@@ -278,7 +278,7 @@ def test_table_marks_what_differs_on_every_item():
 
 
 def test_the_baseline_is_luka_without_low_rank_summaries():
-    luka = methods.LuKA(score="spread")
+    luka = methods.get("luka")(score="spread")
     settings = SETTINGS[page_scores.BASELINE.removesuffix("+prior")] | {"prior": PRIOR}
     assert {name: getattr(luka, name) for name in settings} == settings
     assert (luka.sinks, luka.tail, luka.window) == (SINKS, TAIL, WINDOW)

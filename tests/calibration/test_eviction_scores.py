@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from foveate import ops
 from foveate.calibration import eviction_scores
-from foveate.calibration.eviction_scores import LEVELS, EvictionScores, unrotate
+from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.hybrids.layers import Rotary, rotate
 
 FACTS = {
@@ -43,7 +44,7 @@ def test_rotation_is_undone():
     turned = torch.cat([1.3 * rotate(k[..., :16], rotary.angles(positions[0])), k[..., 16:]], -1)
     frequencies = 1000.0 ** -(torch.arange(0, 16, 2) / 16)
     assert (turned - k).abs().max() > 1
-    torch.testing.assert_close(unrotate(turned, positions, frequencies, 1.3), k, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ops.Rotary(frequencies, 1.3).remove(turned, positions), k, atol=1e-5, rtol=1e-5)
 
 
 def test_a_score_does_not_depend_on_where_the_token_stands():

@@ -229,7 +229,7 @@ def nameless():
 
 def nameless_child():
     @dataclass(frozen=True)
-    class Mine(methods.H2O):
+    class Mine(methods.get("h2o")):
         pass
 
     return Mine()
@@ -278,8 +278,8 @@ def without_decode_dense():
     [
         (nameless, r'Mine has no name: give it one of its own, such as name: ClassVar\[str\] = "mine"'),
         (nameless_child, "Mine has no name"),
-        (undecorated, r"Mine is no dataclass: write @dataclass\(frozen=True\) above it"),
-        (undecorated_spec, "Mine is no dataclass"),
+        (undecorated, "Mine is no dataclass: write @register above it"),
+        (undecorated_spec, "Mine is not registered as 'mine': write @register above it"),
         (setting_as_name, "Mine.name is declared as a setting: annotate it with ClassVar"),
         (without_decode, r"Mine has no decode: define decode\(self, cache, q, scaling\)"),
         (without_decode_dense, "Mine declares sparse_from_tokens and has no decode_dense: define it, or leave"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from foveate import ops
-from foveate.calibration.eviction_scores import unrotate
 from foveate.errors import UserError
 from foveate.integrations.transformers.attach import attached
+from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.methods import Method, Observation
 from foveate.state import SlotCache
@@ -20,8 +20,6 @@ from foveate.state import SlotCache
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose frequencies do not depend on how long the context is."""
 _QUERIES = 256
-_SHIFT = 1021
-_TOLERANCE = 0.5
 _PROJECTIONS = ("o_proj", "out_proj", "dense")
 
 
@@ -78,51 +76,51 @@ class FrozenModel:
         self.layers = tuple(sorted(self.modules))
         grams = {layer: _gram(layer, module, self._config) for layer, module in self.modules.items()}
         self._reader.__dict__.update(grams=grams, found={})
-        self.inv_freq, self.rotary_scaling = self._rotary(decoder)
+        self.inv_freq, self.rotary_scaling = self._rotary(model, decoder)
 
     @torch.no_grad()
-    def read(self, ids: Tensor, positions: Tensor | None = None) -> dict[int, Seen]:
+    def read(self, ids: Tensor) -> dict[int, Seen]:
         """What a sequence ``[1, L]`` shows, by layer."""
-        return self._forward(ids, positions)[0]
+        return self._forward(ids)[0]
 
     @torch.no_grad()
     def read_with_lengths(self, ids: Tensor) -> tuple[dict[int, Seen], dict[int, Tensor]]:
         """As :meth:`read`, and the logarithm of each token's length in the residual stream, fp32 ``[L]`` by layer."""
-        found, hidden = self._forward(ids, None, output_hidden_states=True)
+        found, hidden = self._forward(ids, output_hidden_states=True)
         return found, {layer: hidden[layer][0].float().norm(dim=-1).log() for layer in self.layers}
 
-    def _forward(self, ids: Tensor, positions: Tensor | None, **options: Any) -> tuple[dict[int, Seen], Any]:
+    def _forward(self, ids: Tensor, **options: Any) -> tuple[dict[int, Seen], Any]:
         self._reader.found.clear()
-        given = {} if positions is None else {"position_ids": positions}
         with attached(self._model, self._reader, dense_below=0, cuda_graph=False):
-            out = self._model(ids, use_cache=True, logits_to_keep=1, **given, **options)
+            out = self._model(ids, use_cache=True, logits_to_keep=1, **options)
         found = dict(self._reader.found)
         self._reader.found.clear()
         return found, getattr(out, "hidden_states", None)
 
-    def _rotary(self, decoder: nn.Module) -> tuple[Tensor, Tensor]:
-        """Inverse frequencies ``[layers, R / 2]`` and factors ``[layers]``, proved on the model's own keys."""
-        rows = [_frequencies(layer, decoder, self._config) for layer in self.layers]
-        if len({len(frequencies) for frequencies, _ in rows}) > 1:
-            raise UserError("the layers of this model rotate different numbers of dimensions")
-        ids = torch.arange(3, 27, device=self._model.device)[None] % self._config.vocab_size
-        limit = getattr(self._config, "max_position_embeddings", None) or 2 * _SHIFT
-        at = torch.arange(ids.shape[1], device=ids.device)[None]
-        shifted = at + min(_SHIFT, limit - ids.shape[1] - 1)
-        seen = [(self.read(ids, positions), positions) for positions in (at, shifted)]
-        for index, layer in enumerate(self.layers):
-            frequencies, factor = rows[index]
-            for tried in (frequencies, torch.zeros_like(frequencies)):  # some layers rotate nothing
-                keys = [unrotate(found[layer].k.float(), to[:, None], tried, factor) for found, to in seen]
-                if _same(*keys, pairs=len(frequencies)):
-                    rows[index] = tried, factor if tried is frequencies else 1.0
-                    break
-            else:
+    def _rotary(self, model: nn.Module, decoder: nn.Module) -> tuple[Tensor, Tensor]:
+        """Inverse frequencies ``[layers, R / 2]`` and factors ``[layers]``; 0 and 1 of layers that rotate nothing."""
+        try:
+            found = rotary_of_layers(model, decoder, self._config, self.layers)
+        except ValueError as error:
+            raise UserError(f"LTE cannot undo the model's rotary positions: {error}") from None
+        for layer, one in found.items():
+            if one.kind not in ROPE_KINDS:
                 raise UserError(
-                    f"layer {layer}: keys rotated back differ from position to position; this model rotates keys in "
-                    "another way than by halves, and LTE cannot undo it"
+                    f"layer {layer} has rotary positions of kind {one.kind!r}, whose frequencies change with the "
+                    f"context's length, so keys in the cache cannot be rotated back; known are {', '.join(ROPE_KINDS)}"
                 )
-        return torch.stack([row[0].cpu() for row in rows]), torch.tensor([float(row[1]) for row in rows])
+            if one.neighbours:
+                raise UserError(f"layer {layer} rotates keys in another way than by halves, and LTE cannot undo it")
+        rows = [one() for one in found.values()]
+        widths = {len(row.inv_freq) for row in rows} - {0}
+        if len(widths) != 1:
+            raise UserError(
+                "the layers of this model rotate different numbers of dimensions"
+                if widths
+                else "this model has no rotary positions as Transformers' decoders keep them"
+            )
+        rotated = [row.inv_freq.detach().float().cpu() if len(row.inv_freq) else torch.zeros(*widths) for row in rows]
+        return torch.stack(rotated), torch.tensor([row.factor for row in rows])
 
 
 def largest_share(q: Tensor, k: Tensor, lse: Tensor, logits: ops.Logits, window: int) -> Tensor:
@@ -175,30 +173,3 @@ def _gram(layer: int, module: nn.Module, config: Any) -> Tensor:
     heads, group = config.num_attention_heads, module.num_key_value_groups
     parts = weight.detach().float().unflatten(1, (heads // group, group, -1))  # [hidden, Hkv, G, Dv]
     return torch.einsum("nhgd,nhge->hgde", parts, parts)
-
-
-def _frequencies(layer: int, decoder: nn.Module, config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies ``[R / 2]`` of a layer, and the factor of what they rotate."""
-    settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = (getattr(config, "layer_types", None) or {layer: ""})[layer]
-    by_type = isinstance(settings.get(kind), Mapping)
-    settings = settings[kind] if by_type else settings
-    rope, prefix = settings.get("rope_type", "default"), f"{kind}_" if by_type else ""
-    if rope not in ROPE_KINDS:
-        raise UserError(
-            f"layer {layer} has rotary positions of kind {rope!r}, whose frequencies may change with the context's "
-            f"length, so keys in the cache cannot be rotated back; known are {', '.join(ROPE_KINDS)}"
-        )
-    rotary = getattr(decoder, "rotary_emb", None)
-    frequencies = getattr(rotary, f"{prefix}inv_freq", None)
-    if frequencies is None:
-        raise UserError(f"layer {layer}: this model has no rotary positions as Transformers' decoders keep them")
-    return frequencies.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-
-
-def _same(a: Tensor, b: Tensor, pairs: int) -> bool:
-    """Whether nearly all of the pairs of dimensions that are rotated together agree, rounding apart."""
-    pick = lambda x: torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]], -1)  # noqa: E731
-    a, b = pick(a), pick(b)
-    error = (a - b).norm(dim=-1).mean((0, 2)) / a.norm(dim=-1).mean((0, 2)).clamp_min(1e-6)
-    return bool(error.flatten().quantile(0.9) < _TOLERANCE)

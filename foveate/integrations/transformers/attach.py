@@ -26,6 +26,7 @@ from foveate.integrations.transformers.hooks import (
     PrepareCache,
     PreparePositions,
 )
+from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
@@ -126,7 +127,14 @@ def attach(
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
     if cuda_graph is True:
         graphs.require(attachment.replay_obstacle(model))
+    before = model.__dict__.get("foveate")
     detach(model)
+    try:
+        _give_rotary(policies, model, decoder, config)
+    except ValueError:
+        if before is not None:
+            _put_on(before, model)
+        raise
     _put_on(attachment, model)
     short = attachment.short_contexts(model)
     if why:
@@ -291,6 +299,24 @@ def _check_artefacts(
     facts = model_facts(config, modules) | {"rope": rotary_facts(config)} if artefacts else {}
     for artefact in artefacts.values():
         artefact.check_model(facts)
+
+
+def _give_rotary(
+    policies: dict[int, Policy], model: nn.Module, decoder: nn.Module, config: transformers.PreTrainedConfig
+) -> None:
+    """Give layers whose methods need them their rotary positions. Raises ValueError where these are unknown."""
+    needing = [index for index, policy in policies.items() if policy.method.needs_rotary]
+    if not needing:
+        return
+    try:
+        if any("rope_deltas" in module.__dict__ for module in model.modules()):
+            raise ValueError("it gives images positions in several directions (M-RoPE)")
+        found = rotary_of_layers(model, decoder, config, needing)
+    except ValueError as error:
+        name = policies[needing[0]].method.name
+        raise ValueError(f"{name} cannot undo the model's rotary positions: {error}") from None
+    for index, rotary in found.items():
+        policies[index].rotary = rotary
 
 
 def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:

@@ -90,7 +90,9 @@ def _attention(
         )
     if policy.look is not None:
         policy.look(module.layer_idx, query, key, logits)
+    rotary = None if policy.rotary is None else policy.rotary()
     if layer is not None:
+        layer.rotary = rotary
         with _named(module.layer_idx, policy.method, query, key, value):
             out = layer.attend(query, key, value, attention_mask, logits)
     else:
@@ -113,7 +115,7 @@ def _attention(
         one = handover.current(policy.owner)
         forward = policy.forward if one is None else one.forward
         with _named(module.layer_idx, policy.method, query, key, value):
-            out = read_once(policy.method, query, key, value, attention_mask, logits, forward)
+            out = read_once(policy.method, query, key, value, attention_mask, logits, forward, rotary)
     handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 

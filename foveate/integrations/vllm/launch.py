@@ -49,7 +49,7 @@ def arguments_of(model: str, method: str, dense_below: int | None, options: Sequ
             raise ValueError(f"{name} is given by foveate serve; leave it out")
     given = method if dense_below is None else {"method": method, "dense_below": dense_below}
     settings = settings_of({"foveate": given})
-    if Path(model).is_dir():
+    if Path(model).is_dir() and "--trust-remote-code" not in options:
         check_folder(settings, Path(model))
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")

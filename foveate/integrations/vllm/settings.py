@@ -59,7 +59,7 @@ class Settings:
 
 def check_folder(settings: Settings, folder: Path) -> None:
     """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     shape = shape_of(config.get_text_config())
     facts = shape | {"weights": _weights(folder)}
     method = settings.settled(shape, lambda: facts).method

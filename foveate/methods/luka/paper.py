@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from foveate.methods.base import setting
+from foveate.methods.base import register, setting
 from foveate.methods.luka.policy import LuKA
 
 
-@dataclass(frozen=True)
+@register
 class LuKAPaper(LuKA):
     """LuKA as in the paper: equation 3, attention-weighted summaries, the top 3 pages of a layer.
 

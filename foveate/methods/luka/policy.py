@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, note_queries, observed_mass
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, register, setting
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import MakesPages, PageLevels
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
@@ -25,7 +24,7 @@ _LITTLE = 0.12
 """The largest share of refined pages of one level with which attention was measured to pay at 32,768 tokens."""
 
 
-@dataclass(frozen=True)
+@register
 class LuKA(Method):
     """Each query reads summaries of old pages, the raw tokens of the refined pages, raw sinks and a raw tail.
 
@@ -40,6 +39,7 @@ class LuKA(Method):
     name: ClassVar[str] = "luka"
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
     needs_prompt_end: ClassVar[bool] = True
+    estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages read raw: the mean over KV heads, summed over steps and rows."""
     retired: ClassVar[dict] = {
@@ -100,6 +100,12 @@ class LuKA(Method):
         if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 2 for size in sizes):
             return False
         return all(big > small and big % small == 0 for small, big in itertools.pairwise(sizes))
+
+    def always_read(self, prompt: int, length: int) -> list[int]:
+        return [*range(self.sinks), *range(length - self.tail, length)]
+
+    def short_is_dense(self, length: int) -> bool:
+        return length <= self.tail
 
     # Derived from the settings
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 import transformers
 
-from foveate.calibration.eviction_scores import unrotate
 from foveate.errors import UserError
 from foveate.hybrids.training import lte_targets
 from foveate.hybrids.training.lte_targets import FrozenModel, largest_share, log_length
-from foveate.ops import Logits
+from foveate.ops import Logits, Rotary
 from tests.helpers import COMMON, FAMILIES, SLIDING, tiny_model, tokens
 
 
@@ -99,7 +98,7 @@ def test_static_rotations_are_undone(rope):
     at = torch.arange(50)[None, None]
     turned = frozen.read(ids)[0].k
     assert (turned - expected).abs().max() > 0.1
-    k = unrotate(turned, at, frozen.inv_freq[0], frozen.rotary_scaling[0])
+    k = Rotary(frozen.inv_freq[0], float(frozen.rotary_scaling[0])).remove(turned, at)
     torch.testing.assert_close(k, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,166 @@
+"""Bases for authors: methods that keep tokens by a score, and methods that choose the keys that a step reads.
+
+A base has the hooks, budgets, counting and padding; the author writes the policy. A setting of a base that a class sets
+as a plain attribute, such as ``sinks = 0``, is no setting of that class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods._common import (
+    attend_all,
+    count_scored,
+    estimated_attention,
+    evict_weakest,
+    eviction_setting,
+    keep_heavy,
+)
+from foveate.methods.base import Method, Replay, setting
+from foveate.methods.budgets import Number, budget
+from foveate.state import Channel, Evicts, Geometry, SlotCache
+
+NEVER_FASTER = 1 << 62
+"""As :attr:`Method.sparse_from_tokens`: by default a GPU decodes densely."""
+
+
+@dataclass(frozen=True)
+class KeepsByScore(Method):
+    """Keeps the tokens with the largest :meth:`scores`, for each KV head; prompts are dense.
+
+    Tokens are evicted when a prompt ends, and after every ``evict_every`` tokens of it. Under ``evicts =
+    Evicts.IN_DECODE`` each decode step then evicts one token, from rows that hold more than :meth:`allowed`.
+    """
+
+    evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
+    replay: ClassVar[Replay] = Replay()
+    needs_prompt_end: ClassVar[bool] = True
+    full_budget: ClassVar[dict[str, Any]] = {"top_k": 1.0}
+
+    top_k: int | float = setting(0.25, "tokens kept beside the window, sinks included: a number, or a share")
+    min_k: int = setting(0, "least number of tokens when top_k is a share")
+    sinks: int = setting(4, "first tokens that are kept whatever their scores")
+    window: int = setting(32, "recent tokens that are always kept")
+    evict_every: int = eviction_setting()  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        own = [field.name for field in dataclasses.fields(self)]  # the others are fixed
+        for name in ("min_k", "sinks", "window", "evict_every"):
+            if name in own:
+                self._check_count(name, int(name == "window"))
+        self._check_budget("top_k", max(1, self.sinks))
+
+    def scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        """What each token is worth, fp32 ``[B, Hkv, used]``, larger is better; None: keep all. Called where tokens are
+        evicted. Values in empty slots do not matter."""
+        raise NotImplementedError
+
+    def note(self, cache: SlotCache, mass: Tensor) -> None:
+        """Learn from the attention ``mass [B, Hkv, used]`` of a decode step, fp32, summed over the heads of a group."""
+
+    def allowed(self, length: Number) -> Number:
+        """Tokens that a KV head keeps of a row of this length."""
+        return budget(self.top_k, length, max(self.min_k, self.sinks)) + self.window
+
+    def keep(self, cache: SlotCache, scores: Tensor, allowed: int) -> Tensor:
+        """Slots to keep of more than ``allowed`` ones by their :meth:`scores`: int64 ``[B, Hkv, K]``."""
+        return keep_heavy(cache, scores, allowed, self.window, self.sinks)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        allowed = self.allowed(cache.lengths[0])
+        scores = self.scores(cache, scaling) if cache.used > allowed else None
+        return None if scores is None else self.keep(cache, scores, allowed)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        learns = type(self).note is not KeepsByScore.note
+        attended = attend_all(cache, q, scaling, need_mass=learns)
+        if learns:
+            self.note(cache, attended.mass)
+        if self.evicts is Evicts.IN_DECODE:
+            evict_weakest(cache, lambda positions: self._weakest(cache, positions, scaling), self._over, self.window)
+        return attended.out
+
+    def _weakest(self, cache: SlotCache, positions: Tensor, scaling: float) -> Tensor:
+        scores = self.scores(cache, scaling)
+        return scores.masked_fill(positions < self.sinks, torch.inf) if self.sinks else scores
+
+    def _over(self, live: Number, length: Number) -> bool | Tensor:
+        return live > self.allowed(length)
+
+    def always_read(self, prompt: int, length: int) -> list[int]:
+        newest = prompt if self.evicts is Evicts.AT_PROMPT_END else length
+        return [*range(self.sinks), *range(newest - self.window, length)]
+
+
+@dataclass(frozen=True)
+class ReadsChosen(Method):
+    """Keeps all tokens. A decode step reads, for each KV head, the keys that :meth:`choose` names; prompts are dense.
+
+    What stands for a key when keys are chosen, such as a copy in fewer bits, is kept beside it, see :meth:`copies`.
+    """
+
+    stateful: ClassVar[bool] = False
+    replay: ClassVar[Replay] = Replay()
+    needs_prompt_end: ClassVar[bool] = True
+    sparse_from_tokens: ClassVar[int | None] = NEVER_FASTER
+
+    def copies(self, keys: Tensor) -> dict[str, Tensor]:
+        """What stands for ``keys [..., D]``, by name: tensors ``[..., any]`` of a fixed shape and dtype."""
+        return {}
+
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """The keys that one token a row reads: bool, broadcastable to ``[B, Hkv, used]``; empty slots may be True.
+
+        ``cache.channel(name)`` is what :meth:`copies` made of each key, ``[B, Hkv, used, any]``.
+        """
+        raise NotImplementedError
+
+    def attention(self, cache: SlotCache, q: Tensor, keys: Tensor, scaling: float) -> Tensor:
+        """Attention of one token a row to ``keys [B, Hkv, used, D]`` that stand for those of the cache.
+
+        Returns:
+            fp32 ``[B, Hkv, G, used]`` for the G query heads of each KV head; 0 in empty slots. Learned sinks have their
+            share, and caps of logits apply.
+        """
+        return estimated_attention(cache, ops.fold_group(q, keys.shape[1]).float(), keys.float(), scaling)
+
+    def _shapes(self, geometry: Geometry) -> dict[str, Tensor]:
+        return self.copies(torch.zeros(geometry.head_dim))
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        made = self._shapes(geometry).items()
+        return {name: Channel(tuple(one.shape), dtype=one.dtype, recomputed=True) for name, one in made}
+
+    def prompt_packed(self, cache: SlotCache) -> None:
+        new = slice(cache.used - cache.rows["observed"][0], cache.used)
+        for name, made in self.copies(cache.keys[:, :, new]).items():
+            cache.channel(name)[:, :, new] = made
+
+    def _copy_newest(self, cache: SlotCache) -> None:
+        newest = (cache.row_tensor("lengths") - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+        for name, made in self.copies(ops.gather_slots(cache.keys, newest)).items():
+            cache.channel(name).scatter_(2, newest[..., None].expand_as(made), made)
+
+    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        self._copy_newest(cache)
+        chosen = self.choose(cache, q, scaling) & (cache.positions >= 0)
+        cache.count_read(chosen.sum(-1))
+        count_scored(self, cache)
+        slots = torch.arange(cache.used, dtype=torch.int32, device=q.device).where(chosen, -1)
+        how = {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
+        return ops.attend_indices(q, *cache.memory, slots, **how).out
+
+    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        self._copy_newest(cache)
+        return attend_all(cache, q, scaling).out
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """The bytes of all copies; a class that scores other things declares them."""
+        copied = sum(one.nbytes for one in self._shapes(geometry).values())
+        return tokens * (copied / ((geometry.head_dim + geometry.value_dim) * dtype.itemsize))
