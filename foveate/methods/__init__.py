@@ -15,14 +15,10 @@ from foveate.methods.shared_prompt import SharedPrompt
 from foveate.methods.snapkv import SnapKV
 from foveate.methods.spec import (
     check_made_for,
-    complete,
     get,
     make,
     names,
     parse,
-    present,
-    recorded,
-    restated,
     spelled,
 )
 from foveate.methods.streaming import Streaming
@@ -49,16 +45,12 @@ __all__ = [
     "Uniform",
     "budget",
     "check_made_for",
-    "complete",
     "get",
     "make",
     "names",
     "parse",
     "per_layer",
-    "present",
-    "recorded",
     "replay_obstacle",
-    "restated",
     "spelled",
 ]
 

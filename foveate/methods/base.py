@@ -182,7 +182,7 @@ class Method(Settings):
         if "name" not in cls.__dict__:
             return
         for there in REGISTRY.values():
-            if there.renamed.get(cls.name, cls.name) == there.name and there.__module__ != cls.__module__:
+            if there.name == cls.name and there.__module__ != cls.__module__:
                 if replaces:
                     break
                 raise ValueError(
