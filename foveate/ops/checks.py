@@ -86,12 +86,6 @@ def check_number(name: str, number: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, not {number!r}")
 
 
-def check_share(name: str, share: float) -> None:
-    """Raise unless this is a number from 0 to 1."""
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, not {share!r}")
-
-
 def check_logits(logits: Logits, heads: int | None = None) -> None:
     """Raise unless sinks are one logit for each of so many heads, and the cap is a finite number above 0, or None.
 

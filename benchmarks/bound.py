@@ -1,46 +1,7 @@
-"""How many: nodes taken in the order of their mass until what is left is small enough."""
+"""How many pages to read so that what is left out is certainly small."""
 
 import torch
 from torch import Tensor
-
-from foveate.ops.checks import check_share
-
-
-def first_of(order: Tensor, counts: Tensor, capacity: int) -> Tensor:
-    """The first ``counts`` entries of an order, ascending.
-
-    Args:
-        order: int64 ``[B, Hkv, N]``.
-        counts: int64 ``[B, Hkv]``; no more than ``capacity`` are taken.
-        capacity: places of the result.
-
-    Returns:
-        int64 ``[B, Hkv, capacity]``, -1 at the end.
-    """
-    order = order[..., :capacity]
-    unused = torch.arange(order.shape[-1], device=order.device) >= counts[..., None]
-    nothing = torch.iinfo(torch.int64).max
-    order = order.masked_fill(unused, nothing).sort(-1).values
-    return order.masked_fill(order == nothing, -1)
-
-
-def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
-    """As many of the heaviest as leave at most ``rest`` out (top-p).
-
-    Args:
-        mass: fp32 ``[B, Hkv, N]``, >= 0: shares of the attention.
-        rest: largest sum of the masses not taken, 0 to 1.
-
-    Returns:
-        ``(order [B, Hkv, N], counts [B, Hkv])``: heaviest first, ties to the smaller index, and how many of them.
-
-    Raises:
-        ValueError: for a rest that is no share.
-    """
-    check_share("rest", rest)
-    ordered, order = mass.sort(dim=-1, descending=True, stable=True)
-    left = ordered.flip(-1).cumsum(-1).flip(-1)
-    return order, (left > rest).sum(-1)
 
 
 def by_bound(upper: Tensor, lower: Tensor, known: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
