@@ -20,6 +20,8 @@ FRESH = 100
 """Commits after which the table has to be made anew."""
 KERNELS = "3df4fed"
 """The commit with the first kernels for decode steps, which PyTorch references ran until then."""
+UNCHANGED = "^Runs: unchanged$"
+"""A line in the message of a commit that changes files, but not what runs: it moves them, for example."""
 _OPS, _TRANSFORMERS = "ops", "integrations/transformers"
 _FORMER_HYBRIDS = ("state", "layers", "models", "modules", "training")
 _METHODS = ("methods", "state", "runtime", "cache.py", "layer_state.py", "row_numbers.py", "moving_rows.py")
@@ -76,8 +78,9 @@ class History:
         return self._git("log", "-1", "--format=%cs", commit)
 
     def count(self, since: str, until: str, paths: Iterable[str] = ()) -> int:
-        """Commits after one, up to another, that touch some paths, or any."""
-        return int(self._git("rev-list", "--count", f"{since}..{until}", "--", *paths))
+        """Commits after one, up to another, that touch some paths, or any; those of `UNCHANGED` do not count."""
+        words = ("--count", "--invert-grep", f"--grep={UNCHANGED}")
+        return int(self._git("rev-list", *words, f"{since}..{until}", "--", *paths))
 
     def before(self, commit: str, other: str) -> bool:
         return self.count(other, commit) == 0 and self.count(commit, other) > 0

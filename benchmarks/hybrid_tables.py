@@ -11,7 +11,6 @@ from foveate.lab.report.terminal import size, time
 
 _HEADS = {"nsa": "dense of nsa's heads"}
 """Cases whose dense attention has heads of its own."""
-_FORMER = {"lte, choice of what is retained": "lte, selection of tokens", "lte, with the choice": "lte, with selection"}
 """Cases of older rows by their names of today."""
 _PARTS = ("lte, scores of a step", "lte, selection of tokens")
 """Cases that are work beside attention."""
@@ -30,7 +29,7 @@ def speed(rows: Sequence[Row]) -> str:
 def _attention(rows: Sequence[Row]) -> str:
     case, by_batch = rows[0]["case"], {}
     for row in rows:
-        by_batch.setdefault(row["case"]["batch"], {})[_what(row)] = row
+        by_batch.setdefault(row["case"]["batch"], {})[row["case"]["what"]] = row
     decode = case["phase"] == "decode"
     rate = ("gb_per_s", "GB/s") if decode else ("tflop_per_s", "TFLOP/s")
     head = ["attention"]
@@ -38,7 +37,7 @@ def _attention(rows: Sequence[Row]) -> str:
         of = f", batch {batch}" if len(by_batch) > 1 else ""
         head += [f"time{of}", f"over the window{of}", f"faster than dense{of}", f"{rate[1]}{of}"]
     lines = [(*head, "error")]
-    for what in dict.fromkeys(map(_what, rows)):
+    for what in dict.fromkeys(row["case"]["what"] for row in rows):
         cells, errors = [], []
         for found in by_batch.values():
             row = found[what]
@@ -63,10 +62,6 @@ def _attention(rows: Sequence[Row]) -> str:
 def _is(name: str, kind: str) -> bool:
     """Whether a case is one of a kind: ``swa`` and ``swa, LIBRARY`` are the same attention."""
     return name == kind or name.startswith(f"{kind}, ")
-
-
-def _what(row: Row) -> str:
-    return _FORMER.get(row["case"]["what"], row["case"]["what"])
 
 
 def memory(rows: Sequence[Row]) -> str:

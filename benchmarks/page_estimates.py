@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import bound
 from foveate import ops
 from foveate.integrations.transformers.probe import Seen
 from foveate.methods.luka import LuKA
@@ -208,7 +209,7 @@ class Query:
             recorded, reach = estimates[CERTIFYING].rank, pages.reach(self.rows, self.scaling)
             certain[CERTIFYING] = (recorded + reach, recorded - reach)
         for name, (upper, lower) in certain.items():
-            order, counts, _ = ops.select.by_bound(upper, lower, self.others, LIMIT)
+            order, counts, _ = bound.by_bound(upper, lower, self.others, LIMIT)
             yield Case(size, None, name), self.miss(order, counts, estimates[name], pages.costs[name])
 
 

@@ -24,7 +24,6 @@ from foveate.lab.evaluation.metrics import paired_bootstrap
 from foveate.lab.report.markdown import columns, interval, score
 from foveate.lab.report.rows import Row, read
 from foveate.lab.results.measurements import SCHEMA
-from foveate.methods import restated
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("kascade-accuracy.jsonl", "luka-niah.jsonl", "luka-wikisalad.jsonl")
@@ -73,7 +72,7 @@ def table(lines: Sequence[Row]) -> str:
     return columns(
         lines,
         {
-            "method": lambda line: f"`{line['spec'] if 'schema' in line else restated(line['spec'])}`",
+            "method": lambda line: f"`{line['spec']}`",
             "comparison": lambda line: f"{line['task']} {line['split']}, {line['length']:,} tokens",
             "old [95 %]": lambda line: score(line["old"]),
             "new [95 %]": lambda line: score(line["new"]),

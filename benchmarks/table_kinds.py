@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from foveate.errors import UserError
-from foveate.lab.evaluation import tasks
 from foveate.lab.report import lines, pooled
 from foveate.lab.report.markdown import (
     NONE,
@@ -242,12 +241,6 @@ def page_scores(rows: Sequence[Row]) -> str:
     return "\n\n".join(titled(title, some, table(some)) for (title, _), some in groups.items())
 
 
-def _exact_score(row: Row) -> str:
-    task = row["case"]["task"]
-    main = tasks.exact_intervals(task, row["item_values"]).get(tasks.get(task).main)
-    return score(row) if main is None else interval(vars(main))
-
-
 serving_accuracy = Table(
     lambda rows: f"{rows[0]['case']['model']} in vLLM, n = {rows[0]['n']}, scores [95 %]",
     {
@@ -256,7 +249,7 @@ serving_accuracy = Table(
         ),
         "method": lambda row: f"`{row['case']['method']}`",
         "keys read": lambda row: percent(row["keys_read_share"]),
-        "score": _exact_score,
+        "score": score,
         "vLLM's own attention": lambda row: number(row["baseline_score"], 1),
         "difference": lambda row: interval(row, 1, "+", ("diff", "diff_low", "diff_high")),
         "same answers": lambda row: f"{row['same_answers']} of {row['n']}",

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmarks import age, csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
 from foveate.calibration import load
-from foveate.lab.evaluation import tasks
 from foveate.lab.report import pooled
 from foveate.lab.report.lines import once
 from foveate.lab.report.rows import Row, chosen, of_cases, spelled
@@ -81,7 +80,7 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     elif "spec" in rows[0] and "cell" not in rows[0]:
-        rows, _ = once(chosen([spelled(tasks.estimated(row)) for row in rows], conditions))
+        rows, _ = once(chosen(list(map(spelled, rows)), conditions))
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)
             sys.stderr.writelines(f"{line}\n" for line in notes)

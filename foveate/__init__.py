@@ -8,6 +8,7 @@
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -50,6 +51,24 @@ _HOME = {
     "Method": "foveate.methods",
     "per_layer": "foveate.methods",
 }
+
+_MOVED = {
+    **dict.fromkeys(("bench", "evaluation", "inputs", "report", "results"), "lab"),
+    **dict.fromkeys(("layers", "models", "training"), "hybrids"),
+}
+
+
+class _Moved:
+    """Says where a package that is no longer below `foveate` is now."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        package, _, old = name.rpartition(".")
+        if package == "foveate" and old in _MOVED:
+            raise ImportError(f"{name} is now foveate.{_MOVED[old]}.{old}", name=name)
+
+
+sys.meta_path.append(_Moved)
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from foveate.errors import DataError
 from foveate.integrations.transformers import releases
 from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
-from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS
+from foveate.lab.results.rows import ROW_FIELDS
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,11 +87,7 @@ def test_result_rows_have_the_fields_that_they_must(path):
             assert row["old"]["commit"] != row["commit"]
         else:
             assert (
-                KINDS[row["kind"]]
-                if "kind" in row
-                else set(needed(row))
-                if "bench" in row
-                else ROW_FIELDS.keys() - LATER_FIELDS
+                KINDS[row["kind"]] if "kind" in row else set(needed(row)) if "bench" in row else ROW_FIELDS.keys()
             ) <= row.keys()
         assert row["commit"] != "unknown"
         assert not row["commit"].endswith("-dirty")

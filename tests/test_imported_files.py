@@ -106,13 +106,6 @@ def test_the_name_of_a_shipped_method_is_taken(mine, compare):
     assert methods.get("h2o").__module__ == "foveate.methods.h2o"
 
 
-def test_a_former_name_is_taken_too(mine, compare):
-    former, cls = next(
-        (old, cls) for cls in base.REGISTRY.values() for old, new in cls.renamed.items() if new == cls.name
-    )
-    assert f"belongs to {cls.__name__}" in said(compare(mine(name=former), method=former))
-
-
 def test_a_shipped_method_is_replaced_when_that_is_asked_for(mine, compare):
     done = compare(mine(name="h2o", how="(replaces=True)"), method="h2o:window=32")
     assert done.exit_code == 0, done.output

@@ -17,14 +17,10 @@ from foveate.methods.dense import Dense as Dense
 from foveate.methods.per_layer import per_layer as per_layer
 from foveate.methods.shared_prompt import SharedPrompt as SharedPrompt
 from foveate.methods.spec import check_made_for as check_made_for
-from foveate.methods.spec import complete as complete
 from foveate.methods.spec import get as get
 from foveate.methods.spec import make as make
 from foveate.methods.spec import names as names
 from foveate.methods.spec import parse as parse
-from foveate.methods.spec import present as present
-from foveate.methods.spec import recorded as recorded
-from foveate.methods.spec import restated as restated
 from foveate.methods.spec import spelled as spelled
 from foveate.ops import Rotary
 from foveate.state import Channel, Evicts

@@ -14,7 +14,7 @@ from foveate.state import SlotCache
 
 def eviction_setting() -> Any:
     """The setting of :attr:`Method.evict_every`, for methods with dense prompts that evict when a prompt ends."""
-    return setting(0, "evict also after so many tokens of a prompt, each time by what was read so far; 0: never", True)
+    return setting(0, "evict also after so many tokens of a prompt, each time by what was read so far; 0: never")
 
 
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:

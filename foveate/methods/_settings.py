@@ -5,22 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 Same = TypeVar("Same", bound="Settings")
 
 
-def setting(default: Any, help: str, later: bool = False, before: Any = None) -> Any:
-    """A documented field of a method.
-
-    `before`: it has come since results were recorded, when the method did what it does with this value.
-    `later`: the same, with the default where `before` is None; with that value it is not among
-    :meth:`Settings.settings`, so that these results stay the method's own.
-    """
-    before = default if later and before is None else before
-    return dataclasses.field(default=default, metadata={"help": help, "later": later, "before": before})
+def setting(default: Any, help: str) -> Any:
+    """A documented field of a method."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 def redefined(base: type[Settings], name: str, default: Any) -> Any:
@@ -34,25 +27,13 @@ class Settings:
 
     name: ClassVar[str] = ""
     """Registered name."""
-    retired: ClassVar[Mapping[str, Any]] = {}
-    """Removed settings that older rows record, each with the value under which it had no effect."""
-    former_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Former values of defaults that have changed, which specs of older rows leave out; see
-    :func:`~foveate.methods.restated`."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Former names of the method and of its settings, which specs and rows may still use, each with the present one."""
 
     def __deepcopy__(self, memo):
         return self
 
     def settings(self) -> dict[str, Any]:
-        """The settings as JSON-able values, without those that came later and change nothing, see :func:`setting`."""
-        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            field.name: value
-            for field, value in values.items()
-            if not (field.metadata.get("later") and value == field.metadata["before"])
-        }
+        """The settings as JSON-able values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
     def spec(self) -> str:

@@ -25,7 +25,6 @@ class TopKByMass(SharedSelection):
     keys of its own, as many as it attends to.
     """
 
-    retired: ClassVar[dict] = {"top_p": 1.0, "rest": "none"}
     dense_anchor_prefill: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 

@@ -335,7 +335,7 @@ def register(cls: Registered | None = None, /, *, replaces: bool = False) -> Any
     cls.__annotations__ = {**cls.__annotations__, **dict.fromkeys(fixed, ClassVar[Any])}
     made = dataclass(frozen=True)(cls)
     for there in REGISTRY.values():
-        taken = there.renamed.get(made.name, made.name) == there.name and there.__module__ != made.__module__
+        taken = made.name == there.name and there.__module__ != made.__module__
         if taken and not replaces:
             raise ValueError(
                 f"{made.__qualname__} of {made.__module__}: the name {made.name!r} belongs to {there.__qualname__} of "

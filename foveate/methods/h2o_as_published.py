@@ -25,7 +25,6 @@ class H2OAsPublished(Method):
     """
 
     name: ClassVar[str] = "h2o_as_published"
-    renamed: ClassVar[dict] = {"lined_as_published": "h2o_as_published"}
     source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
     needs_prompt_end: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay()
@@ -35,7 +34,7 @@ class H2OAsPublished(Method):
     top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")
     window: int = setting(128, "recent tokens that are always read")
     pool: str = setting(
-        "kv_head", "whose mass picks heavy hitters: each kv_head's own, or the whole layer's, as published", later=True
+        "kv_head", "whose mass picks heavy hitters: each kv_head's own, or the whole layer's, as published"
     )
 
     def __post_init__(self):

@@ -53,9 +53,6 @@ class Kascade(TopKByMass):
     source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
     full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
     small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
-    retired: ClassVar[dict] = TopKByMass.retired | {"remap": True, "rank": 2}
-    renamed: ClassVar[dict] = {"exact_anchors": "dense_anchor_prefill"}
-    former_defaults: ClassVar[dict] = {"pool": "kv_head", "pooling": "post_softmax", "decode_only": False}
     rank: ClassVar[int] = 2
     """Directions of a page's summary."""
 
@@ -77,26 +74,21 @@ class Kascade(TopKByMass):
     dense_anchor_prefill: bool = setting(
         True,
         "in prompts anchors read all keys: a dense pass gives their output with the log-sum-exp that they choose by",
-        later=True,
-        before=False,
     )
     score_keys: str = setting(
         "exact",
         "what anchors score for a decoded token: the keys (exact); or, approximate, summaries of pages and then the "
         "keys of the best third (pages)",
-        later=True,
     )
     first_layer: str = setting(
         "dense",
         "what a decoded token reads in layer 0: all keys (dense); or, approximate, under score_keys=pages those of the "
         "best third of the pages (pages)",
-        later=True,
     )
-    page_size: int = setting(_PAGE_SIZE, "under score_keys=pages, tokens of a page", later=True)
+    page_size: int = setting(_PAGE_SIZE, "under score_keys=pages, tokens of a page")
     weighted: bool = setting(
         True,
         "under score_keys=pages, weigh the channels of keys, before they are rounded, by a prompt's last queries",
-        later=True,
     )
 
     def __post_init__(self):

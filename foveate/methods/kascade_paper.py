@@ -18,7 +18,6 @@ class KascadePaper(Kascade):
 
     name: ClassVar[str] = "kascade_paper"
     source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, sections 3.3 to 3.5"
-    former_defaults: ClassVar[dict] = {}
 
     pool: str = redefined(Kascade, "pool", "kv_head")
     pooling: str = redefined(Kascade, "pooling", "post_softmax")

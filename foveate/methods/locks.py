@@ -28,7 +28,6 @@ class Locks(PageMethod):
     source: ClassVar[str] = "LOCKS, Hwang, Python package locks-kv, release 0.1.4"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "rank": 2}
-    retired: ClassVar[dict] = {"min_k": LEAST_KEYS, "sink_pages": 1, "window_pages": 1, "dense_layers": 0}
     estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages that are read."""

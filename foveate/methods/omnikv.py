@@ -40,7 +40,6 @@ class OmniKV(SharedSelection):
     score: str = setting(
         "softmax",
         "what ranks keys, the largest of any head: attention (softmax), or logit, as in the published configuration",
-        later=True,
     )
 
     def __post_init__(self):

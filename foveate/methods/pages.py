@@ -164,11 +164,6 @@ class Pages(PageMethod):
     source: ClassVar[str] = "foveate; of the kind of Quest, arXiv:2406.10774, and LOCKS"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 32, "page_size": 4}
-    retired: ClassVar[dict] = {
-        **{"min_k": LEAST_KEYS, "score": "lowrank", "dense_layers": 0},
-        **{"sinks": 4, "window": 16, "pool": "kv_head"},
-    }
-    former_defaults: ClassVar[dict] = {"top_k": 0.1}
     estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
     """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from foveate.methods.base import Method, register, setting
-from foveate.methods.spec import make, recorded
+from foveate.methods.spec import make
 
 
 @register
@@ -98,7 +98,7 @@ class Mixed(Method):
 
 def _spec(method: str | Method | dict[str, Any]) -> str:
     """The spec of a method, which may be written as :func:`_complete` writes it; settled for no model in particular."""
-    made = recorded(**method) if isinstance(method, dict) else make(method)
+    made = make(**method) if isinstance(method, dict) else make(method)
     return made.for_model(dict).spec
 
 

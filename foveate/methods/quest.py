@@ -9,7 +9,7 @@ from typing import ClassVar
 from foveate.methods._page_summaries import PageBoxes
 from foveate.methods.base import Method, register, setting
 from foveate.methods.dense import Dense
-from foveate.methods.pages import LEAST_KEYS, PageMethod
+from foveate.methods.pages import PageMethod
 
 
 @register
@@ -24,7 +24,6 @@ class Quest(PageMethod):
     source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     small_budget: ClassVar[dict] = {"top_k": 9, "page_size": 3, "dense_layers": 0}
-    retired: ClassVar[dict] = {"min_k": LEAST_KEYS, "min_pages": 3, "pool": "head"}
     fewest: ClassVar[int] = 3
 
     dense_layers: int = setting(2, "first layers that read all keys")

@@ -31,8 +31,7 @@ def get(name: str) -> type[Method]:
     Raises:
         ValueError: when the name is unknown (names the nearest), or the class is no dataclass.
     """
-    former = (cls for cls in REGISTRY.values() if cls.renamed.get(name) == cls.name)
-    found = REGISTRY.get(name) or next(former, None)
+    found = REGISTRY.get(name)
     if found is None:
         for cls in _below(Method):
             if cls.__dict__.get("name") == name:
@@ -50,7 +49,7 @@ def _below(cls: type[Method]) -> Iterator[type[Method]]:
 
 
 SETTING, SETTING_SCHEMA = "foveate_setting", 2
-"""Kind and version of the files of `foveate tune`, which name a method; version 1 by former defaults."""
+"""Kind and version of the files of `foveate tune`, which name a method."""
 _FIELDS = {
     "kind": str,
     "schema": int,
@@ -104,41 +103,6 @@ def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
             )
 
 
-def recorded(method: str, **settings: Any) -> Method:
-    """The method of :meth:`Method.settings` on record: what is not among them is as it was before it came.
-
-    Raises:
-        ValueError: as :func:`make`.
-    """
-    return make(method, **complete(method, settings))
-
-
-def complete(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a row in terms of the present ones, in methods within settings as well.
-
-    Settings added since the row was written get the value that the method had before. Retired settings are left out if
-    they have the value of :attr:`Method.retired`; another value stays, so that :func:`make` refuses it.
-    """
-    cls = get(method)
-    since = {field.name: field.metadata.get("before") for field in dataclasses.fields(cls)}
-    present = {
-        cls.renamed.get(name, name): _completed(value)
-        for name, value in settings.items()
-        if name not in cls.retired or value != cls.retired[name]
-    }
-    return {name: value for name, value in since.items() if value is not None} | present
-
-
-def _completed(value: Any) -> Any:
-    """A recorded value, in which every method written as ``{"method": name, ...}`` has its present settings."""
-    if not isinstance(value, Mapping):
-        return value
-    if isinstance(value.get("method"), str):
-        inner = {name: setting for name, setting in value.items() if name != "method"}
-        return {"method": get(value["method"]).name, **complete(value["method"], inner)}
-    return {name: _completed(inner) for name, inner in value.items()}
-
-
 def parse(spec: str) -> Method:
     """A method from ``name`` or ``name:setting=value,...``; inverse of :attr:`Method.spec`."""
     return make(spec)
@@ -152,41 +116,6 @@ def spelled(spec: str) -> str:
     """
     cls, given, _ = _read(spec)
     return cls._spell(given)
-
-
-def present(spec: str) -> str:
-    """A spec as it was written, but for former names of its method and settings; a name of another kind stays."""
-    name, colon, given = spec.partition(":")
-    try:
-        cls = get(name)
-    except ValueError:
-        return spec
-    for former, now in cls.renamed.items():
-        given = re.sub(rf"(^|,){former}=", rf"\1{now}=", given)
-    return cls.name + colon + given
-
-
-def restated(spec: str, settings: Mapping[str, Any] | None = None) -> str:
-    """A spec that was written before defaults changed, by those of now; settings that are gone stay.
-
-    Args:
-        settings: those on record beside the spec; None: what it leaves out is :attr:`Method.former_defaults`.
-    """
-    spec = present(spec)
-    name, _, rest = spec.partition(":")
-    try:
-        cls, given = get(name), _split(rest, spec)
-    except ValueError:
-        return spec
-    former = cls.former_defaults if settings is None else settings
-    former = {key: former[key] for key in cls.former_defaults if key in former}
-    now = {field.name: field.default for field in dataclasses.fields(cls)}
-    off = {key: value for key, value in (former | given).items() if key not in former or value != now[key]}
-    if off == given:
-        return spec
-    places = {key: place for place, key in enumerate(now)}
-    words = [f"{key}={spelled_value(off[key])}" for key in sorted(off, key=lambda key: places.get(key, len(places)))]
-    return name + (":" + ",".join(words) if words else "")
 
 
 def _read(spec: str) -> tuple[type[Method], dict[str, Any], dict[str, Any] | None]:
@@ -211,8 +140,8 @@ def _of_file(path: Path) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{path}: not a setting of foveate tune ({error})") from None
     if not isinstance(found, dict) or found.get("kind") != SETTING:
         raise ValueError(f"{path}: not a setting of foveate tune")
-    if found.get("schema") not in (1, SETTING_SCHEMA) or isinstance(found["schema"], bool):
-        raise ValueError(f"{path}: schema {found.get('schema')!r}, and this version reads 1 and {SETTING_SCHEMA}")
+    if found.get("schema") != SETTING_SCHEMA:
+        raise ValueError(f"{path}: schema {found.get('schema')!r}, and this version reads {SETTING_SCHEMA}")
     if strange := sorted(found.keys() ^ _FIELDS.keys()):
         what = "unknown" if strange[0] in found else "missing"
         raise ValueError(f"{path}: {strange[0]!r} is {what}; a setting of foveate tune has {', '.join(_FIELDS)}")
@@ -221,7 +150,7 @@ def _of_file(path: Path) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{path}: {name!r} must not be {found[name]!r}")
     if found["method"].endswith(".json"):
         raise ValueError(f"{path}: names another file, {found['method']}, in the place of a method")
-    return restated(found["method"]) if found["schema"] == 1 else found["method"], found["architecture"]
+    return found["method"], found["architecture"]
 
 
 def _no_number(text: str) -> None:
@@ -269,16 +198,15 @@ def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _known(cls: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by their present names, see :attr:`Method.renamed`. Raises ValueError for an unknown one."""
+    """The settings. Raises ValueError for an unknown one."""
     known = [field.name for field in dataclasses.fields(cls)]
-    present = _each_once(cls.name, [(cls.renamed.get(key, key), value) for key, value in settings.items()])
-    for key in present:
+    for key in settings:
         if key not in known:
             raise ValueError(
                 f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
-    return present
+    return dict(settings)
 
 
 def _nearest(word: str, words: list[str]) -> str:

@@ -20,12 +20,12 @@ def git(tmp_path, monkeypatch):
         done = subprocess.run(["git", "-C", str(root), *who, *words], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    def commit(path):
+    def commit(path, message=""):
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(file.read_text() + "x" if file.exists() else "x")
         call("add", "-A")
-        call("commit", "-qm", path)
+        call("commit", "-qm", f"{path}\n\n{message}")
         return call("rev-parse", "--short=7", "HEAD")
 
     call("init", "-q")
@@ -55,6 +55,13 @@ def test_commits_count_that_touch_what_rows_ran(git):
     rows, oldest, since, newest, also, before = line(table, "serving")
     assert (rows, since, also, before) == ("1", "3", "2", "1"), "vLLM's plugin counts, too"
     assert newest.startswith(f"`{age.KERNELS}`")
+
+
+def test_commits_that_only_move_files_do_not_count(git):
+    git("foveate/methods/b.py", "Runs: unchanged")
+    assert line(age.table(git.root), "luka")[2] == "1", "of kernel.py alone"
+    git("foveate/methods/b.py", "What runs: unchanged")
+    assert line(age.table(git.root), "luka")[2] == "2"
 
 
 def test_a_table_may_count_to_a_commit_that_is_a_little_behind(git, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from helpers import assert_close, tiny_model
 from matrix import SCALING, Driver, Tokens, dense
 
-from benchmarks import page_scores
+from benchmarks import bound, page_scores
 from benchmarks.page_estimates import (
     CERTIFYING,
     COSTS,
@@ -120,8 +120,8 @@ def test_the_certified_bound_holds(size, score):
 
 def test_the_true_masses_are_within_the_bounds(monkeypatch):
     """Of boxes and of records: above and below, of every page, head and query."""
-    calls, by_bound = [], ops.select.by_bound
-    monkeypatch.setattr(ops.select, "by_bound", lambda *args: calls.append(args[:2]) or by_bound(*args))
+    calls, by_bound = [], bound.by_bound
+    monkeypatch.setattr(bound, "by_bound", lambda *args: calls.append(args[:2]) or by_bound(*args))
     measured(())
     for (upper, lower), (true, _), (more, less) in zip(calls[::3], calls[1::3], calls[2::3], strict=True):
         for above, below in ((upper, lower), (more, less)):

@@ -1,7 +1,6 @@
 """Caches written to disk and read again: equal to caches that stayed in memory."""
 
 import copy
-import json
 import os
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 import foveate
-from foveate.integrations.transformers import saved
 from foveate.state import Evicts
-from tests.helpers import VOCAB, cached, full_disk, kascade_by_head, tiny_model
+from tests.helpers import VOCAB, cached, full_disk, tiny_model
 
 METHODS = sorted({*foveate.methods.names()} - {"lte", "h2o_as_published"})
 """The first needs a file of learned scores, and the second takes no other turn."""
@@ -75,18 +73,6 @@ def test_another_process_attaches_anew(tmp_path):
     other = tiny_model()
     foveate.attach(other, small("quest"))
     assert torch.equal(goes_on(other, foveate.load_cache(other, tmp_path / "cache.safetensors"), ids), expected)
-
-
-def test_a_cache_of_a_method_by_its_former_settings_is_read(tmp_path, monkeypatch):
-    model, path = tiny_model(), tmp_path / "cache.safetensors"
-    spec = foveate.attach(model, kascade_by_head(anchors=[0], dense_anchor_prefill=False)).method.spec
-    former = spec.replace("dense_anchor_prefill", "exact_anchors")  # a name that it had
-    cache, ids = filled(model, tokens(1, 60))
-    with monkeypatch.context() as before:
-        before.setattr(saved.json, "dumps", lambda value, dumps=json.dumps: dumps(value).replace(spec, former))
-        foveate.save_cache(model, cache, path)
-    assert former.encode() in path.read_bytes()
-    assert torch.equal(goes_on(model, foveate.load_cache(model, path), ids), goes_on(model, cache, ids))
 
 
 def test_what_is_refused(tmp_path):

@@ -115,12 +115,10 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
 
 
 def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
-    found = {"kind": "foveate_setting", "schema": 1, "method": "pages", "architecture": {"layers": 99}}
+    found = {"kind": "foveate_setting", "schema": 2, "method": "pages", "architecture": {"layers": 99}}
     found |= {"objective": "memory", "max_loss": 1.0, "measured": {}}
     (tmp_path / "foveate.json").write_text(json.dumps(found), encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"pages:top_k=0.1 was found by foveate tune for a model of layers 99, and this one has"
-    ):
+    with pytest.raises(ValueError, match=r"pages was found by foveate tune for a model of layers 99, and this one has"):
         served(engine(str(tmp_path / "foveate.json")))
 
 

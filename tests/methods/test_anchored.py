@@ -418,18 +418,18 @@ def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, bef
     assert name not in old.settings()
     assert method.settings()[name] == value
     for one in (old, method):
-        assert methods.recorded("kascade", **one.settings()) == one == methods.parse(one.spec)
+        assert methods.make("kascade", **one.settings()) == one == methods.parse(one.spec)
 
 
 def test_methods_on_record_within_others_are_as_they_were():
     for exact in (False, True):
         own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:dense_anchor_prefill={exact}"})
-        assert methods.recorded(own.name, **own.settings()) == own
+        assert methods.make(own.name, **own.settings()) == own
 
 
 def test_dense_prompts_have_no_anchors_that_could_read_less():
     method, other = (kascade_by_head(decode_only=True, dense_anchor_prefill=x) for x in (True, False))
-    assert method == other == methods.recorded("kascade", **method.settings())
+    assert method == other == methods.make("kascade", **method.settings())
     assert method.spec == "kascade:pool=kv_head,pooling=post_softmax"
     assert "dense_anchor_prefill" not in method.settings()
 

@@ -40,14 +40,6 @@ def row(method):
     return json.loads(json.dumps({"method": method.name, "settings": method.settings()}))
 
 
-def test_rows_tell_the_size_of_pages_where_there_are_any():
-    """So that they are read as they were measured when the defaults change."""
-    assert "page_size" not in methods.make("kascade").settings()
-    made = methods.make("kascade", score_keys="pages")
-    assert made.settings()["page_size"] == 8
-    assert methods.recorded("kascade", **made.settings()) == made
-
-
 def test_exact_is_the_method_without_a_choice_by_summaries():
     made = methods.make("kascade", score_keys="pages", first_layer="pages", page_size=16, top_k=9)
     assert made.exact == methods.make("kascade", top_k=9)

@@ -24,7 +24,6 @@ from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
 from foveate.json_text import parse_json
-from foveate.methods import present
 from foveate.state.packing import pack, unpack
 
 _KIND, _DIGEST, _SCHEMA = "foveate_cache", "foveate_digest", 3
@@ -225,13 +224,9 @@ def _check_methods(path: Path, described: Mapping[str, Any], cache: Cache) -> No
     for index, (layer, known) in enumerate(zip(cache.layers, described["layers"])):
         if not isinstance(layer, CacheLayer):
             continue
-        spec = known.get("method")
-        try:
-            theirs = present(spec) if isinstance(spec, str) else None
-        except ValueError as error:
-            raise _wrong(path, f"method of layer {index}: {error}") from None
-        if theirs is None:
-            raise _wrong(path, f"method of layer {index} is {spec!r}")
+        theirs = known.get("method")
+        if not isinstance(theirs, str):
+            raise _wrong(path, f"method of layer {index} is {theirs!r}")
         if theirs != layer.method.spec:
             raise UserError(
                 f"cache {str(path)!r} is of method {theirs} in layer {index}, and the model has {layer.method.spec}; "

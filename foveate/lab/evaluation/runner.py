@@ -23,7 +23,7 @@ from foveate import outfile
 from foveate.cli import imports
 from foveate.digest import digest
 from foveate.errors import DataError, UserError, check_seed, check_text
-from foveate.lab.evaluation import costs, decoding, generation, tasks
+from foveate.lab.evaluation import costs, decoding, generation
 from foveate.lab.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary
 from foveate.lab.evaluation.tasks.base import Item, Option, Task, items_digest
@@ -171,7 +171,7 @@ def prepare(plan: Comparison) -> Prepared:
         "batch_size": plan.batch_size,
         **({"imports": list(map(imports.identity, plan.imports))} if plan.imports else {}),
     }
-    rows = [tasks.estimated(row) for row in resultfile.read_rows(plan.out, run)]
+    rows = resultfile.read_rows(plan.out, run)
     kept = resultfile.read_partial(plan.out, run)
     sizes = {group[0].id: len(group) for group in generation.batches(items, plan.batch_size)}
     for record in kept:

@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 
 from foveate import methods
 from foveate.errors import DataError, UserError, unknown
-from foveate.lab.evaluation import tasks
 from foveate.lab.inputs.reading import read_jsonl
-from foveate.lab.results import measurements
-from foveate.lab.results.measurements import bench_of, needed
+from foveate.lab.results.measurements import needed
 from foveate.lab.results.resultfile import method_of
 from foveate.lab.results.rows import ROW_FIELDS, check_row, each_once
 
@@ -56,7 +54,7 @@ def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Ro
 def read(files: Sequence[Path]) -> list[Row]:
     """The rows of `foveate compare` in some files. Raises DataError as :func:`checked` does."""
     rows = checked(files, lambda row, where: check_row(row, _NEEDED, where))
-    return [spelled(tasks.estimated(row)) for row in rows]
+    return list(map(spelled, rows))
 
 
 def read_any(file: Path) -> list[Row]:
@@ -71,39 +69,30 @@ def read_any(file: Path) -> list[Row]:
             name = (missing or ["case"])[0]
             raise DataError(f"{where}: not a row of foveate bench ('{name}' is missing or no object)")
 
-    return [measurements.present(row) if "bench" in row else tasks.estimated(row) for row in checked([file], check)]
+    return checked([file], check)
 
 
 def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
     """The rows of one `foveate bench` in some files. Raises DataError as :func:`checked` does."""
 
     def check(row: Any, where: str) -> None:
-        if not isinstance(row, dict) or bench_of(row) != bench or not row.keys() >= set(needed(row)):
+        if not isinstance(row, dict) or row.get("bench") != bench or not row.keys() >= set(needed(row)):
             raise DataError(f"{where}: not a row of foveate bench {bench}")
 
-    return list(map(measurements.present, checked(files, check)))
+    return checked(files, check)
 
 
 def spelled(row: Row) -> Row:
-    """A row whose methods, those within its settings too, are written as specs by the defaults of now.
-
-    Settings that its method has no more are left out.
-    """
+    """A row in whose settings methods are written as specs."""
     method = method_of(row)
     if method is None:
-        spec = methods.restated(row["spec"], row["settings"])
-        return {**row, "method": methods.present(row["method"]), "spec": spec}
-    known = {
-        method.renamed.get(name, name): value for name, value in row["settings"].items() if name not in method.retired
-    }
-    short = {name: getattr(method, name) for name, value in known.items() if isinstance(value, dict)}
-    return {**row, "method": method.name, "spec": method.spec, "settings": known | short}
+        return row
+    short = {name: getattr(method, name) for name, value in row["settings"].items() if isinstance(value, dict)}
+    return {**row, "settings": {**row["settings"], **short}}
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows that meet the conditions ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
-
-    A setting that a method has no more has the value under which it had no effect (:attr:`Method.retired`).
 
     Of several conditions on one name one has to be met, and the rows come in the order of these; spaces in values do
     not count, and a ``spec`` may be written in any way. Rows of ``dense`` are there to compare with, and need not meet
@@ -114,8 +103,7 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """
 
     def fields(row: Row) -> tuple[Row, ...]:
-        retired = methods.get(row["method"]).retired if row["method"] in methods.names() else {}
-        return row, row["task_settings"], row["settings"], retired
+        return row, row["task_settings"], row["settings"]
 
     return _meeting(rows, conditions, fields, "--where")
 
@@ -127,7 +115,7 @@ def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
         UserError: for a condition of another form, a name, spec or method that no case has, or when no row is left.
     """
 
-    return _meeting(list(map(measurements.present, rows)), conditions, lambda row: (row["case"],), "condition")
+    return _meeting(rows, conditions, lambda row: (row["case"],), "condition")
 
 
 def _meeting(
@@ -147,8 +135,7 @@ def _meeting(
         names = {name for row in rows for some in fields(row) for name in some}
         if name not in names:
             raise unknown("name", name, sorted(names), where)
-        spell = {"spec": _spelling, "method": methods.present}.get(name, str)
-        wanted.setdefault(name, []).append(spell(text).replace(" ", ""))
+        wanted.setdefault(name, []).append((_spelling(text) if name == "spec" else text).replace(" ", ""))
     for name in wanted.keys() & {"spec", "method"}:
         there = {value(row, name) for row in rows}
         if lost := [text for text in wanted[name] if text not in there]:
@@ -170,4 +157,4 @@ def _spelling(spec: str) -> str:
     for spell in (lambda: methods.parse(spec).spec, lambda: methods.spelled(spec)):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             return spell()
-    return methods.present(spec)
+    return spec

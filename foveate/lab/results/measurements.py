@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate import methods, outfile
+from foveate import outfile
 from foveate.errors import UserError
 from foveate.json_text import parse_json
 from foveate.lab.results import circumstances
@@ -55,23 +55,7 @@ TRANSFORMERS = "transformers-sdpa"
 """The name of Transformers' own attention among the methods of a bench."""
 
 SCHEMA = 2
-"""Version of the rows of benches, whose cases name methods by specs; older rows have none, and former defaults."""
-FORMER = {"dsa": "csa-model"}
-"""Benches that were renamed, by the name that older rows carry."""
-
-
-def bench_of(row: Mapping[str, Any]) -> str | None:
-    """The present name of the bench that wrote a row; None for a row that no bench wrote."""
-    name = row.get("bench")
-    return FORMER.get(name, name)
-
-
-def present(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of a bench whose method is spelled by the defaults of now."""
-    if "method" not in row["case"]:
-        return row
-    spell = methods.present if "schema" in row else methods.restated
-    return {**row, "case": {**row["case"], "method": spell(row["case"]["method"])}, "schema": SCHEMA}
+"""Version of the rows of benches."""
 
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -126,7 +110,7 @@ def check_out(out: Path, bench: str) -> None:
     for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = parse_json(line)
-            holds = bench_of(row)
+            holds = row.get("bench")
         except (json.JSONDecodeError, AttributeError):
             raise UserError(f"{out}:{number}: not a results row; name another --out") from None
         if holds != bench:
@@ -149,6 +133,6 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"row lacks {', '.join(missing)}")
     there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     cases = [json.loads(json.dumps(row["case"])) for row in rows]  # as the file has them: tuples are lists there
-    lines = [line for line in there if present(json.loads(line))["case"] not in cases]
+    lines = [line for line in there if json.loads(line)["case"] not in cases]
     lines += [json.dumps(row, ensure_ascii=False) for row in rows]
     outfile.write(out, "".join(line + "\n" for line in lines).encode())

@@ -16,7 +16,7 @@ from foveate import outfile
 from foveate.errors import DataError, UserError
 from foveate.json_text import parse_json
 from foveate.lab.results.rows import ROW_FIELDS, check_record, check_row
-from foveate.methods import Method, complete, recorded
+from foveate.methods import Method, make
 
 _KIND = "partial results of foveate compare"
 Fingerprint = Mapping[str, Any]
@@ -46,22 +46,17 @@ def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
         _same_run(out, row["run"], run)
         check_row(row, ROW_FIELDS, f"{out}:{number}")
         _note(out, number, lines_of, f"the method {row['spec']}", row["method"], row["settings"])
-        method = method_of(row)
-        rows.append(row if method is None else {**row, "method": method.name, "spec": method.spec})
+        rows.append(row)
     return rows
 
 
 def method_of(row: Mapping[str, Any]) -> Method | None:
-    """The method of a row, from its settings: the row's `spec` is by the defaults of its time.
-
-    None where the method has other settings by now.
-    """
+    """The method of a row, from its settings; None where the method has other settings by now."""
     try:
-        method = recorded(row["method"], **row["settings"])
+        method = make(row["method"], **row["settings"])
     except (KeyError, TypeError, ValueError):
         return None
-    given = (complete(row["method"], settings) for settings in (row["settings"], method.settings()))
-    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in given)
+    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in (row["settings"], method.settings()))
     return method if theirs == ours else None
 
 

@@ -66,8 +66,6 @@ ROW_FIELDS = {
     "examples": "the first items: id, gold answers, what the method said",
 }
 """The fields of a result row, in their order."""
-LATER_FIELDS = frozenset({"mass_read_share", "cache_peak_bytes"})
-"""Those that rows of earlier versions lack."""
 
 _OF_ROWS = (("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high"))
 """Fields with an interval."""
@@ -169,8 +167,7 @@ def check_row(row: Any, needed: Collection[str], where: str) -> None:
     """Raises `DataError`, beginning with `where`, for a missing field or one of another kind."""
     fault = f"{where}: not a row of foveate compare"
     _check(row, {}, fault)
-    wanted = {*needed} - LATER_FIELDS | row.keys()
-    _check(row, {name: kind for name, kind in _ROW.items() if name in wanted}, fault)
+    _check(row, {name: kind for name, kind in _ROW.items() if name in needed or name in row}, fault)
     for name, values in row["item_values"].items():
         if len(values) != row["n"]:
             raise DataError(f"{where}: 'item_values' has {len(values)} of '{name}', and 'n' is {row['n']}")

@@ -42,12 +42,6 @@ class LuKA(Method):
     estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages read raw: the mean over KV heads, summed over steps and rows."""
-    retired: ClassVar[dict] = {
-        **{"summariser": "", "kl_threshold": 0.5, "max_missed_mass": 0.1, "first": 0},
-        **{"refine": "top_k", "epsilon": 0.2, "top_p": 0.9, "max_refined": 1.0},
-        **{"segmenter": "fixed", "page_deviation": 16.0, "compress_every": 16},
-        **{"temperature": 7.0, "zero_values": False, "seed": 0},
-    }
     full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "mass": "exact"}
     small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2}
 

@@ -3,7 +3,7 @@
 from foveate.ops.dispatch import dispatch
 from foveate.ops.select import bits, blocks, pages, reference
 from foveate.ops.select.bits import WORD_KEYS, KeyLists, TileKeys
-from foveate.ops.select.mass import by_bound, by_mass, first_of
+from foveate.ops.select.mass import by_mass
 from foveate.ops.select.reference import StreamingTopK, topk
 
 keys_at_places = dispatch(pages.keys_at_places, "foveate.ops.select.pages_kernel")
@@ -20,9 +20,7 @@ __all__ = [
     "KeyLists",
     "StreamingTopK",
     "TileKeys",
-    "by_bound",
     "by_mass",
-    "first_of",
     "keys_at_places",
     "keys_of_bits",
     "keys_of_pages",

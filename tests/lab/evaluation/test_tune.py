@@ -267,7 +267,7 @@ def test_refusals(folder, tmp_path, settings, message):
         tune.Plan(folder, **given)
 
 
-SETTING = {"kind": "foveate_setting", "schema": 1, "method": "pages:top_k=0.5", "architecture": {"layers": 2}}
+SETTING = {"kind": "foveate_setting", "schema": 2, "method": "pages:top_k=0.5", "architecture": {"layers": 2}}
 SETTING |= {"objective": "memory", "max_loss": 1.0, "measured": {}}
 
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.tasks import estimated
 from foveate.lab.evaluation.tasks.niah import DEPTHS
 from foveate.lab.report import page
 from foveate.lab.report.page import charts
@@ -37,7 +36,7 @@ def written(path, rows):
 
 @pytest.fixture(scope="module")
 def niah():
-    return list(map(estimated, some("luka-niah.jsonl", lambda row: row["device"] == "NVIDIA H200", 70)))
+    return some("luka-niah.jsonl", lambda row: row["device"] == "NVIDIA H200", 70)
 
 
 @pytest.fixture(scope="module")

@@ -31,17 +31,6 @@ def test_a_case_with_a_tuple_is_that_of_the_file_with_a_list(tmp_path):
     assert [json.loads(line)["ms"] for line in out.read_text(encoding="utf-8").splitlines()] == [2.0]
 
 
-def test_rows_under_the_former_name_of_a_bench_are_its_rows(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    measurements.write(out, [row("dense", bench="dsa")])
-    measurements.check_out(out, "csa-model")
-    with pytest.raises(UserError, match=f"^{out}:1: holds rows of csa-model, not of csa"):
-        measurements.check_out(out, "csa")
-    measurements.write(out, [row("dense", bench="csa-model"), row("h2o", bench="csa-model")])
-    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [one["bench"] for one in found] == ["csa-model", "csa-model"]
-
-
 @pytest.mark.parametrize(
     ("content", "fault"),
     [

@@ -158,7 +158,7 @@ def test_rows_with_a_value_that_is_gone_are_read_as_they_stand(out, name, settin
     assert [spelled(one) for one in rows] == rows
     assert [resultfile.method_of(one) for one in rows] == [None, None]
     with pytest.raises(ValueError, match=f"{name}: {setting} must be one of {allowed}, not {gone!r}"):
-        methods.recorded(name, **settings)
+        methods.make(name, **settings)
 
 
 def test_rows_that_cannot_be_written_leave_the_old_ones(out):

@@ -341,39 +341,3 @@ def test_spec_of_any_settings_reads_back_as_the_same_method(seed):
 def test_specs_with_pages_that_do_not_nest(spec):
     with pytest.raises(ValueError, match="luka: page_size must be"):
         methods.parse(spec)
-
-
-@pytest.mark.parametrize("name", ["luka", "luka_paper"])
-@pytest.mark.parametrize(
-    ("retired", "idle", "used"),
-    [
-        ("summariser", "", "some.safetensors"),
-        ("kl_threshold", 0.5, 0.4),
-        ("max_missed_mass", 0.1, 0.9),
-        ("first", 0, 1),
-        ("segmenter", "fixed", "gaussian"),
-        ("page_deviation", 16.0, 2.0),
-        ("compress_every", 16, 8),
-        ("temperature", 7.0, 1),
-        ("zero_values", False, True),
-        ("seed", 0, 7),
-        ("refine", "top_k", "top_p"),
-        ("epsilon", 0.2, 0.002),
-        ("top_p", 0.9, 0.8),
-        ("max_refined", 1.0, 0.4),
-    ],
-)
-def test_rows_that_record_a_retired_setting_are_read(name, retired, idle, used):
-    method = methods.make(name, top_k=3)
-    old = method.settings() | {retired: idle}
-    assert methods.recorded(name, **old) == method
-    nested = methods.make("mixed", clustered=method, ends=0.1)
-    settings = nested.settings() | {"clustered": {"method": name, **old}}
-    assert methods.recorded("mixed", **settings) == nested
-    assert methods.complete("mixed", settings) == methods.complete("mixed", nested.settings())
-    layers = methods.per_layer({"0": method, "rest": "dense"})
-    settings = layers.settings()
-    settings["layers"]["0"][retired] = idle
-    assert methods.complete("per_layer", settings) == methods.complete("per_layer", layers.settings())
-    with pytest.raises(ValueError, match=f"{name} has no setting {retired!r}"):
-        methods.recorded(name, **(old | {retired: used}))

@@ -6,17 +6,12 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
-from math import isclose
 from typing import Any, TypeVar
 
-import numpy as np
-
 from foveate.errors import UserError, unknown
-from foveate.lab.evaluation.metrics import Interval, exact_interval
 from foveate.lab.evaluation.tasks.base import Item, Output, Task
 
-__all__ = ["Item", "Output", "Task", "estimated", "exact_intervals", "get", "names", "parse", "register"]
+__all__ = ["Item", "Output", "Task", "get", "names", "parse", "register"]
 
 _TASKS: dict[str, type[Task]] = {}
 T = TypeVar("T", bound=type[Task])
@@ -65,29 +60,6 @@ def parse(spec: str, **settings: Any) -> Task:
             raise unknown("setting", key, fields, f"task '{name}'")
         given[key] = _convert(name, key, value, type(fields[key].default))
     return task(**given)
-
-
-def estimated(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `foveate compare` with exact intervals for shares of items, which older rows have by the bootstrap.
-
-    Metrics of unknown tasks, and those that were computed otherwise, stay as they are.
-    """
-    found = exact_intervals(row["task"], row["item_values"])
-    given = row["metrics"]
-    exact = {name: one for name, one in found.items() if name in given and isclose(one.value, given[name]["value"])}
-    main = exact.get(next(iter(given), ""))
-    bounds = {} if main is None else {"low": main.low, "high": main.high}
-    return {**row, **bounds, "metrics": {**given, **{name: vars(one) for name, one in exact.items()}}}
-
-
-def exact_intervals(task: str, item_values: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
-    """Those metrics of a task that are shares of items, with their exact intervals; none of an unknown task."""
-    values = {name: np.array(column, dtype=np.float64) for name, column in item_values.items()}
-    found = {}
-    for name, aggregate in get(task).metrics.items() if task in names() else ():
-        if (exact := exact_interval(aggregate, values)) is not None:
-            found[name] = exact
-    return found
 
 
 def _convert(task: str, key: str, value: Any, kind: type) -> Any:

@@ -10,7 +10,6 @@ import torch
 from foveate.calibration import Calibration, objective
 from foveate.errors import UserError
 from foveate.lab.report.markdown import markdown_table
-from foveate.methods import restated
 
 
 def table(found: Sequence[Calibration]) -> str:
@@ -79,17 +78,8 @@ def _way(one: Calibration) -> str:
     if answers:
         together = "together, " if by["by"] == "together" else ""
         prompts = f", {answers['prompts']} prompts" if "prompts" in answers else ""
-        return f"{together}{_method(one)} along {answers['answer_tokens']} tokens{prompts}"
+        return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{prompts}"
     return f"{by['over']}, weights {by['weights']}"
-
-
-def _method(one: Calibration) -> str:
-    """The method that answers were compared with; older records name it by former defaults, with dense prompts."""
-    run = one.found["run"]
-    spec = run["answers"]["method"]
-    if run.get("schema", 1) != 1 or "prompts" in run["answers"]:
-        return spec
-    return restated(f"{spec}{',' if ':' in spec else ':'}decode_only=true")
 
 
 def _data(one: Calibration) -> str:

@@ -70,7 +70,7 @@ def of_text(spec="dense", extra=0.0, tokens=512, gone=None, **more):
     old = written(spec)
     if gone:
         spec += "," + ",".join(f"{name}={value}" for name, value in gone.items())
-        old |= {"spec": spec, "settings": old["settings"] | methods.get(old["method"]).retired | gone}
+        old |= {"spec": spec, "settings": old["settings"] | gone}
     return spelled(old) | {
         "task": "perplexity",
         "task_settings": settings,
@@ -324,32 +324,13 @@ class TestFiles:
         (tmp_path / "b.jsonl").write_text(line)
         assert len(read([file, tmp_path / "b.jsonl"])) == 3  # of several files: each may have the row to compare with
 
-    @pytest.mark.parametrize(
-        "spec",
-        [
-            "luka:tail=64,page_size=[16, 64]",
-            'mixed:clustered="luka:tail=64"',
-            'per_layer:layers={"rest":"luka:tail=64"}',
-        ],
-    )
-    def test_methods_are_spelled_by_the_defaults_of_now(self, tmp_path, spec):
+    @pytest.mark.parametrize("spec", ['mixed:clustered="luka:tail=64"', 'per_layer:layers={"rest":"luka:tail=64"}'])
+    def test_methods_within_settings_are_specs(self, tmp_path, spec):
         method, file = methods.parse(spec), tmp_path / "a.jsonl"
-        file.write_text(json.dumps({**written(spec), "spec": "by other defaults", "item_values": SCORES}) + "\n")
+        file.write_text(json.dumps({**written(spec), "item_values": SCORES}) + "\n")
         (found,) = read([file])
-        assert found["spec"] == method.spec
-        assert all(
-            str(found["settings"][name]) == str(getattr(method, name))
-            for name in ("clustered", "layers", "tail")
-            if name in found["settings"]
-        )
-
-    def test_settings_that_a_method_has_no_more_are_left_out(self, tmp_path):
-        method, file = methods.parse("luka"), tmp_path / "a.jsonl"
-        old, now = written("luka"), json.loads(json.dumps(method.settings()))
-        file.write_text(json.dumps({**old, "settings": now | method.retired, "item_values": SCORES}) + "\n")
-        (found,) = read([file])
-        assert method.retired
-        assert found["settings"] == now
+        for name in {"clustered", "layers"} & found["settings"].keys():
+            assert str(found["settings"][name]) == str(getattr(method, name))
 
     def test_methods_with_other_settings_by_now_keep_their_specs(self, tmp_path):
         file, old = tmp_path / "a.jsonl", {**written("luka"), "spec": "by other defaults", "item_values": SCORES}
@@ -362,7 +343,6 @@ class TestFiles:
             return [one["spec"] for one in chosen([*FRONTIER, *MODES], conditions)]
 
         assert specs("task=perplexity", "method=luka") == ["dense", "luka"]
-        assert specs("task=perplexity", "method=luka", "zero_values=False") == ["dense", "luka"]
         assert specs("continuation=1024", "mass=exact") == ["dense", "luka"]
         assert specs("length=8192", "top_k=0.05") == ["dense", "h2o:top_k=0.05"]
         assert specs("task=niah", "length=4096", "top_k=0.2", "top_k=0.05") == [

@@ -90,7 +90,7 @@ def by_divergence(seed, **run):
     one, _ = calibration(seed, "musique", **run)
     lost = torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)).triu()
     by_number = best_anchors(-lost, 5)
-    answers = {"method": "kascade:pool=layer", "answer_tokens": 16}
+    answers = {"method": "kascade:pooling=post_softmax", "answer_tokens": 16}
     found = one.found | {
         "run": one.found["run"] | {"answers": answers},
         "divergence": lost.tolist(),
@@ -129,7 +129,7 @@ def test_calibrations_that_measured_something_else_do_not_go_side_by_side(change
 
 def test_anchors_tried_together_have_a_line_and_no_sum():
     (one, worth), (other, _) = calibration(0, "2wiki"), calibration(1, "musique", 3, dtype="float32")
-    answers = {"method": "kascade:pool=layer", "answer_tokens": 16}
+    answers = {"method": "kascade:pooling=post_softmax", "answer_tokens": 16}
     found = {**other.found, "chosen_by": {"by": "together"}, "run": {**other.found["run"], "answers": answers}}
     other = dataclasses.replace(other, found=found)
     head, first, second = shares(table([other, one]))
