@@ -155,10 +155,10 @@ class Conversation:
         text = render(self._tokenizer, [*self._turns, user])
         ids = self._held.then(self._tokenizer, text)
         self._check(len(ids) + self._most)
-        if ids[: self.tokens] != self._held.ids:
-            self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
-        elif self._turns and decoder_of(self._model).config.model_type in FORGETFUL:
+        if self._turns and decoder_of(self._model).config.model_type in FORGETFUL:
             self._forget_from(0)
+        elif ids[: self.tokens] != self._held.ids:
+            self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
         new = _generate(self._model, self._tokenizer, ids, self._cache, self._most, streamer=streamer)
         if new and new[-1] in end_tokens(self._model):
             new.pop()  # the template writes it
@@ -168,11 +168,12 @@ class Conversation:
         return said
 
     def _forget_from(self, place: int) -> None:
-        """Keep the first tokens alone, where a template writes earlier turns anew; none if the method cannot."""
-        held = self._cache.get_seq_length()
+        """Keep the first tokens alone, where a template writes earlier turns anew; none if the cache cannot."""
+        beyond = self._cache.get_seq_length() - place
         try:
-            self._cache.crop(min(place - held, 0))
-        except ValueError:
+            if beyond > 0:
+                self._cache.crop(-beyond)
+        except (ValueError, RuntimeError):  # foveate's caches, and those of Transformers
             self._start()
             self.read_again += 1
 
