@@ -24,7 +24,14 @@ import torch
 import transformers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 import foveate
@@ -553,7 +560,7 @@ def run(name: str, examples: int, **how: Any) -> int:
     machine = type(f"Machine_{name}", (Machine,), {"name": name})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     how = {"deadline": None, "suppress_health_check": checks, "database": None, "print_blob": False} | how
-    with mock.patch.object(saved, "weights_digest", lambda model: "of weights that no step changes"):
+    with mock.patch.object(saved, "weights_digest", return_value="of weights that no step changes"):
         run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=STEPS, **how))
     return machine.steps
 
