@@ -12,7 +12,7 @@ import foveate
 from foveate.evaluation import conversation
 from foveate.inputs import loading
 from foveate.inputs.prompting import encode
-from foveate.integrations.transformers.releases import FORGETFUL
+from foveate.integrations.transformers.support import forgets
 from foveate.models import presets
 from foveate.results.errors import UserError
 from tests.families import RECURRENT, family
@@ -106,7 +106,7 @@ def test_models_of_every_kind(name):
     with foveate.attached(model, "dense"):
         answers = foveate.ask(model, Letters(), DOCUMENT[:150], QUESTIONS, max_new_tokens=8)
         assert answers == plainly(model, Letters(), DOCUMENT[:150])
-    assert (model.config.model_type in FORGETFUL) == (name == "Jamba")
+    assert forgets(model) == (name == "Jamba")
 
 
 @pytest.mark.parametrize(("preset", "method"), [("gdn_attn", "dense"), ("lalte", None), ("lansa", None)])

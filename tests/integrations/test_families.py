@@ -14,6 +14,7 @@ from foveate import methods
 from foveate.calibration.similarity import Similarity
 from foveate.integrations.transformers import hooks
 from foveate.integrations.transformers.releases import ReleaseError
+from foveate.integrations.transformers.support import forgets
 from foveate.methods import SharedPrompt
 from tests.families import FAMILIES, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens
@@ -73,6 +74,32 @@ def test_a_convolution_is_not_cropped_in_part():
             cache.crop(-2)
         assert cache.get_seq_length() == 40
         model(tokens(1), **cached(cache))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_second_turn_is_as_a_fresh_read_or_refused(name):
+    """By a pass and by `generate`."""
+    model, ids = family(name), tokens(37, 2)
+    with foveate.attached(model, "dense"):
+        how = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        fresh = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        cache = foveate.Cache(model)
+        model(ids[:, :30], **cached(cache))
+        twin = copy.deepcopy(cache)
+        if forgets(model):
+            with pytest.raises(ValueError, match=r"cannot take 7 tokens on a cache of 30: .*with a new cache"):
+                model(ids[:, 30:], **cached(cache))
+            with pytest.raises(ValueError, match=r"cannot take 7 tokens on a cache of 30: .*with a new cache"):
+                model.generate(ids, attention_mask=torch.ones_like(ids), **cached(twin), **how)
+            whole = model(ids[:, :31]).logits[:, -1]
+            for one in (cache, twin):  # neither is changed, and one token is no pass of several
+                torch.testing.assert_close(model(ids[:, 30:31], **cached(one)).logits[:, -1], whole)
+            return
+        again = model.generate(ids, attention_mask=torch.ones_like(ids), **cached(twin), **how)
+        torch.testing.assert_close(again.logits, fresh.logits, rtol=1e-3, atol=1e-3)
+        out = model(ids[:, 30:], **cached(cache)).logits
+        torch.testing.assert_close(out, model(ids).logits[:, 30:], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "LFM2"])
