@@ -1,5 +1,7 @@
 """`foveate chat`: turns over one cache."""
 
+import contextlib
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -11,7 +13,9 @@ from foveate.integrations.transformers.conversation import Conversation
 from foveate.lab.inputs import loading
 from foveate.prompting import encode
 from tests import tiny
+from tests.families import family
 from tests.helpers import cached
+from tests.lab.evaluation.test_conversation import Letters
 
 DOCUMENT = "Call me Ishmael. Some years ago I thought I would sail about a little. " * 12
 QUESTIONS = ["Who is it?", "What did he do?", "Why?"]
@@ -72,6 +76,36 @@ def test_a_template_that_writes_earlier_turns_anew(folder, method, again, monkey
     assert ours._held.ids[: len(ids)] == ids
     assert ours.read_again == again
     assert (held[0] == 0) == bool(again)
+
+
+class Words(Letters):
+    """A tokenizer of letters that writes earlier turns anew; its answers are letters, too."""
+
+    def apply_chat_template(self, messages, **_):
+        *earlier, last = [one["content"] for one in messages]
+        return "".join(one[: 30 if place == 0 else 2] + "|" for place, one in enumerate(earlier)) + last + ":"
+
+    chat_template = "as above"
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(33 + one % 90) for one in ids)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("name", ["Gemma 2", "Jamba", "Llama"])
+def test_layers_that_cannot_forget_are_read_anew(name, attached):
+    """Windows that are full, and recurrent states."""
+    model = family(name)
+    with foveate.attached(model, "dense") if attached else contextlib.nullcontext():
+        ours = Conversation(model, Words(), DOCUMENT[:60], 6)
+        ours.read()
+        for turn, question in enumerate(QUESTIONS):
+            ours.answer(question)
+            assert ours.read_again == (0 if name == "Llama" else turn)
+            said = ours._held.ids
+            alone = torch.tensor([said[:-6]])
+            made = model.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=6, do_sample=False)
+            assert made[0].tolist() == said
 
 
 @pytest.mark.parametrize("question", ["a", "start", "assistant", "<|end|>"])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from foveate.state.cache import SlotCache
-from foveate.state.counters import Counters
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.eviction import Freed
 
@@ -44,15 +43,13 @@ def unpack(
     group: int,
     channels: Callable[[Geometry], Mapping[str, Channel | RowNumber]],
     evicts: Evicts,
-    counters: Counters,
     block_size: int,
 ) -> SlotCache:
-    """A cache with the content that :func:`pack` has given.
+    """A cache, with counters of its own, with the content that :func:`pack` has given.
 
     Args:
         group: query heads per KV head of the layer.
         channels, evicts: those of the method that the content is of, see ``Method.channels``.
-        counters: where the cache counts.
         block_size: slots of a block, see :class:`SlotCache`; it need not be that of the packed cache.
 
     Raises:
@@ -68,7 +65,7 @@ def unpack(
     if type(facts["num_heads"]) is not int or facts["num_heads"] != group * k.shape[1]:
         raise ValueError(f"num_heads: must be {group} for each of {k.shape[1]} KV heads, not {facts['num_heads']!r}")
     geometry = Geometry(facts["num_heads"], k.shape[1], k.shape[3], v.shape[3])
-    store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels(geometry), evicts, counters, block_size)
+    store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels(geometry), evicts, block_size=block_size)
     _check_rows(store, facts, k.shape[2])
     store.rows = {name: list(facts["rows"][name]) for name in store.rows}
     store.ordered, store.uneven = facts["ordered"], facts["uneven"]

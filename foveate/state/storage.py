@@ -53,8 +53,11 @@ class Storage:
         """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
-    def count_in(self, held: Held) -> None:
-        """Count what the layer holds, now and later, with the other layers of its cache."""
+    def count_in(self, held: Held, counters: Counters | None = None) -> None:
+        """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any."""
+        if counters is not None:
+            counters.bytes_per_key, counters.resident_bytes = self.counters.bytes_per_key, self.resident_bytes
+            self.counters = counters
         held.change(self._counted)
         self.held = self.counters.held = held
 

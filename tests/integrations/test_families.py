@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from foveate import methods
 from foveate.calibration.similarity import Similarity
 from foveate.integrations.transformers import hooks
 from foveate.integrations.transformers.releases import ReleaseError
+from foveate.integrations.transformers.support import forgets
 from foveate.methods import SharedPrompt
 from tests.families import FAMILIES, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens
 from tests.recorded import record
+from tests.state_machine import error_of
 
 METHODS = ["luka", "kascade", "h2o", "quest"]
 STATES = ["Qwen3-Next", "OLMo hybrid", "Falcon-H1", "Nemotron-H"]
@@ -71,6 +74,72 @@ def test_a_convolution_is_not_cropped_in_part():
             cache.crop(-2)
         assert cache.get_seq_length() == 40
         model(tokens(1), **cached(cache))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_second_turn_is_as_a_fresh_read_or_refused(name):
+    """By a pass and by `generate`."""
+    model, ids = family(name), tokens(37, 2)
+    with foveate.attached(model, "dense"):
+        how = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        fresh = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        cache = foveate.Cache(model)
+        model(ids[:, :30], **cached(cache))
+        twin = copy.deepcopy(cache)
+        if forgets(model):
+            with pytest.raises(ValueError, match=r"cannot take 7 tokens on a cache of 30: .*with a new cache"):
+                model(ids[:, 30:], **cached(cache))
+            with pytest.raises(ValueError, match=r"cannot take 7 tokens on a cache of 30: .*with a new cache"):
+                model.generate(ids, attention_mask=torch.ones_like(ids), **cached(twin), **how)
+            whole = model(ids[:, :31]).logits[:, -1]
+            for one in (cache, twin):  # neither is changed, and one token is no pass of several
+                torch.testing.assert_close(model(ids[:, 30:31], **cached(one)).logits[:, -1], whole)
+            return
+        again = model.generate(ids, attention_mask=torch.ones_like(ids), **cached(twin), **how)
+        torch.testing.assert_close(again.logits, fresh.logits, rtol=1e-3, atol=1e-3)
+        out = model(ids[:, 30:], **cached(cache)).logits
+        torch.testing.assert_close(out, model(ids).logits[:, 30:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "LFM2"])
+@torch.no_grad()
+def test_a_crop_is_as_a_fresh_read_or_refused(name):
+    """Of windows and convolutions, recorded from the first token, from the last of the prompt, or not at all."""
+    model, ids, cropped, refused = family(name), tokens(40), 0, 0
+
+    def read(first, end, cache):
+        for at in range(first, end):
+            out = model(ids[:, at : at + 1], **cached(cache)).logits
+        return out
+
+    with foveate.attached(model, "dense"):
+        for prompt, records, steps, n in itertools.product((5, 20), (None, "prompt", "steps"), (0, 6), (0, 1, 4, 9)):
+            end = prompt + steps
+            if n >= end:
+                continue
+            cache = foveate.Cache(model, prompt)
+            if records == "prompt":
+                cache.activate_past_recording()
+            model(ids[:, :prompt], **cached(cache))
+            if records == "steps":
+                cache.activate_past_recording()
+            if steps:
+                read(prompt, end, cache)
+            if said := error_of(lambda cache=cache, n=n: cache.crop(-n)):
+                assert "activate_past_recording()" in said
+                refused += 1
+            else:
+                end, cropped = end - n, cropped + 1
+            assert cache.get_seq_length() == end
+            fresh = foveate.Cache(model, end)
+            model(ids[:, :end], **cached(fresh))
+            torch.testing.assert_close(read(end, end + 2, cache), read(end, end + 2, fresh), rtol=1e-3, atol=1e-3)
+        empty = foveate.Cache(model)
+        empty.activate_past_recording()
+        empty.crop(0)
+    assert cropped > 20
+    assert refused > 8
 
 
 class TestLearnedSinks:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 import foveate
 from foveate.state import Evicts
 from tests.helpers import VOCAB, cached, full_disk, tiny_model
+from tests.integrations.test_damaged_cache import put_together, taken_apart
 
 METHODS = sorted({*foveate.methods.names()} - {"lte", "h2o_as_published"})
 """The first needs a file of learned scores, and the second takes no other turn."""
@@ -180,6 +181,32 @@ def test_a_refused_file_is_not_what_stats_reports(tmp_path):
         foveate.load_cache(model, path)
     assert attachment.cache is cache
     assert str(foveate.stats(model)) == before
+
+
+def test_a_file_that_is_refused_late_changes_no_counter(tmp_path):
+    model, path = tiny_model(), tmp_path / "cache"
+    foveate.attach(model, small("h2o"))
+    cache, _ = filled(model, tokens(1, 60))
+    foveate.save_cache(model, cache, path)
+    filled(model, tokens(3, 200))
+    before = foveate.stats(model).summary()
+    tensors, described = taken_apart(path)
+    put_together(path, tensors | {"offsets.0": torch.zeros(2)}, described)
+    with pytest.raises(ValueError, match=r"tensor offsets\.0 is not known"):
+        foveate.load_cache(model, path)
+    assert foveate.stats(model).summary() == before
+    foveate.save_cache(model, cache, path)
+    again = foveate.load_cache(model, path)
+    assert foveate.stats(model).summary()["resident_bytes"] == again.resident_bytes < before["resident_bytes"]
+
+
+def test_a_cache_gives_the_same_bytes(tmp_path):
+    model = tiny_model()
+    foveate.attach(model, "dense")
+    cache, _ = filled(model, tokens(1, 60))
+    for number in range(8):
+        foveate.save_cache(model, cache, tmp_path / f"{number}")
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
 
 
 def test_parts_that_keep_one_tensor(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.layers import (
@@ -160,23 +160,28 @@ class Cache(transformers.Cache):
             self.phase.end_change()
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; what remains becomes final while the past is recorded.
+
+        Raises:
+            ValueError: when a layer cannot forget the tokens; no layer is changed.
+        """
         self.phase.check_whole()
+        remove, seen = int(tokens_to_remove), self.get_seq_length()
+        if not remove and not (seen and any(getattr(layer, "record_past", False) for layer in self.layers)):
+            return
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer) or keeps_memory(layer):
-                layer.check_crop(tokens_to_remove)
-            if isinstance(layer, LinearAttentionLayer) and int(tokens_to_remove):
-                if not layer.is_croppable:
-                    raise ValueError(
-                        f"crop({int(tokens_to_remove)}): layer {index} is recurrent and cannot forget tokens"
-                    )
-                if not layer.record_past:
-                    raise ValueError(
-                        f"crop({int(tokens_to_remove)}): layer {index} keeps the last tokens of its convolution alone; "
-                        "call cache.activate_past_recording() before tokens that may be removed"
-                    )
-        unfinished = self.get_seq_length() < (self.phase.prompt_end or 0)  # more of the prompt is to come
+                layer.check_crop(remove)
+            if isinstance(layer, LinearAttentionLayer) and remove and not layer.is_croppable:
+                raise ValueError(f"crop({remove}): layer {index} is recurrent and cannot forget tokens")
+            if remove and any(held + remove < needed for held, needed in _last_tokens(layer, seen + remove)):
+                raise ValueError(
+                    f"crop({remove}): layer {index} keeps the last tokens of its window, or convolution, alone; call "
+                    "cache.activate_past_recording() before tokens that may be removed"
+                )
+        unfinished = seen < (self.phase.prompt_end or 0)  # more of the prompt is to come
         with self.phase.change():
-            super().crop(int(tokens_to_remove))
+            super().crop(remove)
             if self.phase.prompt_end is not None and not unfinished:
                 self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
             self.ids.columns = min(self.ids.columns, self.get_seq_length())
@@ -239,6 +244,18 @@ class Cache(transformers.Cache):
     def unchanged_bytes(self) -> int:
         """Bytes of keys, values and states in layers without a method."""
         return held_bytes(self.layers)
+
+
+def _last_tokens(layer: CacheLayerMixin, left: int) -> list[tuple[int, int]]:
+    """How many of the last tokens a layer without a method keeps, of its window and before its convolutions, and how
+    many it needs where ``left`` tokens are left."""
+    pairs = []
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+        pairs.append((layer.keys.shape[2], min(left, layer.sliding_window - 1)))
+    if isinstance(layer, LinearAttentionLayer):
+        there = [n for n, filled in layer.is_conv_states_initialized.items() if filled]
+        pairs += [(layer.conv_states[n].shape[-1], layer.conv_kernel_size[n]) for n in there]
+    return pairs
 
 
 def held_bytes(layers: Sequence[CacheLayerMixin]) -> int:

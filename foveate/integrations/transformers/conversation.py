@@ -15,8 +15,8 @@ from foveate.errors import UserError, check_text
 from foveate.integrations.transformers import Cache, load_cache, save_cache
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.positions import max_positions
-from foveate.integrations.transformers.releases import CACHE, FORGETFUL
-from foveate.integrations.transformers.support import cache_layers, decoder_of, keeps_memory, unwrapped
+from foveate.integrations.transformers.releases import CACHE
+from foveate.integrations.transformers.support import cache_layers, decoder_of, forgets, keeps_memory, unwrapped
 from foveate.prompting import Message, answer_text, end_tokens, leading_ids, pad_token, render
 
 _CHUNK = 8192
@@ -99,7 +99,7 @@ def _kept(model: torch.nn.Module, ids: list[int], path: str | Path | None) -> An
         if known is None or known.tolist() != [ids]:
             raise UserError(f"kept={str(path)!r} is of another document; name another file, or remove it")
         return cache
-    if path is not None and decoder_of(model).config.model_type in FORGETFUL:
+    if path is not None and forgets(model):
         raise UserError(f"kept={str(path)!r}: layers of {type(model).__name__} cannot continue a cache; leave it out")
     if path is not None and not isinstance(_attachment(model), Attachment):
         raise UserError(
@@ -154,10 +154,10 @@ class Conversation:
         text = render(self._tokenizer, [*self._turns, user])
         ids = self._held.then(self._tokenizer, text)
         self._check(len(ids) + self._most)
-        if ids[: self.tokens] != self._held.ids:
-            self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
-        elif self._turns and decoder_of(self._model).config.model_type in FORGETFUL:
+        if self._turns and forgets(self._model):
             self._forget_from(0)
+        elif ids[: self.tokens] != self._held.ids:
+            self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
         new = _generate(self._model, self._tokenizer, ids, self._cache, self._most, streamer=streamer)
         if new and new[-1] in end_tokens(self._model):
             new.pop()  # the template writes it
@@ -167,11 +167,12 @@ class Conversation:
         return said
 
     def _forget_from(self, place: int) -> None:
-        """Keep the first tokens alone, where a template writes earlier turns anew; none if the method cannot."""
-        held = self._cache.get_seq_length()
+        """Keep the first tokens alone, where a template writes earlier turns anew; none if the cache cannot."""
+        beyond = self._cache.get_seq_length() - place
         try:
-            self._cache.crop(min(place - held, 0))
-        except ValueError:
+            if beyond > 0:
+                self._cache.crop(-beyond)
+        except (ValueError, RuntimeError):  # foveate's caches, and those of Transformers
             self._start()
             self.read_again += 1
 
@@ -243,7 +244,7 @@ def _new_cache(model: torch.nn.Module, prompt_length: int | None = None) -> Any:
 @torch.inference_mode()
 def _read(model: torch.nn.Module, ids: list[int]) -> Any:
     """A cache that holds these tokens, read in chunks; an empty one of a model that cannot continue it."""
-    if decoder_of(model).config.model_type in FORGETFUL:
+    if forgets(model):
         return _new_cache(model)
     cache, attachment, tile = _new_cache(model, len(ids)), _attachment(model), 1
     one_piece = any(isinstance(layer, LinearAttentionLayer) or keeps_memory(layer) for layer in cache.layers)

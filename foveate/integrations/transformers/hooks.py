@@ -17,6 +17,7 @@ from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import max_positions
+from foveate.integrations.transformers.support import forgets
 from foveate.runtime import handover
 
 LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
@@ -54,6 +55,7 @@ class BeforeForward:
         if cache is not None and not training:
             check_cache(cache, attachment)
             if ids is not None and ids.shape[1] > 1:
+                _check_continues(self.model, cache, ids.shape[1])
                 _warn_of_chunks(cache, attachment)
         if training and getattr(decoder, "gradient_checkpointing", False):
             methods = {n: policy.method for n, policy in attachment.policies.items() if policy.method.sparse_prompt}
@@ -290,6 +292,7 @@ class PrepareCache:
                         f"the cache holds {seen} tokens, but input_ids and attention_mask cover {prompt_end}: pass the "
                         "whole conversation, or the new tokens with an attention_mask over all of it"
                     )
+                _check_continues(self.model, cache, prompt_end - seen)
         mask = model_kwargs.get("attention_mask")
         if assistant and mask is not None:  # Transformers takes drafted and sampled pad tokens for padding
             mask = model_kwargs["attention_mask"] = mask.cummax(1).values
@@ -320,6 +323,16 @@ def _warn_of_chunks(cache: Cache, attachment: Attachment) -> None:
             stacklevel=2,
         )
     phase.prompt_end_guessed = False
+
+
+def _check_continues(model: nn.Module, cache: Cache, new: int) -> None:
+    """Refuse several tokens on a cache that is not empty where the model would forget what it holds."""
+    if new > 1 and cache.get_seq_length() and forgets(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot take {new} tokens on a cache of {cache.get_seq_length()}: its recurrent "
+            "layers begin each pass of several tokens with an empty state; pass the whole conversation with a new "
+            "cache, as foveate.ask and foveate chat do"
+        )
 
 
 def _check_columns(given: dict[str, Any], batch: int, seen: int, new: int) -> None:

@@ -25,9 +25,9 @@ def check(given: Mapping[str, Any], cache: Cache) -> None:
         ValueError: for a mask that contradicts what the cache has read, for padding that the model cannot leave out,
             and for positions that count padding.
     """
-    real, seen = _real(given), cache.get_seq_length()
-    if real is not None and (real.shape[1] - seen > 1 or not cache.phase.prompt_end_known):
-        _check(real, given, cache, seen)
+    mask, seen = _mask(given), cache.get_seq_length()
+    if mask is not None and (mask.shape[1] - seen > 1 or not cache.phase.prompt_end_known):
+        _check(mask != 0, given, cache, seen)
 
 
 def place(decoder: nn.Module, given: dict[str, Any], cache: Cache | None, new: int, device: torch.device) -> None:
@@ -43,9 +43,9 @@ def place(decoder: nn.Module, given: dict[str, Any], cache: Cache | None, new: i
     """
     if given.get(_POSITIONS) is not None or not releases.takes(decoder, _POSITIONS):
         return
-    real = _real(given)
-    if real is not None:
-        given[_POSITIONS] = (real.cumsum(1) - 1).clamp(min=0)[:, -new:].to(device)
+    mask = _mask(given)
+    if mask is not None:
+        given[_POSITIONS] = ((mask != 0).cumsum(1) - 1).clamp(min=0)[:, -new:].to(device)
     elif cache is not None and cache.get_seq_length():
         first = _lengths(cache) or [cache.get_seq_length()]
         at = torch.arange(first[0], first[0] + new, device=device)[None]
@@ -54,10 +54,10 @@ def place(decoder: nn.Module, given: dict[str, Any], cache: Cache | None, new: i
         given[_POSITIONS] = at
 
 
-def _real(given: Mapping[str, Any]) -> Tensor | None:
-    """Which columns of the batch are tokens, bool ``[B, columns]``; None without a mask of that shape."""
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
+    """The mask ``[B, columns]``, nonzero for tokens; None without a mask of that shape."""
     mask = given.get("attention_mask")
-    return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _lengths(cache: Cache) -> list[int] | None:
@@ -67,7 +67,7 @@ def _lengths(cache: Cache) -> list[int] | None:
 
 
 def _check(real: Tensor, given: Mapping[str, Any], cache: Cache, seen: int) -> None:
-    """As :func:`check`, of a mask ``real``; waits for the device once."""
+    """As :func:`check`, of a bool mask ``real``; waits for the device once."""
     count = real.cumsum(1)
     gaps = (~real & (count > 0) & (count < count[:, -1:])).any(1)
     padded, counted, positions = torch.zeros_like(gaps), torch.zeros_like(gaps), given.get(_POSITIONS)

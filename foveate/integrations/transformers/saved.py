@@ -26,7 +26,7 @@ from foveate.integrations.transformers.support import attention_modules, decoder
 from foveate.json_text import parse_json
 from foveate.state.packing import pack, unpack
 
-_KIND, _DIGEST, _SCHEMA = "foveate_cache", "foveate_digest", 3
+_KIND, _SCHEMA = "foveate_cache", 3
 _FIELDS = {
     "schema": int,
     "model": dict,
@@ -38,7 +38,9 @@ _FIELDS = {
     "prompt_end_known": bool,
     "prompt_end_guessed": bool,
     "checksums": dict,
+    "digest": str,
 }
+"""What a description has, the digest of the other fields included."""
 _AGAIN = "read the prompt again"
 
 
@@ -87,23 +89,21 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     # parts of the model may keep one tensor, and safetensors refuses memory that is shared
     tensors |= {f"offsets.{n}": one.clone() for n, one in enumerate(cache.offsets or ()) if one is not None}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(
-        {
-            "schema": _SCHEMA,
-            "model": _shape(attachment),
-            "weights": weights_digest(model),
-            "layers": layers,
-            "seen": seen,
-            "batch": cache.batch_size,
-            "prompt_end": cache.phase.prompt_end,
-            "prompt_end_known": cache.phase.prompt_end_known,
-            "prompt_end_guessed": cache.phase.prompt_end_guessed,
-            "checksums": digests(tensors),
-        }
-    )
+    described = {
+        "schema": _SCHEMA,
+        "model": _shape(attachment),
+        "weights": weights_digest(model),
+        "layers": layers,
+        "seen": seen,
+        "batch": cache.batch_size,
+        "prompt_end": cache.phase.prompt_end,
+        "prompt_end_known": cache.phase.prompt_end_known,
+        "prompt_end_guessed": cache.phase.prompt_end_guessed,
+        "checksums": digests(tensors),
+    }
     with outfile.replacing(path) as scratch, outfile.writing(path):
-        try:
-            save_file(tensors, scratch, {_KIND: text, _DIGEST: _digest(text)})
+        try:  # of several metadata safetensors would write the order by chance
+            save_file(tensors, scratch, {_KIND: json.dumps(described | {"digest": _digest(described)})})
         except SafetensorError as error:
             raise UserError(f"{path}: cannot be written to ({error})") from None
 
@@ -161,8 +161,9 @@ def _shape(attachment: Attachment) -> dict[str, Any]:
     return model_shape(attachment.config) | {"rope": rotary_facts(attachment.config)}
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _digest(described: Mapping[str, Any]) -> str:
+    """Of a description, 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
 
 def _wrong(path: Path, what: str) -> UserError:
@@ -194,8 +195,8 @@ def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     for index, layer in enumerate(described["layers"]):
         if not isinstance(layer, dict):
             raise _wrong(path, f"layers[{index}] is no object")
-    if metadata.get(_DIGEST) != _digest(text):
-        raise _wrong(path, f"its description is not that of its {_DIGEST}")
+    if described.pop("digest") != _digest(described):
+        raise _wrong(path, "its description is not that of its digest")
     return described
 
 
@@ -277,7 +278,8 @@ def _fill(
                 raise ValueError(f"{next(iter((*found, *known)))}: is not known")
         except ValueError as error:
             raise _wrong(path, f"layer {index}: {error}") from None
-    lengths = {tuple(layer.store.lengths) for layer in cache.layers if isinstance(layer, CacheLayer)}
+    attended = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
+    lengths = {tuple(layer.store.lengths) for layer in attended}
     if len(lengths) > 1:
         raise _wrong(path, f"rows.lengths of its layers differ: {sorted(lengths)}")
     if max(map(max, lengths)) > seen:
@@ -296,6 +298,8 @@ def _fill(
     cache.offsets = offsets
     for name in ("prompt_end", "prompt_end_known", "prompt_end_guessed"):
         setattr(cache.phase, name, described[name])
+    for layer in attended:  # nothing is refused from here on
+        layer.store.count_in(cache.phase.held, layer.counters)
 
 
 def _fill_layer(
@@ -312,10 +316,9 @@ def _fill_layer(
     if type(scaling) is not float or not (math.isfinite(scaling) and scaling > 0):
         raise ValueError(f"scaling: must be a number above 0, not {scaling!r}")
     numbers = {name: value for name, value in known.items() if name not in ("method", "scaling")}
-    how = (layer.method.channels, layer.method.evicts, layer.counters, layer.block_size)
+    how = (layer.method.channels, layer.method.evicts, layer.block_size)
     layer.store = unpack(tensors, numbers, group, *how)
     if layer.store.batch_size != batch:
         raise ValueError(f"keys: has {layer.store.batch_size} rows, and batch is {batch}")
     layer.store.forward = cache.phase.forward
-    layer.store.count_in(cache.phase.held)
     layer.seen, layer.scaling, layer.is_initialized = seen, scaling, True

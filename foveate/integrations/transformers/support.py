@@ -59,6 +59,11 @@ def keeps_memory(layer: CacheLayerMixin) -> bool:
     return getattr(layer, "keeps_memory", False)
 
 
+def forgets(model: nn.Module) -> bool:
+    """Whether the model's recurrent layers begin each pass of several tokens with an empty state."""
+    return decoder_of(model).config.model_type in releases.FORGETFUL
+
+
 def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
     """The decoder's modules and those that it is within; a vision tower beside it is not among them."""
     return [*(one for one in model.modules() if any(part is decoder for part in one.modules())), *decoder.modules()]

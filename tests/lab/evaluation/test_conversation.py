@@ -11,7 +11,7 @@ import foveate
 from foveate.errors import UserError
 from foveate.hybrids.models import presets
 from foveate.integrations.transformers import conversation
-from foveate.integrations.transformers.releases import FORGETFUL
+from foveate.integrations.transformers.support import forgets
 from foveate.lab.inputs import loading
 from foveate.prompting import encode
 from tests import tiny
@@ -106,7 +106,7 @@ def test_models_of_every_kind(name):
     with foveate.attached(model, "dense"):
         answers = foveate.ask(model, Letters(), DOCUMENT[:150], QUESTIONS, max_new_tokens=8)
         assert answers == plainly(model, Letters(), DOCUMENT[:150])
-    assert (model.config.model_type in FORGETFUL) == (name == "Jamba")
+    assert forgets(model) == (name == "Jamba")
 
 
 @pytest.mark.parametrize(("preset", "method"), [("gdn_attn", "dense"), ("lalte", None), ("lansa", None)])
