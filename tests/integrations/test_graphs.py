@@ -136,6 +136,16 @@ def test_a_padded_batch_has_another_turn_after_replayed_steps(spec):
     assert foveate.stats(model).graphs.replayed >= 10
 
 
+def test_steps_end_where_the_fullest_layer_has_no_room(little_room, monkeypatch):
+    monkeypatch.setattr("foveate.runtime.replay.ROOM", 1)
+    spec = 'per_layer:layers={"0": "dense", "1-2": "snapkv:top_k=24,window=8"}'
+    plain, model = attached(spec, cuda_graph=False), attached(spec)
+    expected, found = (generate(one, tokens(60, 2), new=60) for one in (plain, model))
+    assert torch.equal(found, expected)
+    assert_same_stats(model, plain)
+    assert foveate.stats(model).graphs.captured > 2
+
+
 def test_what_was_recorded_goes_with_its_cache():
     model = attached("kascade_paper:anchors=1,top_k=9")
     kept = []
