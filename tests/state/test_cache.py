@@ -803,6 +803,22 @@ def test_a_snapshot_outlives_the_packing_of_its_tokens(uneven):
     assert held(cache, 0) == list(range(9))
 
 
+def test_each_snapshot_holds_the_memory_of_its_own_time():
+    cache = filled(8, batch=1, evicts=Evicts.IN_DECODE)
+    cache.record_past = True
+    cache.save(8)
+    append(cache, 2)
+    cache.retain(torch.tensor([1, 4, 9]))
+    cache.save(10)
+    append(cache, 2)
+    cache.retain(torch.tensor([1, 4]))
+    assert held(cache, 0) == [4, 11]
+    cache.restore(10)
+    assert held(cache, 0) == [1, 4, 9]
+    cache.restore(8)
+    assert held(cache, 0) == list(range(8))
+
+
 def test_memory_that_a_snapshot_brings_back_is_counted():
     cache = filled(200, batch=1, evicts=Evicts.IN_DECODE)
     cache.record_past = True
