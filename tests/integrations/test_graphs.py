@@ -120,6 +120,32 @@ def test_turns_chunks_copies_and_forward_passes_go_on_from_replayed_steps(spec):
     assert foveate.stats(model).graphs.replayed >= 20
 
 
+@pytest.mark.parametrize("spec", ["h2o:top_k=9,window=8", "luka:page_size=4,tail=9,top_k=2"])
+def test_a_padded_batch_has_another_turn_after_replayed_steps(spec):
+    """Layers whose rows had the same numbers on the device have numbers of their own on the host."""
+    plain, model = attached(spec, cuda_graph=False), attached(spec)
+    batch, new, found = left_padded([40, 30]), tokens(12, 2, seed=4), []
+    for one in (plain, model):
+        cache = foveate.Cache(one)
+        first = one.generate(**batch, max_new_tokens=9, do_sample=False, **cached(cache))
+        ids = torch.cat([first, new], 1)
+        mask = torch.nn.functional.pad(batch["attention_mask"], (0, 21), value=1)
+        found.append(one.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **cached(cache)))
+    assert torch.equal(*found)
+    assert_same_stats(model, plain)
+    assert foveate.stats(model).graphs.replayed >= 10
+
+
+def test_steps_end_where_the_fullest_layer_has_no_room(little_room, monkeypatch):
+    monkeypatch.setattr("foveate.runtime.replay.ROOM", 1)
+    spec = 'per_layer:layers={"0": "dense", "1-2": "snapkv:top_k=24,window=8"}'
+    plain, model = attached(spec, cuda_graph=False), attached(spec)
+    expected, found = (generate(one, tokens(60, 2), new=60) for one in (plain, model))
+    assert torch.equal(found, expected)
+    assert_same_stats(model, plain)
+    assert foveate.stats(model).graphs.captured > 2
+
+
 def test_what_was_recorded_goes_with_its_cache():
     model = attached("kascade_paper:anchors=1,top_k=9")
     kept = []

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import foveate
 from foveate.state import Evicts
+from foveate.state.packing import pack
 from tests.helpers import VOCAB, cached, full_disk, tiny_model
 from tests.integrations.test_damaged_cache import put_together, taken_apart
 
@@ -46,6 +47,12 @@ def test_a_cache_read_from_disk_goes_on_alike(name, tmp_path):
     cache, ids = filled(model, tokens(2, 60))
     foveate.save_cache(model, cache, tmp_path / "cache.safetensors")
     again = foveate.load_cache(model, tmp_path / "cache.safetensors")
+    for layer, known in zip(again.layers, cache.layers):
+        (tensors, facts), (expected, wanted) = pack(layer.store), pack(known.store)
+        assert facts == wanted
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    assert foveate.stats(model).cache_peak_bytes == foveate.stats(model).resident_bytes > 0
     assert torch.equal(goes_on(model, again, ids), goes_on(model, copy.deepcopy(cache), ids))
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 

@@ -60,3 +60,16 @@ def test_steps_that_free_slots_get_memory_for_them_and_keys_of_their_own():
     assert branch.tensors["keys"] is not read.tensors["keys"]
     assert torch.equal(branch.tensors["keys"], read.tensors["keys"])
     assert capture.freed_slots(read) is None
+
+
+def test_a_slot_that_was_freed_on_the_host_is_reused_in_a_captured_step():
+    cache = filled(Evicts.IN_DECODE)
+    cache.reserve(LENGTH + 1)
+    cache.evict([True, False], at=torch.full((2,), 3))
+    rows = capture.move_to_device([cache])
+    with capture.step([rows]):
+        cache.write_step(*torch.ones(2, 2, 2, 1, 8))
+    rows.steps += 1
+    assert cache.rows["counts"] == [LENGTH, LENGTH + 1]
+    assert cache.positions[0, 1].tolist() == [0, 1, 2, LENGTH, *range(4, LENGTH), -1]
+    assert cache.positions[1, 1].tolist() == list(range(LENGTH + 1))

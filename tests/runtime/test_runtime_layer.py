@@ -85,6 +85,8 @@ def test_padding_is_that_of_each_mask():
     other = mask.flip(0)
     assert [row.tolist() for row in phase.rows(mask, 0, 4)] == [[1, 2, 3], [0, 1, 2, 3]]
     assert [row.tolist() for row in phase.rows(other, 0, 4)] == [[0, 1, 2, 3], [1, 2, 3]]
+    assert [row.tolist() for row in phase.rows(mask, 0, 2)] == [[1], [0, 1]]  # the others follow in the same pass
+    assert phase.rows(mask, 2, 2) is None
     assert phase.rows(other, 1, 3) is None
     assert phase.rows(None, 0, 4) is None
 

@@ -728,6 +728,20 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
         copy.deepcopy(rows)
 
 
+def test_numbers_on_the_device_are_read_again_after_a_further_step():
+    cache = filled(8, evicts=Evicts.IN_DECODE)
+    rows = DeviceRows(2, True, cache.device)
+    rows.write(cache.rows, None, cache.capacity)
+    for steps in (1, 2):
+        rows.begin()
+        rows.evict(torch.tensor([True, False]))
+        rows.steps = steps
+        numbers, freed = rows.read()
+        assert numbers["lengths"] == [8 + steps, 8 + steps]
+        assert numbers["live"] == [8, 8 + steps]
+        assert freed == [True, False]
+
+
 def test_one_total_gets_no_two_numbers_in_one_launch(monkeypatch):
     real, tally, total = torch._foreach_add_, Tally(), torch.tensor(1.0, dtype=torch.float64)
 
@@ -787,6 +801,22 @@ def test_a_snapshot_outlives_the_packing_of_its_tokens(uneven):
     cache.restore(8)
     step(cache)
     assert held(cache, 0) == list(range(9))
+
+
+def test_each_snapshot_holds_the_memory_of_its_own_time():
+    cache = filled(8, batch=1, evicts=Evicts.IN_DECODE)
+    cache.record_past = True
+    cache.save(8)
+    append(cache, 2)
+    cache.retain(torch.tensor([1, 4, 9]))
+    cache.save(10)
+    append(cache, 2)
+    cache.retain(torch.tensor([1, 4]))
+    assert held(cache, 0) == [4, 11]
+    cache.restore(10)
+    assert held(cache, 0) == [1, 4, 9]
+    cache.restore(8)
+    assert held(cache, 0) == list(range(8))
 
 
 def test_memory_that_a_snapshot_brings_back_is_counted():

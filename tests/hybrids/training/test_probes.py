@@ -34,13 +34,18 @@ class Copies:
 
     def __init__(self, far, vocabulary):
         self.far, self.vocabulary = far, vocabulary
+        self.training, self.read_in = True, []
 
     def __call__(self, input_ids, use_cache):
+        self.read_in.append(self.training)
         said = torch.roll(input_ids, self.far - 1, 1)
         return SimpleNamespace(logits=20.0 * torch.nn.functional.one_hot(said, self.vocabulary))
 
     def train(self, training=True):
-        return self
+        self.training = training
+
+    def eval(self):
+        self.training = False
 
 
 def test_near_and_far_are_told_apart():
@@ -51,7 +56,11 @@ def test_near_and_far_are_told_apart():
     near = row([1, 1, 1, 1, *pattern, *pattern], [8, 9, 10, 11])
     made.rows = {"needles": [far, near]}
     made.answers = {"needles": [list(probes.answers(one)) for one in (far, near)]}
-    found = made.measure(Copies(8, 9), torch.device("cpu"), contextlib.nullcontext)["needles"]
+    model = Copies(8, 9)
+    found = made.measure(model, torch.device("cpu"), contextlib.nullcontext)["needles"]
+    assert made.measure(model, torch.device("cpu"), contextlib.nullcontext, training=True)["needles"] == found
+    assert model.read_in == [False, True]  # as in inference unless it is asked otherwise
+    assert model.training  # which goes on
     assert (found["far"]["right"], found["far"]["begun"], found["far"]["n"]) == (100.0, 100.0, 1)
     assert (found["near"]["right"], found["near"]["begun"], found["near"]["n"]) == (0.0, 0.0, 1)
     assert found["far"]["loss"] == pytest.approx(math.log(1 + 8 * math.exp(-20)), abs=1e-6)

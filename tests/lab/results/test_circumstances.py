@@ -1,7 +1,10 @@
 import subprocess
 import sys
+import time
 
-from foveate.lab.results import circumstances
+import pytest
+
+from foveate.lab.results import circumstances, timing
 
 PEAK = """
 import torch
@@ -35,3 +38,11 @@ def test_versions_device_and_commit(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", fail)
     assert circumstances.commit() == "unknown"
+
+
+def test_times_are_milliseconds(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", iter([1.0, 1.25, 3.0, 3.5]).__next__)
+    assert timing.milliseconds(lambda: None, "cpu") == pytest.approx(250)
+    mark, between = timing.marks("cpu")
+    start, end = mark(), mark()
+    assert between(start, end) == pytest.approx(500)
