@@ -14,6 +14,7 @@ import foveate
 from foveate.evaluation import generation, lens, runner, tasks
 from foveate.inputs import loading
 from foveate.report import page, terminal
+from foveate.report.markdown import context_length
 from foveate.results import circumstances
 from foveate.results.quiet import quiet
 
@@ -91,7 +92,7 @@ def speed() -> str:
     cases = [row for row in rows if row["case"]["level"] == "model" and row["case"]["method"].startswith("kascade")]
     row = max(reversed(cases), key=lambda row: row["case"]["context"] * row["case"]["batch"])
     case = row["case"]
-    held = f"{case['batch']} sequence{'s' * (case['batch'] > 1)} of {case['context']:,} tokens"
+    held = f"{case['batch']} sequence{'s' * (case['batch'] > 1)} of {context_length(case['context'])} tokens"
     return (
         f"Speed: at this length, on a CPU, none is faster. On an {row['device']} a decode step of {case['model']} with "
         f"{held} takes {row['ms']:.1f} ms by kascade, and {row['baseline_ms']:.1f} ms with dense attention "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.report.markdown import made_with
+from foveate.report.markdown import context_length, made_with
 from foveate.report.plots import figure
 from foveate.report.rows import Row, grouped
 from foveate.report.tables.decode import how, mean_parts
@@ -59,7 +59,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
             for axis, context in zip(own, contexts):
                 of_context = [row for row in rows if row["case"]["context"] == context]
                 _bars(axis, methods, {row["case"]["method"]: of_row(row) for row in of_context}, scale)
-                axis.set_title(f"{context:,} tokens")
+                axis.set_title(f"{context_length(context)} tokens")
                 axis.set_xlabel(unit)
             own[0].set_yticks(range(len(methods)), [_lines(name) for name in methods], fontsize=6.5)
             own[0].set_ylim(len(methods) - 0.5, -0.5)
