@@ -15,9 +15,9 @@ Same = TypeVar("Same", bound="Settings")
 def setting(default: Any, help: str, later: bool = False, before: Any = None) -> Any:
     """A documented field of a method.
 
-    `before`: it has come since results were recorded, when the method did what it does with this value.
-    `later`: the same, with the default where `before` is None; with that value it is not among
-    :meth:`Settings.settings`, so that these results stay the method's own.
+    `before`: the value that reproduces results recorded before this setting existed.
+    `later`: the setting was added later; `before` is then the default unless given. :meth:`Settings.settings` leaves
+    the setting out while it has that value, so that those results still count as this method's.
     """
     before = default if later and before is None else before
     return dataclasses.field(default=default, metadata={"help": help, "later": later, "before": before})

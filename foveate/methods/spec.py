@@ -95,7 +95,7 @@ def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
 
 
 def recorded(method: str, **settings: Any) -> Method:
-    """The method of :meth:`Method.settings` on record: what is not among them is as it was before it came.
+    """The method of recorded :meth:`Method.settings`. Settings added since have the value that reproduces the record.
 
     Raises:
         ValueError: as :func:`make`.

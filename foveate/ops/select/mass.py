@@ -1,4 +1,4 @@
-"""How many: nodes taken in the order of their mass until what is left is small enough."""
+"""How many nodes to take: in the order of their mass, until the rest is small enough."""
 
 import torch
 from torch import Tensor
