@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.table_kinds import Cells, Table, pivot
-from foveate.lab.report.markdown import NONE, markdown_table, percent, titled
+from foveate.lab.report.markdown import NONE, context_length, markdown_table, percent, titled
 from foveate.lab.report.rows import Row, grouped
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
@@ -45,7 +45,8 @@ def _published(found: Sequence[float] | None, otherwise: str = NONE) -> str:
 def _heading(rows: Sequence[Row], recall: bool = False) -> str:
     """What was measured."""
     case, lengths = rows[0]["case"], {row["case"]["tokens"] for row in rows}
-    parts = [f"{case['tokens']:,} tokens"] * (len(lengths) == 1) + [f"{case['heads']} heads of {case['dim']}"]
+    parts = [f"{context_length(case['tokens'])} tokens"] if len(lengths) == 1 else []
+    parts.append(f"{case['heads']} heads of {case['dim']}")
     if not recall:
         return ", ".join([*parts, f"k = {case['top_k']:,}", f"{case['ratio']} tokens a key", case["dtype"]])
     counts = sorted({row["recall_n"] for row in rows})
@@ -72,7 +73,7 @@ def indexer_parity(rows: Sequence[Row]) -> str:
         if theirs := PAPER["parity"].get(str(tokens)):
             ours, slow = found["foveate"], found.get("materialised")
             shares = " and ".join(f"{share:.4f}" for share in theirs)
-            line = (f"{tokens:,}", f"{tokens // ours['case']['ratio']:,}", shares)
+            line = (context_length(tokens), f"{tokens // ours['case']['ratio']:,}", shares)
             cells[line] = {f"{name}, least": f"{row['recall_min']:.4f}" for name, row in found.items()}
             cells[line][slower] = NONE if slow is None else f"{slow['ms'] / ours['ms']:.1f}×"
     names = [*(f"{name}, least" for name in _names(rows)), slower]
@@ -93,7 +94,7 @@ def indexer_lengths(rows: Sequence[Row]) -> str:
         beyond = _MEMORY if tokens > max(map(int, materialised), default=tokens) else NONE
         paper = [_published(materialised.get(str(tokens)), beyond), _published(its)] if chunked else []
         selection = ours["select_ms"] / ours["score_ms"] if ours.get("select_ms") else None
-        cells[(f"{tokens:,}", *paper)] = {name: _cost(row) for name, row in found.items()} | {
+        cells[(context_length(tokens), *paper)] = {name: _cost(row) for name, row in found.items()} | {
             "TFLOP/s (of matmul)": f"{ours['tflop_per_s']:,.0f} ({100 * ours['of_matmul']:.0f} %)",
             "GB/s": NONE if ours["gb_per_s"] is None else f"{ours['gb_per_s']:,.0f}",
             "selection, of scoring": percent(selection, 0),
@@ -128,7 +129,7 @@ indexer_settings = Table(
     {
         "setting": lambda row: _SETTINGS[row["case"]["study"]],
         "value": lambda row: f"{row['case']['value']:,}",
-        "tokens": lambda row: f"{row['case']['tokens']:,}",
+        "tokens": lambda row: context_length(row["case"]["tokens"]),
         "ours": _cost,
         "recall, mean and least": lambda row: f"{row['recall_mean']:.4f} and {row['recall_min']:.4f}",
         "paper (chunked)": _of_setting,
@@ -172,7 +173,7 @@ def _layer(rows: Sequence[Row]) -> str:
 csa_layer = Table(
     _layer,
     {
-        "tokens": lambda row: f"{row['case']['tokens']:,}",
+        "tokens": lambda row: context_length(row["case"]["tokens"]),
         "impl": lambda row: row["impl"],
         "paper, materialised indexer": lambda row: _pipeline(row, 0),
         "paper, chunked indexer": lambda row: _pipeline(row, 1),
@@ -192,13 +193,13 @@ csa_layer = Table(
 def _model(rows: Sequence[Row]) -> str:
     case = rows[0]["case"]
     dims = f"{case['layers']} layers, width {case['hidden']:,}, {case['heads']} heads of {case['head_dim']}"
-    return f"{dims}, chunks of {case['chunk']:,} tokens, {case['dtype']}"
+    return f"{dims}, chunks of {context_length(case['chunk'])} tokens, {case['dtype']}"
 
 
 csa_model = Table(
     _model,
     {
-        "prompt": lambda row: f"{row['case']['tokens']:,}",
+        "prompt": lambda row: context_length(row["case"]["tokens"]),
         "by": lambda row: row["impl"],
         "prompt read in": lambda row: _duration(row["ms"]),
         "tokens a second": lambda row: f"{row['tokens_per_s']:,.0f}",
@@ -236,5 +237,7 @@ def decode_kascade(rows: Sequence[Row]) -> str:
         chosen += f" (recall {row['recall']:.3f})" if chosen else ""
         chosen += ", layer 0 by pages" if first == "pages" else ""
         times = (f"{format(its, '.2f') if its else NONE} / {mine:.2f}" for its, mine in zip(theirs or [0] * 6, ours))
-        lines.append((f"{100 * case['share']:.0f} %{chosen}", f"{case['context']:,}", *times, f"{row['speedup']:.2f}"))
+        lines.append(
+            (f"{100 * case['share']:.0f} %{chosen}", context_length(case["context"]), *times, f"{row['speedup']:.2f}")
+        )
     return titled("ms, and times as fast; the paper / here", of_kascade, markdown_table(lines))

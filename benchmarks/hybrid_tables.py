@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.table_kinds import Table, pivot
-from foveate.lab.report.markdown import NONE, markdown_table, percent, titled
+from foveate.lab.report.markdown import NONE, context_length, markdown_table, percent, titled
 from foveate.lab.report.rows import Row, grouped
 from foveate.lab.report.terminal import size, time
 
@@ -55,7 +55,7 @@ def _attention(rows: Sequence[Row]) -> str:
         lines.append((what, *cells, f"{max(errors):.1e}" if errors else NONE))
     heads = f"{case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']} (nsa {case['nsa_kv_heads']})"
     sizes = f"window {case['window']}, buffer {case['buffer']}, swa of {case['sliding']:,}"
-    title = f"{case['phase']}, {case['context']:,} tokens, {heads}, {sizes}, {case['dtype']}"
+    title = f"{case['phase']}, {context_length(case['context'])} tokens, {heads}, {sizes}, {case['dtype']}"
     return titled(title, rows, markdown_table(lines))
 
 
@@ -74,12 +74,13 @@ def memory(rows: Sequence[Row]) -> str:
             "last chunk": time(row["ms"]),
             "a generated token": time(row["decode_ms_per_token"]),
         }
-        line = cells.setdefault(f"{row['case']['context']:,}", {})
+        line = cells.setdefault(context_length(row["case"]["context"]), {})
         line |= {f"{row['case']['preset']}: {part}": cell for part, cell in found.items()}
     presets = dict.fromkeys(row["case"]["preset"] for row in rows)
     names = [f"{preset}: {part}" for preset in presets for part in found]
     case = rows[0]["case"]
-    title = f"{case['size']}, random weights, one sequence in chunks of {case['chunk']:,} tokens, {case['dtype']}"
+    chunk = context_length(case["chunk"])
+    title = f"{case['size']}, random weights, one sequence in chunks of {chunk} tokens, {case['dtype']}"
     return titled(title, rows, pivot(["tokens"], cells, names))
 
 
@@ -110,7 +111,7 @@ def training(rows: Sequence[Row]) -> str:
     """A line for each model, its size and number of GPUs: tokens a second, over those of one GPU, of the peak."""
     alone = {_model(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}
     case = rows[0]["case"]
-    title = f"rows of {case['length']:,} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
+    title = f"rows of {context_length(case['length'])} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
     cells = {
         "model": _model,
         "GPUs": lambda row: str(row["case"]["gpus"]),

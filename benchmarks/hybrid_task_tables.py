@@ -11,7 +11,7 @@ from foveate.errors import UserError
 from foveate.hybrids.models import PRESETS, cache_bytes, make_config
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.metrics import Interval, Values, estimate
-from foveate.lab.report.markdown import NONE, interval, markdown_table, titled
+from foveate.lab.report.markdown import NONE, context_length, interval, markdown_table, titled
 from foveate.lab.report.rows import Row
 from foveate.lab.report.terminal import size as size_of
 
@@ -141,12 +141,12 @@ def _column(row: Row) -> Column:
     settings = row["task_settings"]
     if row["task"] == "ruler":
         far = f" beyond {settings['beyond']:,}" if settings.get("beyond") else ""
-        return "ruler", _NEEDLES.get(row["split"], row["split"]), f"{settings['length']:,} tokens{far}"
+        return "ruler", _NEEDLES.get(row["split"], row["split"]), f"{context_length(settings['length'])} tokens{far}"
     if row["task"] == "mqar":
-        return "mqar", f"{settings['pairs']:,} pairs", f"{settings['length']:,} tokens"
+        return "mqar", f"{settings['pairs']:,} pairs", f"{context_length(settings['length'])} tokens"
     if row["task"] == "perplexity":
         of = "" if row["split"] == "books" else f" of {row['split']}"
-        return "perplexity", f"perplexity{of}", f"after {settings['length']:,} tokens"
+        return "perplexity", f"perplexity{of}", f"after {context_length(settings['length'])} tokens"
     return row["task"], "lambada" if row["task"] == "lambada" else row["split"], ""
 
 
@@ -160,7 +160,7 @@ def _place(column: Column) -> tuple[int, int, str, int, int]:
 
 
 def _number(text: str) -> int:
-    return int("".join(filter(str.isdigit, text)) or 0)
+    return int("".join(filter(str.isdigit, text)) or 0) * (1024 if "K" in text else 1)
 
 
 def _head(column: Column, rows: Sequence[Row]) -> str:

@@ -81,7 +81,7 @@ def what_is_read() -> str:
                 size = f'width="{cell}" height="{cell}" rx="2"'
                 parts.append(f'<rect x="{left + gap * token}" y="{y}" {size} class="{kind(step, token)}"/>')
     for place, (kind, words) in enumerate((("read", "read"), ("kept", "in memory, not read"), ("gone", "gone"))):
-        x = left + 170 * place
+        x = left + (0, 80, 240)[place]
         parts.append(f'<rect x="{x}" y="238" width="{cell}" height="{cell}" rx="2" class="{kind}"/>')
         parts.append(text(x + 22, 250, words))
     title = "What dense, selecting and evicting attention read of a prompt in two decode steps"

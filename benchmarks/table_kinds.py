@@ -12,6 +12,7 @@ from foveate.lab.report import lines, pooled
 from foveate.lab.report.markdown import (
     NONE,
     columns,
+    context_length,
     difference,
     interval,
     made_with,
@@ -189,7 +190,7 @@ def memory_shares(rows: Sequence[Row]) -> str:
         shown = [["method", *(f"{statistics.median(row['keys_read_share'] for row in some):.0%}" for some in budgets)]]
         shown += [["dense", *[score(row)] * len(budgets)] for row in own if row["method"] == "dense"]
         shown += [[f"`{name}`", *map(score, found[name])] for name in dict.fromkeys(map(kind, others))]
-        lengths = ", ".join(sorted({f"{row['task_settings']['length']:,}" for row in own}))
+        lengths = ", ".join(map(context_length, sorted({row["task_settings"]["length"] for row in own})))
         items = ", ".join(sorted({str(row["n"]) for row in own}))
         place = {"with": "in the prompt", "after": "after eviction"}[question]
         title = f"{split}, {lengths} tokens, question {place}, n = {items}, scores [95 %] at a share of the keys"
@@ -206,9 +207,9 @@ def page_scores(rows: Sequence[Row]) -> str:
     """
 
     def what(row: Row) -> str:
-        case = row["case"]
+        case, length = row["case"], context_length(row["case"]["context"])
         return (
-            f"{row['bench']}, {case['model']}, {case['task']} ({case['split']}), {case['context']:,} tokens, "
+            f"{row['bench']}, {case['model']}, {case['task']} ({case['split']}), {length} tokens, "
             f"n = {row['n']}, {case['dtype']}; attention missed / heads that miss most of theirs / error of the "
             f"output, by keys read, ▼ less error than `{row['baseline']}` on each of the {row['n']} items, ▲ more"
         )
@@ -245,7 +246,11 @@ serving_accuracy = Table(
     lambda rows: f"{rows[0]['case']['model']} in vLLM, n = {rows[0]['n']}, scores [95 %]",
     {
         "task": lambda row: " ".join(
-            (row["case"]["task"], row["case"]["settings"]["split"], f"{row['case']['settings']['length']:,} tokens")
+            (
+                row["case"]["task"],
+                row["case"]["settings"]["split"],
+                f"{context_length(row['case']['settings']['length'])} tokens",
+            )
         ),
         "method": lambda row: f"`{row['case']['method']}`",
         "keys read": lambda row: percent(row["keys_read_share"]),
@@ -261,7 +266,7 @@ serving_accuracy = Table(
 serving = Table(
     lambda rows: f"{rows[0]['case']['model']} in vLLM",
     {
-        "requests": lambda row: f"{row['case']['batch']} × {row['case']['tokens']:,} tokens",
+        "requests": lambda row: f"{row['case']['batch']} × {context_length(row['case']['tokens'])} tokens",
         "method": lambda row: f"`{row['case']['method']}`",
         "keys read": lambda row: "" if row["keys_read_share"] is None else percent(row["keys_read_share"]),
         "ms a step": lambda row: number(row["ms"], 2),
@@ -324,7 +329,7 @@ def _stats(row: Row, name: str, cell: Callable[[float], str]) -> str:
 
 
 decode_models = Table(
-    lambda rows: f"{shape(rows[0])}, {rows[0]['case']['batch']} × {rows[0]['case']['context']:,} tokens",
+    lambda rows: f"{shape(rows[0])}, {rows[0]['case']['batch']} × {context_length(rows[0]['case']['context'])} tokens",
     {
         "method": method,
         "keys read": lambda row: _stats(row, "keys_read_share", percent),
@@ -353,11 +358,13 @@ def decode_speedups(rows: Sequence[Row]) -> str:
         what = _LEVELS.get(case["level"]) or f"{case['model']}, whole steps"
         found = cells.setdefault((order, what, case["batch"], case["context"], how(case)), {})
         if method(row) in found:
-            raise UserError(f"{case['method']}: two rows of {what}, {case['batch']} × {case['context']:,} tokens")
+            raise UserError(
+                f"{case['method']}: two rows of {what}, {case['batch']} × {context_length(case['context'])} tokens"
+            )
         everything = (row.get("stats") or {}).get("keys_read_share") == 1
         found[method(row)] = f"{speedup(row)}{' (reads all)' if everything else ''}"
     named = {
-        f"{what}, {batch} × {context:,} tokens{runs}": cells[place]
+        f"{what}, {batch} × {context_length(context)} tokens{runs}": cells[place]
         for place in sorted(cells)
         for _, what, batch, context, runs in [place]
     }
@@ -371,11 +378,11 @@ def prefill_lengths(rows: Sequence[Row]) -> str:
     cells: dict[str, dict[str, str]] = {}
     for row in sorted(rows, key=lambda row: row["case"]["context"]):
         line = cells.setdefault(method(row), {})
-        line[f"{row['case']['context']:,} tokens"] = f"{time(row['ms'])} ({speedup(row)})"
+        line[f"{context_length(row['case']['context'])} tokens"] = f"{time(row['ms'])} ({speedup(row)})"
         line[memory] = size(row["peak_bytes"])
     case = rows[0]["case"]
     what = f"a layer of {case['heads']} query and {case['kv_heads']} KV heads of {case['head_dim']}, {case['dtype']}"
-    names = [*(f"{context:,} tokens" for context in contexts), memory]
+    names = [*(f"{context_length(context)} tokens" for context in contexts), memory]
     first = dict.fromkeys(map(method, rows))
     table = pivot(["attention"], {name: cells[name] for name in first}, names)
     return titled(f"{what}: mean time, over the fastest dense attention", rows, table)

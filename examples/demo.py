@@ -16,6 +16,7 @@ from foveate.cli.terminal import console
 from foveate.lab.evaluation import generation, lens, runner, tasks
 from foveate.lab.inputs import loading
 from foveate.lab.report import page, terminal
+from foveate.lab.report.markdown import context_length
 from foveate.lab.results import circumstances
 
 HERE = Path(__file__).parent
@@ -92,7 +93,7 @@ def speed() -> str:
     cases = [row for row in rows if row["case"]["level"] == "model" and row["case"]["method"].startswith("kascade")]
     row = max(reversed(cases), key=lambda row: row["case"]["context"] * row["case"]["batch"])
     case = row["case"]
-    held = f"{case['batch']} sequence{'s' * (case['batch'] > 1)} of {case['context']:,} tokens"
+    held = f"{case['batch']} sequence{'s' * (case['batch'] > 1)} of {context_length(case['context'])} tokens"
     return (
         f"Speed: at this length, on a CPU, none is faster. On an {row['device']} a decode step of {case['model']} with "
         f"{held} takes {row['ms']:.1f} ms by kascade, and {row['baseline_ms']:.1f} ms with dense attention "

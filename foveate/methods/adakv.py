@@ -15,7 +15,7 @@ from foveate.state import SlotCache
 class AdaKV(SnapKV):
     """The prompt tokens that an observation window attends to; KV heads whose attention is spread keep more of them.
 
-    As ``snapkv``, but the KV heads of a layer share what their budgets add up to: the tokens with the most votes in any
+    As ``snapkv``, but the KV heads of a layer share the sum of their budgets: the tokens with the most votes in any
     head stay. Every generated token is kept.
     """
 

@@ -20,8 +20,8 @@ class H2OAsPublished(Method):
     before them has all its keys masked, and its softmax becomes uniform over those tokens, all in its future. The
     mass accumulated in this way picks the heavy hitters of the decode steps. The prompt must come in one piece.
 
-    The published code keeps one grid of heavy hitters for all heads of a layer: ``pool=layer``. The default, by which
-    the recorded results were measured, keeps one for each KV head, as H2O does.
+    The published code keeps one grid of heavy hitters for all heads of a layer: ``pool=layer``. The default, with
+    which the recorded results were measured, keeps one for each KV head, as H2O does.
     """
 
     name: ClassVar[str] = "h2o_as_published"

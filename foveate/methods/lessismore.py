@@ -20,9 +20,9 @@ from foveate.state import SlotCache
 class LessIsMore(SharedSelection):
     """Selection layers are dense; later layers read, with all heads, the union of what their heads look at.
 
-    The union takes every query head's best key, then every head's second best, and so on, until the budget is full but
-    for the sinks and the recent tokens. Where their share has room for the sinks alone, or for fewer, the recent tokens
-    take all of it. Layers before the first selection layer are dense, and so is the prefill.
+    The union takes every query head's best key, then every head's second best, and so on, until the budget is full;
+    sinks and recent tokens have a share of their own. If that share has no room beyond the sinks, it is all recent
+    tokens. Layers before the first selection layer are dense, and so is the prefill.
     """
 
     name: ClassVar[str] = "lessismore"

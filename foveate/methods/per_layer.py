@@ -103,7 +103,7 @@ def _spec(method: str | Method | dict[str, Any]) -> str:
 
 
 def _complete(spec: str) -> dict[str, Any]:
-    """A method with all its settings, so that what is on record stays true when a default changes."""
+    """A method with all its settings, so that records stay true when a default changes."""
     method = make(spec)
     return {"method": method.name, **method.settings()}
 

@@ -1,7 +1,7 @@
 """What verbs accept: one check for each kind of operand, made before the reference or the kernel runs.
 
-Shapes, dtypes and numbers of the host are checked on every device. What a tensor holds is looked at on the CPU alone: a
-GPU does not wait to find out, and what it reads for an index that names nothing is not defined.
+Shapes, dtypes and numbers of the host are checked on every device. The values in a tensor are checked
+on the CPU alone: a GPU does not wait for that, and an index out of range gives an undefined result there.
 """
 
 import math

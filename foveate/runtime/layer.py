@@ -360,8 +360,8 @@ def read_once(
     forward: dict[Hashable, Any],
     rotary: Rotary | None = None,
 ) -> Tensor:
-    """Attention of a prompt of which nothing is kept: by :func:`without_cache`, or, where the method evicts in it, by a
-    layer that is then dropped. Arguments, result and errors as of :func:`without_cache`.
+    """Attention of a prompt whose keys are not kept: by :func:`without_cache`, or, where the method evicts while the
+    prompt is read, by a temporary layer. Arguments, result and errors as of :func:`without_cache`.
     """
     n = k.shape[2]
     if not 0 < method.evict_every < n or _differentiates(q, k, v):

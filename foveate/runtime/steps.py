@@ -133,8 +133,8 @@ class EngineSteps:
             tokens: the sum of the lengths of the rows that are no prompts', or a bound of it; it is counted.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
-            launched: whether an engine that replays other steps as graphs launches this one's kernels from the host:
-                then it is dense, for launching what chooses keys may take longer than reading all of them.
+            launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
+                Such a step is dense: launching the selection kernels can cost more than reading every key.
         """
         self._begin(lengths, block_table, bound, prompts)
         number = len(lengths) if rows is None else rows

@@ -37,8 +37,9 @@ class Geometry:
         return self.num_heads // self.num_kv_heads
 
     def at_least(self, tokens: int) -> int:
-        """How many tokens have as many bytes of keys and values as ``tokens`` of eight KV heads of 128, or ``tokens``
-        where that is fewer: kernels are timed at that shape, and take as long at least where they read less."""
+        """How many tokens have as many bytes as ``tokens`` tokens with eight KV heads of 128, and at least ``tokens``.
+
+        Kernels are timed at that shape; reading fewer bytes a token does not make them faster below it."""
         return max(tokens, tokens * 2048 // (self.num_kv_heads * (self.head_dim + self.value_dim)))
 
     @property

@@ -55,7 +55,7 @@ class TestTables:
         assert short["materialised"] == "40.00 ms, 70.00 GB"
         assert short["paper, materialised"] == "317 ms, 129.00 GB"
         assert short["recall, least"] == "0.9000"
-        assert long["tokens"] == "65,536"
+        assert long["tokens"] == "64K"
         assert long["materialised"] == "–"
         assert long["paper, materialised"] == "out of memory"
         assert long["paper's chunked / ours"] == "2.0×"

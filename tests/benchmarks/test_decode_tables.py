@@ -36,10 +36,10 @@ class TestSpeedups:
         assert text.startswith("NVIDIA H100 80GB HBM3; torch 2, transformers 5; commit abc:")
         found = cells(text)
         assert [next(iter(line.values())) for line in found] == [
-            "attention of a layer, 1 × 131,072 tokens",
-            "attention of a layer, 32 × 8,192 tokens",
-            "attention of a layer, 32 × 131,072 tokens",
-            "llama-3.1-8b, whole steps, 1 × 2,048 tokens, dense below auto",
+            "attention of a layer, 1 × 128K tokens",
+            "attention of a layer, 32 × 8K tokens",
+            "attention of a layer, 32 × 128K tokens",
+            "llama-3.1-8b, whole steps, 1 × 2K tokens, dense below auto",
             "llama-3.1-8b, whole steps, 1 × 131,000 tokens, Liger's kernels",
         ]
         assert [line["`luka`"] for line in found] == ["–", "–", "–", "0.94× (reads all)", "1.50×"]
@@ -48,7 +48,7 @@ class TestSpeedups:
     def test_rows_that_a_line_cannot_tell_apart(self):
         other = of_layers(KASCADE, 8192, 1, 2.0)
         other["case"]["heads"] = 16
-        with pytest.raises(UserError, match="two rows of attention of a layer, 1 × 8,192 tokens"):
+        with pytest.raises(UserError, match="two rows of attention of a layer, 1 × 8K tokens"):
             decode_speedups([of_layers(KASCADE, 8192, 1, 3.0), other])
 
 
@@ -69,7 +69,7 @@ class TestKascade:
         tenth, fifth, eighths = cells(decode_kascade([*rows, *self.rows(KASCADE, batch=32)]))
         assert tenth == {
             "keys read": "10 %",
-            "tokens": "131,072",
+            "tokens": "128K",
             "FlashAttention-3": "11.68 / 12.00",
             "layer 0": "14.08 / 12.00",
             "choosing": "10.78 / 8.00",

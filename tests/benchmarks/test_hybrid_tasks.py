@@ -36,8 +36,8 @@ NEEDLES = [
 
 def test_seeds_are_averaged_with_their_range():
     found = cells(hybrid_tasks.table(NEEDLES))
-    assert found["model"][:3] == ["seeds", "S-NIAH-1, 1,024 tokens (n = 4)", "S-NIAH-1, 2,048 tokens (n = 4)"]
-    assert found["model"][3:] == ["multi-key, 2,048 tokens (n = 4)", "mean"]
+    assert found["model"][:3] == ["seeds", "S-NIAH-1, 1K tokens (n = 4)", "S-NIAH-1, 2K tokens (n = 4)"]
+    assert found["model"][3:] == ["multi-key, 2K tokens (n = 4)", "mean"]
     seeds, first, second, third, mean = found["lalte-27M"]
     assert seeds == "0, 1"
     assert first.startswith("37.5 [")

@@ -28,7 +28,7 @@ ROWS = [
 
 def test_budgets_side_by_side():
     title, rest = memory_shares(ROWS).split("\n\n")
-    assert title.startswith("niah_single_3, 4,096 tokens, question after eviction, n = 32")
+    assert title.startswith("niah_single_3, 4K tokens, question after eviction, n = 32")
     lines = [line.strip("| ").split(" | ") for line in rest.splitlines()]
     assert lines[0] == ["method", "3%", "10%"]
     assert lines[2] == ["dense", "90.0 [85.0, 95.0]", "90.0 [85.0, 95.0]"]
@@ -41,7 +41,7 @@ def test_a_table_for_each_question():
     more = [row(one["spec"], one["keys_read_share"], 1.0, "hotpotqa", "with") for one in ROWS]
     blocks = memory_shares([*ROWS, *more]).split("\n\n")
     assert len(blocks) == 4
-    assert blocks[2].startswith("hotpotqa, 4,096 tokens, question in the prompt")
+    assert blocks[2].startswith("hotpotqa, 4K tokens, question in the prompt")
 
 
 def test_a_missing_budget_is_an_error():

@@ -264,7 +264,7 @@ def test_table_marks_what_differs_on_every_item():
             row("bound", ours, None),
         ]
     ).splitlines()
-    assert lines[0].startswith("page-scores, m, niah (multi), 4,096 tokens, n = 3, float32; attention missed")
+    assert lines[0].startswith("page-scores, m, niah (multi), 4K tokens, n = 3, float32; attention missed")
     assert "by keys read, ▼ less error than `spread` on each of the 3 items, ▲ more (cpu;" in lines[0]
     assert lines[2] == "| page | score | 10 % | 20 % | pages for ≤ 10 % |"
     assert lines[4:] == [

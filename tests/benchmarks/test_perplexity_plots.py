@@ -63,4 +63,4 @@ def test_a_place_for_each_method(pages, tmp_path):
     (axis,) = pages[0].axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["h2o", "luka", "mixed"]
     assert [text.get_text() for text in axis.texts] == ["1.116", "1.011", "1.246"]
-    assert axis.get_title(loc="left") == "perplexity of 1,024 tokens after a prompt of 1"
+    assert axis.get_title(loc="left") == "perplexity of 1K tokens after a prompt of 1"

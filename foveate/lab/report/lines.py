@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from foveate.lab.report.markdown import context_length
 from foveate.lab.report.rows import Row, grouped
 
 Cell = tuple
@@ -85,9 +86,9 @@ def place(row: Row, rows: Sequence[Row]) -> str:
     """The items of a row in words; on a second line model, dtype and number, where the rows differ in these."""
     length, scored = row["length"], row["task_settings"].get("continuation")
     if scored is None:
-        items = f"{row['task']} / {split_of(row)}, {length:,} tokens"
+        items = f"{row['task']} / {split_of(row)}, {context_length(length)} tokens"
     else:
-        items = f"{row['task']} of {scored:,} tokens after a prompt of {length:,}"
+        items = f"{row['task']} of {context_length(scored)} tokens after a prompt of {context_length(length)}"
     parts = {"model": f"{row['model']}", "dtype": f"{row['dtype']}", "n": f"n = {row['n']}"}
     differing = [part for name, part in parts.items() if len({other[name] for other in rows}) > 1]
     return "\n".join([items, ", ".join(differing)] if differing else [items])

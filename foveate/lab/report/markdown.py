@@ -20,6 +20,19 @@ def made_with(rows: Sequence[Row], commits: bool = True) -> str:
     return "; ".join(", ".join(_once(part)) for part in parts)
 
 
+def made_beside(title: str, rows: Sequence[Row]) -> str:
+    """What rows were made with, but for what their title says."""
+    made = f"{made_with(rows, commits=False)}; "
+    return made_with(rows).removeprefix(made if made[:-2] in title else "")
+
+
+def context_length(tokens: float) -> str:
+    """A number of tokens as contexts are named: 131,072 is 128K; one that is no multiple of 1,024 is written out."""
+    if not tokens or tokens % 1024:
+        return f"{tokens:,.0f}"
+    return f"{tokens // 1024:.0f}K" if tokens % 2**20 else f"{tokens // 2**20:.0f}M"
+
+
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells, the first of them the head; the first column is text, the others are numbers.
 
@@ -31,8 +44,13 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def columns(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> str:
-    """A Markdown table with a line for each row; ``cells`` names the columns, and gives each column's cell of a row."""
-    return markdown_table([tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)])
+    """A Markdown table of :func:`lines_of`."""
+    return markdown_table(lines_of(rows, cells))
+
+
+def lines_of(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> list[tuple[str, ...]]:
+    """A line of cells for each row, after the head; ``cells`` has each column's name and its cell of a row."""
+    return [tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)]
 
 
 def titled(what: str, rows: Sequence[Row], table: str) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foveate.lab.report.lines import split_of
-from foveate.lab.report.markdown import NONE, number, percent
+from foveate.lab.report.markdown import NONE, context_length, number, percent
 from foveate.lab.report.rows import Row
 
 _DIM = "dim"
@@ -162,8 +162,8 @@ def facts(entries: Mapping[str, Any]) -> Table:
 
 
 def _title(row: Row) -> str:
-    parts = [f"{row['task']} / {split_of(row)}", f"{row['length']:,} tokens", f"{row['n']} items", row["model"]]
-    parts += [row["dtype"], row["run"]["device"]]
+    parts = [f"{row['task']} / {split_of(row)}", f"{context_length(row['length'])} tokens", f"{row['n']} items"]
+    parts += [row["model"], row["dtype"], row["run"]["device"]]
     return " · ".join(parts + ([f"batch {row['batch_size']}"] if row["batch_size"] > 1 else []))
 
 

@@ -125,8 +125,8 @@ def attend_pages(
 ) -> Attended:
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
-    Heads that choose for themselves have programs of their own, those of a group one after the other: what several of
-    them read at a time comes from the cache of the GPU.
+    Query heads that choose for themselves have programs of their own. Those of a group run one after the other, so
+    that keys read by several of them come from the GPU's cache.
     """
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
@@ -316,9 +316,9 @@ def _attend_decode(
     [B]``: a row where it is not 0 reads its first so many keys instead. With ``logit``, ``top`` and ``kept_lse``: and
     what :class:`Kept` holds.
 
-    Where ``used`` is not None, rows have numbers of keys or places of their own: a row takes as many of its splits as
-    its number is worth, and writes how many these are to ``used [B, num_kv_heads]``. The others write nothing but the
-    ``kept_lse`` of no keys.
+    Where ``used`` is not None, rows differ in their number of keys or places. A row uses as many of its splits as its
+    number needs and writes how many to ``used [B, num_kv_heads]``. The other splits write only the ``kept_lse`` of no
+    keys.
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first

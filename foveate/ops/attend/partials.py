@@ -29,7 +29,7 @@ def merge(parts: list[Attended]) -> Attended:
 
 
 def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
-    """Attention ``[B, Hq, Lq, Dv]`` of which a logit of each head, ``[Hq]``, takes its share, and has no value.
+    """Attention ``[B, Hq, Lq, Dv]`` with learned sinks ``[Hq]``: logits with a share of the softmax and no value.
 
     Raises:
         ValueError: for sinks of other heads.

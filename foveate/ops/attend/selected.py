@@ -44,9 +44,9 @@ def attend_selected(
         Output ``[B, Hq, Lq, Dv]`` in the dtype of q, and the log-sum-exp, fp32 ``[B, Hq, Lq]``, the sink's included.
 
     Raises:
-        ValueError: when the selections are not those of the queries or not of integers, an index is not that of a key
-            (on the CPU; what a GPU reads for it is not defined, for it does not wait to find out), a window has not
-            their positions, or sinks are those of other heads.
+        ValueError: when the selections have other shapes than the queries or are not of integers, an index is not that
+            of a key (on the CPU alone: on a GPU, which does not wait for a check, the result is undefined), the window
+            does not have the queries' positions, or the sinks are of other heads.
     """
     indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
     parts = [_attend(q, k, v, indices, scaling)]

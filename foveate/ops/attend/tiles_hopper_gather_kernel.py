@@ -97,7 +97,7 @@ def gather(
 ):
     """Fills ``q_tile [2 * ROWS, D]`` for every item, and ``k_tiles`` and ``v_tiles [STAGES, KEYS, D]`` block by block,
     the last block of a tile's list first; unused keys are 0. The first keys of an item are gathered before its queries,
-    for which the last ones must be done with."""
+    whose buffer is free only when the previous item is done."""
     LANES: gl.constexpr = BLOCK_D // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     places = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))

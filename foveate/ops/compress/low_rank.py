@@ -174,9 +174,9 @@ def channel_weights(q: Tensor, num_kv_heads: int) -> Tensor:
     """How much each channel of the keys matters to queries like these: powers of two.
 
     What a summary leaves out of a key changes a logit by the query's product with it. Keys are therefore multiplied by
-    these weights before they are summarised, and queries divided by them. With the queries' root mean squares
-    themselves as weights, channels that queries hardly use lose more to rounding than is won: a weight is the square
-    root of them. A query that is divided by a power of two loses nothing, within its range.
+    these weights before they are summarised, and queries divided by them. A weight is the square
+    root of the queries' root mean square: with that itself, channels that queries hardly use lose more to rounding
+    than the others gain. Dividing a query by a power of two is exact within its range.
 
     Args:
         q: ``[B, Hq, L, D]``, L at least 1: some queries, such as a prompt's last.

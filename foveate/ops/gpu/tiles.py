@@ -119,9 +119,9 @@ def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[i
 def split_of_row(here, rows, splits, room):
     """:func:`split` on the device: of the ``splits`` programs of each row, how many share the ``here`` blocks of a row.
 
-    A captured step has a grid for the longest row that there may be. A row takes of it what would be best if all rows
-    were like it: all programs, or as many as fill some number of rounds. Three such numbers are tried, from the one on
-    at which the estimate without its roundings is least.
+    A captured step has a grid for the longest row that there may be. A row uses the part of it that would be best if
+    all rows were as long: all programs, or as many as fill some number of rounds. Three numbers of rounds are tried,
+    beginning with the one whose estimate without rounding is least.
 
     Returns:
         ``(used, each)``: programs of the row, at least 1, and blocks of a program.

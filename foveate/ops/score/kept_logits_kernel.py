@@ -52,7 +52,7 @@ class Kept(NamedTuple):
 
 
 def room_for(q: Tensor, number: int, blocks: int, splits: int, block: int) -> Kept:
-    """Room for the logits of ``number`` keys, of a length of which many are moved at a time."""
+    """Room for the logits of ``number`` keys, padded so that many are moved at a time."""
     (batch, num_heads), padded, coded = q.shape[:2], cdiv(number, 16) * 16, q.dtype != torch.float32
     return Kept(
         torch.empty(batch, num_heads, padded, dtype=torch.int16 if coded else torch.float32, device=q.device),

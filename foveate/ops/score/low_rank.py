@@ -36,7 +36,7 @@ def page_lse(
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages are there, the others may hold anything;
             None: all are.
         pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads: only the records ``branch * p`` to ``branch * p +
-            branch - 1`` of each page p are read, -1 for none, and these are the pages that are meant elsewhere.
+            branch - 1`` of each page p are read, -1 for none; the result has these pages alone.
         block_table: where the records are when ``records`` is blocks that all rows share, ``[N, Hkv, n, form.bytes]``:
             the table counts records in place of keys. None: in one piece.
 

@@ -40,15 +40,15 @@ def topk_of_blocks(
     """See :func:`foveate.ops.select.blocks.topk_of_blocks`.
 
     A program owns a row, and looks for the k-th largest of values in its registers by counting how many reach a
-    threshold, two of them at a time, five times or so. Short rows it keeps whole. Of longer ones it first chooses
-    blocks in the same way, the k whose maxima come first: each of them has a score that comes before all scores of a
-    block that is left out, so that the k first scores are among theirs (StreamIndex needs no such step, having no
-    maxima). Those alone are read.
+    threshold, two of them at a time, five times or so. Short rows are kept whole. In longer rows it first chooses, in
+    the same way, the k blocks whose maxima come first, and reads these alone. Each of them has a score that comes
+    before every score of a block left out, so they hold the k first scores. (StreamIndex has no maxima and no such
+    step.)
 
-    Where k blocks are too many to be kept, or all of a row's maxima are, a program keeps the maxima of groups of
-    blocks: the k-th largest of them is a bound that at least k scores reach, and few more; the blocks whose maximum
-    reaches it are read once, and the scores that do are kept. Where those are too many, because scores tie or trend,
-    they are read anew for each threshold: that costs time and never a wrong set.
+    Where k blocks, or all maxima of a row, are too many to keep, a program keeps the maxima of groups of blocks. At
+    least k scores, and few more, reach the k-th largest of these. Blocks whose maximum reaches this bound are read
+    once, and their scores that reach it are kept. Where these are too many, because scores tie or trend, they are read
+    anew for each threshold. That costs time; the set is never wrong.
     """
     batch, rows, number = scores.shape
     blocks = maxima.shape[-1]

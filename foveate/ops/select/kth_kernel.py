@@ -29,8 +29,9 @@ def _log(x):
 
 @triton.jit
 def _between(low, high, reach_low, reach_high, k, turn):
-    """Two thresholds between two, or one twice, around where the k-th is to be expected if the logarithm of the counts
-    is linear: by a standard deviation of the count there; every fourth time at thirds, so that there is an end."""
+    """Two thresholds (or one twice) between ``low`` and ``high``, a standard deviation of the count on either side of
+    where the k-th would be if the logarithm of the counts were linear. Every fourth turn takes thirds, so the search
+    ends."""
     a, b = float_of(low), float_of(high)
     most, least, wanted = reach_low.to(tl.float32), reach_high.to(tl.float32), k.to(tl.float32)
     away = tl.minimum(wanted - least, most - wanted) + 0.5  # and then about the root of it, in two instructions
@@ -71,8 +72,8 @@ def _drawn(x, k, HELD: tl.constexpr):
 
 @triton.jit
 def read_scores(score_ptr, place, limit, VECTOR: tl.constexpr):
-    """Scores before ``limit``, -inf elsewhere, and whatever is after it in the ``VECTOR`` that it cuts: a mask that
-    changes within one would have each score read by itself."""
+    """Scores before ``limit``, and -inf after it. The ``VECTOR`` that ``limit`` cuts is read whole, because a mask that
+    changes within a vector makes every score a load of its own."""
     return tl.load(score_ptr + place, mask=place < tl.cdiv(limit, VECTOR) * VECTOR, other=float("-inf"))
 
 

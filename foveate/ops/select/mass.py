@@ -1,4 +1,4 @@
-"""How many: keys or pages taken in the order of their mass until what is left is small enough."""
+"""How many nodes to take: in the order of their mass, until the rest is small enough."""
 
 from torch import Tensor
 

@@ -95,8 +95,8 @@ def topk_rows(
     """:func:`topk` with a number of its own for each row of a batch.
 
     Args:
-        scores: ``[B, Hkv, n]``; -inf marks what must not be chosen, and NaN counts as inf: to find it would take a
-            look at the device, which a step that is recorded cannot take.
+        scores: ``[B, Hkv, n]``; -inf marks what must not be chosen, and NaN counts as inf, because a captured step
+            cannot look for NaN without waiting for the device.
         counts: int64 ``[B]``: how many in each row, at most k.
         k: the largest of the counts.
         lengths: int ``[B]``: only the first so many scores of a row are there, the others may hold anything; None: all

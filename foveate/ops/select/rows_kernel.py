@@ -27,27 +27,26 @@ from foveate.ops.select.kth_kernel import (
 from foveate.ops.select.short_rows_kernel import VARYING, choose_of_short_row, topk_of_short_rows
 
 _TILE = 2048
-"""Scores that a program looks at at once."""
+"""Scores that a program reads at once."""
 _WARPS = 4
-"""Warps of a program that does."""
+"""Warps of such a program."""
 _RESIDENT = 16
 """Programs that a multiprocessor runs at a time."""
 _MOST = 64
 """The most programs that share a row."""
 _SAMPLES = 4096, 16384, 32768
-"""Scores of a row that tell between which two its last one is to be expected: of up to 196,608, of up to 524,288, and
-of more."""
+"""Sample used to bracket a row's k-th score: in rows of up to 196,608 scores, of up to 524,288, and of more."""
 _DEVIATIONS, _SLACK = tl.constexpr(4.5), tl.constexpr(3.0)
-"""How far from there in the sample these two lie, in standard deviations, and in scores."""
+"""How far the two brackets are from the expected place in the sample: standard deviations, and scores."""
 _SPARE = tl.constexpr(0.0625)
-"""How much farther they may lie, which saves looking for them exactly."""
+"""How much wider the brackets may be, which saves finding them exactly."""
 _ROOM = 1 << 17
-"""The most scores between the two that are kept: a megabyte a row. Enough for rows of up to 4 million."""
+"""The most scores kept between the brackets: a megabyte a row, enough for rows of up to 4 million scores."""
 _HOLDS = tl.constexpr(32768)
 """The most of these that fit into registers; more are read once for each threshold, :data:`_AT_ONCE` at once."""
 _AT_ONCE = tl.constexpr(8192)
 _TALLIES, _KEPT = tl.constexpr(1), tl.constexpr(2)
-"""What tells where the chosen scores lie, see :func:`_settle`."""
+"""What says where the chosen scores are, see :func:`_settle`."""
 
 
 def topk_rows(
@@ -55,10 +54,10 @@ def topk_rows(
 ) -> Tensor:
     """See :func:`foveate.ops.select.reference.topk_rows`; NaN counts as inf.
 
-    Short rows are kept in registers whole, see :func:`topk_of_blocks`. Of others a sample tells two scores between
-    which the last one that is chosen lies, but for one row in 10^5. Those above both are counted, and the few between
-    them kept; the last one is looked for among these. Then a program knows how many are chosen before its own part of
-    the row, and where its own go: all scores are read twice. Room for those kept grows with the row, up to
+    Short rows are kept in registers whole, see :func:`topk_of_blocks`. In longer rows a sample gives two scores that
+    bracket the k-th, in all but one row of 10^5. Scores above both are counted, the few between them are kept, and the
+    k-th is found among these. Each program then knows how many scores are chosen before its part of the row, and where
+    its own go. So all scores are read twice. Room for those kept grows with the row, up to
     :data:`_ROOM`. Where the counts do not prove that the last one is among those kept (many ties, an order that the
     sample does not show), the row is read again and again instead, which costs time and never a wrong set. Repeats are
     equal. Scores beyond a row's length are not read, and its programs share those that are there; a row that is short
@@ -263,8 +262,8 @@ def _keep_between(
     VECTOR: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Writes ``kept [rows, ROOM]``, the scores from the lower to the higher one, in any order and as many as there is
-    room for, ``index``, where they are, and ``tally [2, rows, chunks]``, how many are above, and how many these are."""
+    """Writes ``kept [rows, ROOM]``, the scores between the brackets in any order, as many as there is room for; their
+    places, ``index``; and ``tally [2, rows, chunks]``, how many scores are above the brackets and between them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, number, _ = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR
@@ -320,8 +319,8 @@ def _settle(
     VECTOR: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Writes ``settled [3, rows]``: what :func:`find_kth` finds, a threshold and how many equal to it are chosen, and
-    where they are: the tallies, what was kept, or (0) the scores alone."""
+    """Writes ``settled [3, rows]``: the threshold that :func:`find_kth` finds, how many scores equal to it are chosen,
+    and where the chosen ones are: in the tallies, in what was kept, or (0) in the scores alone."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR

@@ -1,4 +1,4 @@
-"""Top-k of rows that fit into registers whole: Triton kernel, of which those of longer rows take a part."""
+"""Top-k of rows that fit into registers whole: a Triton kernel, parts of which serve longer rows too."""
 
 import triton
 import triton.language as tl

@@ -95,7 +95,7 @@ class TestPicture:
         assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
         assert [group.get_suptitle() for group in pages[0].subfigs] == ["1 sequence"] * 2
         short, long = (axis for group in pages[0].subfigs for axis in group.axes)
-        assert [axis.get_title(loc="left") for axis in (short, long)] == ["8,192 tokens", "32,768 tokens"]
+        assert [axis.get_title(loc="left") for axis in (short, long)] == ["8K tokens", "32K tokens"]
         lengths = [[bar.get_width() for bar in container] for container in short.containers]
         assert lengths == [[0, 500], [0, 0], [1000, 625], [0, 93.75], [250, 250]]
         assert [text.get_text() for text in short.texts] == [" 1,250 ", " 1,469 "]

@@ -17,6 +17,7 @@ from foveate.cli import app
 from foveate.errors import DataError, UserError
 from foveate.lab.evaluation.tasks.niah import DEPTHS
 from foveate.lab.report import page
+from foveate.lab.report.markdown import context_length
 from foveate.lab.report.page import charts
 from foveate.lab.report.rows import spelled
 from foveate.lab.results import lens
@@ -128,7 +129,7 @@ def test_frontiers_are_those_of_the_rows(niah, tmp_path):
         for line in panel["lines"]
         for point in line["points"]
     }
-    expected = {(f"{row['length']:,}", row["spec"]): row for row in rows if row["method"] != "dense"}
+    expected = {(context_length(row["length"]), row["spec"]): row for row in rows if row["method"] != "dense"}
     assert drawn.keys() == expected.keys()
     for key, point in drawn.items():
         assert all(point[name] == expected[key][name] for name in point)
@@ -185,9 +186,9 @@ def test_a_page_takes_no_longer_a_row_where_there_are_more(niah, monkeypatch):
 def test_needles_are_counted_by_depth_and_length(niah, tmp_path):
     page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
     maps = Page(tmp_path / "page.html").data["needles"]
-    assert maps[0]["lengths"] == sorted({row["task_settings"]["length"] for row in niah})
+    assert maps[0]["lengths"] == [*map(context_length, sorted({row["task_settings"]["length"] for row in niah}))]
     row = next(spelled(row) for row in niah if row["method"] == "streaming" and 0 < row["score"] < 100)
-    column = maps[0]["lengths"].index(row["length"])
+    column = maps[0]["lengths"].index(context_length(row["length"]))
     shown = [line[column] for line in maps[0]["maps"][row["spec"]]]
     values, found = row["item_values"]["string_match"], [[] for _ in range(10)]
     for item, value in enumerate(values):
@@ -281,23 +282,48 @@ def compared(spec, difference, low, read, n=500):
 def test_the_verdict_names_what_is_within_a_point_and_what_of_it_reads_least():
     dense, near = compared("dense", 0.0, 0.0, 1.0), compared("luka", -0.5, -0.9, 0.2)
     rows = [dense, near, compared("pages", -0.8, -1.4, 0.1), compared("tova", -3.0, -4.0, 0.05)]
-    assert charts.verdict(rows) == (
-        "Within a point of dense attention (90.0, n = 500) are, with the whole interval: luka (-0.5 [-0.9, +0.5]); by "
-        "the value, but not the whole interval: pages (-0.8 [-1.4, +0.2]). Of all these pages reads least, 10.0 % of "
-        "the keys."
+    said = charts.verdict(rows)
+    assert said["words"] == (
+        "Within a point of dense attention (90.0, n = 500), luka reads least: 20.0 % of the keys, -0.5 [-0.9, +0.5] "
+        "points. One method is within it with the whole 95 % interval, 1 more by the value alone."
     )
-    assert charts.verdict([dense, rows[3]]) == "No method is within a point of dense attention (90.0, n = 500)."
-    assert charts.verdict(rows[1:]) == ""
-    assert charts.verdict([row | {"task": "perplexity"} for row in rows]) == ""
-    many = [dense, *(near | {"spec": f"luka:top_k={n}"} for n in range(1, 9))]
-    assert " and 2 more. " in charts.verdict(many)
+    assert said["within"] == [
+        ["pages", "-0.8 [-1.4, +0.2]", "10.0 %", False],
+        ["luka", "-0.5 [-0.9, +0.5]", "20.0 %", True],
+    ]
+    alone = charts.verdict([dense, rows[2]])["words"]
+    assert alone.startswith("Within a point of dense attention (90.0, n = 500), pages reads least")
+    assert "No method is within it with the whole" in alone
+    none = {"words": "No method is within a point of dense attention (90.0, n = 500).", "within": []}
+    assert charts.verdict([dense, rows[3]]) == none
+    assert charts.verdict(rows[1:]) == charts.verdict([row | {"task": "perplexity"} for row in rows])
+    assert charts.verdict(rows[1:]) == {"words": "", "within": []}
 
 
 def test_the_verdict_is_on_the_page(niah, tmp_path):
     page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
     made = Page(tmp_path / "page.html")
-    assert all(panel["verdict"].startswith(("Within a point", "No method")) for panel in made.data["frontier"])
-    assert 'at("verdict").textContent = panel.verdict' in made.scripts[-1][1]
+    panels = made.data["frontier"]
+    assert all(panel["verdict"]["words"].startswith(("Within a point", "No method")) for panel in panels)
+    assert 'at("verdict").textContent = panel.verdict.words' in made.scripts[-1][1]
+
+
+def test_the_newest_table_of_each_task_is_open_and_the_first_task_too(niah, tmp_path):
+    two = [row | change for change in ({}, {"seed": 1}) for row in niah[:8]]
+    page.write([written(tmp_path / "a.jsonl", two)], tmp_path / "page.html")
+    tables = Page(tmp_path / "page.html").source.split('<section id="tables">')[1].split("</section>")[0]
+    opened = re.findall("<details( open)?><summary>(.*?)</summary>", tables)
+    assert [bool(one) for one, _ in opened] == [True, True, False]
+    assert opened[0][1] == "niah"
+    assert "seed 1" in opened[1][1]
+
+
+def test_many_commits_are_counted_and_few_are_named(niah, tmp_path):
+    for number, said in ((3, "commit c0, c1, c2<"), (4, "; 4 commits<")):
+        rows = [row | {"commit": f"c{n % number}"} for n, row in enumerate(niah[:8])]
+        page.write([written(tmp_path / "a.jsonl", rows)], tmp_path / "page.html")
+        (facts,) = re.findall(r'<p class="faint">8 rows.*', Page(tmp_path / "page.html").source)
+        assert said in facts
 
 
 def test_rows_of_one_method_that_differ_are_refused_and_equal_ones_drawn_once(niah, tmp_path):

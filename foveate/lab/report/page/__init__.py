@@ -13,9 +13,9 @@ from typing import Any
 
 from foveate import outfile
 from foveate.errors import DataError, UserError
-from foveate.lab.report.markdown import made_with
+from foveate.lab.report.markdown import made_beside, made_with
 from foveate.lab.report.page import charts
-from foveate.lab.report.rows import Row, grouped, read_any, spelled
+from foveate.lab.report.rows import Row, all_spelled, read_any
 from foveate.lab.report.tables import general
 from foveate.lab.results import lens
 
@@ -50,14 +50,15 @@ def write(files: Sequence[Path], out: Path) -> None:
     lenses = [lens.read(file) for file in files if file.suffix == ".json"]
     by_age = sorted((file for file in files if file.suffix != ".json"), key=lambda file: _changed(file))
     found = {file: read_any(file) for file in by_age}
-    rows = [row if "bench" in row else spelled(row) for some in found.values() for row in some]
-    asked = [row for row in rows if "bench" not in row]
+    rows = [row for some in found.values() for row in some]
+    asked, timed = all_spelled(row for row in rows if "bench" not in row), [row for row in rows if "bench" in row]
     try:
-        tables = _tables(asked, [row for row in rows if "bench" in row])
+        tables = _tables(asked, timed)
         data = {
             "frontier": charts.frontier(asked),
             "needles": charts.needles(asked),
-            "steps": charts.steps([row for row in rows if row.get("bench") == "decode"]),
+            "steps": charts.steps([row for row in timed if row["bench"] == "decode"]),
+            "most": charts.MOST_LINES,
             "lenses": lenses,
             "states": lens.STATES,
         }
@@ -65,8 +66,15 @@ def write(files: Sequence[Path], out: Path) -> None:
         where = ", ".join(map(str, found))
         raise DataError(f"{where}: rows that make no page ({error} is missing or malformed)") from None
     names = ", ".join(file.name for file in files)
-    facts = f"{len(rows):,} rows · {names} · {made_with(rows)}" if rows else names
+    facts = f"{len(rows):,} rows · {names} · {_made_with(rows)}" if rows else names
     outfile.write(out, _page(data, facts=html.escape(facts), tables=tables).encode())
+
+
+def _made_with(rows: Sequence[Row]) -> str:
+    """Devices, versions and commits; of many commits their number, as each table names its own."""
+    commits = {commit for row in rows for commit in row["commit"].split(", ")}
+    few = len(commits) <= 3
+    return made_with(rows, commits=few) + ("" if few else f"; {len(commits)} commits")
 
 
 def _changed(file: Path) -> float:
@@ -75,23 +83,43 @@ def _changed(file: Path) -> float:
 
 
 def _tables(asked: Sequence[Row], timed: Sequence[Row]) -> str:
-    """The tables of some rows, the newest comparison first, in a part for each task or bench that opens and closes."""
-    from markdown_it import MarkdownIt
+    """The tables of some rows, in a part for each task or bench that opens and closes, and in it one for each table.
 
-    parser, tables = MarkdownIt("js-default"), {}
+    The newest come first and are open.
+    """
+    tables: dict[str, list[str]] = {}
     for title, some in charts.comparisons(asked):
-        tables.setdefault(some[0]["task"], []).append(general.one_table(title, some))
-    for name, some in grouped(timed, lambda row: f"bench {row['bench']}").items():
-        tables[name] = [general.tables(some)]
-    parts = []
-    for name, written in tables.items():
-        body = parser.render("\n\n".join(written))
-        body = re.sub("<code>.*?</code>", lambda found: found[0].replace(",", ",<wbr>"), body)
-        body = body.replace(
-            "<table>", '<div class="wide" role="region" aria-label="table" tabindex="0"><table>'
-        ).replace("</table>", "</table></div>")
-        parts.append(f"<details><summary>{html.escape(name)}</summary>{body}</details>")
-    return "\n".join(parts)
+        own = tables.setdefault(some[0]["task"], [])
+        own.append(_part(title, _table(title, some), not own))
+    for title, some in general.alike(timed):
+        own = tables.setdefault(f"bench {some[0]['bench']}", [])
+        own.append(_part(title, _table(title, some), not own))
+    return "\n".join(_part(name, "\n".join(own), place == 0) for place, (name, own) in enumerate(tables.items()))
+
+
+def _part(name: str, body: str, is_open: bool) -> str:
+    return f"<details{' open' * is_open}><summary>{html.escape(name)}</summary>{body}</details>"
+
+
+def _table(title: str, rows: Sequence[Row]) -> str:
+    """A table of some rows, after what they were made with."""
+    head, *body = general.lines(rows)
+    lines = [_line("th", head), *(_line("td", cells) for cells in body)]
+    facts = f'<p class="faint">{html.escape(made_beside(title, rows))}</p>'
+    scrolled = '<div class="wide" role="region" aria-label="table" tabindex="0">'
+    return "\n".join([facts, f"{scrolled}<table>", *lines, "</table></div>"])
+
+
+def _line(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _cell(text: str) -> str:
+    """A cell as HTML; code may be broken after the marks of a spec."""
+    code = re.fullmatch("`(.*)`", text, re.DOTALL)
+    if code is None:
+        return html.escape(text)
+    return f"<code>{'<wbr>'.join(map(html.escape, re.split('(?<=[,:=])', code[1])))}</code>"
 
 
 def _page(data: Mapping[str, Any], **parts: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from foveate.errors import UserError
 from foveate.lab.evaluation.tasks.niah import DEPTHS, depth_of
 from foveate.lab.report import lines
-from foveate.lab.report.markdown import difference, made_with, percent
+from foveate.lab.report.markdown import context_length, difference, made_beside, made_with, percent
 from foveate.lab.report.plots.decode import COLORS, LEVELS, WORDS, of_step
 from foveate.lab.report.plots.frontier import BUDGETS, is_dense
 from foveate.lab.report.rows import Row, grouped
@@ -21,7 +21,7 @@ from foveate.lab.report.tables.decode import how, mean_parts
 AMOUNTS = ("keys_read_share", "kv_bytes_per_step")
 """What a frontier can be drawn against: fields of the rows."""
 MOST_LINES = 6
-"""Lines of a panel that are drawn at first; the others are there to be chosen."""
+"""Lines of a panel, and maps of needles, that are drawn at first; the others are there to be chosen."""
 _DEPTHS = 10
 """Rows of a map of needles."""
 
@@ -80,32 +80,37 @@ def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
         panel = {"title": title, "metric": next(iter(some[0]["metrics"])), "dense_score": some[0]["dense_score"]}
         panel["verdict"] = verdict(some)
         panel |= {"dense": None if dense is None else [dense["low"], dense["high"]], "lines": entries}
-        panels.append(panel | {"commits": made_with(some), "most": MOST_LINES})
+        panels.append(panel | {"commits": made_beside(title, some)})
     return panels
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Which methods of a comparison are within a point of dense attention, and which of them reads least, in words;
-    empty without dense rows or points to count."""
+def verdict(rows: Sequence[Row]) -> dict[str, Any]:
+    """Which methods of a comparison are within a point of dense attention, and which of them reads least.
+
+    Returns:
+        ``words`` for the cheapest, and ``within``: spec, difference, keys read and whether the whole interval is within
+        the point, of each such method, those that read less first. Empty without dense rows or points to count.
+    """
     dense = next(filter(is_dense, rows), None)
     if dense is None or not general.counts_points(dense):
-        return ""
+        return {"words": "", "within": []}
     others = [row for row in rows if not is_dense(row) and row["kv_bytes_per_step"] is not None]
     within = sorted((row for row in others if row["diff_to_dense"] >= -1), key=lambda row: row["kv_bytes_per_step"])
+    beside = f"dense attention ({dense['score']:.1f}, n = {dense['n']:,})"
     if not within:
-        return f"No method is within a point of dense attention ({dense['score']:.1f}, n = {dense['n']:,})."
-    parts = []
-    for words, sure in (("with the whole interval", True), ("by the value, but not the whole interval", False)):
-        some = [row for row in within if (row["diff_low"] >= -1) == sure]
-        if some:
-            named = ", ".join(f"{row['spec']} ({difference(row)})" for row in some[:MOST_LINES])
-            more = f" and {len(some) - MOST_LINES} more" if len(some) > MOST_LINES else ""
-            parts.append(f"{words}: {named}{more}")
-    first = within[0]
-    return (
-        f"Within a point of dense attention ({dense['score']:.1f}, n = {dense['n']:,}) are, {'; '.join(parts)}. "
-        f"Of all these {first['spec']} reads least, {percent(first['keys_read_share'])} of the keys."
-    )
+        return {"words": f"No method is within a point of {beside}.", "within": []}
+    sure = [row for row in within if row["diff_low"] >= -1]
+    first = (sure or within)[0]
+    words = f"Within a point of {beside}, {first['spec']} reads least: {percent(first['keys_read_share'])} of the keys"
+    words += f", {difference(first)} points. "
+    words += f"{_methods(sure)} within it with the whole 95 % interval"
+    words += f", {len(within) - len(sure)} more by the value alone." if len(within) > len(sure) else "."
+    entries = [[row["spec"], difference(row), percent(row["keys_read_share"]), row in sure] for row in within]
+    return {"words": words, "within": entries}
+
+
+def _methods(rows: Sequence[Row]) -> str:
+    return "No method is" if not rows else "One method is" if len(rows) == 1 else f"{len(rows)} methods are"
 
 
 def _point(row: Row) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 of_spec[depth][lengths.index(row["task_settings"]["length"])] = cell
         depths = [f"{100 * part // _DEPTHS} to {100 * (part + 1) // _DEPTHS} %" for part in range(_DEPTHS)]
         title = f"niah ({key[0]}), {', '.join(key[1:5])}{f', items {key[-1] + 1}' * (key[-1] > 0)}; {made_with(group)}"
-        found.append({"title": title, "lengths": lengths, "depths": depths, "maps": maps})
+        found.append({"title": title, "lengths": [*map(context_length, lengths)], "depths": depths, "maps": maps})
     return found
 
 
@@ -167,7 +172,7 @@ def steps(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Args:
         rows: of `foveate bench decode` and `decode-model`; those without a profile of their kernels are left out.
     """
-    found = []
+    found, made = [], {made_with([row], commits=False) for row in rows}
     for level, (unit, scale) in LEVELS.items():
         parts_of = mean_parts if level == "kernel" else of_step
         profiled = [row for row in rows if row["case"]["level"] == level and parts_of(row)]
@@ -179,7 +184,8 @@ def steps(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 total = sum(value for _, value in parts)
                 bars.append({"method": row["case"]["method"], "parts": parts, "total": total})
             panel = {
-                "title": f"{title}; {made_with(group)}",
+                "title": title if len(made) == 1 else f"{title}; {made_with(group, commits=False)}",
+                "facts": made_with(group),
                 "unit": unit,
                 "bars": bars,
                 "words": WORDS,

@@ -10,6 +10,12 @@ function make(name, text, more = {}) {
   return one;
 }
 
+// A spec that may be broken into lines after its marks
+function fill(one, spec) {
+  one.replaceChildren(...spec.split(/(?<=[,:=])/).flatMap((part) => [part, make("wbr")]));
+  return one;
+}
+
 function choices(select, names, chosen = 0) {
   select.replaceChildren(...names.map((name, place) => new Option(name, place, false, place === chosen)));
   select.closest("label").hidden = names.length < 2;
@@ -42,20 +48,31 @@ function ticks(values) {
   return finer.find((some) => some.length <= room) ?? finer.at(-1);
 }
 
+// Where points stand on the axis: those that would cover each other stand side by side, ten pixels apart
+function apart(points, exact, values) {
+  const step = (1.5625 * (Math.max(...values) / Math.min(...values))) ** (10 / Math.max(200, at("chart").clientWidth - 60));
+  const sorted = [...points].sort((one, other) => exact(one) - exact(other));
+  const groups = [];
+  sorted.forEach((point, place) => {
+    if (place && exact(point) < exact(sorted[place - 1]) * step) groups.at(-1).push(point);
+    else groups.push([point]);
+  });
+  const places = new Map();
+  for (const some of groups) {
+    const middle = Math.sqrt(exact(some[0]) * exact(some.at(-1)));
+    some.forEach((point, place) => places.set(point, some.length < 2 ? exact(point) : middle * step ** (place - (some.length - 1) / 2)));
+  }
+  return (point) => places.get(point) ?? exact(point);
+}
+
 function drawFrontier() {
   at("lines").querySelectorAll(".mark").forEach((mark, place) => { mark.style.color = tone(COLORS[place % COLORS.length]); });
   const panel = data.frontier[at("panel").value];
   const amount = AMOUNTS[at("against").value];
   const exact = (point) => amount.scale * point[at("against").value];
   const shown = [...at("lines").querySelectorAll("input")].map((box) => box.checked);
-  // Points of several lines at one amount stand beside each other
-  const beside = {};
-  panel.lines.forEach((line, place) => shown[place] && line.points.forEach((point) => (beside[exact(point)] ??= []).push(point.spec)));
-  const x = (point) => {
-    const some = beside[exact(point)] ?? [point.spec];
-    return exact(point) * 1.012 ** (some.indexOf(point.spec) - (some.length - 1) / 2);
-  };
   const values = panel.lines.flatMap((line) => line.points.map(exact));
+  const x = apart(panel.lines.filter((_, place) => shown[place]).flatMap((line) => line.points), exact, values);
   const marks = ticks(values);
   const traces = panel.lines.map((line, place) => ({
     visible: shown[place],
@@ -94,13 +111,27 @@ function choosePanel() {
     const label = make("label");
     const mark = make("span", GLYPHS[place % GLYPHS.length], { className: "mark" });
     mark.setAttribute("aria-hidden", "true");
-    label.append(make("input", undefined, { type: "checkbox", checked: place < panel.most, onchange: drawFrontier }), mark, make("span", line.name));
+    label.append(make("input", undefined, { type: "checkbox", checked: place < data.most, onchange: drawFrontier }), mark, fill(make("span"), line.name));
     return label;
   });
-  at("lines").replaceChildren(make("legend", panel.lines.length > panel.most ? `Lines (${panel.most} of ${panel.lines.length} at first, those with the best trade-offs before others)` : "Lines"), ...boxes);
-  at("verdict").textContent = panel.verdict;
+  at("lines").replaceChildren(make("legend", panel.lines.length > data.most ? `Lines (${data.most} of ${panel.lines.length} at first, those with the best trade-offs before others)` : "Lines"), ...boxes);
+  at("verdict").textContent = panel.verdict.words;
+  drawWithin(panel.verdict.within);
   at("chart-facts").textContent = `${panel.title}. Bars and the band are 95 % intervals; the level is dense attention. ${panel.commits}`;
   drawFrontier();
+}
+
+function drawWithin(methods) {
+  at("within").hidden = methods.length < 2;
+  const table = make("table"), head = make("tr");
+  head.append(...["method", "Δ to dense [95 %]", "keys read", "whole interval"].map((name) => make("th", name, { scope: "col" })));
+  table.append(head, ...methods.map(([spec, points, share, sure]) => {
+    const line = make("tr"), name = make("td");
+    name.append(fill(make("code"), spec));
+    line.append(name, ...[points, share, sure ? "yes" : "no"].map((text) => make("td", text)));
+    return line;
+  }));
+  at("within").querySelector("div").replaceChildren(table);
 }
 
 // Needles
@@ -109,9 +140,9 @@ function drawNeedles() {
   const of = data.needles[at("needles-of").value];
   const maps = Object.entries(of.maps).map(([method, map]) => {
     const table = make("table");
-    table.append(make("caption", method));
+    table.append(fill(make("caption"), method));
     const head = make("tr");
-    head.append(make("th", "depth"), ...of.lengths.map((length) => make("th", length.toLocaleString("en"), { scope: "col" })));
+    head.append(make("th", "depth"), ...of.lengths.map((length) => make("th", length, { scope: "col" })));
     table.append(head, ...of.depths.map((depth, row) => {
       const line = make("tr");
       line.append(make("th", depth, { scope: "row" }), ...map[row].map((cell) => {
@@ -128,7 +159,11 @@ function drawNeedles() {
     return wide;
   });
   at("needles-facts").textContent = `${of.title}. Percent found, by prompt tokens (across) and depth; depth 0 is the beginning of the text.`;
+  const more = maps.splice(data.most);
   at("needles-maps").replaceChildren(...maps);
+  at("needles-more").hidden = !more.length;
+  at("needles-more").querySelector("summary").textContent = `${more.length} more methods`;
+  at("needles-more").querySelector("div").replaceChildren(...more);
 }
 
 // Decode steps
@@ -136,6 +171,7 @@ function drawNeedles() {
 function drawSteps() {
   const of = data.steps[at("steps-of").value];
   const most = Math.max(...of.bars.map((bar) => bar.total));
+  at("steps-facts").textContent = of.facts;
   const names = [...new Set(of.bars.flatMap((bar) => bar.parts.map((part) => part[0])))];
   at("steps-key").replaceChildren(...names.map((name) => {
     const entry = make("li", of.words[name]);
@@ -160,6 +196,9 @@ function drawSteps() {
 }
 
 // Lens
+
+// A method whose files are named without their folders
+const named = (method) => method.replace(/"[^"]*\/([^"/]+)"/g, '"$1"');
 
 const lettersOf = (runs) => runs.replace(/([a-z])(\d+)/g, (_, letter, number) => letter.repeat(number));
 
@@ -198,8 +237,10 @@ function drawLens() {
   const text = at("lens-text"), self = text.querySelector(".self");
   if (self) text.scrollTop = self.offsetTop - text.offsetTop - text.clientHeight / 2;
   const from = one.reads_choice_of == null ? "" : ` It reads what layer ${one.reads_choice_of} has chosen.`;
-  at("lens-facts").textContent = `${lens.model}, ${lens.dtype}, ${lens.method}. Layer ${one.layer}: ${one.method ?? `unchanged, ${one.unchanged}; nothing is recorded`}.${from} The outlined token is the one that reads.`;
-  at("lens-key").replaceChildren(...Object.entries(data.states).map(([letter, words]) => {
+  const own = one.unchanged ? `: unchanged, ${one.unchanged}; nothing is recorded` : one.method === lens.method ? "" : `: ${named(one.method)}`;
+  at("lens-facts").textContent = `${lens.model}, ${lens.dtype}, ${named(lens.method)}. Layer ${one.layer}${own}.${from} The outlined token is the one that reads.`;
+  const known = Object.entries(data.states).filter(([letter]) => lens.patterns.some((runs) => runs.includes(letter)));
+  at("lens-key").replaceChildren(...known.map(([letter, words]) => {
     const entry = make("li", `${words}: ${[...letters].filter((other) => other === letter).length}`);
     entry.prepend(make("span", "", { className: `swatch ${letter}` }));
     return entry;
@@ -209,7 +250,7 @@ function drawLens() {
   [map.width, map.height] = [number, lens.layers.length * high];
   map.style.height = `${map.height}px`;
   const pen = map.getContext("2d");
-  const colors = { r: color("read"), u: color("reused"), s: color("summary"), n: color("panel"), e: color("evicted") };
+  const colors = { r: color("map-read"), u: color("map-reused"), s: color("map-summary"), n: color("panel"), e: color("map-evicted") };
   lens.layers.forEach((_, place) => {
     [...of(place)].forEach((letter, token) => {
       pen.fillStyle = colors[letter];
@@ -235,7 +276,7 @@ begin("frontier", "panel", choosePanel, data.frontier.map((one) => one.title));
 at("against").onchange = drawFrontier;
 begin("needles", "needles-of", drawNeedles, data.needles.map((one) => one.title));
 begin("steps", "steps-of", drawSteps, data.steps.map((one) => one.title));
-begin("lens", "lens-of", chooseLens, data.lenses.map((one) => `${one.method}, ${one.model}`));
+begin("lens", "lens-of", chooseLens, data.lenses.map((one) => `${named(one.method)}, ${one.model}`));
 at("lens-step").onchange = drawLens;
 at("lens-layer").onchange = chooseLayer;
 at("lens-head").onchange = drawLens;

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError
-from foveate.lab.report.markdown import made_with
+from foveate.lab.report.markdown import context_length, made_with
 from foveate.lab.report.plots import figure
 from foveate.lab.report.rows import Row, grouped
 from foveate.lab.report.tables.decode import how, mean_parts
@@ -59,7 +59,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
             for axis, context in zip(own, contexts):
                 of_context = [row for row in rows if row["case"]["context"] == context]
                 _bars(axis, methods, {row["case"]["method"]: of_row(row) for row in of_context}, scale)
-                axis.set_title(f"{context:,} tokens")
+                axis.set_title(f"{context_length(context)} tokens")
                 axis.set_xlabel(unit)
             own[0].set_yticks(range(len(methods)), [_lines(name) for name in methods], fontsize=6.5)
             own[0].set_ylim(len(methods) - 0.5, -0.5)

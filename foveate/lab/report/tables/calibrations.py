@@ -9,7 +9,7 @@ import torch
 
 from foveate.calibration import Calibration, objective
 from foveate.errors import UserError
-from foveate.lab.report.markdown import markdown_table
+from foveate.lab.report.markdown import context_length, markdown_table
 
 
 def table(found: Sequence[Calibration]) -> str:
@@ -92,5 +92,5 @@ def tasks(run: Mapping[str, Any]) -> str:
     for task in run["tasks"]:
         split, length = task["settings"].get("split"), task["settings"].get("length")
         split = f" {split}" if task["task"] == "ruler" else ""
-        names.append(f"{task['task']}{split}{f', {length:,} tokens' if length else ''}")
+        names.append(f"{task['task']}{split}{f', {context_length(length)} tokens' if length else ''}")
     return " and ".join(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foveate.lab.report.markdown import columns, titled
+from foveate.lab.report.markdown import columns, context_length, titled
 from foveate.lab.report.rows import Row, grouped
 from foveate.lab.results.measurements import PARTS
 
@@ -30,7 +30,7 @@ def speedup(row: Row) -> str:
 
 PLACE: dict[str, Callable[[Row], str]] = {
     "method": method,
-    "tokens": lambda row: f"{row['case']['context']:,}",
+    "tokens": lambda row: context_length(row["case"]["context"]),
     "batch": lambda row: str(row["case"]["batch"]),
 }
 """The first columns of the tables of one method and size a line."""

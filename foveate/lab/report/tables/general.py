@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from foveate.lab.report.lines import split_of
 from foveate.lab.report.markdown import (
     NONE,
-    columns,
+    context_length,
     difference,
     interval,
+    lines_of,
     made_with,
+    markdown_table,
     percent,
     score,
     titled,
@@ -18,24 +20,31 @@ from foveate.lab.report.markdown import (
 from foveate.lab.report.ratio import perplexity_ratio
 from foveate.lab.report.rows import Row, grouped
 
+Lines = list[tuple[str, ...]]
+
 
 def tables(rows: Sequence[Row]) -> str:
     """All rows, grouped by what they measure, each group under one line that says on what."""
-    groups = grouped(rows, lambda row: (what(row), _table(row), made_with([row], commits=False)))
-    return "\n\n".join(titled(words, group, table(group)) for (words, table, _), group in groups.items())
+    return "\n\n".join(titled(words, group, markdown_table(lines(group))) for words, group in alike(rows))
 
 
-def one_table(words: str, rows: Sequence[Row]) -> str:
-    """Rows of one kind as a table, under a line that begins with the words."""
-    return titled(words, rows, _table(rows[0])(rows))
+def alike(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of one table each, with what they measure in words."""
+    groups = grouped(rows, lambda row: (what(row), _lines(row), made_with([row], commits=False)))
+    return [(words, group) for (words, *_), group in groups.items()]
+
+
+def lines(rows: Sequence[Row]) -> Lines:
+    """The lines of a table of rows of one kind, the head first; code is marked as in Markdown."""
+    return _lines(rows[0])(rows)
 
 
 def counts_points(row: Row) -> bool:
     """Whether a row's score is one of answers, 0 to 100."""
-    return _table(row) is _comparison
+    return _lines(row) is _comparison
 
 
-def _table(row: Row) -> Callable[[Sequence[Row]], str]:
+def _lines(row: Row) -> Callable[[Sequence[Row]], Lines]:
     if "bench" in row:
         return _speeds
     return {"perplexity": _perplexities, "fidelity": _fidelities}.get(row["task"], _comparison)
@@ -48,16 +57,16 @@ def what(row: Row) -> str:
         batch = "" if case["batch"] == 1 else f", batch {case['batch']}"
         model = case.get("model") or f"a layer of {case['heads']} query and {case['kv_heads']} KV heads"
         model += " (random weights)" * (case.get("weights") == "random")
-        chunk = f" in chunks of {case['chunk']:,}" if case.get("chunk") else ""
-        return f"{row['bench']}, {model}, {case['context']:,} tokens{chunk}, {case['dtype']}{batch}"
-    length = f", {row['length']:,.0f} tokens" if row["length"] else ""
+        chunk = f" in chunks of {context_length(case['chunk'])}" if case.get("chunk") else ""
+        return f"{row['bench']}, {model}, {context_length(case['context'])} tokens{chunk}, {case['dtype']}{batch}"
+    length = f", {context_length(row['length'])} tokens" if row["length"] else ""
     if scored := row["task_settings"].get("continuation"):
-        length = f", {scored:,} tokens after a prompt of {row['length']:,}"
+        length = f", {context_length(scored)} tokens after a prompt of {context_length(row['length'])}"
     task = " on ".join(filter(None, (row["task"], row["task_settings"].get("of"))))
     return f"{task} ({split_of(row)}), {row['model']}{length}, n = {row['n']}, {row['dtype']}"
 
 
-def _comparison(rows: Sequence[Row]) -> str:
+def _comparison(rows: Sequence[Row]) -> Lines:
     compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
 
     def to_dense(row: Row) -> str:
@@ -77,10 +86,10 @@ def _comparison(rows: Sequence[Row]) -> str:
         cells["peak of a sequence"] = lambda row: f"{row['cache_peak_bytes'] / row['batch_size'] / 1e6:.1f} MB"
     if all("answer_tokens" in row["metrics"] for row in rows):
         cells["answer, tokens [95 %]"] = lambda row: interval(row["metrics"]["answer_tokens"], 0)
-    return columns(rows, cells)
+    return lines_of(rows, cells)
 
 
-def _perplexities(rows: Sequence[Row]) -> str:
+def _perplexities(rows: Sequence[Row]) -> Lines:
     dense = next((row for row in rows if row["method"] == "dense"), None)
 
     def ratio(row: Row) -> str:
@@ -88,7 +97,7 @@ def _perplexities(rows: Sequence[Row]) -> str:
             return ""
         return interval(vars(perplexity_ratio(row, dense)), 3)
 
-    return columns(
+    return lines_of(
         rows,
         {
             "method": lambda row: f"`{row['spec']}`",
@@ -99,8 +108,8 @@ def _perplexities(rows: Sequence[Row]) -> str:
     )
 
 
-def _fidelities(rows: Sequence[Row]) -> str:
-    return columns(
+def _fidelities(rows: Sequence[Row]) -> Lines:
+    return lines_of(
         rows,
         {
             "method": lambda row: f"`{row['spec']}`",
@@ -111,7 +120,7 @@ def _fidelities(rows: Sequence[Row]) -> str:
     )
 
 
-def _speeds(rows: Sequence[Row]) -> str:
+def _speeds(rows: Sequence[Row]) -> Lines:
     """Times beside the baseline, and what else these rows have: quartiles, predictions, what the cache holds."""
     cells: dict[str, Callable[[Row], str]] = {
         "method": lambda row: f"`{row['case']['method']}`",
@@ -120,7 +129,7 @@ def _speeds(rows: Sequence[Row]) -> str:
         "over": lambda row: f"`{row['baseline']}`",
         rows[0].get("peak_kind", "peak memory"): lambda row: f"{row['peak_bytes'] / 1e6:,.0f} MB",
     }
-    return columns(
+    return lines_of(
         rows, cells | {name: cell for field, name, cell in _BESIDE_SPEED if all(field in row for row in rows)}
     )
 

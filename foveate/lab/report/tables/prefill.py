@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foveate.lab.report.markdown import NONE, columns, percent
+from foveate.lab.report.markdown import NONE, columns, context_length, percent
 from foveate.lab.report.rows import Row
 from foveate.lab.report.tables.general import tables
 from foveate.lab.results.measurements import PARTS
@@ -38,7 +38,7 @@ def layers(rows: Sequence[Row]) -> str:
 
     cells = {
         "method": lambda one: f"`{one['case']['method']}`",
-        "tokens": lambda one: f"{one['case']['context']:,}",
+        "tokens": lambda one: context_length(one["case"]["context"]),
         "layers": lambda one: str(one["layers"]),
         "of": lambda one: one["kind"],
         "ms": lambda one: f"{one['ms']:.2f}",

@@ -126,8 +126,8 @@ class TestFrontier:
     def test_a_panel_for_each_length_and_a_line_for_each_method(self, pages, tmp_path):
         assert plots.frontier(FRONTIER, tmp_path / "a.png", margin=2) == []
         first, second = pages[0].axes
-        assert first.get_title(loc="left") == "niah / single, 4,096 tokens"
-        assert second.get_title(loc="left") == "niah / single, 8,192 tokens"
+        assert first.get_title(loc="left") == "niah / single, 4K tokens"
+        assert second.get_title(loc="left") == "niah / single, 8K tokens"
         assert drawn(first)["luka: exact"] == [[10, 70], [20, 78], [30, 79]]
         assert drawn(first)["luka: preserve"] == [[20, 9]]
         assert drawn(second)["luka: exact"] == [[30, 75]]
@@ -155,7 +155,7 @@ class TestFrontier:
         rows = [row(spec, share=0.2, split=f"a_{s}", **values) for spec in ("dense", "h2o:top_k=0.2") for s in "12"]
         plots.frontier([*rows, row("h2o:top_k=0.1", split="a_1", **values)], tmp_path / "a.png", over_splits=True)
         (axis,) = pages[0].axes
-        assert axis.get_title(loc="left") == "niah / a (2 splits), 4,096 tokens"
+        assert axis.get_title(loc="left") == "niah / a (2 splits), 4K tokens"
         assert drawn(axis)["h2o"] == [[20, 50]]
 
     def test_against_bytes(self, pages, tmp_path):

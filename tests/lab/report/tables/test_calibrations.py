@@ -61,7 +61,7 @@ def test_anchors_are_measured_by_what_each_was_chosen_by(over, weights):
 def test_data_and_circumstances_are_told():
     text = table([calibration(0, "ruler")[0], calibration(1, "2wiki")[0]])
     assert text.startswith("some-model, bfloat16; 64 keys a tile of 128 queries (a device; commit 1234567):\n\n")
-    assert [line[0] for line in shares(text)] == ["prompts", "ruler vt, 4,096 tokens (7)", "2wiki (7)"]
+    assert [line[0] for line in shares(text)] == ["prompts", "ruler vt, 4K tokens (7)", "2wiki (7)"]
 
 
 def test_calibrations_of_other_models_do_not_go_side_by_side():

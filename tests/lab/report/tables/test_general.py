@@ -16,7 +16,7 @@ COSTS = {"kv_bytes_per_step": 1e6, "resident_bytes": 2e6}
 def test_perplexities_beside_dense_on_the_same_texts():
     first, second = tables([row | MORE for row in [*FIGURE_4[:2], *MODES]]).split("\n\nperplexity")
     assert first.startswith("perplexity (books), tiny, 512 tokens after a prompt of 1, n = 12, float32 (cpu;")
-    assert "1,024 tokens after a prompt of 1" in second
+    assert "1K tokens after a prompt of 1" in second
     assert "| `dense` | 34.81 [27.85, 41.78] |  | 100.0 % |" in second
     assert "| `luka` | 35.20 [28.16, 42.24] | 1.011 [1.011, 1.011] | 100.0 % |" in second
 
