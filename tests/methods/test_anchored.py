@@ -404,23 +404,6 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
         assert stack.feed(part(tokens, 39, 40)).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "before"),
-    [
-        ("dense_anchor_prefill", True, False),
-        ("score_keys", "pages", "exact"),
-        ("first_layer", "pages", "dense"),
-    ],
-)
-def test_a_setting_that_came_later_is_recorded_where_it_is_used(name, value, before):
-    beside = {"score_keys": "pages"} if name == "first_layer" else {}
-    old, method = (kascade_by_head(**{name: x}, **beside) for x in (before, value))
-    assert name not in old.settings()
-    assert method.settings()[name] == value
-    for one in (old, method):
-        assert methods.make("kascade", **one.settings()) == one == methods.parse(one.spec)
-
-
 def test_methods_on_record_within_others_are_as_they_were():
     for exact in (False, True):
         own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:dense_anchor_prefill={exact}"})

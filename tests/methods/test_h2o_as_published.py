@@ -60,7 +60,6 @@ def test_early_queries_see_the_future_and_h2o_does_not():
 
 
 def test_the_heads_of_a_layer_read_the_same_only_with_one_grid():
-    """The default is what the recorded results were measured with, and so not among their settings."""
     tokens = Tokens.random(1, PROMPT + 20)
     for pool, alike in (("kv_head", False), ("layer", True)):
         driver = Driver(METHOD.changed(pool=pool))
@@ -68,7 +67,6 @@ def test_the_heads_of_a_layer_read_the_same_only_with_one_grid():
         driver.feed_steps(tokens[PROMPT:])
         heads = driver.layer.method._selected(driver.store)[0]
         assert torch.equal(heads[0], heads[1]) == alike
-    assert "pool" not in METHOD.settings()
     with pytest.raises(ValueError, match="pool must be one of kv_head, layer, not 'head'"):
         METHOD.changed(pool="head")
 
