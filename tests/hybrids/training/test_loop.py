@@ -114,6 +114,18 @@ def test_micro_batches_add_up_to_the_step(make, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=2e-4)
 
 
+def test_every_micro_batch_of_every_process_draws_dropout_of_its_own(make, tmp_path, monkeypatch):
+    seeds = []
+    config = make({"batch.device_tokens": 128, "batch.tokens": 512})
+    run = loop._Run(config, tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    source = run._batches()
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    for rank, run.step in ((0, 0), (1, 0), (0, 1)):
+        run.place = loop.Place(rank, 1, torch.device("cpu"))
+        run._step(source)
+    assert len(seeds) == len(set(seeds)) == 3 * run.shape.accumulate > 3
+
+
 @pytest.mark.parametrize("answers", [1.0, 8.0])
 def test_every_counted_token_of_a_step_weighs_as_asked(make, tmp_path, answers):
     """The first loss is that of all counted tokens, though micro-batches hold different numbers of them."""
