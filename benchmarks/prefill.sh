@@ -10,5 +10,5 @@ methods=()
 for method in dense "$sparse" "$sparse,dense_anchor_prefill=false" streaming snapkv tova h2o luka; do
   methods+=(--method "$method")
 done
-foveate bench prefill "${methods[@]}" --out "$out"
+python -m benchmarks.layer prefill "${methods[@]}" --out "$out"
 foveate bench prefill-model "${methods[@]}" --method luka:compressor=attention --method mixed --model "$model" --out "$out"

@@ -5,6 +5,8 @@
 >>> model.generate(**inputs)
 >>> print(foveate.stats(model))
 >>> foveate.detach(model)
+
+What attaches and serves is here. :mod:`foveate.lab` measures and :mod:`foveate.hybrids` trains; neither is loaded.
 """
 
 import importlib
@@ -53,8 +55,9 @@ _HOME = {
 }
 
 _MOVED = {
-    **dict.fromkeys(("bench", "evaluation", "inputs", "report", "results"), "lab"),
-    **dict.fromkeys(("layers", "models", "training"), "hybrids"),
+    **{old: f"foveate.lab.{old}" for old in ("bench", "evaluation", "inputs", "report", "results")},
+    **{old: f"foveate.hybrids.{old}" for old in ("models", "training")},
+    "layers": "foveate.hybrids.layers, and its csa foveate.csa",
 }
 
 
@@ -65,7 +68,7 @@ class _Moved:
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         package, _, old = name.rpartition(".")
         if package == "foveate" and old in _MOVED:
-            raise ImportError(f"{name} is now foveate.{_MOVED[old]}.{old}", name=name)
+            raise ImportError(f"{name} is now {_MOVED[old]}", name=name)
 
 
 sys.meta_path.append(_Moved)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import tiny
 from tests.kernels import poisoned_memory
 
 torch.set_num_threads(1)
@@ -43,3 +44,20 @@ def poisoned():
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache grows within a few tokens."""
     monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
+    """The folder of a tiny random model. Tests leave it as it is."""
+    return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tiny.make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def sample():
+    """The data that the project ships."""
+    return tiny.SAMPLE

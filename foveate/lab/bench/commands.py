@@ -1,4 +1,7 @@
-"""`foveate bench ...`: one command for each question. torch is imported inside, so that help answers at once."""
+"""`foveate bench ...`: one command for each question. torch is imported inside, so that help answers at once.
+
+Attention of a layer alone is timed by `benchmarks/layer.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import typer
 
 from foveate.outfile import announce
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed: of attention at a model's shape, and of whole models.")
+app = typer.Typer(no_args_is_help=True, help="Measure the speed of whole models.")
 
 Out = Annotated[
     Path | None,
@@ -21,42 +24,11 @@ Methods = Annotated[list[str], typer.Option("--method", help="A method. May be r
 Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens so far. May be repeated.")]
 Prompts = Annotated[list[int], typer.Option("--context", min=1, help="Prompt tokens. May be repeated.")]
 Batches = Annotated[list[int], typer.Option("--batch", min=1, help="Sequences. May be repeated.")]
-Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
-KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
-Layers = Annotated[int, typer.Option(min=1, help="Layers, of which each kind is timed once.")]
 Model = Annotated[str, typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the inputs.")]
 Device = Annotated[str, typer.Option(help="cuda or cpu.")]
-
-
-@app.command()
-def decode(
-    methods: Methods = (
-        *("dense", "kascade", "luka:page_size=16,top_k=3,score=spread", "luka"),
-        *("pages", "quest", "omnikv", "lessismore"),
-    ),
-    contexts: Contexts = (8192, 32768, 131072),
-    batches: Batches = (1, 32),
-    heads: Heads = 32,
-    kv_heads: KVHeads = 8,
-    head_dim: HeadDim = 128,
-    layers: Layers = 32,
-    level: Annotated[str, typer.Option(help="kernel, or layer: as a model decodes, with its bookkeeping.")] = "kernel",
-    dtype: Dtype = "float16",
-    seed: Seed = 0,
-    device: Device = "cuda",
-    out: Out = None,
-) -> None:
-    """A decode step's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
-    from foveate.lab.bench import decode as bench
-    from foveate.lab.bench.plan import measure
-    from foveate.lab.report.tables.decode import table
-
-    plan = bench.Plan(methods, contexts, batches, heads, kv_heads, head_dim, layers, level, dtype, seed, device)
-    measure("decode", bench.run, plan, out, table)
 
 
 @app.command("decode-model")
@@ -87,31 +59,6 @@ def decode_model(
     below = int(dense_below) if dense_below.isdecimal() else dense_below
     plan = bench.Plan(model, methods, contexts, batches, steps, rounds, liger, below, dtype, seed, device)
     measure("decode", bench.run, plan, out, table)
-
-
-@app.command()
-def prefill(
-    methods: Methods = (
-        *("dense", "kascade:decode_only=false", "kascade_paper", "streaming", "snapkv", "tova", "h2o", "luka"),
-    ),
-    contexts: Prompts = (8192, 32768, 131072),
-    heads: Heads = 32,
-    kv_heads: KVHeads = 8,
-    head_dim: HeadDim = 128,
-    layers: Layers = 32,
-    repeats: Repeats = 5,
-    dtype: Dtype = "float16",
-    seed: Seed = 0,
-    device: Device = "cuda",
-    out: Out = None,
-) -> None:
-    """A prompt's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
-    from foveate.lab.bench import prefill as bench
-    from foveate.lab.bench.plan import measure
-    from foveate.lab.report.tables.prefill import table
-
-    plan = bench.Plan(methods, contexts, heads, kv_heads, head_dim, layers, repeats, dtype, seed, device)
-    measure("prefill", bench.run, plan, out, table)
 
 
 @app.command("prefill-model")

@@ -23,9 +23,8 @@ import foveate
 from foveate.errors import UserError
 from foveate.lab.bench import breakdown
 from foveate.lab.bench import cold_cache_timing as cold
-from foveate.lab.bench.layer_kinds import share_of
 from foveate.lab.bench.models import TimedModel, generate
-from foveate.lab.bench.plan import Keep, Row, Say, check, command
+from foveate.lab.bench.plan import Keep, Row, Say, check, command, share_of
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
@@ -237,5 +236,5 @@ def _row(
         tokens_per_s=1e3 * batch / one["ms"],
         gb_per_s=None if read is None else read / one["ms"] / 1e6,
         gb_counts="weights but for the embedding of tokens, and keys and values",
-        command=command("decode-model", plan),
+        command=command("foveate bench decode-model", plan),
     )

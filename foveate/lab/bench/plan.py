@@ -61,9 +61,9 @@ def check_device(device: str) -> None:
         raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
 
 
-def command(name: str, plan: Any) -> str:
-    """The command line `foveate bench NAME` that makes a plan's rows; folders are shortened to their last names."""
-    parts = [f"foveate bench {name}"]
+def command(program: str, plan: Any) -> str:
+    """The command line that makes a plan's rows; folders are shortened to their last names."""
+    parts = [program]
     for field, value in vars(plan).items():
         flag = f"--{_FLAGS.get(field, field).replace('_', '-')}"
         if isinstance(value, bool):
@@ -73,6 +73,12 @@ def command(name: str, plan: Any) -> str:
             words = (Path(one).resolve().name if field == "model" else str(one) for one in several)
             parts += [f"{flag} {shlex.quote(word)}" for word in words]
     return " ".join(parts)
+
+
+def share_of(spec: str) -> float | None:
+    """The share of the keys that a method reads, if its budget is a share."""
+    top_k = getattr(parse(spec), "top_k", None)
+    return top_k if isinstance(top_k, float) else None
 
 
 def measure(

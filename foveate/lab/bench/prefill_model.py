@@ -17,9 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 import foveate
-from foveate.lab.bench.layer_kinds import share_of
 from foveate.lab.bench.models import TimedModel, generate
-from foveate.lab.bench.plan import Keep, Row, Say, check, command
+from foveate.lab.bench.plan import Keep, Row, Say, check, command, share_of
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
@@ -144,5 +143,5 @@ def _row(
         peak_kind=one.peak_kind,
         peak_over_dense=one.peak_bytes / found["dense"].peak_bytes,
         resident_bytes=one.resident_bytes,
-        command=command("prefill-model", plan),
+        command=command("foveate bench prefill-model", plan),
     )

@@ -54,7 +54,7 @@ def decode(
     level: Annotated[str, typer.Option(help="kernel: a layer's kernels; model: a model's whole step.")] = "kernel",
     where: Where = None,
 ) -> None:
-    """What a decode step goes to, by method: kernels of `foveate bench decode`."""
+    """What a decode step goes to, by method, from rows of the bench `decode`."""
     from foveate.lab.report.plots import decode as plots
     from foveate.lab.report.rows import of_cases, read_bench
 

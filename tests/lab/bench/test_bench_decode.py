@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from benchmarks import decode, decode_layer, dense_peers, layer, layer_kinds
 from foveate import ops
-from foveate.cli import app
 from foveate.errors import UserError
-from foveate.lab.bench import breakdown, decode, decode_layer, decode_model, dense_peers, layer_kinds, models
+from foveate.lab.bench import breakdown, decode_model, models
 from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.report.tables import decode as report
 from foveate.lab.results import measurements, timing
@@ -607,7 +607,7 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     out = tmp_path / "decode.jsonl"
     shape = "--context 64 --batch 1 --heads 4 --kv-heads 2 --head-dim 16 --layers 4"
     how = ["--level", "kernel", "--dtype", "float32", "--device", "cpu", "--method", "dense", "--out", str(out)]
-    done = CliRunner().invoke(app, ["bench", "decode", *shape.split(), *how])
+    done = CliRunner().invoke(layer.app, ["decode", *shape.split(), *how])
     assert done.exit_code == 0, done.output
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"]["method"] for row in written] == ["sdpa", "dense"]
@@ -621,7 +621,7 @@ def test_a_file_keeps_rows_of_other_cases_and_has_them_as_they_come(tmp_path, mo
     def ran(*sizes):
         size = "--batch 1 --heads 4 --kv-heads 2 --head-dim 16 --layers 4 --dtype float32 --device cpu --method dense"
         contexts = [part for one in sizes for part in ("--context", str(one))]
-        done = CliRunner().invoke(app, ["bench", "decode", *contexts, *size.split(), "--out", str(out)])
+        done = CliRunner().invoke(layer.app, ["decode", *contexts, *size.split(), "--out", str(out)])
         found[:] = [json.loads(line) for line in out.read_text().splitlines()]
         return done
 
@@ -648,7 +648,7 @@ def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cold, "_SECONDS", 0.0)
     row = _quick("luka:page_size=16,top_k=2", context=70, level="layer", layers=4)["dense"]
     out = tmp_path / "again.jsonl"
-    done = CliRunner().invoke(app, [*shlex.split(row["command"])[1:], "--out", str(out)])
+    done = CliRunner().invoke(layer.app, [*shlex.split(row["command"])[3:], "--out", str(out)])
     assert done.exit_code == 0, done.output
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert row["case"] in [one["case"] for one in again]

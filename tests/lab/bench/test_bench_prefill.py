@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from benchmarks import dense_peers, layer, layer_kinds, prefill
 from foveate import ops
-from foveate.cli import app
 from foveate.errors import UserError
-from foveate.lab.bench import breakdown, dense_peers, layer_kinds, models, prefill, prefill_model
+from foveate.lab.bench import breakdown, models, prefill_model
 from foveate.lab.report.tables import general as markdown
 from foveate.lab.report.tables import prefill as report
 from foveate.lab.results import measurements
@@ -263,16 +263,16 @@ def test_models_that_cannot_be_measured(tiny, changed, message):
 
 
 def invoke(*words):
-    return CliRunner().invoke(app, ["bench", "prefill", *words])
+    return CliRunner().invoke(layer.app, ["prefill", *words])
 
 
 def test_the_command_of_a_row_makes_its_case_again(tmp_path):
     plan = prefill.Plan(("streaming:window=64",), (64,), **SMALL)
     (row, *_) = prefill.run(plan, say=lambda _: None)
-    foveate, *words = shlex.split(row["command"])
-    assert foveate == "foveate"
+    program, words = row["command"].split()[:3], shlex.split(row["command"])[3:]
+    assert program == ["python", "-m", "benchmarks.layer"]
     out = tmp_path / "rows.jsonl"
-    done = CliRunner().invoke(app, [*words, "--out", str(out)])
+    done = CliRunner().invoke(layer.app, [*words, "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert "| `streaming:window=64` | 64 | 12 | streaming |" in done.output
     assert len(out.read_text().splitlines()) == 3

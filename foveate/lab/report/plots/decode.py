@@ -32,7 +32,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
     Lengths with the same methods are beside each other.
 
     Args:
-        rows: of `foveate bench decode`; those of other levels, or without a profile of their kernels, are left out.
+        rows: of the bench `decode`; those of other levels, or without a profile of their kernels, are left out.
         level: ``kernel``, the mean layer's kernels; ``model``, a step of a model, with the time that none runs.
 
     Raises:

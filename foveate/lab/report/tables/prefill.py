@@ -1,4 +1,4 @@
-"""Rows of `foveate bench prefill` as Markdown: times beside dense attention, and those of each kind of layer."""
+"""Rows of the bench `prefill` as Markdown: times beside dense attention, and those of each kind of layer."""
 
 from __future__ import annotations
 

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import decode_layer, dense_peers
+from benchmarks.decode_layer import TimedLayer
+from benchmarks.layer_kinds import Kind, kinds
 from foveate import ops
 from foveate.errors import UserError, unknown
-from foveate.lab.bench import breakdown, decode_layer, dense_peers
+from foveate.lab.bench import breakdown
 from foveate.lab.bench import cold_cache_timing as cold
-from foveate.lab.bench.decode_layer import TimedLayer
-from foveate.lab.bench.layer_kinds import Kind, kinds, share_of
-from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed
+from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
 from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method, replay_obstacle
 from foveate.runtime import capture
@@ -323,7 +324,7 @@ def _rows(
                 cuda_graph=one.graph,
                 peak_bytes=size,
                 peak_kind="keys and values of a layer",
-                command=command("decode", plan),
+                command=command("python -m benchmarks.layer decode", plan),
             )
         )
     return rows

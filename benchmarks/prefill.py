@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import dense_peers
+from benchmarks.layer_kinds import Kind, in_prompt, kinds
 from foveate import ops
-from foveate.lab.bench import breakdown, dense_peers
+from foveate.lab.bench import breakdown
 from foveate.lab.bench import cold_cache_timing as cold
-from foveate.lab.bench.layer_kinds import Kind, in_prompt, kinds, share_of
-from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed
+from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
 from foveate.lab.results import circumstances, timing
 from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method
@@ -216,7 +217,7 @@ def _rows(plan: Plan, context: int, found: Mapping[str, _Found], say: Say) -> li
             dense_prompts=_library(plan) if own else None,
             peak_bytes=one.peak_bytes,
             peak_kind="above inputs and output" if plan.device == "cuda" else "process",
-            command=command("prefill", plan),
+            command=command("python -m benchmarks.layer prefill", plan),
         )
         took = f"{one.ms:.3f} ms, {row['speedup']:.2f}× {fastest}, {one.peak_bytes / 1e9:.2f} GB"
         say(f"{name} at {context:,}: {took}")

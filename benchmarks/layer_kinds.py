@@ -6,13 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
-from foveate.methods import Method, parse
-
-
-def share_of(spec: str) -> float | None:
-    """The share of the keys that a method reads, if its budget is a share."""
-    top_k = getattr(parse(spec), "top_k", None)
-    return top_k if isinstance(top_k, float) else None
+from foveate.methods import Method
 
 
 class Kind(NamedTuple):
