@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,9 @@ class PageBoxes(PageSummaries):
         return ops.largest_logit(rows, low, high, scaling, lengths=lengths).flatten(1, 2)
 
 
+_record = functools.cache(ops.PageRecord)  # whose layout is computed once
+
+
 @dataclass(frozen=True)
 class LowRankPages(PageSummaries):
     """A record of each full page, see :class:`foveate.ops.PageRecord`.
@@ -163,7 +167,7 @@ class LowRankPages(PageSummaries):
 
     def form(self, geometry: Geometry) -> ops.PageRecord:
         """How a page's summary is stored."""
-        return ops.PageRecord(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
+        return _record(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         width, heads = geometry.head_dim, geometry.num_kv_heads

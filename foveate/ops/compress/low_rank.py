@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -70,37 +71,37 @@ class PageRecord:
         if self.coefficient_bits not in (4, 8):
             raise ValueError(f"coefficient_bits must be 4 or 8, not {self.coefficient_bits}")
 
-    @property
+    @functools.cached_property
     def mean(self) -> int:
         """The byte at which the mean begins."""
         return _aligned(4 * (self.rank + 1))
 
-    @property
+    @functools.cached_property
     def directions(self) -> int:
         """The byte at which the directions begin."""
         return self.mean + self.head_dim
 
-    @property
+    @functools.cached_property
     def coefficients(self) -> int:
         """The byte at which the coefficients begin."""
         return self.directions + self.rank * -(-self.head_dim // 2)
 
-    @property
+    @functools.cached_property
     def row_of_coefficients(self) -> int:
         """Bytes of the coefficients of one direction."""
         return -(-self.page_size * self.coefficient_bits // 8)
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         """The byte after the coefficients, from which zeros fill the record."""
         return self.coefficients + self.rank * self.row_of_coefficients
 
-    @property
+    @functools.cached_property
     def coefficient_limit(self) -> int:
         """The largest coefficient; the least is its negative."""
         return LIMIT if self.coefficient_bits == 4 else MEAN_LIMIT
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """Bytes of a record."""
         return _aligned(self.end)
