@@ -19,7 +19,9 @@ from foveate.integrations.transformers import releases
 from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.rows import ROW_FIELDS
+from foveate.methods import base
 from tests import tiny
+from tests.matrix import PROMPT, Driver, Tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"
@@ -113,6 +115,24 @@ def test_the_demos_calibration_is_of_its_model_and_made_as_described():
 def test_every_method_has_its_line():
     page = (ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in page for name in methods.names())
+
+
+def test_the_method_that_the_guide_prints_is_one(monkeypatch):
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    (example,) = re.findall(r"```python\n(.*?)```", (GUIDE / "extend.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    exec(example, names)
+    method = names["ShortKeys"](**names["ShortKeys"].small_budget)
+    assert method.spec == "short_keys:top_k=12,window=8"
+    assert {"top_k", "sinks", "window", "order"} == method.settings().keys()
+    driver, tokens = Driver(method), Tokens.random(1, PROMPT + 1)
+    driver.feed(tokens[:PROMPT])
+    lengths, held = tokens.k[0, :, 4 : PROMPT - 8].norm(dim=-1), driver.store.positions[0]
+    for head in range(2):
+        shortest = sorted((lengths[head].topk(8, largest=False).indices + 4).tolist())
+        assert held[head].tolist() == [*range(4), *shortest, *range(PROMPT - 8, PROMPT)]
+    driver.feed(tokens[PROMPT:])
+    assert float(driver.layer.counters.keys_read) == 21
 
 
 def test_packages_are_named_without_the_host_of_a_registry():

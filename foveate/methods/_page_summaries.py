@@ -132,6 +132,9 @@ class PageBoxes(PageSummaries):
         return ops.largest_logit(rows, low, high, scaling, lengths=lengths).flatten(1, 2)
 
 
+_record = functools.cache(ops.PageRecord)  # whose layout is computed once
+
+
 @dataclass(frozen=True)
 class LowRankPages(PageSummaries):
     """A record of each full page, see :class:`foveate.ops.PageRecord`.
@@ -233,10 +236,6 @@ class LowRankPages(PageSummaries):
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None
-
-
-_record = functools.lru_cache(ops.PageRecord)
-"""A step asks each layer for its own, several times."""
 
 
 def check_records(method: Any) -> None:
