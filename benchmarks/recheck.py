@@ -21,7 +21,7 @@ import typer
 from foveate.evaluation import tasks
 from foveate.evaluation.metrics import paired_bootstrap
 from foveate.methods import restated
-from foveate.report.markdown import columns, interval, score
+from foveate.report.markdown import columns, context_length, interval, score
 from foveate.report.rows import Row, read
 from foveate.results.errors import DataError
 from foveate.results.measurements import SCHEMA
@@ -74,7 +74,7 @@ def table(lines: Sequence[Row]) -> str:
         lines,
         {
             "method": lambda line: f"`{line['spec'] if 'schema' in line else restated(line['spec'])}`",
-            "comparison": lambda line: f"{line['task']} {line['split']}, {line['length']:,} tokens",
+            "comparison": lambda line: f"{line['task']} {line['split']}, {context_length(line['length'])} tokens",
             "old [95 %]": lambda line: score(line["old"]),
             "new [95 %]": lambda line: score(line["new"]),
             "new - old, paired [95 %]": lambda line: interval(line["change"], 1, "+"),
