@@ -21,7 +21,7 @@ import typer
 from foveate.errors import DataError
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.metrics import paired_bootstrap
-from foveate.lab.report.markdown import columns, interval, score
+from foveate.lab.report.markdown import columns, context_length, interval, score
 from foveate.lab.report.rows import Row, read
 from foveate.lab.results.measurements import SCHEMA
 
@@ -73,7 +73,7 @@ def table(lines: Sequence[Row]) -> str:
         lines,
         {
             "method": lambda line: f"`{line['spec']}`",
-            "comparison": lambda line: f"{line['task']} {line['split']}, {line['length']:,} tokens",
+            "comparison": lambda line: f"{line['task']} {line['split']}, {context_length(line['length'])} tokens",
             "old [95 %]": lambda line: score(line["old"]),
             "new [95 %]": lambda line: score(line["new"]),
             "new - old, paired [95 %]": lambda line: interval(line["change"], 1, "+"),

@@ -185,6 +185,7 @@ QUESTIONS = {
     "LoRA?": r"\[tested\]\(",
     "bitsandbytes?": r"\[Tested\]\(",
     "70B over several GPUs?": r"`device_map` is tested.*not on several GPUs",
+    "Beams, assisted decoding?": r"Tested.*refused",
     "vLLM?": r"\[serve\.md\]\(",
     "Is it deterministic?": r"equal scores go to the earlier key.*not the same for every batch size",
     "Is it sparse at all?": r"`print\(foveate\.stats\(model\)\)`.*\]\(#",

@@ -65,15 +65,17 @@ class Kascade(TopKByMass):
         "anchor layers: their numbers, or how many, evenly spaced from layer 0 on; null: those of a calibration, else "
         f"{_ANCHORS}",
     )
-    heads: Any = setting(None, "for layers that read an anchor's choice, whose heads' it is: {\"3\": [0, 0], ...}")
+    heads: Any = setting(
+        None, 'by reading layer, the anchor\'s head whose choice each KV head reads: {"3": [0, 0], ...}'
+    )
     calibration: str = setting(
         "",
-        "file of `foveate calibrate` with both; left out, one that is kept or comes with foveate for the model, if any",
+        "file of `foveate calibrate` with both; left out: the one kept or shipped for the model, if any",
     )
 
     dense_anchor_prefill: bool = setting(
         True,
-        "in prompts anchors read all keys: a dense pass gives their output with the log-sum-exp that they choose by",
+        "in sparse prompts anchors return dense attention; false: they read what they chose",
     )
     score_keys: str = setting(
         "exact",

@@ -88,7 +88,7 @@ def test_results_of_another_run_are_left_alone(out):
         resultfile.read_partial(out, other)
     assert "length is 512 there, 1024 here; seed is None there, 1 here. Choose another --out" in str(error.value)
     assert "limit" not in str(error.value)
-    with pytest.raises(UserError, match="another run: length is 512 there, None here. Choose"):
+    with pytest.raises(UserError, match=r"another run: length is 512 there, None here\. Choose"):
         resultfile.read_partial(out, {name: value for name, value in RUN.items() if name != "length"})
     out.write_text(json.dumps(row()) + "\n")
     with pytest.raises(UserError, match="length is 512 there, 1024 here"):
