@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from tests.lab.evaluation.test_conversation import Letters
+from tests.integrations.test_conversation import Letters
 from typer.testing import CliRunner
 
 import foveate
