@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from tests.integrations.test_conversation import Letters
 from typer.testing import CliRunner
 
 import foveate
@@ -16,6 +15,7 @@ from foveate.prompting import encode
 from tests import tiny
 from tests.families import family
 from tests.helpers import cached
+from tests.integrations.test_conversation import Letters
 
 DOCUMENT = "Call me Ishmael. Some years ago I thought I would sail about a little. " * 12
 QUESTIONS = ["Who is it?", "What did he do?", "Why?"]
