@@ -172,3 +172,17 @@ def test_what_the_host_does_in_between_is_seen(method):
     close(replayed.feed_steps(tokens[at : at + 5]), plain.feed_steps(tokens[at : at + 5]))
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)
+
+
+def test_a_recording_is_of_its_options():
+    driver, tokens = Driver(methods.Dense()), Tokens.random(1, PROMPT + 6)
+    driver.feed(tokens[:PROMPT])
+    replayed, outs = Replayed(driver), []
+    run = lambda factor, **given: replayed.run(**given).out * factor  # noqa: E731
+    plain = Driver(methods.Dense())
+    plain.feed(tokens[:PROMPT])
+    replayed.kind = Tokens
+    for at, factor in enumerate((1, 1, 1, 3, 3, 3), PROMPT):
+        outs.append(replayed.steps(replayed.layers, run, vars(tokens[at : at + 1]), {"factor": factor}).clone())
+        close(outs[-1], plain.feed_steps(tokens[at : at + 1]) * factor)
+    assert replayed.use.captured == 2

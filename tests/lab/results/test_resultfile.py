@@ -129,11 +129,11 @@ def test_rows_replace_the_partial_file(out):
     keep(out, record(1))
     resultfile.write_rows(out, [row(), row(method="h2o")], keep_partial=True)
     assert resultfile.partial_path(out).exists()
-    resultfile.write_rows(out, [row(), row(method="h2o")])
-    assert [found["method"] for found in resultfile.read_rows(out, RUN)] == ["dense", "h2o"]
+    resultfile.write_rows(out, [row(), row(method="h2o"), row(method="h2o", settings={"top_k": 9})])
+    assert [found["method"] for found in resultfile.read_rows(out, RUN)] == ["dense", "h2o", "h2o"]
     assert list(out.parent.iterdir()) == [out]
     out.write_text(out.read_text().rstrip("\n"))  # an editor's doing; no row is lost
-    assert len(resultfile.read_rows(out, RUN)) == 2
+    assert len(resultfile.read_rows(out, RUN)) == 3
 
 
 @pytest.mark.parametrize("name", ["luka", "luka_paper"])
