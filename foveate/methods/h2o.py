@@ -40,7 +40,7 @@ class H2O(Method):
         self._check_count("evict_every")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return {"mass": Channel()}
+        return {"mass": Channel(least=0.0)}
 
     @property
     def observation(self) -> Observation:

@@ -45,7 +45,7 @@ class H2OAsPublished(Method):
         self._check_choice("pool", "kv_head", "layer")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return {"mass": Channel()}
+        return {"mass": Channel(least=0.0)}
 
     @property
     def observation(self) -> Observation:
