@@ -1,5 +1,7 @@
 """A few of the sequences that `python -m tests.state_machine` draws, always the same; and those that once disagreed."""
 
+import copy
+
 import pytest
 import torch
 
@@ -43,3 +45,48 @@ def test_a_crop_within_a_prompt_with_padding_is_refused(spec, lengths):
         cache.crop(-4)
     cache.crop(-3)
     assert cache.get_seq_length() == 22
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "luka", "quest"])
+@torch.no_grad()
+def test_a_crop_to_within_a_prompt_that_has_ended(name):
+    """Recording began there: what is done when a prompt ends is not done then."""
+    model, ids = copy.deepcopy(state_machine.built()), torch.randint(3, state_machine.VOCAB, (1, 60))
+    foveate.attach(model, state_machine.spec_of(name))
+    cache = foveate.Cache(model, 40)
+    model(ids[:, :30], **cached(cache))
+    cache.activate_past_recording()
+    model(ids[:, 30:40], **cached(cache))
+    model(ids[:, 40:41], **cached(cache))
+    if name == "quest":  # its state at the end of a prompt is that of the tokens
+        cache.crop(-11)
+    else:
+        with pytest.raises(ValueError, match=f"of 41 tokens, the {name} method can return to .* that is to 40, 41 of"):
+            cache.crop(-11)
+        cache.crop(-1)
+    fresh, held = foveate.Cache(model), cache.get_seq_length()
+    model(ids[:, :held], **cached(fresh))
+    for at in range(held, held + 3):
+        step = ids[:, at : at + 1]
+        torch.testing.assert_close(model(step, **cached(cache)).logits, model(step, **cached(fresh)).logits)
+
+
+@torch.no_grad()
+def test_a_crop_to_an_earlier_turn_ends_the_prompt_there(tmp_path):
+    """So that the cache, and a file of it, says how many tokens were decoded since."""
+    model, ids = copy.deepcopy(state_machine.built()), torch.randint(3, state_machine.VOCAB, (1, 60))
+    foveate.attach(model, state_machine.spec_of("h2o"))
+    cache = foveate.Cache(model, 20)
+    cache.activate_past_recording()
+    model(ids[:, :20], **cached(cache))
+    for at in range(20, 24):
+        model(ids[:, at : at + 1], **cached(cache))
+    cache.begin(40, assistant=False)
+    model(ids[:, 24:40], **cached(cache))
+    cache.crop(-18)
+    assert (cache.get_seq_length(), cache.phase.prompt_end) == (22, 20)
+    for layer in cache.layers:
+        layer.stop_recording_past()
+    foveate.save_cache(model, cache, tmp_path / "cache")
+    again, step = foveate.load_cache(model, tmp_path / "cache"), ids[:, 50:51]
+    torch.testing.assert_close(model(step, **cached(again)).logits, model(step, **cached(cache)).logits)

@@ -276,6 +276,9 @@ class Method(Settings):
         """
         return None
 
+    def check_numbers(self, rows: Mapping[str, list[int]]) -> None:
+        """Raise ValueError for row numbers of its own that no cache of the method has, as an edited file may have."""
+
     def prompt_packed(self, cache: SlotCache) -> None:
         """Called after :meth:`prompt_end`, when the kept tokens fill the first slots: fill channels per page."""
 

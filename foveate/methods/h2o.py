@@ -31,7 +31,7 @@ class H2O(KeepsByScore):
     window: int = redefined(KeepsByScore, "window", 128)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return {"mass": Channel()}
+        return {"mass": Channel(least=0.0)}
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         how = {"logits": cache.logits(scaling), "offset": cache.used - q.shape[2]}

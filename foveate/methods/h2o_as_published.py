@@ -46,7 +46,7 @@ class H2OAsPublished(Method):
         return range(length + 1 - self.window, length)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return {"mass": Channel()}
+        return {"mass": Channel(least=0.0)}
 
     @property
     def observation(self) -> Observation:

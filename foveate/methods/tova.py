@@ -35,7 +35,7 @@ class TOVA(KeepsByScore):
         self._check_choice("pool", "layer", "kv_head")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return {"mass": Channel()}
+        return {"mass": Channel(least=0.0)}
 
     @property
     def observation(self) -> Observation:

@@ -185,6 +185,7 @@ class Layer:
         out = self._prompt_parts(q, k, v, columns, scaling, ends)
         if ends or not self.method.needs_prompt_end:
             finish_prompt(self.method, store, scaling)
+            store.forget_within_prompt()
             store.save(first + n)
         return out
 

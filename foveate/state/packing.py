@@ -12,7 +12,7 @@ from foveate.state.cache import SlotCache
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.eviction import Freed
 
-FACTS = ("rows", "freed", "ordered", "uneven", "num_heads")
+FACTS = ("rows", "freed", "ordered", "uneven")
 """What :func:`pack` says besides tensors."""
 
 
@@ -32,7 +32,6 @@ def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "freed": None if store.freed is None else store.freed.rows,
         "ordered": store.ordered,
         "uneven": store.uneven,
-        "num_heads": store.geometry.num_heads,
     }
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, facts
 
@@ -40,7 +39,7 @@ def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def unpack(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
-    group: int,
+    geometry: Geometry,
     channels: Callable[[Geometry], Mapping[str, Channel | RowNumber]],
     evicts: Evicts,
     block_size: int,
@@ -48,7 +47,7 @@ def unpack(
     """A cache, with counters of its own, with the content that :func:`pack` has given.
 
     Args:
-        group: query heads per KV head of the layer.
+        geometry: of the model's layer.
         channels, evicts: those of the method that the content is of, see ``Method.channels``.
         block_size: slots of a block, see :class:`SlotCache`; it need not be that of the packed cache.
 
@@ -56,15 +55,7 @@ def unpack(
         ValueError: for a tensor or fact that is missing, too many, or cannot be; the message begins with its name.
     """
     _same_names(facts, FACTS)
-    shapes = [tuple(tensors[name].shape) if name in tensors else () for name in ("keys", "values")]
-    if any(len(shape) != 4 for shape in shapes) or shapes[0][:3] != shapes[1][:3] or 0 in shapes[0]:
-        raise ValueError(f"keys and values: must be there as [B, Hkv, n, D] and [B, Hkv, n, Dv], not {shapes}")
-    k, v = tensors["keys"], tensors["values"]
-    if not k.is_floating_point() or k.dtype != v.dtype:
-        raise ValueError(f"keys and values: must be of one floating-point type, not {k.dtype} and {v.dtype}")
-    if type(facts["num_heads"]) is not int or facts["num_heads"] != group * k.shape[1]:
-        raise ValueError(f"num_heads: must be {group} for each of {k.shape[1]} KV heads, not {facts['num_heads']!r}")
-    geometry = Geometry(facts["num_heads"], k.shape[1], k.shape[3], v.shape[3])
+    k, v = _keys_and_values(tensors, geometry)
     store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels(geometry), evicts, block_size=block_size)
     _check_rows(store, facts, k.shape[2])
     store.rows = {name: list(facts["rows"][name]) for name in store.rows}
@@ -78,14 +69,34 @@ def unpack(
         room = store.tensors[name][:, :, : -(-k.shape[2] // per)] if per else store.tensors[name]
         _check_tensor(name, tensors[name], room)
         room.copy_(tensors[name])
+    for name, spec in store.specs.items():
+        _check_numbers(name, tensors[name], spec.least)
     if evicts:
         _check_positions(store, k.shape[2])
     if freed:
         _check_tensor("freed", tensors["freed"], k.new_empty(k.shape[:2], dtype=torch.int64))
-        if bool(((tensors["freed"] < -1) | (tensors["freed"] >= k.shape[2])).any()):
-            raise ValueError(f"freed: must name slots below {k.shape[2]}")
         store.freed = Freed(tensors["freed"], list(facts["freed"]))
+        _check_freed(store, k.shape[2])
     return store
+
+
+def _keys_and_values(tensors: Mapping[str, Tensor], geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Keys and values that a layer of this geometry can have; raises ValueError for others."""
+    shapes = [tuple(tensors[name].shape) if name in tensors else () for name in ("keys", "values")]
+    if any(len(shape) != 4 for shape in shapes) or shapes[0][:3] != shapes[1][:3] or 0 in shapes[0]:
+        raise ValueError(f"keys and values: must be there as [B, Hkv, n, D] and [B, Hkv, n, Dv], not {shapes}")
+    found = (shapes[0][1], shapes[0][3], shapes[1][3])
+    if found != (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim):
+        raise ValueError(
+            f"keys and values: of {found[0]} KV heads and dims {found[1:]}, and the model's layer has "
+            f"{geometry.num_kv_heads} of {(geometry.head_dim, geometry.value_dim)}"
+        )
+    k, v = tensors["keys"], tensors["values"]
+    if not k.is_floating_point() or k.dtype != v.dtype:
+        raise ValueError(f"keys and values: must be of one floating-point type, not {k.dtype} and {v.dtype}")
+    if not bool(k.isfinite().all() & v.isfinite().all()):
+        raise ValueError("keys and values: hold NaN or infinite numbers")
+    return k, v
 
 
 def _same_names(given: Mapping[str, Any], expected: tuple[str, ...]) -> None:
@@ -100,6 +111,14 @@ def _same_names(given: Mapping[str, Any], expected: tuple[str, ...]) -> None:
 def _check_tensor(name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise ValueError(f"{name}: is {tensor.dtype} {list(tensor.shape)}, and must be {like.dtype} {list(like.shape)}")
+
+
+def _check_numbers(name: str, tensor: Tensor, least: float | None) -> None:
+    """Refuse a method's state with NaN, or with entries below the least that it can have."""
+    if tensor.is_floating_point() and bool(tensor.isnan().any()):
+        raise ValueError(f"{name}: holds NaN")
+    if least is not None and bool((tensor < least).any()):
+        raise ValueError(f"{name}: holds entries below {least:g}")
 
 
 def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
@@ -129,6 +148,9 @@ def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
         for name in ("prompt", "observed"):
             if rows[name][b] > length:
                 raise ValueError(f"rows.{name}: row {b} has {length} tokens, not {rows[name][b]}")
+    decoded = {length - prompt for length, prompt in zip(rows["lengths"], rows["prompt"])}
+    if not any(rows["observed"]) and len(decoded) > 1:
+        raise ValueError(f"rows.prompt: rows have decoded different numbers of tokens, {sorted(decoded)}")
     if max(rows["counts"]) != used:
         raise ValueError(f"rows.counts: keys has {used} slots, and not {max(rows['counts'])} are in use")
     if not evicts and (facts["uneven"] or not facts["ordered"] or freed is not None):
@@ -145,6 +167,23 @@ def _check_positions(store: SlotCache, used: int) -> None:
     lengths = store.row_tensor("lengths")[:, None, None]
     held = (positions >= 0).sum(-1)
     wrong = (positions < -1) | (positions >= lengths) | (beyond & (positions >= 0))
+    ranked = positions.sort(-1).values
+    twice = (ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] >= 0)
     number = held.amax(-1) != live if store.uneven else (held != live[:, None]).any(-1)
-    if bool(wrong.any()) or bool(number.any()):
+    if bool(wrong.any()) or bool(number.any()) or bool(twice.any()):
         raise ValueError("positions: do not fit lengths, counts and live of the rows")
+    before = positions.cummax(-1).values[..., :-1]  # the newest token in the slots before
+    if store.ordered and bool(((positions[..., 1:] >= 0) & (positions[..., 1:] < before)).any()):
+        raise ValueError("ordered: is true, and positions are not in order")
+
+
+def _check_freed(store: SlotCache, used: int) -> None:
+    """Refuse slots for the next token that hold another."""
+    slots, rows = store.freed
+    if bool(((slots < -1) | (slots >= used)).any()):
+        raise ValueError(f"freed: must name slots below {used}")
+    there = slots >= 0
+    if bool((there & (store.positions.gather(2, slots.clamp(min=0)[..., None])[..., 0] >= 0)).any()):
+        raise ValueError("freed: names slots that hold tokens")
+    if there.all(-1).tolist() != rows:
+        raise ValueError(f"freed: {rows} does not say which rows have a slot in every KV head")

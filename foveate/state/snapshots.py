@@ -50,6 +50,10 @@ class Snapshots:
             rows = {name: list(numbers) for name, numbers in self.rows.items()}
             self.snapshots[clock] = _Snapshot(rows, tensors, self.ordered, self.uneven)
 
+    def forget_within_prompt(self) -> None:
+        """Drop snapshots from within a prompt that has ended: what is done at its end is not done in them."""
+        self.snapshots = {at: saved for at, saved in self.snapshots.items() if not any(saved.rows["observed"])}
+
     def keep_memory(self) -> None:
         """Have the snapshots hold the present memory. Called before tokens are packed into new memory."""
         memory = {name: getattr(self, name) for name in _MEMORY} | {"tensors": dict(self.tensors)}

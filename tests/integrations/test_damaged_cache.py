@@ -146,7 +146,7 @@ def allowed(before, described):
     if before["prompt_end"] != described["prompt_end"]:
         return isinstance(described["prompt_end"], int)
     one, other = before["layers"][1], described["layers"][1]
-    free = {"scaling", "ordered", "uneven", "rows", "num_heads", "freed"}
+    free = {"scaling", "ordered", "uneven", "rows", "freed"}
     free |= {name for name in one if name.startswith(("is_", "has_", "conv_kernel"))}
     return {name for name in one if one[name] != other.get(name)} <= free
 

@@ -10,8 +10,8 @@ import transformers
 
 import foveate
 from foveate import methods
-from tests.helpers import fingerprint, generate, left_padded, tokens
-from tests.multimodal import IMAGES, WRAPPERS, with_image, wrapper
+from tests.helpers import cached, fingerprint, generate, left_padded, returned_cache, tokens
+from tests.multimodal import IMAGE, IMAGES, WRAPPERS, with_image, wrapper
 from tests.recorded import record
 
 METHODS = ["luka", "kascade", "h2o", "quest"]
@@ -68,6 +68,24 @@ def test_replayed_steps(name):
         used = foveate.stats(model).graphs
         reasons = ("a cache whose memory moves", "mm_token_type_ids changes its shape")  # the second until 5.17
         assert used.replayed >= 8 or any(reason in used.reason for reason in reasons), used.reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL", "GLM 4V"])
+def test_rows_whose_positions_differ_are_reordered(name):
+    """A row with an image beside one of text: the offsets of their positions go with the rows."""
+    model, given = wrapper(name), with_image(name)
+    text = tokens(40, seed=3).clamp(max=IMAGE - 1)
+    kinds = torch.cat([given["mm_token_type_ids"], torch.zeros_like(text)])
+    batch = given | {"input_ids": torch.cat([given["input_ids"], text]), "mm_token_type_ids": kinds}
+    with foveate.attached(model, "dense"):
+        cache, order, step = returned_cache(model(**batch)), torch.tensor([1, 0, 0]), tokens(1, 2, seed=5)
+        assert cache.offsets[0].unique().numel() == 2
+        twin = copy.deepcopy(cache)
+        cache.reorder_cache(order)
+        for _ in range(2):
+            expected = model(step, **cached(twin)).logits[order]
+            torch.testing.assert_close(model(step[order], **cached(cache)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -182,8 +182,9 @@ class Cache(transformers.Cache):
         unfinished = seen < (self.phase.prompt_end or 0)  # more of the prompt is to come
         with self.phase.change():
             super().crop(remove)
-            if self.phase.prompt_end is not None and not unfinished:
-                self.phase.prompt_end = min(self.phase.prompt_end, self.get_seq_length())
+            stores = [layer.store for layer in self.layers if isinstance(layer, CacheLayer) and layer.store is not None]
+            if stores and not unfinished:  # the end of an earlier prompt perhaps
+                self.phase.prompt_end = self.get_seq_length() - stores[0].decoded
             self.ids.columns = min(self.ids.columns, self.get_seq_length())
 
     def activate_past_recording(self) -> None:

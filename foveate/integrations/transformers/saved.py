@@ -24,6 +24,7 @@ from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
 from foveate.json_text import parse_json
+from foveate.state import Geometry
 from foveate.state.packing import pack, unpack
 
 _KIND, _SCHEMA = "foveate_cache", 3
@@ -273,7 +274,7 @@ def _fill(
         try:
             unchanged_layers.unpack(layer, found, known, seen, batch)
             if isinstance(layer, CacheLayer):
-                _fill_layer(layer, found, known, cache, seen, batch, attending[index].num_key_value_groups)
+                _fill_layer(layer, found, known, cache, seen, batch, _geometry(attending[index], attachment, found))
             elif found or known:
                 raise ValueError(f"{next(iter((*found, *known)))}: is not known")
         except ValueError as error:
@@ -284,6 +285,11 @@ def _fill(
         raise _wrong(path, f"rows.lengths of its layers differ: {sorted(lengths)}")
     if max(map(max, lengths)) > seen:
         raise _wrong(path, f"seen is {seen}, and rows.lengths has {max(map(max, lengths))}")
+    try:
+        for layer in attended:
+            _check_prompt(described, layer)
+    except ValueError as error:
+        raise _wrong(path, str(error)) from None
     ids = tensors.pop("ids", None)
     if ids is not None:
         if ids.dtype != torch.int64 or tuple(ids.shape) != (batch, seen):
@@ -309,7 +315,7 @@ def _fill_layer(
     cache: Cache,
     seen: int,
     batch: int,
-    group: int,
+    geometry: Geometry,
 ) -> None:
     """Give a layer with a method its tokens. Raises ValueError as :func:`foveate.state.packing.unpack`."""
     scaling = known.get("scaling")
@@ -317,8 +323,36 @@ def _fill_layer(
         raise ValueError(f"scaling: must be a number above 0, not {scaling!r}")
     numbers = {name: value for name, value in known.items() if name not in ("method", "scaling")}
     how = (layer.method.channels, layer.method.evicts, layer.block_size)
-    layer.store = unpack(tensors, numbers, group, *how)
+    layer.store = unpack(tensors, numbers, geometry, *how)
+    layer.method.check_numbers(layer.store.rows)
     if layer.store.batch_size != batch:
         raise ValueError(f"keys: has {layer.store.batch_size} rows, and batch is {batch}")
     layer.store.forward = cache.phase.forward
     layer.seen, layer.scaling, layer.is_initialized = seen, scaling, True
+
+
+def _geometry(module: torch.nn.Module, attachment: Attachment, tensors: Mapping[str, Tensor]) -> Geometry:
+    """The shapes of a layer by its module, or, where that does not say the head dims, by its keys and values."""
+    heads = attachment.config.num_attention_heads
+    dims = [tensors[name].shape[-1] if name in tensors else 0 for name in ("keys", "values")]
+    head_dim = getattr(module, "head_dim", dims[0])
+    value_dim = getattr(module, "v_head_dim", head_dim if hasattr(module, "head_dim") else dims[1])
+    return Geometry(heads, heads // module.num_key_value_groups, head_dim, value_dim)
+
+
+def _check_prompt(described: Mapping[str, Any], layer: CacheLayer) -> None:
+    """Refuse rows of a layer that have read other prompts than the description says."""
+    seen, end, rows = described["seen"], described["prompt_end"], layer.store.rows
+    if seen >= end:
+        decoded = rows["lengths"][0] - rows["prompt"][0]
+        if any(rows["observed"]) or decoded != seen - end:
+            raise ValueError(
+                f"seen and prompt_end make {seen - end} decoded tokens, and rows.lengths and rows.prompt {decoded}; "
+                f"rows.observed is {rows['observed']}"
+            )
+    elif described["prompt_end_guessed"]:
+        raise ValueError(f"prompt_end is {end} and guessed, which is never beyond seen, {seen}")
+    elif not described["prompt_end_known"]:  # all that was read is the beginning of the first prompt
+        whole = "observed" if layer.method.needs_prompt_end else "prompt"
+        if rows[whole] != rows["lengths"]:
+            raise ValueError(f"prompt_end is {end}, beyond seen, {seen}, and rows.{whole} is not rows.lengths")

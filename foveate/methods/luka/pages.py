@@ -107,7 +107,7 @@ class PageLevels:
                 channels[self.channel("recent", level)] = Channel(per=per)
         channels |= {"pages": RowNumber(), "paged": RowNumber()}
         if self.mass:
-            channels["mass"] = Channel()
+            channels["mass"] = Channel(least=0.0)
         if self.recent:
             channels["recent"] = Channel()
             channels["queries"] = Channel((geometry.num_heads, self.recent, geometry.head_dim), per=0, dtype=None)
@@ -166,6 +166,13 @@ class PageLevels:
         """The row numbers on the host, as :meth:`extend_in_step` leaves them on the device."""
         numbers = {name: torch.tensor(rows[name]) for name in ("lengths", "pages", "paged")}
         return {name: after.tolist() for name, after in self._due(numbers)[2].items()}
+
+    def check_numbers(self, rows: Mapping[str, list[int]]) -> None:
+        """Raise ValueError for a number of pages that does not fit the tokens that they hold, or those of the row."""
+        for length, pages, paged in zip(*(rows[name] for name in ("lengths", "pages", "paged"))):
+            end = self.sinks + pages * self.sizes[0] if pages else 0
+            if pages % self.group or paged != end or (pages and end > length - self.tail):
+                raise ValueError(f"rows.pages: {pages} pages to slot {paged} cannot be of {length} tokens")
 
     def _extend(self, cache: SlotCache) -> None:
         """:meth:`extend` for rows that have the same lengths and pages."""

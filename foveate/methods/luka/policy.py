@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -171,6 +172,9 @@ class LuKA(Method):
                 recent = mass.unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2) / queries
                 self.pages.look_back(cache, recent, queries / self.window)
         self.pages.extend(cache)
+
+    def check_numbers(self, rows: Mapping[str, list[int]]) -> None:
+        self.pages.check_numbers(rows)
 
     # Decode
 
