@@ -185,13 +185,13 @@ def test_nothing_up_to_the_runtime_imports_transformers():
 
 
 def test_the_core_imports_no_wing():
-    """Only the entry of the command line names their commands, as text."""
+    """As text, the entry of the command line names their commands, and `foveate` their former places."""
     wings = ("foveate.lab", "foveate.hybrids")
     core = {name: others for name, others in GRAPH.items() if not name.startswith(wings)}
     assert len(core) > 150
     assert {name for name, others in core.items() if any(other.startswith(wings) for other in others)} == set()
     named = {name for name in core if re.search(r"""["']foveate\.(lab|hybrids)\b""", FILES[name].read_text("utf-8"))}
-    assert named == {"foveate.cli"}
+    assert named == {"foveate", "foveate.cli"}
 
 
 def test_the_library_loads_no_wing():
