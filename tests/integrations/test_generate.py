@@ -441,7 +441,7 @@ def test_embeddings_give_the_greedy_tokens(method):
 
 @every_method
 def test_without_a_cache_prefill_is_the_method_and_generation_runs(method):
-    model, batch = tiny_model(), left_padded(LENGTHS)
+    model, batch = tiny_model(), left_padded([LENGTHS[0], LENGTHS[1], LENGTHS[1]])  # rows of one length, too
     with torch.no_grad(), foveate.attached(model, spec(method)):
         real = batch["attention_mask"].bool()
         without, cached = (model(**batch, use_cache=use_cache).logits[real] for use_cache in (False, True))

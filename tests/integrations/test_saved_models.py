@@ -271,6 +271,16 @@ def test_tokens_of_every_turn_are_known():
     assert torch.equal(generate(model, new, new=8), again[:, 48:])
 
 
+def test_tokens_of_before_a_reset_are_forgotten():
+    model = tiny_model()
+    foveate.attach(model, "dense")
+    cache = foveate.Cache(model)
+    model.generate(tokens(40), **GREEDY, **cached(cache))
+    cache.reset()
+    out = model.generate(tokens(20, seed=9), **GREEDY, **cached(cache))
+    assert torch.equal(cache.ids.read(cache.get_seq_length()), out[:, :-1])
+
+
 def test_embeddings_have_no_ids(tmp_path):
     model = tiny_model()
     foveate.attach(model, SPEC)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from foveate.cli import app
 from foveate.errors import UserError
 from foveate.hybrids.training import frozen_lte
 from foveate.hybrids.training.frozen_lte import Plan, ranking_loss, recall, train
-from foveate.hybrids.training.lte_sequences import Sequences
+from foveate.hybrids.training.lte_sequences import Drawn, Sequences
 from foveate.lab.inputs import loading
 from tests import tiny
 
@@ -243,6 +244,13 @@ def test_the_learning_rate_rises_and_falls():
     assert max(rates) == pytest.approx(1.0, abs=0.01)
     assert all(a > b for a, b in itertools.pairwise(rates[20:]))
     assert rates[-1] == pytest.approx(0.1)
+
+
+def test_what_is_learned_from_has_followers_and_queries_beyond_the_window(plan):
+    run = object.__new__(frozen_lte._Run)
+    run._plan, run._scores = plan, SimpleNamespace(reach=6)
+    for (begin, end), part in {(0, 400): (4, 400 - 16 - 6), (30, 200): (30, 200)}.items():
+        assert run._part(Drawn((), begin, end), 400) == slice(*part)
 
 
 def test_losses_and_recall():

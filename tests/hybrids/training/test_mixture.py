@@ -57,7 +57,9 @@ def test_shares_are_exact_in_every_round(mixed):
     assert max(len(run) for run in "".join(kind[0] for kind in kinds).split("t")) < 20  # shuffled, not in blocks
 
 
-def test_rows_of_text_are_never_read_twice_within_an_epoch(mixed, store):
+def test_rows_of_text_are_never_read_twice_within_an_epoch(mixed, store, monkeypatch):
+    monkeypatch.setattr(mixture, "ROUND", 20)  # an epoch has many rounds
+    mixed = Mixture(store, mixed.sources, 5, 5)
     windows = Text.windows(store, 64)
     read = [ids.tobytes() for ids, _, kind in (mixed.row(0, n, 64, 1.0) for n in range(1500)) if kind == "text"]
     assert len(read) > windows / 2
