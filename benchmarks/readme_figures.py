@@ -139,13 +139,13 @@ def panels() -> list[Panel]:
         for row in rows("serving")
         if "anchors=10" in row["case"]["method"] and "score_keys" not in row["case"]["method"]
     ]
-    calibrated = 'kascade:pool=layer,pooling=sqrt,decode_only=true,calibration="data-free.json"'
+    calibrated = 'kascade:calibration="data-free.json"'
     return [
         Panel("8B shape, vLLM, H200", "10 uncalibrated anchors, random weights", points(served, "tokens")),
         Panel(
             "8B shape, generate, H100",
             "5 uncalibrated anchors, random weights",
-            points(of("llama-3.1-8b", "kascade:decode_only=true"), "context"),
+            points(of("llama-3.1-8b", "kascade:pool=kv_head,pooling=post_softmax"), "context"),
         ),
         Panel(
             "1.5B, generate, H200",

@@ -23,9 +23,9 @@ def served():
 
 
 def test_of_serving(served):
-    by_pages = "kascade:decode_only=true,pool=layer,pooling=sqrt,anchors=10,score_keys=pages,weighted=false"
-    exact = "kascade:decode_only=true,pool=layer,pooling=sqrt,anchors={}"
-    methods = [exact.format(10), exact.format(5), by_pages, "pages:weighted=false"]  # of the former default, top_k=0.1
+    by_pages = "kascade:anchors=10,score_keys=pages,weighted=false"
+    exact = "kascade:anchors={}"
+    methods = [exact.format(10), exact.format(5), by_pages, "pages:top_k=0.1,weighted=false"]
     head = "| requests | `kascade`, ten anchors | five anchors | ten, `score_keys=pages` | `pages:top_k=0.1` |"
     table = cells("serve.md", head)
     assert len(table) == 5
@@ -41,7 +41,8 @@ def test_of_prompts():
         if row["case"].get("level") == "kernel"  # measured twice: the later row
     }
     lines = cells("costs.md", "| attention of a layer | 8K tokens | 32K | 128K |")
-    methods = ["kascade", "kascade:top_k=0.2", "streaming", "h2o"]
+    paper = "pool=kv_head,pooling=post_softmax,decode_only=false"
+    methods = [f"kascade:{paper}", f"kascade:top_k=0.2,{paper}", "streaming", "h2o"]
     for factors, method in zip(lines.values(), methods, strict=True):
         assert factors == [f"{found[method, length]['speedup']:.2f}" for length in (8192, 32768, 131072)], method
 
@@ -53,7 +54,14 @@ def test_of_a_whole_model_of_8b():
         if case["level"] == "model" and case["model"] == "llama-3.1-8b" and not case["liger"]:
             found[case["method"], case["context"]] = row
     lines = cells("speed.md", "| factor over `dense` | 2K | 32K | 128K | cache at 128K | peak at 128K |")
-    names = ["kascade:decode_only=true", "luka:score=spread", "h2o", "snapkv", "streaming", "transformers-sdpa"]
+    names = [
+        "kascade:pool=kv_head,pooling=post_softmax",
+        "luka:score=spread",
+        "h2o",
+        "snapkv",
+        "streaming",
+        "transformers-sdpa",
+    ]
     for factors, name in zip(lines.values(), names, strict=True):
         for said, length in zip(factors, (2048, 32768, 131000), strict=False):
             if said == "not measured":

@@ -41,7 +41,10 @@ def test_pages_have_the_times_of_a_whole_model_that_the_rows_have():
     one, long = small[1, 32768], small[1, 131072]
     assert f"| {factor(one)} ¹ | {factor(long)} ¹ |" in readme
     assert f"{factor(small[8, 32768])} (8 × 32K), {factor(small[4, 131072])} (4 × 128K)" in readme
-    assert f"uncalibrated* anchors has {factor(large[1, 32768])} and {factor(large[1, 131000])}" in readme
+    assert (
+        f"uncalibrated* [anchors](docs/guide/glossary.md) has {factor(large[1, 32768])} and {factor(large[1, 131000])}"
+        in readme
+    )
 
 
 def factor(point):

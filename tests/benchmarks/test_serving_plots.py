@@ -36,8 +36,8 @@ def test_settings_of_one_method_are_told_apart(pages_of, tmp_path):
     _, one, other = pages[0].axes[1].lines
     assert [one.get_label(), other.get_label()] == [
         'kascade:calibration="data-free.json"',
-        "kascade:pooling=post_softmax,decode_only=false,anchors=5",
-    ]  # by the defaults of now
+        "kascade:pool=layer,anchors=5",
+    ]
     assert one.get_linestyle() != other.get_linestyle()
 
 

@@ -168,7 +168,7 @@ class TestBeforeWeightsAreLoaded:
             model_config=types.SimpleNamespace(
                 model=str(model), use_mla=False, dtype=torch.bfloat16, hf_text_config=tiny_model().config
             ),
-            cache_config=types.SimpleNamespace(cache_dtype="auto"),
+            cache_config=types.SimpleNamespace(cache_dtype="auto", block_size=16),
             parallel_config=types.SimpleNamespace(**parallel),
             **parts,
         )

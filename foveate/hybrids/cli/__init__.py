@@ -2,9 +2,9 @@
 
 import typer
 
-from foveate.hybrids.cli.train import app as train
+from foveate.hybrids.cli.train import app as train_app
 from foveate.hybrids.cli.train_lte import lte
 
 app = typer.Typer()
-train.command()(lte)
-app.add_typer(train, name="train")
+train_app.command()(lte)
+app.add_typer(train_app, name="train")

@@ -259,9 +259,9 @@ def test_configurations_that_cannot_be(call, message):
 
 def test_another_cache_is_refused():
     model = model_of("lalte")
-    with pytest.raises(ValueError, match=r"cache must be a foveate\.models\.HybridCache"):
+    with pytest.raises(ValueError, match=r"cache must be a foveate\.hybrids\.models\.HybridCache"):
         model(prompt(), **{CACHE: DynamicCache(config=model.config)})
-    with pytest.raises(ValueError, match=r"cache must be a foveate\.models\.HybridCache"):
+    with pytest.raises(ValueError, match=r"cache must be a foveate\.hybrids\.models\.HybridCache"):
         model(prompt(), **{CACHE: HybridCache(model_of("gdn_attn").config)})
 
 
