@@ -71,7 +71,7 @@ class _Moved:
             raise ImportError(f"{name} is now {_MOVED[old]}", name=name)
 
 
-sys.meta_path.append(_Moved)
+sys.meta_path.insert(0, _Moved)  # before an empty folder is taken for the package
 
 
 def __getattr__(name: str) -> Any:

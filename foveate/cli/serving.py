@@ -31,6 +31,6 @@ def serve(
     arguments = launch.arguments_of(model, method, dense_below, context.args)
     for line in launch.told(launch.checked(arguments)):
         typer.echo(line)
-    typer.echo(shlex.join(["vllm", "serve", *arguments]))
+    typer.echo(shlex.join(launch.command(arguments)))
     if not check:
         os.execv(sys.executable, launch.command(arguments))

@@ -330,15 +330,18 @@ def register(cls: Registered | None = None, /, *, replaces: bool = False) -> Any
         replaces: whether the class may take the name of a method that is defined elsewhere.
 
     Raises:
-        ValueError: for a name that belongs to another class.
+        ValueError: for a name that belongs to another class, and for a class without a name of its own.
     """
     if cls is None:
         return functools.partial(register, replaces=replaces)
+    if "name" not in cls.__dict__:
+        raise ValueError(f"{cls.__qualname__} of {cls.__module__} has no name: write name = '...' in its body")
     fixed = {field.name for field in dataclasses.fields(cls)} & cls.__dict__.keys() - cls.__annotations__.keys()
     cls.__annotations__ = {**cls.__annotations__, **dict.fromkeys(fixed, ClassVar[Any])}
     made = dataclass(frozen=True)(cls)
     for there in REGISTRY.values():
-        taken = made.name == there.name and there.__module__ != made.__module__
+        same = (there.__module__, there.__qualname__) == (made.__module__, made.__qualname__)  # defined once more
+        taken = made.name == there.name and not same
         if taken and not replaces:
             raise ValueError(
                 f"{made.__qualname__} of {made.__module__}: the name {made.name!r} belongs to {there.__qualname__} of "

@@ -21,12 +21,13 @@ from foveate.methods._common import (
     evict_weakest,
     eviction_setting,
     keep_heavy,
+    or_whole,
 )
 from foveate.methods.base import Method, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
-NEVER_FASTER = 1 << 62
+NEVER_FASTER = 1 << 40
 """As :attr:`Method.sparse_from_tokens`: by default a GPU decodes densely."""
 
 
@@ -57,8 +58,8 @@ class KeepsByScore(Method):
         self._check_budget("top_k", max(1, self.sinks))
 
     def scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        """What each token is worth, fp32 ``[B, Hkv, used]``, larger is better; None: keep all. Called where tokens are
-        evicted. Values in empty slots do not matter."""
+        """What each token is worth, fp32 ``[B, Hkv, used]``, larger is better; None: keep all, where a
+        prompt ends. Called where tokens are evicted. Values in empty slots do not matter."""
         raise NotImplementedError
 
     def note(self, cache: SlotCache, mass: Tensor) -> None:
@@ -150,10 +151,11 @@ class ReadsChosen(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self._copy_newest(cache)
         chosen = self.choose(cache, q, scaling) & (cache.positions >= 0)
-        cache.count_read(chosen.sum(-1))
+        cache.count_read(or_whole(cache, chosen.sum(-1)))
         count_scored(self, cache)
         slots = torch.arange(cache.used, dtype=torch.int32, device=q.device).where(chosen, -1)
-        how = {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
+        how = {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
+        how["logits"] = cache.logits(scaling)
         return ops.attend_indices(q, *cache.memory, slots, **how).out
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -140,7 +140,7 @@ class RowNumbers:
         """
         step = self.device_state and self.step
         if step is None:
-            key = (rule, args, *map(type, args), *self._rows[of])
+            key = (rule, args, *map(type, args), self.device, *self._rows[of])
             if key not in self.forward:
                 found = tuple([rule(number, *args) for number in self._rows[of]])
                 dtype = torch.float64 if isinstance(found[0], float) else torch.int64

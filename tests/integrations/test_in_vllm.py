@@ -195,11 +195,9 @@ def test_what_cannot_be_served_is_an_error_at_start(folder, spec, why):
 
 
 def test_without_the_option_nothing_is_ours(folder):
-    """A method alone changes nothing: the backend must be chosen. A method that cannot be is an error all the same."""
-    found = run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": SMALL}, **CHUNKS)
+    """A method alone changes nothing: the backend must be chosen."""
+    found = run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": "no such method"}, **CHUNKS)
     assert found["tokens"] == run(folder, None, PROMPTS[:1], **CHUNKS)["tokens"]
-    with pytest.raises(AssertionError, match="unknown method 'no such method'"):
-        run(folder, None, PROMPTS[:1], environment={"FOVEATE_METHOD": "no such method"}, **CHUNKS)
 
 
 @pytest.mark.parametrize(

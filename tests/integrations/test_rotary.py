@@ -154,3 +154,29 @@ def test_what_cannot_be_undone_is_refused_and_the_model_left_as_it_was(monkeypat
             foveate.attach(model, Turning())
         assert model.__dict__.get("foveate") is before
         assert model.config._attn_implementation == ("sdpa" if before is None else "foveate")
+
+
+def test_a_token_that_shows_no_rotation_is_refused():
+    model = build("Llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] = 0
+    with pytest.raises(ValueError, match="layer 0: the queries or keys of token 3 are zero, which shows no rotation"):
+        foveate.attach(model, Turning())
+
+
+def test_a_model_in_training_stays_so_and_a_failure_leaves_its_method(monkeypatch):
+    model = build("Llama").train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    attached = foveate.attach(model, Turning())
+    assert [module.training for module in model.modules()] == modes
+
+    def failing(*args, **kwargs):
+        assert not model.model.training
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.norm, "forward", failing)
+    with pytest.raises(KeyboardInterrupt):
+        foveate.attach(model, Turning())
+    assert model.__dict__["foveate"] is attached
+    assert [module.training for module in model.modules()] == modes

@@ -55,7 +55,9 @@ def test_the_command_names_backend_and_method(folder, installed, package, monkey
         ("kascade:anchors=[0,7]", None, [], "not 7"),
         (KASCADE, -1, [], "dense_below must be a number of tokens"),
         (KASCADE, None, ["--attention-backend=FLASH_ATTN"], "--attention-backend is given by foveate serve"),
+        (KASCADE, None, ["--attention_backend", "FLASH_ATTN"], "--attention-backend is given by foveate serve"),
         (KASCADE, None, ["--additional-config", "{}"], "--additional-config is given by foveate serve"),
+        (KASCADE, None, ["--additional_config.foveate=dense"], "--additional-config is given by foveate serve"),
         ("nowhere.json", None, [], "nowhere.json: No such file"),
     ],
 )
@@ -96,15 +98,19 @@ SIZES = {
 }
 
 
-def test_the_plan_tells_layers_bound_and_memory():
+def test_the_plan_tells_layers_bound_and_memory(monkeypatch):
     facts = CONFIGS["llama"]()
     found = launch.told(engine({"method": KASCADE, "dense_below": 4096}, **SIZES))
     assert found[0].startswith("method: kascade_paper:")
     assert found[1] == "dense, choosing: 0; reading: 1; choosing: 2"
-    assert found[2] == "dense: steps of fewer than 4,096 tokens, all requests together"
+    assert found[2] == "dense: requests of fewer than 4,096 tokens, times the number of requests in a step"
     each = 4 * facts.num_key_value_heads
     assert found[3].startswith(f"graphs: scores of 4 requests of 2,048 tokens, {4 * 2048 * each / 2**20:.0f} MiB")
-    assert launch.told(engine({"method": "dense"}, **SIZES))[2] == "dense: no step"
+    assert launch.told(engine({"method": KASCADE}, **SIZES))[2] == "dense: none"  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    bound = 16384 * 2048 // (facts.num_key_value_heads * 2 * facts.head_dim)  # of few keys, which cost less
+    mixed = f'per_layer:layers={{"0": "dense", "rest": "{KASCADE.replace("[0,2]", "[1,2]")}"}}'
+    assert launch.told(engine(mixed, **SIZES))[2].startswith(f"dense: requests of fewer than {bound:,} tokens")
 
 
 def test_the_plan_tells_what_summaries_take():

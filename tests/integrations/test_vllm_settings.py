@@ -85,6 +85,13 @@ def test_a_method_is_named_in_one_of_three_ways(given, monkeypatch, tmp_path):
     assert settings_of({"foveate": "dense"}).method.name == "dense"
 
 
+def test_settings_beside_a_file_replace_its_own(tmp_path):
+    path = str(tmp_path / "foveate.json")
+    (tmp_path / "foveate.json").write_text(json.dumps({"method": KASCADE, "dense_below": 7}), encoding="utf-8")
+    assert settings_of({"foveate": path}).dense_below == 7
+    assert settings_of({"foveate": {"method": path, "dense_below": 9}}).dense_below == 9
+
+
 def test_what_is_dense_below_can_be_set():
     assert settings_of({"foveate": {"method": "dense", "dense_below": 99}}).dense_below == 99
 

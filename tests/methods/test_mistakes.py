@@ -273,6 +273,32 @@ def without_decode_dense():
     return Mine()
 
 
+def test_a_registered_class_has_a_name_of_its_own():
+    with pytest.raises(ValueError, match=r"Mine of .* has no name: write name = '\.\.\.' in its body"):
+
+        @methods.register
+        class Mine(methods.get("h2o")):
+            pass
+
+
+def test_two_classes_of_one_file_do_not_share_a_name(monkeypatch):
+    monkeypatch.setattr(base, "REGISTRY", dict(base.REGISTRY))
+
+    @methods.register
+    class One(Reads):
+        name = "shared"
+
+    with pytest.raises(ValueError, match=r"the name 'shared' belongs to .*One of "):
+
+        @methods.register
+        class Other(Reads):
+            name = "shared"
+
+    @methods.register(replaces=True)
+    class Another(Reads):
+        name = "shared"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

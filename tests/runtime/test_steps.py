@@ -1,10 +1,13 @@
 """Decode steps over blocks that an engine owns give what the runtime's own layers give over their own memory."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 
 from foveate import methods
-from foveate.ops import Logits, attend, dispatch
+from foveate.ops import BlockTable, Logits, attend, dispatch
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -257,6 +260,35 @@ def test_buffers_of_a_number_of_rows_keep_their_addresses():
 
 
 CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore", "pages", "locks"}
+
+
+@dataclass(frozen=True)
+class Newest(methods.ReadsChosen):
+    """An author's method that reads the newest key alone."""
+
+    name: ClassVar[str] = "newest"
+
+    def choose(self, cache, q, scaling):
+        return cache.positions == (cache.row_tensor("lengths") - 1)[:, None, None]
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_rows_of_prompts_are_read_whole_by_an_authors_method_too(prompts):
+    engine, logits = Engine(), Logits(SCALING)
+    for row, length in enumerate(PROMPTS):
+        _, k, v = (x[:, row] for x in engine.draw(length))
+        engine.write(row, k, v, 0)
+    steps = EngineSteps({0: Newest()}, torch.device("cpu"), 0)
+    longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
+    marks = [prompts] * engine.rows
+    steps.begin(engine.lengths, engine.table, longest, 0 if prompts else total, len(PROMPTS), marks)
+    q = torch.randn(engine.rows, HEADS, 1, DIM, generator=engine.generator)
+    k, v = engine.memory[0, ..., :DIM], engine.memory[0, ..., DIM:]
+    table = BlockTable(engine.table, longest)
+    whole = attend(q, k, v, logits=logits, lengths=engine.lengths.long(), block_table=table).out
+    same = torch.allclose(steps.attend(0, q, k, v, logits)[engine.real], whole[engine.real], atol=1e-5)
+    assert same == prompts
+    assert float(steps.keys_read()) == (0 if prompts else len(PROMPTS))
 
 
 @pytest.mark.parametrize("name", methods.names())

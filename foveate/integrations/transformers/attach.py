@@ -131,7 +131,7 @@ def attach(
     detach(model)
     try:
         _give_rotary(policies, model, decoder, config)
-    except ValueError:
+    except BaseException:
         if before is not None:
             _put_on(before, model)
         raise

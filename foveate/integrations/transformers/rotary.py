@@ -20,6 +20,8 @@ from foveate.integrations.transformers.support import around
 from foveate.ops import Rotary
 
 _NAME = "foveate_rotary"
+_TOKEN = 3
+"""Whose queries and keys are looked at."""
 _POSITIONS = (0, 1, 29)
 """Of the tokens on which rotations are proved."""
 
@@ -62,6 +64,8 @@ def rotary_of_layers(
         raise ValueError(f"{type(decoder).__name__} takes no position_ids")
     found = {layer: _described(layer, decoder, config) for layer in layers}
     for layer, (q, k) in _queries_and_keys(model, decoder, found).items():
+        if not (q.any() and k.any()):
+            raise ValueError(f"layer {layer}: the queries or keys of token {_TOKEN} are zero, which shows no rotation")
         told = found[layer]
         tried = told, dataclasses.replace(told, neighbours=True), LayerRotary(None)
         found[layer] = next((one for one in tried if _rotates(one(), q) and _rotates(one(), k)), None)
@@ -104,13 +108,17 @@ def _queries_and_keys(model: nn.Module, decoder: nn.Module, layers: Iterable[int
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     configurations, parts = Configurations(), around(model, decoder)
+    training = [module for module in decoder.modules() if module.training]  # dropout would tell the rows apart
     configurations.replace(parts, _NAME)
     try:
+        decoder.eval()
         positions = torch.tensor(_POSITIONS, device=model.device)[:, None]
         with torch.no_grad():
-            decoder(input_ids=torch.full_like(positions, 3), position_ids=positions, use_cache=False)
+            decoder(input_ids=torch.full_like(positions, _TOKEN), position_ids=positions, use_cache=False)
     finally:
         configurations.restore(parts)
+        for module in training:
+            module.training = True
     return {layer: found[layer] for layer in layers}
 
 

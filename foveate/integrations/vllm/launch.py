@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.settings import (
     Settings,
@@ -26,6 +28,8 @@ from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
 """Options of vLLM that are ours to give."""
+_OTHERWISE = {"--trust-remote-code", "--enable-lora", "--tensor-parallel-size", "-tp"}
+"""Options with which a folder's configuration alone does not tell what an engine would do."""
 _LISTED = 12
 """Layers that are named one by one, at most."""
 
@@ -45,11 +49,11 @@ def arguments_of(model: str, method: str, dense_below: int | None, options: Sequ
     if model.startswith("-"):
         raise ValueError(f"the model comes first, then options: not {model!r}")
     for option in options:
-        if (name := option.partition("=")[0]) in _OURS:
+        if (name := _plain(option)) in _OURS:
             raise ValueError(f"{name} is given by foveate serve; leave it out")
     given = method if dense_below is None else {"method": method, "dense_below": dense_below}
     settings = settings_of({"foveate": given})
-    if Path(model).is_dir() and "--trust-remote-code" not in options:
+    if Path(model).is_dir() and not _OTHERWISE.intersection(map(_plain, options)):
         check_folder(settings, Path(model))
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
@@ -75,17 +79,19 @@ def checked(arguments: Sequence[str]) -> Any:
     Raises:
         ValueError: for what vLLM refuses, or foveate.
     """
+    releases.check()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    releases.check()
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers())
     parsed = parser.parse_args(["serve", *arguments])
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
+        raise ValueError("the options choose another attention backend than foveate's; leave that out")
     releases.check_runner(config)
     check_early(config)
     return config
@@ -99,7 +105,7 @@ def told(config: Any) -> list[str]:
     settings, methods = served(config), methods_of(config)
     facts = facts_of(config.model_config)
     geometry = geometry_of(facts, config.parallel_config.tensor_parallel_size)
-    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense(settings, geometry)}"]
+    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {_dense(settings, methods, geometry)}"]
     choosing = [method for method in methods.values() if method.role not in ("dense", "reading")]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
@@ -116,12 +122,19 @@ def told(config: Any) -> list[str]:
     return lines
 
 
-def dense(settings: Settings, geometry: Geometry) -> str:
-    """Which steps are dense, in words."""
+def _plain(option: str) -> str:
+    """An option's name as vLLM takes it: underscores may be hyphens, and a key of its value may follow a dot."""
+    name = option.partition("=")[0].partition(".")[0]
+    return name.replace("_", "-") if name.startswith("-") else ""
+
+
+def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry) -> str:
+    """Which requests are dense, in words."""
     below = settings.dense_below
     if below == "auto":
-        below = geometry.at_least(settings.method.sparse_from_tokens or 0)
-    return f"steps of fewer than {below:,} tokens, all requests together" if below else "no step"
+        known = max(method.sparse_from_tokens or 0 for method in methods.values())
+        below = geometry.at_least(known) if torch.cuda.is_available() else 0
+    return f"requests of fewer than {below:,} tokens, times the number of requests in a step" if below else "none"
 
 
 def _roles(methods: dict[int, Method]) -> str:

@@ -16,11 +16,7 @@ _log = logging.getLogger("vllm.foveate")
 
 
 def register() -> None:
-    """Name foveate's backend CUSTOM, unless another plugin has done so, and prepare its metrics.
-
-    Raises:
-        ValueError: for a method in the variable FOVEATE_METHOD that cannot be.
-    """
+    """Name foveate's backend CUSTOM, unless another plugin has done so, and prepare its metrics."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -29,8 +25,11 @@ def register() -> None:
     if os.environ.get("FOVEATE_METHOD"):
         from foveate.integrations.vllm.settings import settings_of
 
-        settings_of(None)
-        _log.info("foveate: FOVEATE_METHOD is set; it takes effect with --attention-backend CUSTOM alone")
+        try:
+            settings_of(None)
+            _log.info("foveate: FOVEATE_METHOD takes effect with --attention-backend CUSTOM alone")
+        except ValueError as error:
+            _log.error("FOVEATE_METHOD: %s", error)  # and an exception where the backend is used
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         _log.warning("foveate: another plugin has registered %s as the CUSTOM attention backend", custom.get_path())

@@ -75,11 +75,13 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
     given = (additional_config or {}).get("foveate") or os.environ.get("FOVEATE_METHOD")
     if not given:
         raise ValueError(f"foveate is the attention backend, but has no method: {HOW}")
-    if isinstance(given, str) and given.endswith(".json") and ":" not in given:
-        read = _read(Path(given))
-        of_tune = isinstance(read, Mapping) and read.get("kind") == SETTING
-        given = given if of_tune else read
     given = {"method": given} if isinstance(given, str) else given
+    path = given.get("method") if isinstance(given, Mapping) else None
+    if isinstance(path, str) and path.endswith(".json") and ":" not in path:
+        read = _read(Path(path))
+        read = read if isinstance(read, Mapping) else {"method": read}
+        if read.get("kind") != SETTING:
+            given = {**read, **{name: value for name, value in given.items() if name != "method"}}
     known = [field.name for field in dataclasses.fields(Settings)]
     if not isinstance(given, Mapping) or not isinstance(given.get("method"), str):
         raise ValueError(f"foveate: expected a method, not {given!r}: {HOW}")

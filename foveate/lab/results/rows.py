@@ -60,7 +60,7 @@ ROW_FIELDS = {
     "limit": "items, or examples, asked for",
     "seed": "seed of the items and of the bootstrap",
     "commit": "`git describe` of the checkout, or 'unknown'",
-    "command": "the command that makes this row and dense's, paths shortened to their last names",
+    "command": "the command that made this row and dense's, as it was at `commit`; paths shortened to their last names",
     "run": "the run's fingerprint; rows of one file share it",
     "item_values": "the graded values of every item, in the order of the items",
     "examples": "the first items: id, gold answers, what the method said",
