@@ -403,9 +403,7 @@ def _row(
 
 
 def _row_key(row: Mapping[str, Any]) -> str:
-    """The key of the row's method as it is now, where settings have come or gone since without effect."""
-    method = resultfile.method_of(row)
-    return _key(row["method"], row["settings"]) if method is None else _method_key(method)
+    return _key(row["method"], row["settings"])
 
 
 def _method_key(method: Any) -> str:
