@@ -114,11 +114,11 @@ def _check_tensor(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def _check_numbers(name: str, tensor: Tensor, least: float | None) -> None:
-    """Refuse a method's state with NaN, or with entries below the least that it can have."""
+    """Refuse a method's state with NaN, or with entries that are infinite or below the least that it can have."""
     if tensor.is_floating_point() and bool(tensor.isnan().any()):
         raise ValueError(f"{name}: holds NaN")
-    if least is not None and bool((tensor < least).any()):
-        raise ValueError(f"{name}: holds entries below {least:g}")
+    if least is not None and not bool(((tensor >= least) & tensor.isfinite()).all()):
+        raise ValueError(f"{name}: holds entries that are infinite or below {least:g}")
 
 
 def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:

@@ -22,7 +22,7 @@ from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.digests import digests, weights_digest
 from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
-from foveate.integrations.transformers.support import attention_modules, decoder_of, unwrapped
+from foveate.integrations.transformers.support import decoder_of, unwrapped
 from foveate.json_text import parse_json
 from foveate.state import Geometry
 from foveate.state.packing import pack, unpack
@@ -258,23 +258,20 @@ def _fill(
 ) -> None:
     """Give an empty cache the content of a file."""
     seen, batch, tensors = described["seen"], described["batch"], dict(tensors)
-    decoder = decoder_of(model)
-    attending, _ = attention_modules(model, decoder, attachment.config)
-    modules = {
-        getattr(module, "layer_idx", None): module
-        for module in decoder.modules()
-        if next(module.parameters(), None) is not None
-    }
+    indexed = [one for one in decoder_of(model).modules() if next(one.parameters(), None) is not None]
+    modules = {getattr(one, "layer_idx", None): one for one in indexed}
+    attending = {one.layer_idx: one for one in indexed if hasattr(one, "num_key_value_groups")}
     for index, (layer, known) in enumerate(zip(cache.layers, described["layers"])):
         prefix = f"{index}."
         module = modules.get(index, model)  # a model may be spread over several devices
         device = next(module.parameters()).device
         names = [name for name in tensors if name.startswith(prefix)]
         found = {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
+        geometry = _geometry(attending[index], attachment, found) if index in attending else None
         try:
-            unchanged_layers.unpack(layer, found, known, seen, batch)
+            unchanged_layers.unpack(layer, found, known, seen, batch, geometry)
             if isinstance(layer, CacheLayer):
-                _fill_layer(layer, found, known, cache, seen, batch, _geometry(attending[index], attachment, found))
+                _fill_layer(layer, found, known, cache, seen, batch, geometry)
             elif found or known:
                 raise ValueError(f"{next(iter((*found, *known)))}: is not known")
         except ValueError as error:

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.layers import CacheLayer, HybridCacheLayer
+from foveate.state import Geometry
 
 _FROM_TENSORS = ("dtype", "device")
 
@@ -31,12 +32,20 @@ def pack(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, facts
 
 
-def unpack(layer: CacheLayerMixin, tensors: dict[str, Tensor], facts: dict[str, Any], seen: int, batch: int) -> None:
+def unpack(
+    layer: CacheLayerMixin,
+    tensors: dict[str, Tensor],
+    facts: dict[str, Any],
+    seen: int,
+    batch: int,
+    geometry: Geometry | None,
+) -> None:
     """Give an empty layer what :func:`pack` took from one, and remove that from ``tensors`` and ``facts``.
 
     Args:
         seen: tokens read.
         batch: sequences.
+        geometry: of the layer's attention; None without any.
 
     Raises:
         ValueError: for what an empty layer of this kind does not have, or has as another kind of value; the message
@@ -56,11 +65,17 @@ def unpack(layer: CacheLayerMixin, tensors: dict[str, Tensor], facts: dict[str, 
         if isinstance(value, Tensor) and value.dim() > 1:
             layer.dtype, layer.device = value.dtype, value.device
     if "sliding_window" in own:
-        _check_window(layer, seen)
+        _check_window(layer, seen, geometry)
     for kind in ("conv", "recurrent"):
         for key, there in own.get(f"is_{kind}_states_initialized", {}).items():
             if there != (getattr(layer, f"{kind}_states")[key] is not None):
                 raise ValueError(f"{kind}_states.{key}: must be there where is_{kind}_states_initialized is true")
+    for key, size in own.get("conv_kernel_size", {}).items():
+        state = layer.conv_states[key]
+        if state is not None and state.shape[-1] != size:
+            raise ValueError(
+                f"conv_kernel_size.{key}: must be that of conv_states.{key}, {state.shape[-1]}, not {size}"
+            )
 
 
 def _own(layer: CacheLayerMixin) -> dict[str, Any]:
@@ -88,6 +103,8 @@ def _check(name: str, value: Any, empty: Any, seen: int, batch: int) -> None:
             raise ValueError(f"{name}: must be {type(empty).__name__}, not a tensor")
         if value.dim() > 1 and len(value) != batch:
             raise ValueError(f"{name}: has {len(value)} rows, and batch is {batch}")
+        if value.dim() > 1 and not (value.is_floating_point() and bool(value.isfinite().all())):
+            raise ValueError(f"{name}: must hold floating-point numbers, none of them NaN or infinite")
         if isinstance(empty, Tensor) and not torch.equal(value.to(empty.device), empty):
             raise ValueError(f"{name}: must be {empty.tolist()}, not {value.tolist()}")
     elif name == "cumulative_length":
@@ -101,10 +118,10 @@ def _check(name: str, value: Any, empty: Any, seen: int, batch: int) -> None:
         raise ValueError(f"{name}: must be {empty!r}, not {value!r}")
 
 
-def _check_window(layer: CacheLayerMixin, seen: int) -> None:
+def _check_window(layer: CacheLayerMixin, seen: int, geometry: Geometry) -> None:
     """Refuse keys and values that are not those of the last tokens of a window."""
     n = min(seen, layer.sliding_window - 1)
-    for name in ("keys", "values"):
-        value = getattr(layer, name)
-        if value is None or value.dim() != 4 or value.shape[2] != n or not layer.is_initialized:
-            raise ValueError(f"{name}: must hold the last {n} tokens of the window")
+    for name, dim in (("keys", geometry.head_dim), ("values", geometry.value_dim)):
+        value, shape = getattr(layer, name), (geometry.num_kv_heads, n, dim)
+        if value is None or value.shape[1:] != shape or not layer.is_initialized:
+            raise ValueError(f"{name}: must hold the last {n} tokens of the window, [B, {', '.join(map(str, shape))}]")

@@ -104,12 +104,12 @@ class PageLevels:
             if self.mass and level < len(self.sizes) - 1:
                 channels[self.channel("mass", level)] = number
             if self.recent:
-                channels[self.channel("recent", level)] = Channel(per=per)
+                channels[self.channel("recent", level)] = Channel(per=per, least=0.0)
         channels |= {"pages": RowNumber(), "paged": RowNumber()}
         if self.mass:
             channels["mass"] = Channel(least=0.0)
         if self.recent:
-            channels["recent"] = Channel()
+            channels["recent"] = Channel(least=0.0)
             channels["queries"] = Channel((geometry.num_heads, self.recent, geometry.head_dim), per=0, dtype=None)
         return channels
 
