@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +194,17 @@ def test_what_measures_nothing_is_refused_or_told(folder, caplog):
     assert "2 continuations of 11 that are one token" in caplog.text
     sparse, dense = likelihoods(attached_lm(folder, SPARSE_PROMPT), one)[0], likelihoods(hf(folder), one)[0]
     assert float((sparse - dense).abs().min()) > 0.01
+
+
+def test_a_context_is_cut_on_its_left_where_positions_end():
+    """The last token of a continuation is not read, so that it needs none."""
+    lm, fed = SimpleNamespace(max_length=10), (1, 2)
+    for length in (7, 8, 9, 11):
+        context = tuple(range(10, 10 + length))
+        assert FoveateLM._cut(lm, context, fed) == (context[-8:], fed)
+    assert FoveateLM._cut(lm, (9,), tuple(range(9))) == ((9,), tuple(range(9)))
+    with pytest.raises(ValueError, match="a continuation of 11 tokens is longer than max_length=10"):
+        FoveateLM._cut(lm, (9,), tuple(range(10)))
 
 
 def test_bad_methods_are_refused_before_anything_is_loaded(tmp_path):
