@@ -22,7 +22,7 @@ class H2O(KeepsByScore):
     name = "h2o"
     source = "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1"
     evicts = Evicts.IN_DECODE
-    observation: ClassVar[Observation] = Observation(ops.column_mass, needs_lse=True)
+    observation: ClassVar[Observation] = Observation("column_mass", needs_lse=True)
     small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
     sinks = 0
 

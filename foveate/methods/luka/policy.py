@@ -154,7 +154,7 @@ class LuKA(Method):
     @property
     def observation(self) -> Observation | None:
         keys = [("queries", self.window)] if self.tracks_recent else []
-        keys += [ops.column_mass] if self.weighs_mass else []
+        keys += ["column_mass"] if self.weighs_mass else []
         return Observation(tuple(keys) if len(keys) > 1 else keys[0], self.weighs_mass) if keys else None
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
