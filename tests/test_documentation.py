@@ -124,7 +124,7 @@ def test_the_method_that_the_guide_prints_is_one(monkeypatch):
     exec(example, names)
     method = names["ShortKeys"](**names["ShortKeys"].small_budget)
     assert method.spec == "short_keys:top_k=12,window=8"
-    assert {"top_k", "sinks", "window", "order"} == method.settings().keys()
+    assert {"top_k", "sinks", "window", "evict_every", "order"} == method.settings().keys()
     driver, tokens = Driver(method), Tokens.random(1, PROMPT + 1)
     driver.feed(tokens[:PROMPT])
     lengths, held = tokens.k[0, :, 4 : PROMPT - 8].norm(dim=-1), driver.store.positions[0]
