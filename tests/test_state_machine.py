@@ -90,3 +90,22 @@ def test_a_crop_to_an_earlier_turn_ends_the_prompt_there(tmp_path):
     foveate.save_cache(model, cache, tmp_path / "cache")
     again, step = foveate.load_cache(model, tmp_path / "cache"), ids[:, 50:51]
     torch.testing.assert_close(model(step, **cached(again)).logits, model(step, **cached(cache)).logits)
+
+
+@torch.no_grad()
+def test_a_call_of_generate_that_reads_nothing_leaves_no_prompt_to_come(monkeypatch):
+    model, ids = copy.deepcopy(state_machine.built()), torch.randint(3, state_machine.VOCAB, (1, 60))
+    foveate.attach(model, state_machine.spec_of("lessismore"))
+    caches = [foveate.Cache(model, 40) for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :40], **cached(cache))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(model.model.embed_tokens, "forward", lambda ids: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            model.generate(ids[:, :50], max_new_tokens=2, **cached(caches[0]))
+    with pytest.raises(ValueError, match="the cache has read other tokens"):
+        model.generate(ids.flip(1), max_new_tokens=2, **cached(caches[0]))
+    assert caches[0].phase.prompt_end == 40
+    for at in range(40, 50):
+        one, other = (model(ids[:, at : at + 1], **cached(cache)).logits for cache in caches)
+        torch.testing.assert_close(one, other)

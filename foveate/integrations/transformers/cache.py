@@ -53,6 +53,8 @@ class Cache(transformers.Cache):
         """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
         keeps it (``rope_deltas`` of models that read images) left it after the last pass; None before the first."""
         self.phase = Phase(prompt_end=prompt_length)
+        self._before_begin: tuple[int | None, bool, bool] = (prompt_length, False, False)
+        """Of the phase, what :meth:`begin` changes."""
         number = attachment.config.num_hidden_layers  # fewer where drafts leave layers out (assistant_early_exit)
         layers = cache_layers(attachment.config)[:number]
         for index, policy in attachment.policies.items():
@@ -82,6 +84,8 @@ class Cache(transformers.Cache):
         self.phase.check_whole()
         self.steps = None
         empty = self.get_seq_length() == 0
+        phase = self.phase
+        self._before_begin = (phase.prompt_end, phase.prompt_end_known, phase.prompt_end_guessed)
         self.phase.prompt_end_known, self.phase.prompt_end_guessed, self.phase.assistant = True, False, assistant
         if not assistant:
             if self.assisted:
@@ -91,6 +95,10 @@ class Cache(transformers.Cache):
         elif empty:
             # assisted decoding crops the assistant's cache to one token before the prompt's end, and decodes that token
             self.phase.prompt_end = prompt_end - 1
+
+    def cancel(self) -> None:
+        """Undo :meth:`begin`, where the call of `generate` ended before it read anything."""
+        self.phase.prompt_end, self.phase.prompt_end_known, self.phase.prompt_end_guessed = self._before_begin
 
     def _stop_recording_past(self) -> None:
         with self.phase.change():

@@ -184,13 +184,19 @@ class Prefill:
         **kwargs: Any,
     ) -> Any:
         given, mask = model_kwargs.get(releases.CACHE), model_kwargs.get("attention_mask")
-        if isinstance(given, Cache) and not given.phase.assistant and input_ids.shape[1] == given.phase.prompt_end:
-            given.ids.check(input_ids, given.get_seq_length(), mask)
-        if chunk := self._chunk(input_ids, generation_config, model_kwargs):
-            generation_config.prefill_chunk_size = chunk
-            _log.info("a prompt of %s tokens is read in chunks of %s", f"{input_ids.shape[1]:,}", f"{chunk:,}")
-        with announcements.prefilling(self.attachment.uid):
-            out = type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        seen = given.get_seq_length() if isinstance(given, Cache) else 0
+        try:
+            if isinstance(given, Cache) and not given.phase.assistant and input_ids.shape[1] == given.phase.prompt_end:
+                given.ids.check(input_ids, seen, mask)
+            if chunk := self._chunk(input_ids, generation_config, model_kwargs):
+                generation_config.prefill_chunk_size = chunk
+                _log.info("a prompt of %s tokens is read in chunks of %s", f"{input_ids.shape[1]:,}", f"{chunk:,}")
+            with announcements.prefilling(self.attachment.uid):
+                out = type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        except BaseException:
+            if isinstance(given, Cache) and not given.phase.assistant and given.get_seq_length() == seen:
+                given.cancel()
+            raise
         cache = releases.returned_cache(out)
         if isinstance(cache, Cache) and cache.get_seq_length() < (cache.phase.prompt_end or 0):
             raise ValueError(

@@ -125,3 +125,5 @@ def _check_window(layer: CacheLayerMixin, seen: int, geometry: Geometry) -> None
         value, shape = getattr(layer, name), (geometry.num_kv_heads, n, dim)
         if value is None or value.shape[1:] != shape or not layer.is_initialized:
             raise ValueError(f"{name}: must hold the last {n} tokens of the window, [B, {', '.join(map(str, shape))}]")
+    if layer.keys.dtype != layer.values.dtype:
+        raise ValueError(f"keys: are {layer.keys.dtype}, and values {layer.values.dtype}")
