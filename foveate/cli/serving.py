@@ -28,9 +28,10 @@ def serve(
     """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
     from foveate.integrations.vllm import launch
 
+    environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
     arguments = launch.arguments_of(model, method, dense_below, context.args)
     for line in launch.told(launch.checked(arguments)):
         typer.echo(line)
     typer.echo(shlex.join(launch.command(arguments)))
     if not check:
-        os.execv(sys.executable, launch.command(arguments))
+        os.execve(sys.executable, launch.command(arguments), environment)

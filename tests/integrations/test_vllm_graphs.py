@@ -70,7 +70,7 @@ class Engine:
                 "scale": 0.3,
                 "sinks": None,
             }
-            impl.__dict__ |= {"num_heads": HEADS, "logits_soft_cap": 0}
+            impl.__dict__ |= {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "logits_soft_cap": 0}
             name = f"model.layers.{n}.self_attn.attn"
             self.layers.append(SimpleNamespace(layer_name=name, impl=impl, kv_cache=self.memory[n]))
         self.builder = self.new_builder(spec)
