@@ -65,7 +65,7 @@ class Channel:
         recomputed: whether the method rewrites entries before it reads them again, so that they need no snapshot when
             tokens are removed, and no clearing when a slot is reused (page summaries).
         fill: initial value of an entry per sequence. Other entries start at 0.
-        least: smallest value that an entry can have, by which an edited file is told; None: any.
+        least: smallest valid value of an entry; a saved cache with a smaller one is refused. None: no bound.
     """
 
     shape: tuple[int, ...] = ()

@@ -830,3 +830,15 @@ def test_memory_that_a_snapshot_brings_back_is_counted():
         cache.restore(200)
         assert cache.counters.resident_bytes == cache.counters.held.bytes == cache.resident_bytes == before
     assert cache.counters.held.peak == before
+
+
+def test_layers_on_several_devices_share_numbers_and_no_tensors():
+    """Of a model that is spread over devices: results of rules are kept for the layers of one device."""
+    shared = {}
+    caches = [SlotCache(Geometry(2, 2, 4, 4), 1, torch.float32, torch.device(place)) for place in ("cpu", "meta")]
+    for cache in caches:
+        cache.forward = shared
+        cache.rows = {name: [9] for name in cache.rows}
+    found = [cache.each_row(operator.sub, 4) for cache in caches]
+    assert [one.device.type for one in found] == ["cpu", "meta"]
+    assert caches[0].each_row(operator.sub, 4) is found[0]

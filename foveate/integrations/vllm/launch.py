@@ -1,4 +1,4 @@
-"""`foveate serve`: what an engine would refuse is told at once, what it will do is printed, then vLLM runs."""
+"""`foveate serve`: checks the options without an engine, describes what it will do, and makes vLLM's command."""
 
 from __future__ import annotations
 
