@@ -4,7 +4,7 @@
 #   benchmarks/recommended.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/, wikisalad/ and longproc/
 # (docs/guide/data.md); TOKENS: of a batch, 260,000 on 80 GB for 1.5 billion parameters; ITEMS: of each RULER task at each
-# length. `kascade` reads the anchors that come with foveate for the weights, or that `foveate calibrate --model MODEL` has
+# length, half as many of LongProc. `kascade` reads the anchors that come with foveate for the weights, or that `foveate calibrate --model MODEL` has
 # kept. Writes OUT_FOLDER/recommended.jsonl. CELLS: see luka-methods.sh.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -30,6 +30,6 @@ compare hotpotqa 4096 --task hotpotqa --limit 200
 compare 2wiki 4096 --task 2wiki --limit 164
 compare wikisalad 4096 --task wikisalad --split hard --limit 100
 for split in tom_tracking_0.5k countdown_0.5k tom_tracking_2k countdown_2k; do
-  compare "longproc-$split" 8192 --task longproc --split "$split" --limit 100
+  compare "longproc-$split" 8192 --task longproc --split "$split" --limit "$((items / 2))"
 done
 cat ../*/*.jsonl > "$out/recommended.jsonl"
