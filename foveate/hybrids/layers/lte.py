@@ -15,7 +15,7 @@ from foveate.hybrids.state import Packing, RetainedMemory
 
 THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""
-WARMEST, COLDEST = 2.0, 0.1
+WARMEST, COLDEST = 2.0, 0.02
 """Temperatures of scores at the beginning and at the end of a release."""
 SCORED = 65536
 """Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
@@ -40,16 +40,16 @@ class LearnedEviction(SlidingWindowAttention):
         whole_prompt: retain the best tokens of the first prompt for all of its queries, as the published code does;
             the prompt must then come in one piece.
         gradient: what a score's gradient is before the sigmoid's slope. "value": equation 6's, the value's share in the
-            loss, whose sum over the keys is not zero; so it moves all scores of a head together. "logit": that of a
-            bias on the key's logit, which sums to zero over the keys of each query. Ours.
+            loss of every query that reads it, also of those in whose window it is. "logit": that of a bias on the key's
+            logit for the queries that are at least two windows' blocks later. Ours.
     """
 
     opened: Tensor | None = None
     """How far training is from what scores decide; fp32 scalar on the device. At 1 every token is retained, and scores
     give keys and values no gradient. Below, no token is left out yet, but the logit of a key beyond the window has the
-    bias ``log sigmoid(score / (WARMEST * opened))``: what scores low fades, and as long as a query still looks for it
-    the bias has a gradient, which a token that is left out has not. At 0, or with None, scores alone decide. A tensor,
-    so that compiled layers stay compiled when it changes."""
+    bias ``log sigmoid(score / temperature)``, with a temperature that falls from WARMEST to COLDEST: what scores low
+    fades, and as long as a query still looks for it the bias has a gradient, which a token that is left out has not. At
+    0, or with None, scores alone decide. A tensor, so that compiled layers stay compiled when it changes."""
 
     def __init__(
         self,
@@ -92,17 +92,17 @@ class LearnedEviction(SlidingWindowAttention):
         retained[:, :, : self.sinks].fill_(True)
         moved, fading = scores, None
         if opened is not None:
-            faded = F.logsigmoid(logits / (WARMEST * opened).clamp_min(COLDEST))
+            faded = F.logsigmoid(logits / (COLDEST * (WARMEST / COLDEST) ** opened))
             moved = torch.where(opened > 0, faded, scores)
             # In steps of 1/4096, as attention under a mask wants integers.
             fading = torch.where((opened > 0) & (opened < 1), (faded.detach() * 4096).round(), 0.0).int()
             fading[:, :, : self.sinks].fill_(0)
             retained = retained | (opened > 0)
-        dim = v.shape[3]
-        if self.gradient == "logit":  # a column of ones: each query's probabilities, which add up to one
-            v = F.pad(F.pad(v, (0, 1), value=1.0), (0, dim - 1))  # FlexAttention wants a power of two
-        # A value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient is not.
-        v = v * (1 + moved - moved.detach())[..., None].to(v.dtype)
+        q, k, moved = rotate(q, angles), rotate(k, angles), moved - moved.detach()
+        if self.gradient == "logit":
+            q, k = self._with_far_gradient(q, k, moved)
+        else:  # a value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient not
+            v = v * (1 + moved)[..., None].to(v.dtype)
         length, window, group = k.shape[2], self.window, self.num_heads // self.num_kv_heads
         leaves = torch.arange(length, dtype=torch.int32, device=k.device) + window
         last = torch.where(retained, length, leaves)  # the last query that sees a key, int32 [B, Hkv, L]
@@ -114,11 +114,23 @@ class LearnedEviction(SlidingWindowAttention):
             return torch.where(i - j > window, fading[b, h // group, j], 0) / 4096.0
 
         bias = None if fading is None else fades
-        out = attend_masked(rotate(q, angles), rotate(k, angles), v, sees, scaling=self.scaling, bias=bias)
-        if self.gradient == "logit":  # what a key's probability takes from the others, p_ij <o_i, do_i>
-            out, total = out[..., :dim], out[..., dim : dim + 1]
-            out = out - (total - total.detach()) * out.detach()
+        out = attend_masked(q, k, v, sees, scaling=self.scaling, bias=bias)
         return out, scores
+
+    def _with_far_gradient(self, q: Tensor, k: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys with further dimensions that change no logit, and give ``zero`` a far bias's gradient.
+
+        A dimension stands for the queries of a block as long as the window. Such a query has a 1 there, and a key
+        ``zero`` if the block begins beyond its window: the gradient is the sum over the logits of these pairs alone.
+        """
+        length, dim = k.shape[2:]
+        block = torch.arange(length, device=k.device) // self.window
+        blocks = torch.arange(-(-length // self.window), device=k.device)
+        size = 1 << (dim + len(blocks) - 1).bit_length()  # FlexAttention wants a power of two
+        later = zero[..., None] * (blocks > block[:, None] + 1)
+        own = (blocks == block[:, None]).to(q.dtype).expand(*q.shape[:2], -1, -1) / self.scaling
+        rest = size - dim - len(blocks)
+        return torch.cat([q, F.pad(own, (0, rest))], 3), torch.cat([k, F.pad(later.to(k.dtype), (0, rest))], 3)
 
     def _scores(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         return self.scores(k, v, real)

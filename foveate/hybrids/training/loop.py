@@ -244,7 +244,7 @@ class _Run:
         weights = self._weights(parts)
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
-        held = self.opening.holding
+        opened = self.opening.share > 0
         if self.opened is not None:
             self.opened.fill_(self.opening.share)
         total, penalties = 0, torch.zeros((), device=self.place.device)
@@ -256,9 +256,9 @@ class _Run:
                 loss = made.loss * weight
                 total = total + loss.detach()
                 if self.feedback:
-                    self.feedback.observe(made.retention)
-                if self.feedback and not held:
-                    penalty = self.feedback.penalty(made.retention, self.opening.share > 0) / len(parts)
+                    self.feedback.observe(made.retention, opened)
+                if self.feedback and not opened:
+                    penalty = self.feedback.penalty(made.retention) / len(parts)
                     penalties = penalties + penalty.detach()
                     loss = loss + penalty
                 loss.backward()
@@ -267,7 +267,9 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.feedback:
-            self.feedback.step(held)
+            self.feedback.step(opened)
+            if opened:
+                network.lower_scores(self.parallel.network, self.feedback.excess)
         self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
         self.opening.step()
         self.step += 1

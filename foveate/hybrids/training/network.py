@@ -128,6 +128,13 @@ def evicting_layers(network: Any) -> list[torch.nn.Module]:
     return [module for module in network.modules() if isinstance(module, LearnedEviction)]
 
 
+@torch.no_grad()
+def lower_scores(network: Any, excess: torch.Tensor) -> None:
+    """Lowers each head's scores by `[layers, heads]` before the sigmoid (`SparsityFeedback.excess`), by its last bias."""
+    for layer, much in zip(evicting_layers(network), excess):
+        layer.scores.head.bias.sub_(much)
+
+
 def open_layers(network: Any) -> torch.Tensor:
     """How far layers with learned scores are open (`LearnedEviction.opened`): 1, on the network's device.
 

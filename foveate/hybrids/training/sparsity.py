@@ -147,29 +147,27 @@ class SparsityFeedback:
         self.slope: Tensor | None = None
         """The sigmoid's mean slope at the scores of the last step, at most 1/4, fp32 `[layers, heads]`."""
         self._counts: Tensor | None = None
+        self.excess: Tensor | None = None
+        """By how much the scores of each head are too high for the budget, before the sigmoid; fp32 `[layers, heads]`
+        after a held step, else None."""
         self._slopes: Tensor | float = 0.0
+        self._excess: Tensor | float = 0.0
         self._observed = 0
         self._warned: set[tuple[int, ...]] = set()
 
-    def penalty(self, retention: Sequence[Tensor], fading: bool = False) -> Tensor:
-        """The term to add to a micro-batch's loss, a scalar.
-
-        Args:
-            retention: scores in (0, 1) of each LTE layer, before the threshold, fp32 `[B, Hkv, L]`.
-            fading: in a release, where tokens fade by their scores. The penalty is then Algorithm 1's ReLU(r), which
-                reaches below the threshold: a score just below it would stay there, and its token be read until the
-                release ends.
-        """
+    def penalty(self, retention: Sequence[Tensor]) -> Tensor:
+        """The term to add to a micro-batch's loss, a scalar; of scores in (0, 1), fp32 `[B, Hkv, L]` a layer."""
         scores = _stacked(retention)
-        excess = scores if fading else (scores - self._threshold).relu()
+        excess = (scores - self._threshold).relu()
         weights = self._weights_for(scores)[:, None, :, None]
         if self.settings.variant == "paper":
             return (weights * excess).sum() / scores.shape[1]
         return (weights * excess).mean()
 
     @torch.no_grad()
-    def observe(self, retention: Sequence[Tensor]) -> None:
-        """Counts the retained tokens of a micro-batch, mean over its sequences."""
+    def observe(self, retention: Sequence[Tensor], opened: bool = False) -> None:
+        """Counts the retained tokens of a micro-batch, mean over its sequences; of an `opened` one (a hold or release)
+        also takes the score below which the tokens begin that the budget has no room for."""
         scores = _stacked(retention)
         self._weights_for(scores)
         if scores.shape[-1] <= SPARED:
@@ -177,6 +175,10 @@ class SparsityFeedback:
         counted = scores[..., : scores.shape[-1] - SPARED]
         counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
         self._counts = counts if self._counts is None else self._counts + counts
+        if opened:
+            heads = counted.logit().transpose(1, 2).flatten(2)  # [layers, Hkv, B L]
+            first_left = max(1, heads.shape[2] - scores.shape[1] * self.settings.budget)
+            self._excess = self._excess + heads.kthvalue(first_left).values
         self._slopes = self._slopes + (scores * (1 - scores)).mean((1, 3))
         self._observed += 1
 
@@ -190,7 +192,8 @@ class SparsityFeedback:
             raise RuntimeError("step() without observe(): no scores were counted in this step")
         counts, self._counts = _over_ranks(self._counts / self._observed), None
         self.slope, self._slopes = self._slopes / self._observed, 0.0
-        self._observed = 0
+        self.excess = _over_ranks(self._excess / self._observed) if held else None
+        self._excess, self._observed = 0.0, 0
         silent = 1 if self.silent is None else self.silent + 1
         self.silent = torch.where(counts > 0, 0, silent)
         if held:
@@ -217,7 +220,7 @@ class SparsityFeedback:
         self.steps = int(state["steps"])
         self.weights, self.average = state.get("weights"), state.get("average")
         self.retained = self.average
-        self._counts, self._slopes, self._observed = None, 0.0, 0
+        self._counts, self._slopes, self._excess, self._observed = None, 0.0, 0.0, 0
 
     def summary(self) -> dict[str, float | list[list[float]]]:
         """What to log; waits for the device.

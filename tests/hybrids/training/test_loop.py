@@ -183,16 +183,11 @@ def answering(monkeypatch):
 
 
 def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering, monkeypatch):
-    """They are measured as training sees tokens until the release is over, then as in inference. In the release the
-    penalty reaches below the threshold."""
-    measured, said, fading = answering([0, 60, 40, 60, 70, *[80] * 7]), [], []
-    penalty = SparsityFeedback.penalty
-
-    def noted(self, retention, fades=False):
-        fading.append(fades)
-        return penalty(self, retention, fades)
-
-    monkeypatch.setattr(SparsityFeedback, "penalty", noted)
+    """They are measured as training sees tokens until the release is over, then as in inference. Until then a bias
+    keeps the budget, and no penalty."""
+    measured, said, lowered = answering([0, 60, 40, 60, 70, *[80] * 7]), [], []
+    lower = network.lower_scores
+    monkeypatch.setattr(network, "lower_scores", lambda *given: lowered.append(1) or lower(*given))
     outcome = train(make(RECALLING), tmp_path / "run", say=said.append)
     assert outcome.finished
     assert outcome.missed is None
@@ -200,8 +195,8 @@ def test_a_hold_ends_when_far_answers_are_right(make, tmp_path, answering, monke
     rows = curve(tmp_path / "run")
     assert [row["opened"] for row in rows if "answers" in row] == 5 * [1.0] + [pytest.approx(1 / 3)] + 6 * [0.0]
     assert measured == 5 * [(True, 1)] + [(True, pytest.approx(1 / 3))] + 6 * [(False, 0)]
-    assert [row["penalty"] > 0 for row in rows if "loss" in row] == 5 * [False] + 7 * [True]
-    assert fading == 4 * [True] + 10 * [False]  # of two steps, with two micro-batches each
+    assert [row["penalty"] > 0 for row in rows if "loss" in row] == 7 * [False] + 5 * [True]
+    assert len(lowered) == 7
 
 
 def test_a_run_that_never_recalls_ends_with_its_hold_and_without_a_model(make, tmp_path, answering):
@@ -485,7 +480,7 @@ def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
 
 
 def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
-    """Killed in its midst and resumed. λ acts from its first step on."""
+    """Killed in its midst and resumed. λ acts when it is over."""
     monkeypatch.setattr("foveate.hybrids.layers.lte.THRESHOLD", 0.63)  # a new model retains nearly all above 0.5
     changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.25, "sparsity.release": 0.5})
@@ -494,7 +489,7 @@ def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
     train(config, tmp_path / "parts", resume=True, say=quiet)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
     rows = [row for row in curve(tmp_path / "run") if "loss" in row]
-    assert [row["penalty"] > 0 for row in rows] == 2 * [False] + 6 * [True]
+    assert [row["penalty"] > 0 for row in rows] == 6 * [False] + 2 * [True]
     train(make({**changes, "sparsity.release": 0}), tmp_path / "at_once", say=quiet)
     assert not same(weights(tmp_path / "run"), weights(tmp_path / "at_once"))
 

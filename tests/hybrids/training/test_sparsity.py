@@ -97,9 +97,19 @@ def test_the_penalty_pulls_at_retained_scores_alone():
     leaves = [torch.tensor([[[0.7, 0.4, 0.9]]], requires_grad=True)]
     SparsityFeedback(SparsitySettings(budget=6, start=0.3)).penalty(leaves).backward()
     assert (leaves[0].grad > 0).tolist() == [[[True, False, True]]]
-    leaves[0].grad = None
-    SparsityFeedback(SparsitySettings(budget=6, start=0.3)).penalty(leaves, fading=True).backward()
-    assert (leaves[0].grad > 0).all()  # so that none stays just below the threshold, where a fading token is read
+
+
+def test_an_opened_step_says_by_how_much_scores_exceed_the_budget():
+    """Lowered by that, each head retains what it may have, of all tokens of a step."""
+    logits = torch.randn(2, 4, 3, 46, generator=torch.Generator().manual_seed(0))
+    feedback = SparsityFeedback(SparsitySettings(budget=10))
+    feedback.observe(list(logits.sigmoid()), opened=True)
+    feedback.step(held=True)
+    lowered = logits - feedback.excess[:, None, :, None]
+    assert ((lowered[..., :-SPARED] > 1e-6).sum((1, 3)) == 4 * 10).all()
+    feedback.observe(list(logits.sigmoid()))
+    feedback.step()
+    assert feedback.excess is None
 
 
 def test_micro_batches_count_as_one_step():
