@@ -15,8 +15,9 @@ from foveate.hybrids.state import Packing, RetainedMemory
 
 THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""
-WARMEST, COLDEST = 2.0, 0.02
-"""Temperatures of scores at the beginning and at the end of a release."""
+SOFT = 2.0
+"""Temperature of the bias by whose gradient scores learn in open rows."""
+_GOLDEN = 0.6180339887
 SCORED = 65536
 """Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
 bf16."""
@@ -41,15 +42,14 @@ class LearnedEviction(SlidingWindowAttention):
             the prompt must then come in one piece.
         gradient: what a score's gradient is before the sigmoid's slope. "value": equation 6's, the value's share in the
             loss of every query that reads it, also of those in whose window it is. "logit": that of a bias on the key's
-            logit for the queries that are at least two windows' blocks later. Ours.
+            logit, for queries beyond its window only: from the next but one block of so many tokens on. Ours.
     """
 
     opened: Tensor | None = None
-    """How far training is from what scores decide; fp32 scalar on the device. At 1 every token is retained, and scores
-    give keys and values no gradient. Below, no token is left out yet, but the logit of a key beyond the window has the
-    bias ``log sigmoid(score / temperature)``, with a temperature that falls from WARMEST to COLDEST: what scores low
-    fades, and as long as a query still looks for it the bias has a gradient, which a token that is left out has not. At
-    0, or with None, scores alone decide. A tensor, so that compiled layers stay compiled when it changes."""
+    """Which rows of training are open; fp32 ``[2]`` on the device, their share and a phase that moves them about; None:
+    no row. In an open row every token is retained, and scores give keys and values no gradient. They get that of a bias
+    ``log sigmoid(score / SOFT)`` on the keys' logits; in other rows a dropped token has none. A tensor, so that layers
+    stay compiled when it changes."""
 
     def __init__(
         self,
@@ -84,24 +84,19 @@ class LearnedEviction(SlidingWindowAttention):
     def _train(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        opened = self.opened
-        scored = (k, v) if opened is None else (torch.where(opened == 1, x.detach(), x) for x in (k, v))
+        opened = None if self.opened is None else _open_rows(self.opened, len(k))
+        scored = (k, v) if opened is None else (torch.where(opened[..., None], x.detach(), x) for x in (k, v))
         logits = self.scores.capped(*scored, real)
-        scores = logits.sigmoid()
+        scores = moved = logits.sigmoid()
         retained = (scores > THRESHOLD).detach()
         retained[:, :, : self.sinks].fill_(True)
-        moved, fading = scores, None
         if opened is not None:
-            faded = F.logsigmoid(logits / (COLDEST * (WARMEST / COLDEST) ** opened))
-            moved = torch.where(opened > 0, faded, scores)
-            # In steps of 1/4096, as attention under a mask wants integers.
-            fading = torch.where((opened > 0) & (opened < 1), (faded.detach() * 4096).round(), 0.0).int()
-            fading[:, :, : self.sinks].fill_(0)
-            retained = retained | (opened > 0)
+            moved = torch.where(opened, F.logsigmoid(logits / SOFT), scores)
+            retained = retained | opened
         q, k, moved = rotate(q, angles), rotate(k, angles), moved - moved.detach()
         if self.gradient == "logit":
             q, k = self._with_far_gradient(q, k, moved)
-        else:  # a value's share in the loss is the gradient of its score (equation 6): the factor is 1, its gradient not
+        else:  # a value's share in the loss is the gradient of its score (equation 6), though the factor is 1
             v = v * (1 + moved)[..., None].to(v.dtype)
         length, window, group = k.shape[2], self.window, self.num_heads // self.num_kv_heads
         leaves = torch.arange(length, dtype=torch.int32, device=k.device) + window
@@ -110,12 +105,7 @@ class LearnedEviction(SlidingWindowAttention):
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return i <= last[b, h // group, j]
 
-        def fades(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return torch.where(i - j > window, fading[b, h // group, j], 0) / 4096.0
-
-        bias = None if fading is None else fades
-        out = attend_masked(q, k, v, sees, scaling=self.scaling, bias=bias)
-        return out, scores
+        return attend_masked(q, k, v, sees, scaling=self.scaling), scores
 
     def _with_far_gradient(self, q: Tensor, k: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys with further dimensions that change no logit, and give ``zero`` a far bias's gradient.
@@ -204,3 +194,9 @@ class LearnedEviction(SlidingWindowAttention):
         memory.advance(length, packing)
         memory.unscored = [max(0, number - self.reach) for number in memory.lengths]
         return torch.cat(outs, 2)
+
+
+def _open_rows(opened: Tensor, rows: int) -> Tensor:
+    """Bool ``[rows, 1, 1]``: as near to the share as can be, and evenly among the rows."""
+    share, phase = opened
+    return ((torch.arange(rows, device=opened.device) * _GOLDEN + phase) % 1 < share)[:, None, None]

@@ -21,7 +21,6 @@ def attend_masked(
     *,
     scaling: float,
     reach: int | None = None,
-    bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Causal attention ``[B, Hq, L, Dv]`` of the pairs that a function allows.
 
@@ -36,10 +35,9 @@ def attend_masked(
             each key: a kernel of FlexAttention that loads booleans has too few registers (on an H100, 2,048 tokens of
             6 heads in 32 rows took 19.5 ms so, and dense attention 0.27).
         reach: no query reads a key so far before its own, so that tiles of such pairs are left out; None: any may.
-        bias: of the same four: what is added to a pair's logit, without a gradient; None: nothing.
     """
     attend = _attend_tiles if q.device.type == "cuda" else _attend_pairs
-    return attend(q, k, v, sees, scaling, reach, bias)
+    return attend(q, k, v, sees, scaling, reach)
 
 
 def _attend_tiles(
@@ -49,7 +47,6 @@ def _attend_tiles(
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     scaling: float,
     reach: int | None,
-    bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None,
 ) -> Tensor:
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & sees(b, h, i, j)
@@ -59,11 +56,7 @@ def _attend_tiles(
     block_mask = BlockMask((length, length), **tables, BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=mask)
     attend = flex_attention if compiling else _compiled()
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + bias(b, h, i, j)
-
-    how = {"block_mask": block_mask, "scale": scaling, "enable_gqa": q.shape[1] > k.shape[1]}
-    return attend(q, k, v, score_mod=None if bias is None else biased, **how)
+    return attend(q, k, v, block_mask=block_mask, scale=scaling, enable_gqa=q.shape[1] > k.shape[1])
 
 
 def _attend_pairs(
@@ -73,14 +66,11 @@ def _attend_pairs(
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     scaling: float,
     reach: int | None,
-    bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None,
 ) -> Tensor:
     rows, heads, columns = (torch.arange(n, device=q.device) for n in q.shape[:3])
     b, h = rows[:, None, None, None], heads[:, None, None]
     i, j = columns[:, None], columns
     seen = (i >= j) & sees(b, h, i, j)
-    if bias is not None:
-        seen = bias(b, h, i, j).to(q.dtype).masked_fill(~seen, float("-inf"))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=q.shape[1] > k.shape[1])
 
 

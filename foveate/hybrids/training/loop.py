@@ -38,6 +38,8 @@ Progress = Callable[[int, int, dict[str, float]], None]
 MODEL = "model"
 """The folder of the finished model in a run's folder."""
 _FEEDBACK = "sparsity_feedback/"
+_PLASTIC = 0.7548776662
+"""Steps times this, modulo one, spread evenly; by rows the golden ratio does: both together fill the plane."""
 _WAITS = 0.2
 """A run says once that it waits for batches if that takes more than this share of its time."""
 
@@ -213,12 +215,14 @@ class _Run:
                 break
 
     def _answer(self, log: journal.Journal | None) -> None:
-        """Measures the answers: until the release is over as training sees tokens, which decides on its end."""
-        share = self.opening.share
+        """Measures the answers: until the release is over those of open rows, which decide on its end."""
+        share, inference = self.opening.share, self.opening.over
         if self.opened is not None:
-            self.opened.fill_(share)
-        answered = self.probes.measure(self.parallel.network, self.place.device, self._autocast, share > 0)
-        self.say(f"step {self.step:,} · {probes.line(answered)}{f' · open by {share:.0%}' if share else ''}")
+            self.opened.fill_(1)
+        answered = self.probes.measure(self.parallel.network, self.place.device, self._autocast, not inference)
+        self.say(
+            f"step {self.step:,} · {probes.line(answered)}{'' if inference else f' · {share:.0%} of the rows open'}"
+        )
         if log:
             log.add({"step": self.step, "answers": answered, "opened": share})
         if self.opening.bound is not None:
@@ -246,7 +250,8 @@ class _Run:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
         opened = self.opening.share > 0
         if self.opened is not None:
-            self.opened.fill_(self.opening.share)
+            self.opened[0].fill_(self.opening.share)
+            self.opened[1].fill_(self.step * _PLASTIC % 1)
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's

@@ -130,20 +130,20 @@ def evicting_layers(network: Any) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def lower_scores(network: Any, excess: torch.Tensor) -> None:
-    """Lowers each head's scores by `[layers, heads]` before the sigmoid (`SparsityFeedback.excess`), by its last bias."""
+    """Lowers the scores of each layer's heads, before the sigmoid, by `[layers, heads]`: their last bias."""
     for layer, much in zip(evicting_layers(network), excess):
         layer.scores.head.bias.sub_(much)
 
 
 def open_layers(network: Any) -> torch.Tensor:
-    """How far layers with learned scores are open (`LearnedEviction.opened`): 1, on the network's device.
+    """Opens the rows of all layers with learned scores; returns what says which (`LearnedEviction.opened`), fp32 `[2]`.
 
     Raises `UserError` for a network without such layers.
     """
     if not (layers := evicting_layers(network)):
         name = type(network).__name__
         raise UserError(f"sparsity.hold or sparsity.release is set, and {name} has no scores of foveate's layers")
-    opened = torch.ones((), device=layers[0].scores.head.weight.device)
+    opened = torch.ones(2, device=layers[0].scores.head.weight.device)
     for layer in layers:
         layer.opened = opened
     return opened

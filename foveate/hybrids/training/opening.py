@@ -1,9 +1,11 @@
-"""How far layers with learned scores are open: hold, release, and recall as the measure of both.
+"""Which rows of training are open: hold, release, and recall as the measure of both.
 
-In the *hold* every token is retained, so that attention learns to find what is far away. In the *release* tokens fade
-by their scores, ever more sharply (`foveate.hybrids.layers.LearnedEviction.opened`); after it, scores alone decide. By
-the clock both last a share of the run. With a bound on recall the hold ends when the model recalls from beyond its
-windows, and the release goes on only while it still does: scores learn nothing from a model that does not look back.
+In a *hold* every row is open: all tokens are retained, so that attention learns to find what is far away, and scores
+learn what it looks for. In a *release* ever fewer rows are; in the others scores alone decide
+(`foveate.hybrids.layers.LearnedEviction.opened`). `STAYS` of them are open to the end, since a dropped token tells
+scores nothing. By the clock both last a share of the run. With a bound on recall the hold ends when the model recalls
+from beyond its windows, and the release goes on only while it still does: scores learn nothing from a model that does
+not look back.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 from foveate.hybrids.training.sparsity import SparsitySettings
 
+STAYS = 0.125
+"""Share of the rows that stay open after a release."""
 READINGS = 2
 """Readings in a row above the bound that end a hold."""
 MEASURED = ("needles", "recall")
@@ -41,9 +45,16 @@ class Opening:
         self._passed = 0
 
     @property
+    def over(self) -> bool:
+        """Whether hold and release are."""
+        return not self.holding and self.released == self.length
+
+    @property
     def share(self) -> float:
-        """How far layers are open in the next step."""
-        return 1.0 if self.holding else max(0.0, (self.length - self.released) / (self.length + 1))
+        """Of the rows, how many are open in the next step."""
+        if self.holding:
+            return 1.0
+        return STAYS + (1 - STAYS) * (self.length - self.released) / (self.length + 1) if self.length else 0.0
 
     @property
     def failed(self) -> bool:
@@ -67,14 +78,14 @@ class Opening:
                 f"on {READINGS} readings in a row: the model has not learned to look back, and the run ends here "
                 "without a model. Try another seed, a longer hold, or a higher optim.answers"
             )
-        if self.bound is not None and self.share:
-            return f"the release is not over: layers are still open by {self.share:.0%}"
+        if self.bound is not None and not self.over:
+            return f"the release is not over: {self.share:.0%} of the rows are still open"
         if self.bound is not None and not self._passed:
             return f"at the end far recall is {self.recall:.0f} %; sparsity.recall asks for {self.bound:g} %"
         return None
 
     def read(self, recall: float) -> str | None:
-        """Takes a reading of recall, in percent, with the layers as open as they are; returns what to say of it.
+        """Takes a reading of recall, in percent, of open rows until the release is over; returns what to say of it.
 
         `READINGS` in a row above the bound end the hold. Below the bound the release waits until one is above it.
         """
@@ -83,7 +94,7 @@ class Opening:
         if self.holding:
             self.holding = self._passed < READINGS
             return None if self.holding else f"far recall is {recall:.0f} %; the hold ends, the release begins"
-        self.waiting = self.share > 0 and not self._passed
+        self.waiting = not self.over and not self._passed
         if self.waiting == before:
             return None
         return f"far recall is {recall:.0f} %; the release {'waits' if self.waiting else 'goes on'}"

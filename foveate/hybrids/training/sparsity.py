@@ -63,8 +63,8 @@ class SparsitySettings:
     )
     release: float = _setting(
         0.0,
-        "share of the run after the hold in which tokens fade by their scores, ever more sharply, before scores alone "
-        "decide",
+        "share of the run after the hold in which ever fewer rows are open; one of eight stays so. From the hold on a "
+        "bias keeps the budget then, and λ rests",
     )
     recall: float | None = _setting(
         None,
@@ -148,8 +148,8 @@ class SparsityFeedback:
         """The sigmoid's mean slope at the scores of the last step, at most 1/4, fp32 `[layers, heads]`."""
         self._counts: Tensor | None = None
         self.excess: Tensor | None = None
-        """By how much the scores of each head are too high for the budget, before the sigmoid; fp32 `[layers, heads]`
-        after a held step, else None."""
+        """By how much the scores of each head are too high for the budget, before the sigmoid, mean over the sequences;
+        fp32 `[layers, heads]` after a held step, else None."""
         self._slopes: Tensor | float = 0.0
         self._excess: Tensor | float = 0.0
         self._observed = 0
@@ -166,8 +166,8 @@ class SparsityFeedback:
 
     @torch.no_grad()
     def observe(self, retention: Sequence[Tensor], opened: bool = False) -> None:
-        """Counts the retained tokens of a micro-batch, mean over its sequences; of an `opened` one (a hold or release)
-        also takes the score below which the tokens begin that the budget has no room for."""
+        """Counts the retained tokens of a micro-batch, mean over its sequences. Where rows are `opened`, also takes the
+        highest score of each sequence for which the budget has no room."""
         scores = _stacked(retention)
         self._weights_for(scores)
         if scores.shape[-1] <= SPARED:
@@ -176,9 +176,8 @@ class SparsityFeedback:
         counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
         self._counts = counts if self._counts is None else self._counts + counts
         if opened:
-            heads = counted.logit().transpose(1, 2).flatten(2)  # [layers, Hkv, B L]
-            first_left = max(1, heads.shape[2] - scores.shape[1] * self.settings.budget)
-            self._excess = self._excess + heads.kthvalue(first_left).values
+            first_left = max(1, counted.shape[-1] - self.settings.budget)
+            self._excess = self._excess + counted.logit().kthvalue(first_left).values.mean(1)
         self._slopes = self._slopes + (scores * (1 - scores)).mean((1, 3))
         self._observed += 1
 

@@ -9,18 +9,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from foveate.hybrids.layers import masked
 
 
-def attended(attend, q, k, v, retained, window, reach, fades=False):
+def attended(attend, q, k, v, retained, window, reach):
     group, at = q.shape[1] // k.shape[1], torch.arange(k.shape[2], dtype=torch.int32)
     last = torch.where(retained, k.shape[2], at + window)
-    fading = -1024 * retained.int() * (at % 5)
 
     def sees(b, h, i, j):
         return i <= last[b, h // group, j]
 
-    def bias(b, h, i, j):
-        return torch.where(i - j > 3, fading[b, h // group, j], 0) / 4096.0
-
-    return attend(q, k, v, sees, 0.3, reach, bias if fades else None)
+    return attend(q, k, v, sees, 0.3, reach)
 
 
 def problem(length, seed, retained=0.3):
@@ -30,11 +26,10 @@ def problem(length, seed, retained=0.3):
 
 
 @pytest.mark.parametrize(
-    ("length", "window", "reach", "fades"),
-    [(300, 40, None, False), (512, 40, 41, False), (640, 200, 201, False), (90, 8, None, False), (300, 40, None, True)],
+    ("length", "window", "reach"), [(300, 40, None), (512, 40, 41), (640, 200, 201), (90, 8, None)]
 )
-def test_tiles_are_compiled_once(length, window, reach, fades, monkeypatch):
-    """A mask, or a bias, of new tensors every step is no new graph, and its tables of blocks need no sort."""
+def test_tiles_are_compiled_once(length, window, reach, monkeypatch):
+    """A mask of new tensors every step is no new graph, and its tables of blocks need no sort."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # gradients on the CPU, through aot_eager
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -42,8 +37,8 @@ def test_tiles_are_compiled_once(length, window, reach, fades, monkeypatch):
     for seed in range(3):
         *given, retained = problem(length, seed, 0.0 if reach else 0.3)
         given = [x.requires_grad_() for x in given]
-        found = tiles(masked._attend_tiles, *given, retained, window, reach, fades)
-        expected = attended(masked._attend_pairs, *given, retained, window, reach, fades)
+        found = tiles(masked._attend_tiles, *given, retained, window, reach)
+        expected = attended(masked._attend_pairs, *given, retained, window, reach)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         along = torch.randn_like(found)
         wanted = torch.autograd.grad(expected, given, along)
