@@ -82,6 +82,20 @@ def caches(rows: Sequence[Row]) -> str:
     return titled(title, rows, markdown_table(lines))
 
 
+def by_seed(rows: Sequence[Row]) -> str:
+    """A line for each seed of a model as it is: each kind of needle alone, and pairs, so that no mean hides one."""
+    of = [row for row in rows if row["method"] in _OWN and row["task"] in ("ruler", "mqar")]
+    columns = sorted({_column(row) for row in of}, key=_place)
+    found: dict[tuple[str, int], dict[Column, float]] = {}
+    for row in of:
+        line, seed = _line(row)
+        found.setdefault((line, int(seed)), {})[_column(row)] = row["score"]
+    lines = [["model", "seed", *(_head(column, of) for column in columns)]]
+    for (line, seed), scores in sorted(found.items()):
+        lines.append([line, str(seed), *(f"{scores[one]:.1f}" if one in scores else NONE for one in columns)])
+    return titled("each kind and seed, scores", of, markdown_table(lines))
+
+
 def _preset(line: str) -> str:
     """The preset that a model's name begins with."""
     return max((preset for preset in PRESETS if re.match(rf"{preset}(_|-|$)", line)), key=len)

@@ -53,6 +53,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "prefill-layers": prefill.layers,
     "hybrid-tasks": hybrid_task_tables.table,
     "hybrid-caches": hybrid_task_tables.caches,
+    "hybrid-seeds": hybrid_task_tables.by_seed,
     "hybrid-heads": hybrid_tables.heads,
     "hybrids-speed": hybrid_tables.speed,
     "hybrids-memory": hybrid_tables.memory,

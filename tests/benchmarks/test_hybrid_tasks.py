@@ -122,3 +122,18 @@ def test_caches_beside_recall():
     assert found["gdn_attn"][5:7] == ["13.8 MB", "203 MB"]
     assert found["lalte_hold-27M"][5] == found["lalte_hold-27M"][7] == "2.4 MB"
     assert list(found)[1:3] == ["transformer", "gdn"]
+
+
+def test_each_seed_has_a_line_of_its_own():
+    rows = [one | {"score": one["metrics"]["string_match"]["value"]} for one in NEEDLES]
+    found = [line.strip("| ").split(" | ") for line in hybrid_tasks.by_seed(rows).splitlines() if line.startswith("| ")]
+    assert found[0][2:] == [
+        "S-NIAH-1, 1K tokens (n = 4)",
+        "S-NIAH-1, 2K tokens (n = 4)",
+        "multi-key, 2K tokens (n = 4)",
+    ]
+    assert found[1:] == [
+        ["gdn_attn-27M", "0", "75.0", "–", "–"],  # as it is, not under a method
+        ["lalte-27M", "0", "50.0", "100.0", "0.0"],
+        ["lalte-27M", "1", "25.0", "–", "–"],
+    ]
