@@ -44,10 +44,10 @@ class Totals:
     """Counts of all steps so far, on the host; rows of padding are left out."""
 
     steps: int = 0
-    dense_steps: int = 0
-    """Steps that were dense, see :meth:`EngineSteps.begin`."""
     rows: int = 0
     """Rows of all steps: decoded tokens."""
+    dense_rows: int = 0
+    """Those that read all keys, see :meth:`EngineSteps.begin`."""
     keys_available: float = 0.0
     """Keys that dense attention would have read, over all layers."""
     selections: int = 0
@@ -119,7 +119,7 @@ class EngineSteps:
         lengths: Tensor,
         block_table: Tensor,
         bound: int,
-        tokens: int,
+        tokens: Sequence[int],
         rows: int | None = None,
         prompts: Sequence[bool] | None = None,
         launched: bool = False,
@@ -130,7 +130,8 @@ class EngineSteps:
             lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
             bound: no row is longer.
-            tokens: the sum of the lengths of the rows that are no prompts', or a bound of it; it is counted.
+            tokens: the lengths of the rows that decode, or bounds of them, for the counts: rows neither of padding nor
+                of prompts.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
@@ -139,12 +140,12 @@ class EngineSteps:
         self._begin(lengths, block_table, bound, prompts)
         number = len(lengths) if rows is None else rows
         self.dense = self._sparse_from > 0 and (launched or number * bound < self._sparse_from)
-        decoding = number - (0 if prompts is None else sum(prompts))
-        totals = self.totals
+        decoding, totals = len(tokens), self.totals
+        dense = decoding if self.dense else sum(length * number < self._sparse_from for length in tokens)
         totals.steps += decoding > 0
-        totals.dense_steps += self.dense and decoding > 0
         totals.rows += decoding
-        totals.keys_available += tokens * len(self.methods)
+        totals.dense_rows += dense
+        totals.keys_available += sum(tokens) * len(self.methods)
         totals.selections += 0 if self.dense else decoding * self._choosing
 
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:

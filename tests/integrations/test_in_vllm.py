@@ -89,8 +89,9 @@ def attached(folder, spec, prompts, new=NEW, counts=None):
     return found
 
 
-def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, **engine):
+def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, **engine):
     job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine}
+    job["hiding"] = hiding
     script = Path(__file__).with_name("vllm_engine.py")
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -143,7 +144,19 @@ def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, cho
     assert found["tokens"] == [tokens, tokens]
     assert {name: found["read"][name] for name in counts} == pytest.approx({name: 2 * x for name, x in counts.items()})
     assert found["read"]["selections"] == 2 * counts["rows"] * choosing
-    assert found["read"]["dense_steps"] == 0
+    assert found["read"]["dense_rows"] == 0
+
+
+def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
+    """Where other steps are replayed; beside fewer tokens they read all keys, and their tokens are counted."""
+    config, (tokens, counts) = {"method": SMALL, "dense_below": 1}, small(SMALL)
+    sparse = run(folder, config, hiding=1, **CHUNKS)
+    assert sparse["tokens"] == [tokens]
+    assert sparse["read"]["dense_rows"] == 0
+    assert {name: sparse["read"][name] for name in counts} == pytest.approx(counts)
+    dense = run(folder, config, hiding=1000, **CHUNKS)
+    assert dense["tokens"] not in ([tokens], [own])
+    assert 0 < dense["read"]["dense_rows"] < counts["rows"]
 
 
 @pytest.mark.parametrize("program", ["serving", "serving_accuracy"])

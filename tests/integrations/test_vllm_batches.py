@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
-from foveate.integrations.vllm import gpu
+from foveate.integrations.vllm import builder, gpu
 from foveate.integrations.vllm.rows import attend_prompt, prompts_from, write_tokens
 from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, batch
 
@@ -57,10 +57,10 @@ def read(monkeypatch):
 def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
     """The outputs of each layer by the backend, what they should be of each row, and the steps."""
     common, generator = batch(*rows), torch.Generator().manual_seed(0)
-    builder, ours = object.__new__(gpu.Builder), steps(dense_below, spec)
-    builder.steps, builder.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
-    builder.use_full_cuda_graph, builder.largest_graph = True, largest_graph
-    metadata = builder.build(0, common)
+    ours_builds, ours = object.__new__(gpu.Builder), steps(dense_below, spec)
+    ours_builds.steps, ours_builds.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
+    ours_builds.use_full_cuda_graph, ours_builds.largest_graph = True, largest_graph
+    metadata = ours_builds.build(0, common)
     cache = torch.randn(LAYERS, 50, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     tokens = int(common.query_start_loc[-1])
     found, sparse, dense = [], [], []
@@ -68,7 +68,7 @@ def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
     decodes = next((n for n, new in enumerate(rows[2]) if new), len(rows[2]))
     if decodes:
         lengths = common.seq_lens[:decodes]
-        alone.begin(lengths, common.block_table_tensor[:decodes], int(lengths.max()), int(lengths.sum()))
+        alone.begin(lengths, common.block_table_tensor[:decodes], int(lengths.max()), lengths.tolist())
     for n in range(LAYERS):
         impl = object.__new__(gpu.Impl)
         impl.__dict__ |= {
@@ -122,19 +122,29 @@ def test_short_contexts_are_flash_attentions(read):
     found, _, dense, ours = run(MIXED, dense_below=100)
     torch.testing.assert_close(found, dense)
     assert read == [4] * LAYERS
-    assert (ours.totals.dense_steps, float(ours.keys_read()), ours.totals.keys_available) == (1, 4 * 39, 4 * 39)
+    assert (ours.totals.dense_rows, float(ours.keys_read()), ours.totals.keys_available) == (2, 4 * 39, 4 * 39)
 
 
 @pytest.mark.parametrize(
-    ("rows", "largest_graph", "dense_below", "dense"),
-    [(MIXED, 8, 1, True), (MIXED, 8, 0, False), (MIXED, 0, 1, False), (DECODING, 1, 1, True), (DECODING, 2, 1, False)],
+    ("rows", "largest_graph", "dense_below", "hiding", "dense"),
+    [
+        (MIXED, 8, 1, 7, True),
+        (MIXED, 8, 1, 6, False),  # as many tokens of prompts
+        (MIXED, 8, 0, 7, False),
+        (MIXED, 0, 1, 7, False),
+        (DECODING, 1, 1, 7, True),
+        (DECODING, 2, 1, 7, False),
+    ],
 )
-def test_batches_that_no_graph_holds_are_flash_attentions(read, rows, largest_graph, dense_below, dense):
-    """Where vLLM replays others; but with dense_below=0."""
+def test_batches_that_no_graph_holds_are_flash_attentions(
+    read, monkeypatch, rows, largest_graph, dense_below, hiding, dense
+):
+    """Where vLLM replays others and no prompt hides the launches; but with dense_below=0."""
+    monkeypatch.setattr(builder, "HIDING_TOKENS", hiding)
     found, sparse, of_all_keys, ours = run(rows, dense_below, largest_graph=largest_graph)
     torch.testing.assert_close(found, of_all_keys if dense else sparse)
     assert (read == [len(rows[0])] * LAYERS) == dense
-    assert (ours.totals.steps, ours.totals.dense_steps) == (1, dense)
+    assert (ours.totals.steps, ours.totals.dense_rows) == (1, 2 * dense)
     assert (float(ours.keys_read()) == ours.totals.keys_available) == dense
 
 

@@ -27,7 +27,7 @@ def config(rank=0, ranks=1):
 
 def a_step(steps):
     memory = torch.zeros(9, 2, 4, 8)
-    steps.begin(torch.tensor([5, 20]), torch.ones(2, 5, dtype=torch.int32), 20, 25)
+    steps.begin(torch.tensor([5, 20]), torch.ones(2, 5, dtype=torch.int32), 20, [5, 20])
     for layer in steps.methods:
         steps.attend(layer, torch.zeros(2, 4, 1, 8), memory, memory, Logits(1.0))
 
@@ -44,7 +44,7 @@ def kascade():
 
 READ = {
     "foveate:decode_steps_total": 1,
-    "foveate:dense_steps_total": 0,
+    "foveate:dense_tokens_total": 0,
     "foveate:decode_tokens_total": 2,
     "foveate:keys_read_total": 25 + 12.5 + 8 + 8,  # layer 0; keys scored, and those read, in layers 1 and 2
     "foveate:keys_available_total": 75,

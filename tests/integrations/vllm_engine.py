@@ -25,6 +25,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     job = json.load(sys.stdin)
+    if job.get("hiding") is not None:
+        replaying(job["hiding"])
     how = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     how |= {"skip_tokenizer_init": True, "disable_log_stats": False}
     if job["spec"] is not None:
@@ -38,6 +40,23 @@ def main() -> None:
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     found = {"tokens": found, "cached": [out.num_cached_tokens for out in outs], "counts": counts, "read": read()}
     print(json.dumps(found))
+
+
+def replaying(hiding: int) -> None:
+    """Decide what is dense as where vLLM replays decode steps in CUDA graphs, which a CPU never does.
+
+    Args:
+        hiding: see ``HIDING_TOKENS``.
+    """
+    from foveate.integrations.vllm import builder
+
+    prepare, builder.HIDING_TOKENS = builder.StepBuilder.prepare, hiding
+
+    def prepared(self, *given):
+        prepare(self, *given)
+        self.largest_graph = 4
+
+    builder.StepBuilder.prepare = prepared
 
 
 def read() -> dict[str, float]:

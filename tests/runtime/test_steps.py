@@ -77,8 +77,8 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
                 outs.append(layer.attend(q[n, row, None], k[n, row, None], v[n, row, None], None, logits))
             now.append(torch.stack(outs))
         expected.append(torch.stack(now, 1)[:, :, 0, :, 0])
-        longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
-        steps.begin(engine.lengths, engine.table, bound or longest, total, len(PROMPTS))
+        tokens = engine.lengths[engine.real].tolist()
+        steps.begin(engine.lengths, engine.table, bound or max(tokens), tokens, len(PROMPTS))
         queries = torch.full((LAYERS, engine.rows, HEADS, 1, DIM), 3.0)
         queries[:, engine.real] = q
         outs = []
@@ -101,7 +101,7 @@ def test_outputs_are_those_of_layers_over_their_own_memory(spec):
     counted = sum(float(layer.counters.keys_read) for row in own for layer in row)
     assert float(steps.keys_read()) == pytest.approx(counted)
     assert steps.totals.keys_available == sum(layer.counters.keys_available for row in own for layer in row)
-    assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_steps) == (STEPS, 3 * STEPS, 0)
+    assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_rows) == (STEPS, 3 * STEPS, 0)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -149,18 +149,18 @@ def test_short_contexts_are_dense_and_counted():
     torch.testing.assert_close(found[5:, :, 0], sparse[5:, :, 0])
     assert not torch.allclose(dense[:5], sparse[:5], atol=1e-3)
     assert not torch.allclose(dense[5:, :, 0], sparse[5:, :, 0], atol=1e-3)
-    assert steps.totals.dense_steps == 5
+    assert steps.totals.dense_rows == 3 * 5 + 2 * (STEPS - 5)
     assert steps.totals.selections == (STEPS - 5) * 3 * 2
 
 
 @pytest.mark.parametrize(("dense_below", "dense"), [(0, False), (1, True)])
 def test_steps_whose_kernels_an_engine_launches_one_by_one_are_dense(dense_below, dense):
     steps = EngineSteps(of_layers(SPECS[1]), torch.device("cpu"), dense_below)
-    rows = (torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, 50)
+    rows = (torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, [30, 20])
     steps.begin(*rows)
     assert not steps.dense
     steps.begin(*rows, launched=True)
-    assert (steps.dense, steps.totals.dense_steps) == (dense, dense)
+    assert (steps.dense, steps.totals.dense_rows) == (dense, 2 * dense)
 
 
 def one_step(spec, steps, engine, row, k, v, first):
@@ -175,7 +175,7 @@ def one_step(spec, steps, engine, row, k, v, first):
             layer.announce(part.stop - (part.start or 0))
             out = layer.attend(q[n, None, :, part], k[n, None, :, part], v[n, None, :, part], None, Logits(SCALING))
         expected.append(out[0].flatten(0, 1))
-    steps.begin(engine.lengths[row : row + 1], engine.table[row : row + 1], length, length)
+    steps.begin(engine.lengths[row : row + 1], engine.table[row : row + 1], length, [length])
     for n in range(LAYERS):
         blocks = engine.memory[n]
         out = steps.attend(n, q[n, None, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING))
@@ -224,7 +224,7 @@ def test_summaries_are_allocated_once():
 def test_layers_that_the_engine_reads_itself_are_counted():
     steps = EngineSteps(of_layers(SPECS[2]), torch.device("cpu"), dense_below=100)
     assert [n for n in range(LAYERS) if steps.reads_all(n)] == [0]
-    steps.begin(torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, 50)
+    steps.begin(torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, [30, 20])
     assert steps.dense
     for n in range(LAYERS):
         assert steps.reads_all(n)
@@ -241,7 +241,7 @@ def test_memory_may_be_replaced_between_steps():
     outs = []
     for memory in (engine.memory, engine.memory.flip(1)):
         table = engine.table if memory is engine.memory else memory.shape[1] - 1 - engine.table
-        steps.begin(engine.lengths, table, 5, 15)
+        steps.begin(engine.lengths, table, 5, [5, 5, 5])
         blocks = memory[2]
         outs.append(steps.attend(2, q[2][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING)))
     torch.testing.assert_close(outs[0], outs[1])
@@ -253,7 +253,7 @@ def test_buffers_of_a_number_of_rows_keep_their_addresses():
     steps, found = EngineSteps(of_layers("dense"), torch.device("cpu")), []
     for lengths in ([3, 4], [1, 2, 3], [9, 0]):
         rows = torch.tensor(lengths)
-        steps.begin(rows, torch.zeros(len(rows), 8, dtype=torch.int32), 9, int(rows.sum()))
+        steps.begin(rows, torch.zeros(len(rows), 8, dtype=torch.int32), 9, [length for length in lengths if length])
         found.append((steps._step[0].numbers.data_ptr(), steps._step[0]["counts"].tolist()))
     assert found[0][0] == found[2][0] != found[1][0]
     assert [counts for _, counts in found] == [[3, 4], [1, 2, 3], [9, 0]]
@@ -279,9 +279,10 @@ def test_rows_of_prompts_are_read_whole_by_an_authors_method_too(prompts):
         _, k, v = (x[:, row] for x in engine.draw(length))
         engine.write(row, k, v, 0)
     steps = EngineSteps({0: Newest()}, torch.device("cpu"), 0)
-    longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
+    tokens = engine.lengths[engine.real].tolist()
+    longest = max(tokens)
     marks = [prompts] * engine.rows
-    steps.begin(engine.lengths, engine.table, longest, 0 if prompts else total, len(PROMPTS), marks)
+    steps.begin(engine.lengths, engine.table, longest, [] if prompts else tokens, len(PROMPTS), marks)
     q = torch.randn(engine.rows, HEADS, 1, DIM, generator=engine.generator)
     k, v = engine.memory[0, ..., :DIM], engine.memory[0, ..., DIM:]
     table = BlockTable(engine.table, longest)

@@ -30,11 +30,11 @@ _EVERY = 0.5
 
 METRICS = {
     "steps": ("decode_steps", "Decode steps."),
-    "dense_steps": (
-        "dense_steps",
-        "Decode steps that read all keys: contexts were short, or no full CUDA graph holds the batch.",
-    ),
     "rows": ("decode_tokens", "Decoded tokens."),
+    "dense_rows": (
+        "dense_tokens",
+        "Decoded tokens that read all keys: contexts were short, or launches would have cost more than they save.",
+    ),
     "keys_read": ("keys_read", "Keys read in decode steps, scored ones by their bytes, over all layers."),
     "keys_available": ("keys_available", "Keys that dense attention would have read."),
     "selections": ("selections", "Choices of keys: decoded tokens times layers that choose."),

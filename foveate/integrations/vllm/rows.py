@@ -41,8 +41,10 @@ class Decoding:
     """Which of them have a prompt's token, which must read all keys; None: no row."""
     bound: int
     """No row is longer."""
-    tokens: int
-    """The sum of the lengths, or a bound of it, of those that are neither padding nor prompts."""
+    tokens: list[int]
+    """The lengths, or bounds of them, of those that are neither padding nor prompts."""
+    beside: int
+    """New tokens of all other rows."""
 
 
 def decoding_rows(common: Any) -> Decoding:
@@ -54,15 +56,16 @@ def decoding_rows(common: Any) -> Decoding:
     if common.is_prefilling is None:
         raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
     number = common.num_reqs
-    tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
+    starts = common.query_start_loc_cpu.numpy()[: number + 1]
+    tokens = np.diff(starts)
     lengths, prompts = (_of_rows(x, number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
     if (tokens > 1).any():
         number = int(((tokens != 1) | prompts).argmax())
     there = tokens[:number] > 0
     lengths, prompts = lengths[:number], prompts[:number] & there
     marked = prompts.tolist() if prompts.any() else None
-    bound, decoded = (int(found) for found in (lengths[there].max(initial=0), lengths[there & ~prompts].sum()))
-    return Decoding(number, int(there.sum()), marked, bound, decoded)
+    bound, decoded = int(lengths[there].max(initial=0)), lengths[there & ~prompts].tolist()
+    return Decoding(number, int(there.sum()), marked, bound, decoded, int(starts[-1] - starts[number]))
 
 
 def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
