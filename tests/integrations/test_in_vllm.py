@@ -159,6 +159,24 @@ def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
     assert 0 < dense["read"]["dense_rows"] < counts["rows"]
 
 
+@pytest.mark.parametrize("spec", [SMALL, FULL, PAGES])
+def test_an_audit_changes_no_token_and_tells_what_a_step_loses(folder, own, small, spec):
+    found = run(folder, {"method": spec, "audit": 1.0}, **CHUNKS)
+    assert found["tokens"] == [own if spec == FULL else small(spec)[0]]
+    if spec != FULL:
+        assert {name: found["read"][name] for name in small(spec)[1]} == pytest.approx(small(spec)[1])
+    audits = {name: (sum(numbers[:-1]), numbers[-1]) for name, numbers in found["audits"].items()}
+    (rows, agreeing), (_, kl), (_, mass) = (audits[name] for name in ("agreement", "kl", "mass_read"))
+    assert 20 < rows < found["read"]["rows"], "steps in which every row decodes"
+    assert audits["kl"][0] == audits["mass_read"][0] == rows
+    if spec == FULL:
+        assert (agreeing, kl / rows, mass / rows) == pytest.approx((rows, 0, 1), abs=1e-4)
+    else:
+        assert 0 < agreeing < rows
+        assert kl / rows > 0.01
+        assert 0.05 < mass / rows < 0.95
+
+
 @pytest.mark.parametrize("program", ["serving", "serving_accuracy"])
 def test_programs_that_measure_run_in_vllm(folder, tmp_path, program, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)

@@ -44,6 +44,7 @@ def test_the_command_names_backend_and_method(folder, installed, package, monkey
     ]
     config = json.loads(launch.arguments_of(folder, KASCADE, 99, [])[-1])
     assert config == {"foveate": {"method": KASCADE, "dense_below": 99}}
+    assert json.loads(launch.arguments_of(folder, KASCADE, None, [], 0.5)[-1])["foveate"]["audit"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_the_command_names_backend_and_method(folder, installed, package, monkey
         ("pages", None, [], "add weighted=false"),
         ("kascade:anchors=[0,7]", None, [], "not 7"),
         (KASCADE, -1, [], "dense_below must be a number of tokens"),
+        ("no_such.json", None, [], "no_such.json: No such file"),
         (KASCADE, None, ["--attention-backend=FLASH_ATTN"], "--attention-backend is given by foveate serve"),
         (KASCADE, None, ["--attention_backend", "FLASH_ATTN"], "--attention-backend is given by foveate serve"),
         (KASCADE, None, ["--additional-config", "{}"], "--additional-config is given by foveate serve"),

@@ -106,17 +106,36 @@ def test_nothing_waits_for_the_device(folder, monkeypatch):
     assert collected(folder) == READ
 
 
+def test_audits_are_histograms(folder):
+    steps = kascade()
+    meters = [metrics.Meter(steps, config()) for _ in range(2)]
+    a_step(steps)
+    for meter in meters:
+        meter.observe({"agreement": torch.tensor([1.0, 0.0]), "kl": torch.tensor([0.02, 5.0])})
+        meter.update()
+    found = {(s.name, s.labels.get("le")): s.value for one in metrics.Collector(folder).collect() for s in one.samples}
+    assert found["foveate:audit_agreement_bucket", "0.0"] == 2
+    assert found["foveate:audit_agreement_sum", None] == 2
+    assert found["foveate:audit_agreement_count", None] == found["foveate:audit_agreement_bucket", "+Inf"] == 4
+    kl = {end: found["foveate:audit_kl_nats_bucket", end] for end in ("0.01", "0.03", "3.0", "+Inf")}
+    assert kl == {"0.01": 0, "0.03": 2, "3.0": 2, "+Inf": 4}
+    assert found["foveate:audit_kl_nats_sum", None] == pytest.approx(10.04)
+    assert not any("mass_read" in name for name, _ in found)
+    metrics.Meter(steps, config(rank=1, ranks=2)).observe({"kl": torch.tensor([1.0])})  # another rank's are the same
+
+
 def test_where_several_processes_serve_metrics_their_files_are_used(tmp_path):
     program = """
         import sys
         sys.path[:0] = sys.argv[1:]
-        from test_vllm_metrics import a_step, config, kascade, metrics
+        from test_vllm_metrics import a_step, config, kascade, metrics, torch
         metrics._EVERY = 0.0
         groups = [kascade(), kascade()]
         meters = [metrics.Meter(steps, config()) for steps in groups]
         for _ in range(2):
             for steps, meter in zip(groups, meters):
                 a_step(steps)
+                meter.observe({"mass_read": torch.tensor([0.5, 0.97])})
                 meter.update()
     """
     here = Path(__file__).resolve().parent
@@ -127,8 +146,10 @@ def test_where_several_processes_serve_metrics_their_files_are_used(tmp_path):
     from prometheus_client import multiprocess
 
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
-    found = {sample.name: sample.value for one in registry.collect() for sample in one.samples}
-    assert found == {name: 4 * value for name, value in READ.items()}
+    samples = [sample for one in registry.collect() for sample in one.samples]
+    assert {s.name: s.value for s in samples if s.name in READ} == {name: 4 * value for name, value in READ.items()}
+    mass = {s.labels["le"]: s.value for s in samples if s.name == "foveate:audit_mass_read_bucket"}
+    assert (mass["0.5"], mass["0.95"], mass["0.98"]) == (4, 4, 8)
 
 
 def test_the_first_process_serves_and_removes_what_workers_write(tmp_path):

@@ -38,7 +38,13 @@ def main() -> None:
         outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         found.append([list(out.outputs[0].token_ids) for out in outs])
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
-    found = {"tokens": found, "cached": [out.num_cached_tokens for out in outs], "counts": counts, "read": read()}
+    found = {
+        "tokens": found,
+        "audits": audits(),
+        "cached": [out.num_cached_tokens for out in outs],
+        "counts": counts,
+        "read": read(),
+    }
     print(json.dumps(found))
 
 
@@ -65,6 +71,13 @@ def read() -> dict[str, float]:
     steps = [one for one in gc.get_objects() if type(one).__name__ == "EngineSteps"]
     totals = [dataclasses.asdict(one.totals) | {"keys_read": float(one.keys_read())} for one in steps]
     return {name: sum(one[name] for one in totals) for name in totals[0]} if totals else {}
+
+
+def audits() -> dict[str, list[float]]:
+    """What was observed of audited rows: by histogram, the numbers in its buckets and their sum."""
+    gc.unfreeze()
+    files = [one for one in gc.get_objects() if type(one).__name__ == "_File"]
+    return files[0].observed if files else {}
 
 
 if __name__ == "__main__":

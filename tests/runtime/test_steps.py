@@ -163,6 +163,60 @@ def test_steps_whose_kernels_an_engine_launches_one_by_one_are_dense(dense_below
     assert (steps.dense, steps.totals.dense_rows) == (dense, 2 * dense)
 
 
+@pytest.mark.parametrize("spec", [SPECS[1], *OF_PAGES])
+@pytest.mark.parametrize("again", [False, True])
+def test_an_audit_reads_all_keys_and_tells_what_share_of_the_attention_is_read(spec, again):
+    engine, steps = Engine(), EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+    for row, length in enumerate(PROMPTS):
+        _, k, v = (x[:, row] for x in engine.draw(length))
+        engine.write(row, k, v, 0, steps)
+    tokens = engine.lengths[engine.real].tolist()
+    q = torch.randn(LAYERS, engine.rows, HEADS, 1, DIM, generator=engine.generator)
+
+    def outs():
+        memory = [(engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]) for n in range(LAYERS)]
+        return torch.stack([steps.attend(n, q[n], *memory[n], Logits(SCALING)) for n in range(LAYERS)])
+
+    steps.begin(engine.lengths, engine.table, max(tokens), tokens, len(PROMPTS))
+    sparse, read = (outs(), steps.keys_read().item()) if again else (None, 0.0)
+    with steps.audit() as noted:
+        found = outs()
+    assert steps.keys_read() == read
+    if not again:
+        sparse = outs()
+    assert torch.equal(outs(), sparse)
+    table, chooses = BlockTable(engine.table, max(tokens)), 0
+    for n in range(LAYERS):
+        k, v = engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]
+        how = {"logits": Logits(SCALING), "lengths": engine.lengths.long(), "block_table": table}
+        torch.testing.assert_close(found[n], attend(q[n], k, v, **how).out)
+        chooses += not torch.allclose(found[n], sparse[n], atol=1e-3)
+    shares = torch.stack(noted)[:, engine.real]
+    assert len(noted) == chooses > 0
+    assert 0 < shares.min() < 0.95 < shares.max() + 0.3 <= 1.3 + 1e-5
+    assert shares[:, 1].mean() > shares[:, 0].mean(), "the shortest row leaves least out"
+
+
+def test_the_share_of_an_audit_is_that_of_the_probabilities_read():
+    """Of a method of known keys: the best four of each KV head, by the mean attention of its heads."""
+    spec = "oracle_topk:top_k=4,decode_only=true"
+    engine, steps = Engine(padding=()), EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+    q, k, v = engine.draw(21)
+    for row in range(3):
+        engine.write(row, k[:, row], v[:, row], 0, steps)
+    steps.begin(engine.lengths, engine.table, 21, [21] * 3)
+    with steps.audit() as noted:
+        for n in range(LAYERS):
+            blocks = engine.memory[n]
+            steps.attend(n, q[n][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING))
+    last = LAYERS - 1
+    logits = q[last][:, :, -1].unflatten(1, (KV_HEADS, -1)) @ k[last].mT * SCALING
+    mass = logits.softmax(-1)
+    best = mass.mean(2).topk(4).indices
+    read = mass.gather(3, best[:, :, None].expand(-1, -1, mass.shape[2], -1)).sum(-1)
+    torch.testing.assert_close(noted[-1], read.mean((1, 2)))
+
+
 def one_step(spec, steps, engine, row, k, v, first):
     """The outputs of a request's next token, and those that a request alone would have had, ``[layers, Hq, D]``."""
     length = k.shape[2]

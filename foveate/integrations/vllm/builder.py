@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from foveate.integrations.vllm import audit
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.rows import decoding_rows, layer_index
-from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, served
+from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, served, settings_of
 from foveate.ops import Logits
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
@@ -34,6 +35,10 @@ class Step:
     """How many rows decode."""
     prompts: Any
     """What attends to the other rows; None without any, where no row decodes, and where vLLM attends to all rows."""
+    audited: Meter | None = None
+    """What counts an audit, if the step is audited."""
+    real: int = 0
+    """Rows that are no padding."""
 
 
 def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> EngineSteps | None:
@@ -107,6 +112,9 @@ class StepBuilder:
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
+        self.audit = audit.Share(settings_of(vllm_config.additional_config).audit)
+        if self.audit.share and self.steps is not None:
+            audit.install()
         self.longest = vllm_config.model_config.max_model_len
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
@@ -133,7 +141,9 @@ class StepBuilder:
         how["launched"] = self.largest_graph > 0 and shown
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
-        return Step(self.steps, common.slot_mapping, found.rows, prompts)
+        comparable = not (mixed or found.prompts or self.steps.dense)
+        audited = self.meter if comparable and self.audit.due() else None
+        return Step(self.steps, common.slot_mapping, found.rows, prompts, audited, found.real)
 
     def captured_step_of(self, common: Any) -> Step | None:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""

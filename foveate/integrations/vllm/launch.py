@@ -34,13 +34,15 @@ _LISTED = 12
 """Layers that are named one by one, at most."""
 
 
-def arguments_of(model: str, method: str, dense_below: int | None, options: Sequence[str]) -> list[str]:
+def arguments_of(
+    model: str, method: str, dense_below: int | None, options: Sequence[str], audit: float | None = None
+) -> list[str]:
     """The arguments of ``vllm serve`` that serve a model by a method.
 
     Args:
         model: a folder, or a name that vLLM knows.
         method: a spec, or a ``.json`` file.
-        dense_below: see :class:`Settings`; None: as the method or the file says.
+        dense_below, audit: see :class:`Settings`; None: as the method or the file says.
         options: vLLM's own.
 
     Raises:
@@ -51,7 +53,9 @@ def arguments_of(model: str, method: str, dense_below: int | None, options: Sequ
     for option in options:
         if (name := _plain(option)) in _OURS:
             raise ValueError(f"{name} is given by foveate serve; leave it out")
-    given = method if dense_below is None else {"method": method, "dense_below": dense_below}
+    more = {"dense_below": dense_below, "audit": audit}
+    more = {name: value for name, value in more.items() if value is not None}
+    given = {"method": method, **more} if more else method
     settings = settings_of({"foveate": given})
     if Path(model).is_dir() and not _OTHERWISE.intersection(map(_plain, options)):
         check_folder(settings, Path(model))

@@ -7,6 +7,7 @@ the files of ``prometheus_client`` itself (PROMETHEUS_MULTIPROC_DIR), and so do 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,22 @@ METRICS = {
 """By counter of a worker: name and description. The names begin with ``foveate:`` and end with ``_total``."""
 
 
+HISTOGRAMS = {
+    "agreement": ("audit_agreement", "Whether the greedy token of an audited row is that of dense attention.", (0, 1)),
+    "kl": (
+        "audit_kl_nats",
+        "KL divergence of an audited row's next-token distribution from that of dense attention.",
+        (1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    ),
+    "mass_read": (
+        "audit_mass_read",
+        "Share of an audited row's attention that the keys hold which are read, the mean over layers and heads.",
+        (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1),
+    ),
+}
+"""Of audited rows: name, description and upper bounds of buckets."""
+
+
 class Meter:
     """Publishes the counts of a group of layers. It never waits for the device.
 
@@ -55,7 +72,8 @@ class Meter:
         self.published = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0
         self.waiting: tuple[dict[str, float], torch.Tensor, Any] | None = None
         """Counts of the host, those of the device on their way to it, and an event that tells their arrival."""
-        self.publish = _Increments().set if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _File(id(self)).set
+        self.file = None if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _File(id(self))
+        self.publish = _Increments().set if self.file is None else self.file.set
 
     def update(self) -> None:
         """Publish what the steps so far have counted, if it is time; called before each step."""
@@ -67,6 +85,17 @@ class Meter:
             counts, read, _ = self.waiting
             self.waiting = None
             self.publish(counts | {"keys_read": float(read)})
+
+    def observe(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Count an audit: by histogram, the numbers of its rows; waits for the device."""
+        if not self.published:
+            return
+        for name, numbers in found.items():
+            for number in numbers.tolist():
+                if self.file is None:
+                    _histograms()[name].observe(number)
+                else:
+                    self.file.observe(name, number)
 
     def _fetch(self) -> tuple[torch.Tensor, Any]:
         read = self.steps.keys_read()
@@ -84,12 +113,18 @@ class _File:
     def __init__(self, number: int):
         self.path = Path(os.environ.get(_FOLDER, tempfile.gettempdir())) / f"{os.getpid()}-{number}.json"
         self.active = _FOLDER in os.environ
+        self.observed = {name: [0] * (len(bounds) + 1) + [0.0] for name, (_, _, bounds) in HISTOGRAMS.items()}
+        """By histogram: numbers in each bucket, those above the last bound, and the sum."""
+
+    def observe(self, name: str, number: float) -> None:
+        self.observed[name][bisect.bisect_left(HISTOGRAMS[name][2], number)] += 1
+        self.observed[name][-1] += number
 
     def set(self, counts: dict[str, float]) -> None:
         if self.active:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             part = self.path.with_suffix(".part")
-            part.write_text(json.dumps(counts), encoding="utf-8")
+            part.write_text(json.dumps(counts | {"observed": self.observed}), encoding="utf-8")
             part.replace(self.path)
 
 
@@ -102,6 +137,17 @@ def _counters() -> dict[str, Any]:
     return {
         key: prometheus_client.Counter(f"foveate:{name}", text, registry=registry)
         for key, (name, text) in METRICS.items()
+    }
+
+
+@functools.cache
+def _histograms() -> dict[str, Any]:
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+    return {
+        key: prometheus_client.Histogram(f"foveate:{name}", text, registry=registry, buckets=bounds)
+        for key, (name, text, bounds) in HISTOGRAMS.items()
     }
 
 
@@ -124,12 +170,19 @@ class Collector:
         self.folder = folder
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         found = [json.loads(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.json")]
+        if not found:
+            return
         for key, (name, text) in METRICS.items():
-            if found:
-                yield CounterMetricFamily(f"foveate:{name}", text, sum(counts[key] for counts in found))
+            yield CounterMetricFamily(f"foveate:{name}", text, sum(counts[key] for counts in found))
+        for key, (name, text, bounds) in HISTOGRAMS.items():
+            *buckets, total = map(sum, zip(*(counts["observed"][key] for counts in found)))
+            if any(buckets):
+                ends = [*map(float, bounds), "+Inf"]
+                held = [(str(end), sum(buckets[: n + 1])) for n, end in enumerate(ends)]
+                yield HistogramMetricFamily(f"foveate:{name}", text, held, total)
 
 
 def serve() -> None:

@@ -19,6 +19,6 @@ def check() -> None:
 
     if line(vllm.__version__) not in LINES:
         raise ValueError(
-            f"foveate supports vLLM {', '.join(LINES)}, and this is {vllm.__version__}; the interface of attention backends "
-            "changed from 0.26 to 0.32, and releases between are not tested"
+            f"foveate supports vLLM {', '.join(LINES)}, and this is {vllm.__version__}; the interface of attention "
+            "backends changed from 0.26 to 0.32, and releases between are not tested"
         )
