@@ -76,7 +76,7 @@ def read() -> dict[str, float]:
 def audits() -> dict[str, list[float]]:
     """What was observed of audited rows: by histogram, the numbers in its buckets and their sum."""
     gc.unfreeze()
-    files = [one for one in gc.get_objects() if type(one).__name__ == "_File"]
+    files = [one for one in gc.get_objects() if type(one).__name__ == "Published"]
     return files[0].observed if files else {}
 
 

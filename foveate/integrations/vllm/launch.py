@@ -109,6 +109,8 @@ def told(config: Any) -> list[str]:
     facts = facts_of(config.model_config)
     geometry = geometry_of(facts, config.parallel_config.tensor_parallel_size)
     lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {_dense(settings, methods, geometry)}"]
+    if settings.audit:
+        lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
     choosing = [method for method in methods.values() if method.role not in ("dense", "reading")]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
@@ -123,6 +125,47 @@ def told(config: Any) -> list[str]:
     if share := sum(_summaries(method, geometry, size) for method in methods.values()) / len(methods):
         lines.append(f"summaries: {share:.1%} of the KV cache, beside it: lower --gpu-memory-utilization by as much")
     return lines
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """Check the options of a command of vLLM's own that chooses foveate, before an engine starts.
+
+    What is not written out, as in a file of --config, is left to the engine.
+
+    Raises:
+        ValueError: for a method, file or calibration that cannot be.
+    """
+    given = _values(arguments)
+    try:
+        config = json.loads(given.get("--additional-config", "{}"))
+    except ValueError:
+        return  # vLLM tells
+    if any(option.startswith("--additional-config.") for option in arguments) or not isinstance(config, dict):
+        return
+    if given.get("--attention-backend", "").upper() != "CUSTOM":
+        if "foveate" in config and not {"--config", "--attention-config", "-ac"} & given.keys():
+            raise ValueError("foveate has a method, but is not the attention backend: add --attention-backend CUSTOM")
+        return
+    if "--config" in given:
+        return
+    settings, model = settings_of(config), Path(given.get("--model", ""))
+    if given.get("--model") and model.is_dir() and not _OTHERWISE & given.keys():
+        check_folder(settings, model)
+
+
+def _values(arguments: Sequence[str]) -> dict[str, str]:
+    """Options and their values, and the model of `serve MODEL` as --model."""
+    found, before = {}, ""
+    for n, argument in enumerate(arguments):
+        _name, _, value = argument.partition("=")
+        if argument.startswith("-"):
+            before = _plain(argument)
+            found[before] = value
+        elif before:
+            found[before], before = argument, ""
+        elif n and arguments[n - 1] == "serve":
+            found["--model"] = argument
+    return found
 
 
 def _plain(option: str) -> str:
