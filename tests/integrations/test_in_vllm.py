@@ -147,6 +147,14 @@ def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, cho
     assert found["read"]["dense_rows"] == 0
 
 
+def test_keys_in_eight_bits_are_read_in_place(folder, own):
+    """With all keys as dense attention to the same; few keys give other tokens."""
+    dense, full, small = (run(folder, spec, kv_cache_dtype="fp8", **CHUNKS) for spec in ("dense", FULL, SMALL))
+    assert full["tokens"] == dense["tokens"] != [own]
+    assert small["tokens"] != dense["tokens"]
+    assert small["read"]["keys_read"] < full["read"]["keys_read"]
+
+
 def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
     """Where other steps are replayed; beside fewer tokens they read all keys, and their tokens are counted."""
     config, (tokens, counts) = {"method": SMALL, "dense_below": 1}, small(SMALL)
@@ -234,7 +242,7 @@ def test_without_the_option_nothing_is_ours(folder):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--kv-cache-dtype", "fp8"], "foveate does not support kv_cache_dtype=fp8"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "foveate does not support kv_cache_dtype=fp8_e5m2"),
         (["--method", f"{PAGES},page_size=12", "--block-size", "32"], "pages of 12 tokens do not divide"),
     ],
 )
@@ -265,7 +273,7 @@ def test_the_contract_of_vllm(name):
     for method in ("build", "build_for_cudagraph_capture", "get_cudagraph_support"):
         mine, its = (getattr(one, method) for one in pairs[2])
         assert list(inspect.signature(mine).parameters) == list(inspect.signature(its).parameters)
-    assert not ours.supports_kv_cache_dtype("fp8")
+    assert not ours.supports_kv_cache_dtype("fp8_e5m2")
     assert ours.get_name() in base_names()
 
 

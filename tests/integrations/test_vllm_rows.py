@@ -105,7 +105,7 @@ def test_written_tokens_are_attended_to_as_one_prompt():
         write_tokens(padded[1], padded[2], cache, torch.cat([common.slot_mapping, torch.tensor([-1])]))
         out = torch.full_like(padded[0], 5.0)
         for row in prompts_from(common, 0):
-            attend_prompt(row, padded[0], cache, out, Logits(0.3))
+            attend_prompt(row, padded[0], cache[..., :DIM], cache[..., DIM:], out, Logits(0.3))
         assert out[end - first :].unique().tolist() == [5.0]
         outs[first:end] = out[: end - first]
     assert cache[[*range(11), *range(14, 41)]].unique().tolist() == [1e4]  # the row's blocks begin with 11

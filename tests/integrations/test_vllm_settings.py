@@ -139,7 +139,8 @@ def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
     ("changes", "why"),
     [
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"cache_config__cache_dtype": "fp8_e5m2"}, "kv_cache_dtype=fp8_e5m2"),
+        ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"cache_config__cache_dtype": "float16"}, "kv_cache_dtype=float16 for a model in torch.bfloat16"),
         ({"model_config__use_mla": True}, "MLA"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -149,6 +150,7 @@ def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
 def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
     check_engine(engine())
     check_engine(engine(cache_config__cache_dtype="bfloat16"))
+    check_engine(engine(cache_config__cache_dtype="fp8"))
     with pytest.raises(ValueError, match=f"foveate does not support {why}"):
         check_engine(engine(**changes))
 

@@ -114,15 +114,15 @@ def prompts_from(common: Any, first: int) -> list[Prompt]:
     return [Prompt(ends[b], ends[b + 1], lengths[b], common.block_table_tensor[b : b + 1]) for b in rows]
 
 
-def attend_prompt(row: Prompt, query: Tensor, kv_cache: Tensor, out: Tensor, logits: ops.Logits) -> None:
+def attend_prompt(row: Prompt, query: Tensor, k: Tensor, v: Tensor, out: Tensor, logits: ops.Logits) -> None:
     """Dense attention of a row's tokens.
 
     Args:
         query: ``[T, Hq, D]`` of the batch; ``out`` alike.
-        kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
+        k, v: blocks of keys and values, ``[N, Hkv, n, D]``.
     """
-    q, size = query[row.first : row.end].transpose(0, 1)[None], query.shape[2]
-    k, v = ops.BlockTable(row.blocks, row.length).gather(q, kv_cache[..., :size], kv_cache[..., size:])
+    q = query[row.first : row.end].transpose(0, 1)[None]
+    k, v = ops.BlockTable(row.blocks, row.length).gather(q, k, v)
     found = ops.attend_causal(q, k, v, logits=logits, offset=row.length - q.shape[2]).out
     out[row.first : row.end] = found[0].transpose(0, 1)
 

@@ -31,6 +31,9 @@ HOW = (
     'or a foveate.json of `foveate tune`, or one that holds {"method": "kascade:..."}'
 )
 
+FP8 = ("fp8", "fp8_e4m3")
+"""Of ``kv_cache_dtype``: keys and values in eight bits, which methods read as they are."""
+
 _weights = functools.cache(folder_weights)
 """Of a folder that an engine has loaded, which asks for them several times."""
 
@@ -180,8 +183,12 @@ def check_engine(vllm_config: Any) -> None:
     refused = {
         "speculative decoding: several tokens of a row would choose their keys at once": vllm_config.speculative_config
         is not None,
-        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}: keys are read as they are": cache.cache_dtype
-        not in ("auto", str(model.dtype).removeprefix("torch.")),
+        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}; there are auto, fp8 and fp8_e4m3": (
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8)
+        ),
+        "calculate_kv_scales, which changes scales after graphs are captured": getattr(
+            cache, "calculate_kv_scales", False
+        ),
         "MLA models: they have no keys of KV heads": model.use_mla,
         "pipeline parallelism: a layer may read the choice of one in another stage": parallel.pipeline_parallel_size
         > 1,
