@@ -80,8 +80,8 @@ class BlockTable:
         copies = []
         for x in memory:
             number, heads, size, dim = x.shape
-            x = x.to(q.dtype) if x.dtype == EIGHT_BITS and q.is_floating_point() else x
             entries = self.table[:, : -(-self.length // size)].long()
             blocks = x[entries.clamp(0, number - 1)] if number else x.new_zeros(*entries.shape, heads, size, dim)
+            blocks = blocks.to(q.dtype) if x.dtype == EIGHT_BITS and q.is_floating_point() else blocks
             copies.append(blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length].contiguous())
         return copies
