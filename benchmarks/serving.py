@@ -149,6 +149,7 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
         {"gpu_memory_utilization": job["memory"], "max_num_batched_tokens": 8192} if cuda else {"enforce_eager": True}
     )
     how |= {"load_format": "dummy"} if job["dummy"] else {}
+    how |= {"kv_cache_dtype": job["kv_cache_dtype"]} if "kv_cache_dtype" in job else {}
     if job["method"] is not None:
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["method"]}}
     elif cuda:
