@@ -37,6 +37,9 @@ CLASSES = {
     ("v1/attention/backend.py", "AttentionMetadataBuilder"): ["build_for_cudagraph_capture", "reorder_batch_threshold"],
     ("v1/attention/backend.py", "AttentionCGSupport"): ["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"],
     ("model_executor/layers/attention/attention.py", "Attention"): ["impl", "layer_name", "kv_cache"],
+    # what an audit takes hold of (audit.py)
+    ("v1/worker/gpu_model_runner.py", "GPUModelRunner"): ["_model_forward", "model"],
+    ("forward_context.py", "ForwardContext"): ["attn_metadata", "cudagraph_runtime_mode"],
     # what is configured (settings.py, builder.py, backend.py)
     ("config/vllm.py", "VllmConfig"): [
         *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),
@@ -58,6 +61,9 @@ CLASSES = {
     ],
 }
 """Names by file and class."""
+
+SCALES = ["_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float"]
+"""Of a layer, which functions of its module set."""
 
 PASSED = [
     ("v1/worker/gpu_model_runner.py", "is_prefilling"),
@@ -95,6 +101,21 @@ def names_of(path: str, name: str) -> set[str]:
 @pytest.mark.parametrize(("path", "name"), CLASSES, ids=lambda part: part.rpartition("/")[2])
 def test_names_that_the_plugin_reads_are_there(path, name):
     assert set(CLASSES[path, name]) <= names_of(path, name)
+
+
+def test_layers_have_scales_of_keys_in_eight_bits():
+    nodes = list(ast.walk(tree("model_executor/layers/attention/attention.py")))
+    found = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+    found |= {one.value for one in nodes if isinstance(one, ast.Constant)}  # names of buffers
+    assert set(SCALES) <= found
+
+
+def test_model_runner_v1_runs_the_model_by_the_method_that_an_audit_replaces():
+    called = [
+        ast.unparse(one.func) for one in ast.walk(tree("v1/worker/gpu_model_runner.py")) if isinstance(one, ast.Call)
+    ]
+    assert called.count("self._model_forward") == 1
+    assert "self.model.compute_logits" in called
 
 
 @pytest.mark.parametrize(("path", "argument"), PASSED)
