@@ -149,6 +149,7 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
         {"gpu_memory_utilization": job["memory"], "max_num_batched_tokens": 8192} if cuda else {"enforce_eager": True}
     )
     how |= {"load_format": "dummy"} if job["dummy"] else {}
+    how |= {"kv_cache_dtype": job["kv_cache_dtype"]} if "kv_cache_dtype" in job else {}
     if job["method"] is not None:
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["method"]}}
     elif cuda:
@@ -218,15 +219,12 @@ def _decode(llm: Any, tokens: int, batch: int, steps: int) -> tuple[float, list[
 
 def _keys(llm: Any) -> tuple[float, float]:
     """Keys read and available in decode steps so far, as the plugin has published them: a few short steps make it."""
-    from foveate.integrations.vllm import metrics
+    from foveate.integrations.vllm import published
 
     time.sleep(1)  # it publishes twice a second, before a step, what it had counted by the one before
     _decode(llm, 16, 1, 4)
 
-    folder = os.environ.get("FOVEATE_METRICS_DIR")
-    found = (
-        {} if folder is None else {one.name: one.samples[0].value for one in metrics.Collector(Path(folder)).collect()}
-    )
+    found = {one.name: one.samples[0].value for one in published.Collector().collect()}
     return found.get("foveate:keys_read", 0.0), found.get("foveate:keys_available", 0.0)
 
 

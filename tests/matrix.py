@@ -73,6 +73,8 @@ VARIANTS = [
             "pages_layer": {"anchors": [1], "score_keys": "pages", "pool": "layer", "decode_only": True, "top_k": 20},
             "small_pages": {"anchors": [1], "score_keys": "pages", "page_size": 4},
             "share": {"anchors": [1], "top_k": 0.3, "min_k": 6, "dense_anchor_prefill": False},
+            "every": {"anchors": [1], "decode_only": True, "every": 3},
+            "every_layer": {"anchors": [1], "pool": "layer", "top_k": 0.3, "min_k": 6, "every": 2},
         }.items()
     ),
     *(
@@ -90,6 +92,7 @@ VARIANTS = [
             "rank": {"page_size": 3, "top_k": 33, "rank": 1},
             "large": {"page_size": 6, "top_k": 42},
             "unweighted": {"page_size": 4, "top_k": 32, "weighted": False},
+            "every": {"page_size": 4, "top_k": 40, "every": 4},
         }.items()
     ),
     ("locks/rank", methods.make("locks", page_size=3, rank=1, top_k=16)),
@@ -481,6 +484,8 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     assert float(counters.own.get("pages_refined", 0)) == pytest.approx(refined)
     read = raw.sum(1).add(own).float().mean().item() + summarised
     declared = method.scored(driver.store.rows["live"][0] + 1, *about)
+    if "scored_at" in counted.store.specs:  # not in every step
+        declared *= int(counted.store.channel("scored_at")[0]) == counted.store.lengths[0]
     assert float(counters.keys_read) == pytest.approx(read + declared)
     assert counters.keys_available == len(tokens)
 

@@ -106,7 +106,7 @@ class Served:
 
     def begin(self, steps, lengths, prompts):
         real = sum(length > 0 for length in lengths)
-        tokens = sum(length for row, length in enumerate(lengths) if row not in prompts)
+        tokens = [length for row, length in enumerate(lengths) if length and row not in prompts]
         flags = [row in prompts for row in range(ROWS)] if prompts else None
         steps.begin(self.lengths, self.table, max(lengths), tokens, real, flags)
 
@@ -118,7 +118,7 @@ class Served:
             if not length:
                 continue
             steps = self.steps(spec, dense_below=0)
-            steps.begin(self.lengths[some], self.table[some], length, length)
+            steps.begin(self.lengths[some], self.table[some], length, [length])
             for n in range(LAYERS):
                 if length * real < BELOW or row in prompts:
                     how = {"logits": LOGITS, "block_table": BlockTable(self.table[some], length)}

@@ -23,13 +23,17 @@ def serve(
         int | None,
         typer.Option(help="Tokens below which decoding is dense; if left out, the method's own.", show_default=False),
     ] = None,
+    audit: Annotated[
+        float | None,
+        typer.Option(help="Share of decode steps that are also run densely and compared.", show_default=False),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print the plan, and start nothing.")] = False,
 ) -> None:
     """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
     from foveate.integrations.vllm import launch
 
     environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
-    arguments = launch.arguments_of(model, method, dense_below, context.args)
+    arguments = launch.arguments_of(model, method, dense_below, context.args, audit)
     for line in launch.told(launch.checked(arguments)):
         typer.echo(line)
     typer.echo(shlex.join(launch.command(arguments)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored, or_whole
+from foveate.methods._common import attend_all, count_scored, note_lse, or_whole
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Geometry, SlotCache
@@ -134,7 +134,8 @@ class SharedSelection(Method):
         alike = cache.step is None and cache.uniform
         how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
         how |= {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
-        return ops.attend_indices(q, *cache.memory, indices, **how).out
+        how["need_lse"] = cache.audited is not None
+        return note_lse(cache, ops.attend_indices(q, *cache.memory, indices, **how))
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out

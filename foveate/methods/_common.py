@@ -29,12 +29,26 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
 def count_scored(method: Method, cache: SlotCache) -> None:
     """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     step, described = cache.step, (cache.geometry, cache.dtype)
-    if step is None:
+    kept = "scored_at" in cache.specs  # scores, so that a row is scored in some steps
+    if step is None and not kept:
         scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
         cache.count("keys_read", scored / cache.batch_size)
-    else:  # once for all layers that score alike
-        key, live = ("scored", method.spec, method.role, *described), choosing(cache, step["live"], "live")
-        cache.count("keys_read", step.once(key, lambda: method.scored(live.double(), *described).sum()))
+        return
+
+    def scored_now() -> Tensor:
+        live = choosing(cache, cache.row_tensor("live"), "live").double()
+        now = cache.channel("scored_at") == cache.row_tensor("lengths") if kept else 1
+        return (method.scored(live, *described) * now).sum()
+
+    key = ("scored", method.spec, method.role, *described)  # once for all layers that score alike
+    cache.count("keys_read", scored_now() if step is None else step.once(key, scored_now))
+
+
+def note_lse(cache: SlotCache, found: ops.Attended) -> Tensor:
+    """The output of attention to what a step has chosen; of a step that is audited, the log-sum-exp is noted."""
+    if cache.audited is not None:
+        cache.audited.append(found.lse)
+    return found.out
 
 
 def or_whole(cache: SlotCache, read: Tensor) -> Tensor:

@@ -221,15 +221,24 @@ class LowRankPages(PageSummaries):
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self.mass(cache, q, scaling, self.pooling)
 
-    def mass(self, cache: SlotCache, q: Tensor, scaling: float, pooling: str, pool: str = "kv_head") -> Tensor:
+    def mass(
+        self,
+        cache: SlotCache,
+        q: Tensor,
+        scaling: float,
+        pooling: str,
+        pool: str = "kv_head",
+        due: Tensor | None = None,
+    ) -> Tensor:
         """The attention that pages hold by their records, see :func:`foveate.ops.pooled_mass_of_records`.
 
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
-        no share.
+        no share. Rows that are not ``due``, bool ``[B]``, are not scored.
         """
         records, table = cache.entries("records", cache.most(self.pages, of="counts"))
         rule = self.newest if pooling == "of_largest" else self.full
         lengths = choosing(cache, cache.each_row(rule, of="counts"), f"{self.spec}, {rule.__name__}")
+        lengths = lengths if due is None else lengths.where(due, 0)
         how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
         how |= {"pooling": pooling, "pool": pool, "block_table": table}
         return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)

@@ -13,7 +13,8 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import choosing, count_scored, or_whole
+from foveate.methods._common import choosing, count_scored, note_lse, or_whole
+from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
@@ -92,6 +93,7 @@ class Kascade(TopKByMass):
         True,
         "under score_keys=pages, weigh the channels of keys, before they are rounded, by a prompt's last queries",
     )
+    every: int = every_setting("the keys of anchors that do not read all of them")
 
     def __post_init__(self):
         super().__post_init__()
@@ -107,6 +109,8 @@ class Kascade(TopKByMass):
         self._check("page_size", summarised, f"{_PAGE_SIZE} without score_keys=pages")
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
         self._check("weighted", self.score_keys == "pages" or self.weighted, "true without score_keys=pages")
+        check_every(self)
+        self._check("every", self.score_keys == "exact" or self.every == 1, "1 under score_keys=pages")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
         if self.calibration and (not isinstance(self.anchors, (list, tuple)) or self.heads is None):
             self._read_calibration()
@@ -243,6 +247,11 @@ class Kascade(TopKByMass):
         heads = (self.heads or {}).get(str(layer)) if of_heads else None
         return LayerRole(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether this layer scores keys at every few decoded tokens alone."""
+        return self.every > 1 and self.layer_role.chooses and not self.layer_role.dense
+
     # Approximate scores
 
     @functools.cached_property
@@ -299,6 +308,8 @@ class Kascade(TopKByMass):
         return "pages, choosing" if self.scores_keys_of_pages else "pages"
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        if self.keeps_scores:
+            return KeptScores(self.every).channels()
         return self.summaries.channels(geometry) if self.scores_summaries else {}
 
     @property
@@ -332,8 +343,9 @@ class Kascade(TopKByMass):
         cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        how = {"whole": cache.whole, "out": cache.out, **self._of_pages(cache, scaling)}
-        return ops.attend_pages(q, *cache.memory, pages, self.page_size, **how).out
+        how = {"whole": cache.whole, "out": cache.out, "need_lse": cache.audited is not None}
+        how |= self._of_pages(cache, scaling)
+        return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
@@ -343,10 +355,23 @@ class Kascade(TopKByMass):
         return super().decode_dense(cache, q, scaling)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """By summaries: keys by their share of the attention to the best pages."""
+        """By kept scores, newer keys first; or by summaries: keys by their share of the attention to the best pages."""
+        if self.keeps_scores:
+            return self._select_by_kept_scores(cache, q, scaling)
         if not self.scores_summaries:
             return super().select(cache, q, scaling)
         return self._select_in(cache, q, self._best_pages(cache, q, scaling), scaling)
+
+    def _select_by_kept_scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        lengths, heads = cache.row_tensor("counts"), 1 if self.pool == "layer" else cache.geometry.num_kv_heads
+
+        def mass(due: Tensor) -> Tensor:
+            found = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths.where(due, 0)))
+            return found if found.shape[1] == heads else found.mean(1, keepdim=True)
+
+        scores, at = KeptScores(self.every).renew(cache, heads, cache.used, mass)
+        newer = torch.arange(cache.used, device=q.device) >= at[:, None, None]
+        return self._chosen(cache, scores.masked_fill(newer, torch.inf), lengths)
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""

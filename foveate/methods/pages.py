@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, choosing, count_scored, or_whole
+from foveate.methods._common import attend_all, choosing, count_scored, note_lse, or_whole
+from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
@@ -88,7 +89,8 @@ class PageMethod(Method):
         count_scored(self, cache)
         how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
         how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
-        return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out
+        how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
+        return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self.summaries.write_newest(cache)
@@ -102,7 +104,7 @@ class PageMethod(Method):
         H is the number of KV heads or of query heads, as of the summaries' scores. A key counts once for all the heads
         of a group that read it.
         """
-        scores = ranked = self.summaries.scores(cache, q, scaling)
+        scores = ranked = self.scores(cache, q, scaling)
         ends = choosing(cache, cache.each_row(self.summaries.pages, of="counts"), f"{self.summaries.spec}, ends")
         counts = cache.each_row(self.count, of="counts")
         if self.tail:
@@ -116,6 +118,10 @@ class PageMethod(Method):
         heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("counts")
         cache.count_read(or_whole(cache, ops.keys_of_pages(pages, heads, self.page_size, lengths)))
         return pages
+
+    def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        """The scores of pages, see :meth:`PageSummaries.scores`."""
+        return self.summaries.scores(cache, q, scaling)
 
     # Budgets
 
@@ -176,12 +182,28 @@ class Pages(PageMethod):
     weighted: bool = setting(
         True, "weigh the channels of keys, before they are rounded, by the last queries of the prompt"
     )
+    every: int = every_setting("pages")
 
     def __post_init__(self):
         super().__post_init__()
         check_records(self)
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
+        check_every(self)
 
     @functools.cached_property
     def summaries(self) -> LowRankPages:
         return LowRankPages(self.page_size, self.rank, self.weighted)
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        kept = KeptScores(self.every, self.page_size).channels() if self.every > 1 else {}
+        return super().channels(geometry) | kept
+
+    def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+        if self.every == 1:
+            return super().scores(cache, q, scaling)
+
+        def mass(due: Tensor) -> Tensor:
+            return self.summaries.mass(cache, q, scaling, self.summaries.pooling, due=due)
+
+        number = cache.most(self.summaries.pages, of="counts")
+        return KeptScores(self.every, self.page_size).renew(cache, cache.geometry.num_kv_heads, number, mass)[0]

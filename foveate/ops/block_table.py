@@ -7,6 +7,9 @@ from torch import Tensor
 
 from foveate.ops._math import readable
 
+EIGHT_BITS = torch.float8_e4m3fn
+"""What keys and values in blocks may be in, too. Their scales belong to the logits' factor and to the output."""
+
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
@@ -66,6 +69,8 @@ class BlockTable:
     def gather(self, q: Tensor, *memory: Tensor) -> list[Tensor]:
         """A copy of each memory ``[N, Hkv, n, D]`` in one piece, for the rows of q: ``[B, Hkv, Lk, D]``.
 
+        Memory in eight bits (:data:`EIGHT_BITS`) becomes of q's dtype.
+
         What the table names no block for is a copy of some block, or zeros where there is none.
 
         Raises:
@@ -77,5 +82,6 @@ class BlockTable:
             number, heads, size, dim = x.shape
             entries = self.table[:, : -(-self.length // size)].long()
             blocks = x[entries.clamp(0, number - 1)] if number else x.new_zeros(*entries.shape, heads, size, dim)
+            blocks = blocks.to(q.dtype) if x.dtype == EIGHT_BITS and q.is_floating_point() else blocks
             copies.append(blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length].contiguous())
         return copies

@@ -7,13 +7,15 @@ CUDA graphs of its own, see :meth:`EngineSteps.begin_capture`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foveate import ops
 from foveate.methods import Method, replay_obstacle
 from foveate.ops import Logits
 from foveate.state import Counters, Geometry, SlotCache
@@ -24,6 +26,11 @@ def obstacle(method: Method, geometry: Geometry) -> str:
     """Why an engine that owns the keys cannot decode by the method of a layer; empty when it can."""
     if method.evicts:
         return f"{method.name} evicts tokens, and the engine keeps them until a request ends"
+    if getattr(method, "every", 1) > 1:
+        return (
+            f"{method.name} keeps scores of a request from token to token, and an engine does not tell whose a row is: "
+            f"leave out every={method.every}"
+        )
     if getattr(method, "weighted", False) and method.channels(geometry):
         return (
             f"{method.name} weighs channels of keys by the queries of a request, and requests share blocks: "
@@ -44,10 +51,10 @@ class Totals:
     """Counts of all steps so far, on the host; rows of padding are left out."""
 
     steps: int = 0
-    dense_steps: int = 0
-    """Steps that were dense, see :meth:`EngineSteps.begin`."""
     rows: int = 0
     """Rows of all steps: decoded tokens."""
+    dense_rows: int = 0
+    """Those that read all keys, see :meth:`EngineSteps.begin`."""
     keys_available: float = 0.0
     """Keys that dense attention would have read, over all layers."""
     selections: int = 0
@@ -99,6 +106,8 @@ class EngineSteps:
         """Shared by the layers of a step, see :meth:`SlotCache.hand_on`."""
         self._step: tuple[DeviceRows, Tensor, bool] | None = None
         """Row numbers and block table of the present step, and whether it may have rows that are read whole."""
+        self._audit: list[Tensor] | None = None
+        """Where layers note the mass that they would read, see :meth:`audit`."""
 
     def _first_sparse(self, dense_below: int | str, geometry: Geometry | None) -> int:
         """Tokens from which a step is sparse."""
@@ -119,7 +128,7 @@ class EngineSteps:
         lengths: Tensor,
         block_table: Tensor,
         bound: int,
-        tokens: int,
+        tokens: Sequence[int],
         rows: int | None = None,
         prompts: Sequence[bool] | None = None,
         launched: bool = False,
@@ -130,7 +139,8 @@ class EngineSteps:
             lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
             bound: no row is longer.
-            tokens: the sum of the lengths of the rows that are no prompts', or a bound of it; it is counted.
+            tokens: the lengths of the rows that decode, or bounds of them, for the counts: rows neither of padding nor
+                of prompts.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
@@ -139,12 +149,12 @@ class EngineSteps:
         self._begin(lengths, block_table, bound, prompts)
         number = len(lengths) if rows is None else rows
         self.dense = self._sparse_from > 0 and (launched or number * bound < self._sparse_from)
-        decoding = number - (0 if prompts is None else sum(prompts))
-        totals = self.totals
+        decoding, totals = len(tokens), self.totals
+        dense = decoding if self.dense else sum(length * number < self._sparse_from for length in tokens)
         totals.steps += decoding > 0
-        totals.dense_steps += self.dense and decoding > 0
         totals.rows += decoding
-        totals.keys_available += tokens * len(self.methods)
+        totals.dense_rows += dense
+        totals.keys_available += sum(tokens) * len(self.methods)
         totals.selections += 0 if self.dense else decoding * self._choosing
 
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
@@ -235,12 +245,37 @@ class EngineSteps:
         store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None, out)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
+        store.audited = None if self._audit is None else []
         try:
             found = decode(store, q, logits.scaling)
+            if store.audited:
+                found = self._audited(store, q, logits)
         finally:
             store.out = None  # which may be a view of much memory
         self._finish(layer)
         return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
+
+    @contextlib.contextmanager
+    def audit(self) -> Iterator[list[Tensor]]:
+        """Within it the present step runs densely, and counts nothing; the engine may run it as it is afterwards.
+
+        Yields:
+            What each layer that chooses, or reads a choice, notes: the share of the attention that the keys hold which
+            the method reads, fp32 ``[B]``, 0 to 1, the mean over the heads.
+        """
+        read, self._audit = self._read.clone(), []
+        try:
+            yield self._audit
+        finally:
+            self._audit = None
+            self._read.copy_(read)
+
+    def _audited(self, store: SlotCache, q: Tensor, logits: Logits) -> Tensor:
+        """Attention to all keys, after a method has noted that to those which it reads."""
+        how = {"lengths": store.row_tensor("counts"), "block_table": store.block_table, "out": store.out}
+        dense = ops.attend(q, *store.memory, logits=logits, need_lse=True, **how)
+        self._audit.append((store.audited[0] - dense.lse).exp().mean((1, 2)))
+        return dense.out
 
     def read_by_engine(self, layer: int) -> None:
         """Count a layer that the engine attends to itself instead of :meth:`attend`, see :meth:`reads_all`."""

@@ -75,6 +75,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self._row: int | None = None  # which row of a batch this is, see row
         self.whole: Tensor | None = None  # rows that a sparse step reads whole, and where its output goes: see enter
         self.out: Tensor | None = None
+        self.audited: list[Tensor] | None = None
+        """Where a step that is audited leaves the log-sum-exp of what it reads, ``[B, Hq, 1]``; None: nowhere."""
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self._free_blocks = block_size, []
         if self.reuses_slots and any(spec.per > 1 for spec in self.specs.values()):

@@ -89,8 +89,9 @@ def attached(folder, spec, prompts, new=NEW, counts=None):
     return found
 
 
-def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, **engine):
+def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, **engine):
     job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine}
+    job["hiding"] = hiding
     script = Path(__file__).with_name("vllm_engine.py")
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -143,7 +144,45 @@ def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, cho
     assert found["tokens"] == [tokens, tokens]
     assert {name: found["read"][name] for name in counts} == pytest.approx({name: 2 * x for name, x in counts.items()})
     assert found["read"]["selections"] == 2 * counts["rows"] * choosing
-    assert found["read"]["dense_steps"] == 0
+    assert found["read"]["dense_rows"] == 0
+
+
+def test_keys_in_eight_bits_are_read_in_place(folder, own):
+    """With all keys as dense attention to the same; few keys give other tokens."""
+    dense, full, small = (run(folder, spec, kv_cache_dtype="fp8", **CHUNKS) for spec in ("dense", FULL, SMALL))
+    assert full["tokens"] == dense["tokens"] != [own]
+    assert small["tokens"] != dense["tokens"]
+    assert small["read"]["keys_read"] < full["read"]["keys_read"]
+
+
+def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
+    """Where other steps are replayed; beside fewer tokens they read all keys, and their tokens are counted."""
+    config, (tokens, counts) = {"method": SMALL, "dense_below": 1}, small(SMALL)
+    sparse = run(folder, config, hiding=1, **CHUNKS)
+    assert sparse["tokens"] == [tokens]
+    assert sparse["read"]["dense_rows"] == 0
+    assert {name: sparse["read"][name] for name in counts} == pytest.approx(counts)
+    dense = run(folder, config, hiding=1000, **CHUNKS)
+    assert dense["tokens"] not in ([tokens], [own])
+    assert 0 < dense["read"]["dense_rows"] < counts["rows"]
+
+
+@pytest.mark.parametrize("spec", [SMALL, FULL])
+def test_an_audit_changes_no_token_and_tells_what_a_step_loses(folder, own, small, spec):
+    found = run(folder, {"method": spec, "audit": 1.0}, **CHUNKS)
+    assert found["tokens"] == [own if spec == FULL else small(spec)[0]]
+    if spec != FULL:
+        assert {name: found["read"][name] for name in small(spec)[1]} == pytest.approx(small(spec)[1])
+    audits = {name: (sum(numbers[:-1]), numbers[-1]) for name, numbers in found["audits"].items()}
+    (rows, agreeing), (_, kl), (_, mass) = (audits[name] for name in ("agreement", "kl", "mass_read"))
+    assert 20 < rows < found["read"]["rows"], "steps in which every row decodes"
+    assert audits["kl"][0] == audits["mass_read"][0] == rows
+    if spec == FULL:
+        assert (agreeing, kl / rows, mass / rows) == pytest.approx((rows, 0, 1), abs=1e-4)
+    else:
+        assert 0 < agreeing < rows
+        assert kl / rows > 0.01
+        assert 0.05 < mass / rows < 0.95
 
 
 @pytest.mark.parametrize("program", ["serving", "serving_accuracy"])
@@ -172,6 +211,19 @@ def test_programs_that_measure_run_in_vllm(folder, tmp_path, program, monkeypatc
 def test_two_ranks_give_the_tokens_of_one(folder, small, spec):
     found = run(folder, spec, environment=ONE_BY_ONE, tensor_parallel_size=2, **CHUNKS)
     assert found["tokens"] == [small(spec)[0]]
+
+
+def test_one_engine_reads_prompts_and_another_decodes(folder, small, tmp_path):
+    """Its keys come by a KV connector of vLLM's, which is handed blocks as the plugin lays them out."""
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    how = {"kv_transfer_config": connector, "block_size": 16, "enable_prefix_caching": False}
+    run(folder, SMALL, new=1, **how)
+    stored = sum(1 for path in tmp_path.rglob("*.safetensors"))
+    assert stored >= LAYERS * (len(PROMPTS) - 1), "all prompts but the one that is shorter than a block"
+    found = run(folder, SMALL, **how)
+    assert sum(found["cached"]) > 0.8 * sum(map(len, PROMPTS))
+    assert found["tokens"] == [small(SMALL)[0]]
 
 
 def test_requests_that_are_preempted_go_on_with_all_keys(folder):
@@ -203,7 +255,7 @@ def test_without_the_option_nothing_is_ours(folder):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--kv-cache-dtype", "fp8"], "foveate does not support kv_cache_dtype=fp8"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "foveate does not support kv_cache_dtype=fp8_e5m2"),
         (["--method", f"{PAGES},page_size=12", "--block-size", "32"], "pages of 12 tokens do not divide"),
     ],
 )
@@ -234,7 +286,7 @@ def test_the_contract_of_vllm(name):
     for method in ("build", "build_for_cudagraph_capture", "get_cudagraph_support"):
         mine, its = (getattr(one, method) for one in pairs[2])
         assert list(inspect.signature(mine).parameters) == list(inspect.signature(its).parameters)
-    assert not ours.supports_kv_cache_dtype("fp8")
+    assert not ours.supports_kv_cache_dtype("fp8_e5m2")
     assert ours.get_name() in base_names()
 
 

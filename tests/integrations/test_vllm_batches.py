@@ -10,13 +10,15 @@ import torch
 
 from foveate import methods
 from foveate.ops import Logits
+from foveate.ops.block_table import EIGHT_BITS
 from foveate.runtime import EngineSteps
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
-from foveate.integrations.vllm import gpu
+from foveate.integrations.vllm import builder, gpu
+from foveate.integrations.vllm.audit import Share
 from foveate.integrations.vllm.rows import attend_prompt, prompts_from, write_tokens
 from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, batch
 
@@ -43,8 +45,11 @@ def read(monkeypatch):
         if metadata is None:
             return output.fill_(0)
         calls.append(metadata.num_reqs)
+        if kv_cache.dtype == torch.uint8:
+            kv_cache = kv_cache.view(EIGHT_BITS).float() * layer.of_stored
+            query = query.float() * layer._q_scale_float
         for row in prompts_from(metadata, 0):
-            attend_prompt(row, query, kv_cache, output, Logits(self.scale))
+            attend_prompt(row, query, kv_cache[..., :DIM], kv_cache[..., DIM:], output, Logits(self.scale))
         return output
 
     monkeypatch.setattr(FlashAttentionImpl, "forward", forward)
@@ -54,13 +59,17 @@ def read(monkeypatch):
     return calls
 
 
-def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
-    """The outputs of each layer by the backend, what they should be of each row, and the steps."""
+def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0, scales=None):
+    """The outputs of each layer by the backend, what they should be of each row, and the steps.
+
+    With ``scales``, of queries, keys and values, these are in eight bits, and what they stand for is expected.
+    """
     common, generator = batch(*rows), torch.Generator().manual_seed(0)
-    builder, ours = object.__new__(gpu.Builder), steps(dense_below, spec)
-    builder.steps, builder.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
-    builder.use_full_cuda_graph, builder.largest_graph = True, largest_graph
-    metadata = builder.build(0, common)
+    ours_builds, ours = object.__new__(gpu.Builder), steps(dense_below, spec)
+    ours_builds.steps, ours_builds.meter = ours if serves else None, SimpleNamespace(update=lambda: None)
+    ours_builds.audit = Share(0)
+    ours_builds.use_full_cuda_graph, ours_builds.largest_graph = True, largest_graph
+    metadata = ours_builds.build(0, common)
     cache = torch.randn(LAYERS, 50, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     tokens = int(common.query_start_loc[-1])
     found, sparse, dense = [], [], []
@@ -68,7 +77,7 @@ def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
     decodes = next((n for n, new in enumerate(rows[2]) if new), len(rows[2]))
     if decodes:
         lengths = common.seq_lens[:decodes]
-        alone.begin(lengths, common.block_table_tensor[:decodes], int(lengths.max()), int(lengths.sum()))
+        alone.begin(lengths, common.block_table_tensor[:decodes], int(lengths.max()), lengths.tolist())
     for n in range(LAYERS):
         impl = object.__new__(gpu.Impl)
         impl.__dict__ |= {
@@ -84,11 +93,17 @@ def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0):
         layer = SimpleNamespace(layer_name=f"model.layers.{n}.self_attn.attn")
         q, k, v = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
         write_tokens(k, v, cache[n], common.slot_mapping)
-        out = torch.full_like(q, 9.0)
-        found.append(impl.forward(layer, q, k, v, cache[n], metadata, out))
+        out, given = torch.full_like(q, 9.0), (q, cache[n])
+        if scales is not None:
+            layer._q_scale_float, layer._k_scale_float, layer._v_scale_float = scales
+            layer._k_scale = layer._v_scale = torch.ones(1)
+            layer.of_stored = torch.tensor(scales[1:]).repeat_interleave(DIM)
+            given = (q / scales[0]).to(EIGHT_BITS), (cache[n] / layer.of_stored).to(EIGHT_BITS).view(torch.uint8)
+            q, cache[n] = given[0].float() * scales[0], given[1].view(EIGHT_BITS).float() * layer.of_stored
+        found.append(impl.forward(layer, given[0], k, v, given[1], metadata, out))
         dense.append(torch.zeros_like(q))
         for row in prompts_from(common, 0):
-            attend_prompt(row, q, cache[n], dense[-1], Logits(0.3))
+            attend_prompt(row, q, cache[n, ..., :DIM], cache[n, ..., DIM:], dense[-1], Logits(0.3))
         sparse.append(dense[-1].clone())
         if decodes:
             keys = (cache[n][..., :DIM], cache[n][..., DIM:])
@@ -122,19 +137,44 @@ def test_short_contexts_are_flash_attentions(read):
     found, _, dense, ours = run(MIXED, dense_below=100)
     torch.testing.assert_close(found, dense)
     assert read == [4] * LAYERS
-    assert (ours.totals.dense_steps, float(ours.keys_read()), ours.totals.keys_available) == (1, 4 * 39, 4 * 39)
+    assert (ours.totals.dense_rows, float(ours.keys_read()), ours.totals.keys_available) == (2, 4 * 39, 4 * 39)
+
+
+@pytest.mark.parametrize("spec", [SPEC, "pages:top_k=24,page_size=4,weighted=false"])
+@pytest.mark.parametrize("rows", [MIXED, DECODING])
+def test_keys_in_eight_bits_are_read_with_their_scales(read, rows, spec):
+    found, sparse, dense, _ = run(rows, spec=spec, scales=(0.02, 0.05, 0.1))
+    exact = spec == SPEC  # summaries are of the stored keys, whose rounding the expected ones have otherwise
+    torch.testing.assert_close(found, sparse, atol=1e-4 if exact else 0.2, rtol=1e-4)
+    assert not torch.allclose(found[1:, :2], dense[1:, :2], atol=1e-2)
+
+
+def test_a_scale_for_each_head_is_refused():
+    layer = SimpleNamespace(_k_scale=torch.ones(2), _v_scale=torch.ones(1))
+    with pytest.raises(ValueError, match="an fp8 KV cache with a scale for each head"):
+        builder.scales_of(layer)
 
 
 @pytest.mark.parametrize(
-    ("rows", "largest_graph", "dense_below", "dense"),
-    [(MIXED, 8, 1, True), (MIXED, 8, 0, False), (MIXED, 0, 1, False), (DECODING, 1, 1, True), (DECODING, 2, 1, False)],
+    ("rows", "largest_graph", "dense_below", "hiding", "dense"),
+    [
+        (MIXED, 8, 1, 7, True),
+        (MIXED, 8, 1, 6, False),  # as many tokens of prompts
+        (MIXED, 8, 0, 7, False),
+        (MIXED, 0, 1, 7, False),
+        (DECODING, 1, 1, 7, True),
+        (DECODING, 2, 1, 7, False),
+    ],
 )
-def test_batches_that_no_graph_holds_are_flash_attentions(read, rows, largest_graph, dense_below, dense):
-    """Where vLLM replays others; but with dense_below=0."""
+def test_batches_that_no_graph_holds_are_flash_attentions(
+    read, monkeypatch, rows, largest_graph, dense_below, hiding, dense
+):
+    """Where vLLM replays others and no prompt hides the launches; but with dense_below=0."""
+    monkeypatch.setattr(builder, "HIDING_TOKENS", hiding)
     found, sparse, of_all_keys, ours = run(rows, dense_below, largest_graph=largest_graph)
     torch.testing.assert_close(found, of_all_keys if dense else sparse)
     assert (read == [len(rows[0])] * LAYERS) == dense
-    assert (ours.totals.steps, ours.totals.dense_steps) == (1, dense)
+    assert (ours.totals.steps, ours.totals.dense_rows) == (1, 2 * dense)
     assert (float(ours.keys_read()) == ours.totals.keys_available) == dense
 
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
 from foveate.integrations.vllm import gpu
+from foveate.integrations.vllm.audit import Share
 from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, Common, batch
 from tests.integrations.test_vllm_settings import KASCADE, engine
 
@@ -80,7 +81,7 @@ class Engine:
         of_layers = {n: method.for_layer(n, LAYERS) for n in range(LAYERS)}
         builder.steps = EngineSteps(of_layers, torch.device("cpu"), BELOW)
         builder.meter, builder.longest = SimpleNamespace(update=lambda: None), LONGEST
-        builder.largest_graph = ROWS
+        builder.largest_graph, builder.audit, builder.dtype = ROWS, Share(0), torch.float32
         builder.layers, builder.use_full_cuda_graph, builder.warm = self.layers, True, set()
         return builder
 

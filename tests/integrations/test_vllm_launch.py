@@ -44,6 +44,7 @@ def test_the_command_names_backend_and_method(folder, installed, package, monkey
     ]
     config = json.loads(launch.arguments_of(folder, KASCADE, 99, [])[-1])
     assert config == {"foveate": {"method": KASCADE, "dense_below": 99}}
+    assert json.loads(launch.arguments_of(folder, KASCADE, None, [], 0.5)[-1])["foveate"]["audit"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_the_command_names_backend_and_method(folder, installed, package, monkey
         ("pages", None, [], "add weighted=false"),
         ("kascade:anchors=[0,7]", None, [], "not 7"),
         (KASCADE, -1, [], "dense_below must be a number of tokens"),
+        ("no_such.json", None, [], "no_such.json: No such file"),
         (KASCADE, None, ["--attention-backend=FLASH_ATTN"], "--attention-backend is given by foveate serve"),
         (KASCADE, None, ["--attention_backend", "FLASH_ATTN"], "--attention-backend is given by foveate serve"),
         (KASCADE, None, ["--additional-config", "{}"], "--additional-config is given by foveate serve"),
@@ -120,3 +122,46 @@ def test_the_plan_tells_what_summaries_take():
     record = -(-record // 16) * 16
     share = record / (8 * 2 * size * torch.bfloat16.itemsize)
     assert found[-1].startswith(f"summaries: {share:.1%} of the KV cache, beside it")
+
+
+CUSTOM = ["--attention-backend", "CUSTOM"]
+
+
+def with_method(method):
+    return ["--additional-config", json.dumps({"foveate": method})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([*CUSTOM, *with_method("kascad")], "did you mean 'kascade'"),
+        (["--attention_backend=custom", *with_method("kascad")], "did you mean 'kascade'"),
+        ([*CUSTOM, "--additional-config", '{"fovate": "kascade"}'], "is the attention backend, but has no method"),
+        ([*CUSTOM, *with_method("kascade:calibration=nowhere.json")], "nowhere.json"),
+        ([*CUSTOM, *with_method("kascade:anchors=[0,7]")], "not 7"),
+        (with_method(KASCADE), "is not the attention backend: add --attention-backend CUSTOM"),
+    ],
+)
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_command_of_vllms_own_is_checked_before_an_engine_starts(folder, monkeypatch, arguments, why, positional):
+    monkeypatch.delenv("FOVEATE_METHOD", raising=False)
+    model = ["serve", folder] if positional else ["--model", folder]
+    with pytest.raises(ValueError, match=why):
+        launch.check_command([*model, "--enforce-eager", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*CUSTOM, *with_method(KASCADE)],
+        [*CUSTOM, "--additional-config", "{not json"],  # vLLM tells
+        [*CUSTOM, "--additional-config.foveate", "kascad"],
+        [*CUSTOM, "--config", "options.yaml"],
+        [*with_method(KASCADE), "--config", "options.yaml"],
+        ["--attention-backend", "FLASH_ATTN"],
+        [],
+    ],
+)
+def test_what_a_command_does_not_tell_is_left_to_the_engine(folder, arguments):
+    launch.check_command(["serve", folder, *arguments])
+    launch.check_command(["serve", "some/name", *arguments])

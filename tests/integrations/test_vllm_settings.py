@@ -32,6 +32,7 @@ def engine(spec=KASCADE, **changes):
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             tensor_parallel_size=1,
+            data_parallel_size=1,
             use_ubatching=False,
             rank=0,
         ),
@@ -103,8 +104,13 @@ def test_what_is_dense_below_can_be_set():
         ("kaskade", "did you mean 'kascade'"),
         ("kascade:topk=3", "has no setting 'topk'"),
         ("nowhere/foveate.json", "nowhere/foveate.json: No such file"),
-        ({"method": "dense", "dense_bellow": 3}, "unknown setting 'dense_bellow'; there are method, dense_below"),
+        (
+            {"method": "dense", "dense_bellow": 3},
+            "unknown setting 'dense_bellow'; there are method, dense_below, audit",
+        ),
         ({"method": "dense", "dense_below": -1}, "dense_below must be a number of tokens"),
+        ({"method": "dense", "audit": 1.5}, "audit must be a share of the decode steps, 0 to 1, not 1.5"),
+        ({"method": "dense", "audit": True}, "audit must be a share of the decode steps, 0 to 1, not True"),
         ({"dense_below": 3}, "expected a method"),
         (["dense"], "expected a method"),
     ],
@@ -133,7 +139,8 @@ def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
     ("changes", "why"),
     [
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"cache_config__cache_dtype": "fp8_e5m2"}, "kv_cache_dtype=fp8_e5m2"),
+        ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"cache_config__cache_dtype": "float16"}, "kv_cache_dtype=float16 for a model in torch.bfloat16"),
         ({"model_config__use_mla": True}, "MLA"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -143,6 +150,7 @@ def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
 def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
     check_engine(engine())
     check_engine(engine(cache_config__cache_dtype="bfloat16"))
+    check_engine(engine(cache_config__cache_dtype="fp8"))
     with pytest.raises(ValueError, match=f"foveate does not support {why}"):
         check_engine(engine(**changes))
 
@@ -224,6 +232,24 @@ def test_releases_that_are_not_supported_are_refused(version, ok, monkeypatch):
         return releases.check()
     with pytest.raises(ValueError, match=rf"supports vLLM 0\.26, 0\.32, 0\.33, and this is {version}"):
         releases.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"use_v2_model_runner": True},
+            "model runner V2, whose graphs .*: set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
+        ({"kv_transfer_config": object()}, "a KV connector"),
+    ],
+)
+def test_where_a_step_cannot_be_run_twice_audits_are_refused(changes, why):
+    check_early(engine(**changes))
+    check_early(engine({"method": KASCADE, "audit": 0.1}))
+    with pytest.raises(ValueError, match=f"foveate does not support audit with {why}"):
+        check_early(engine({"method": KASCADE, "audit": 0.1}, **changes))
 
 
 def test_foveate_is_imported_without_vllm_and_metrics():

@@ -25,6 +25,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     job = json.load(sys.stdin)
+    if job.get("hiding") is not None:
+        replaying(job["hiding"])
     how = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     how |= {"skip_tokenizer_init": True, "disable_log_stats": False}
     if job["spec"] is not None:
@@ -36,8 +38,31 @@ def main() -> None:
         outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         found.append([list(out.outputs[0].token_ids) for out in outs])
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
-    found = {"tokens": found, "cached": [out.num_cached_tokens for out in outs], "counts": counts, "read": read()}
+    found = {
+        "tokens": found,
+        "audits": audits(),
+        "cached": [out.num_cached_tokens for out in outs],
+        "counts": counts,
+        "read": read(),
+    }
     print(json.dumps(found))
+
+
+def replaying(hiding: int) -> None:
+    """Decide what is dense as where vLLM replays decode steps in CUDA graphs, which a CPU never does.
+
+    Args:
+        hiding: see ``HIDING_TOKENS``.
+    """
+    from foveate.integrations.vllm import builder
+
+    prepare, builder.HIDING_TOKENS = builder.StepBuilder.prepare, hiding
+
+    def prepared(self, *given):
+        prepare(self, *given)
+        self.largest_graph = 4
+
+    builder.StepBuilder.prepare = prepared
 
 
 def read() -> dict[str, float]:
@@ -46,6 +71,13 @@ def read() -> dict[str, float]:
     steps = [one for one in gc.get_objects() if type(one).__name__ == "EngineSteps"]
     totals = [dataclasses.asdict(one.totals) | {"keys_read": float(one.keys_read())} for one in steps]
     return {name: sum(one[name] for one in totals) for name in totals[0]} if totals else {}
+
+
+def audits() -> dict[str, list[float]]:
+    """What was observed of audited rows: by histogram, the numbers in its buckets and their sum."""
+    gc.unfreeze()
+    files = [one for one in gc.get_objects() if type(one).__name__ == "Published"]
+    return files[0].observed if files else {}
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def step(monkeypatch, spec, bound, captured=False):
         if captured:
             steps.begin_capture(torch.tensor(LENGTHS), table, bound)
         else:
-            steps.begin(torch.tensor(LENGTHS), table, bound, sum(LENGTHS))
+            steps.begin(torch.tensor(LENGTHS), table, bound, LENGTHS)
         outs = [
             steps.attend(n, q[n], memory[n, ..., :DIM], memory[n, ..., DIM:], Logits(DIM**-0.5)) for n in range(LAYERS)
         ]

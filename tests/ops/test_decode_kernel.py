@@ -53,6 +53,7 @@ def _compile_attention(
     softcap=0.0,
     block_size=0,
     whole=False,
+    stored=None,
 ):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
@@ -64,7 +65,7 @@ def _compile_attention(
         capability,
         kernel._attend_decode,
         {
-            **{f"{x}_ptr": f"*{dtype}:16" for x in "qkv"},
+            **{f"{x}_ptr": f"*{dtype if x == 'q' else stored or dtype}:16" for x in "qkv"},
             "q_strides": ("i32:16", "i32:16", 1),
             **dict.fromkeys(("k_strides", "v_strides"), ("i32:16", "i32:16", "i32:16", 1)),
             "chosen_ptr": f"*{indexed}:16" if indexed else "*i8" if masked else None,
@@ -102,6 +103,8 @@ def _compile_attention(
         },
         **tile.options,
     )
+    if stored:
+        return compiled
     if capability == 90 and half and dim <= 128 and tile.block_m <= 16:  # as many at a time as the splits reckon with
         assert compiled.registers * 32 * tile.num_warps * resident <= 65536
         assert compiled.shared * resident <= 227 << 10
@@ -135,6 +138,20 @@ def test_attention_compiles_for_ampere_and_hopper(
 
 
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
+
+
+@pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)])
+@pytest.mark.parametrize(
+    ("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)]
+)
+def test_attention_to_eight_bits_compiles_for_hopper(dtype, dim, heads, indexed, page_size, kept):
+    how = {"indexed": indexed, "bounded": True, "kept": kept, "page_size": page_size, "block_size": 16}
+    compiled = _compile_attention(90, dtype, dim, heads, stored="fp8e4nv", whole=indexed is not None, **how)
+    assert "e4m3x2" in compiled.ptx, "converted in pairs"
+    assert "mma" in compiled.ptx
+    assert "cp.async.cg.shared.global" in compiled.ptx, "keys are loaded ahead"
+    assert compiled.shared <= 113 << 10
+    assert compiled.spilled <= 112
 
 
 @every_pair(

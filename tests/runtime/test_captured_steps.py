@@ -52,7 +52,7 @@ def test_a_batch_of_prompts_is_no_step():
     served.begin(steps, [130, 310, 0, 0, 0], [0, 1])
     served.run(steps)
     totals = steps.totals
-    assert (totals.steps, totals.dense_steps, totals.rows, totals.selections, totals.keys_available) == (0, 0, 0, 0, 0)
+    assert (totals.steps, totals.dense_rows, totals.rows, totals.selections, totals.keys_available) == (0, 0, 0, 0, 0)
     assert float(steps.keys_read()) == 0
 
 

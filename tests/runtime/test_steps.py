@@ -77,8 +77,8 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
                 outs.append(layer.attend(q[n, row, None], k[n, row, None], v[n, row, None], None, logits))
             now.append(torch.stack(outs))
         expected.append(torch.stack(now, 1)[:, :, 0, :, 0])
-        longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
-        steps.begin(engine.lengths, engine.table, bound or longest, total, len(PROMPTS))
+        tokens = engine.lengths[engine.real].tolist()
+        steps.begin(engine.lengths, engine.table, bound or max(tokens), tokens, len(PROMPTS))
         queries = torch.full((LAYERS, engine.rows, HEADS, 1, DIM), 3.0)
         queries[:, engine.real] = q
         outs = []
@@ -101,7 +101,7 @@ def test_outputs_are_those_of_layers_over_their_own_memory(spec):
     counted = sum(float(layer.counters.keys_read) for row in own for layer in row)
     assert float(steps.keys_read()) == pytest.approx(counted)
     assert steps.totals.keys_available == sum(layer.counters.keys_available for row in own for layer in row)
-    assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_steps) == (STEPS, 3 * STEPS, 0)
+    assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_rows) == (STEPS, 3 * STEPS, 0)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -149,18 +149,72 @@ def test_short_contexts_are_dense_and_counted():
     torch.testing.assert_close(found[5:, :, 0], sparse[5:, :, 0])
     assert not torch.allclose(dense[:5], sparse[:5], atol=1e-3)
     assert not torch.allclose(dense[5:, :, 0], sparse[5:, :, 0], atol=1e-3)
-    assert steps.totals.dense_steps == 5
+    assert steps.totals.dense_rows == 3 * 5 + 2 * (STEPS - 5)
     assert steps.totals.selections == (STEPS - 5) * 3 * 2
 
 
 @pytest.mark.parametrize(("dense_below", "dense"), [(0, False), (1, True)])
 def test_steps_whose_kernels_an_engine_launches_one_by_one_are_dense(dense_below, dense):
     steps = EngineSteps(of_layers(SPECS[1]), torch.device("cpu"), dense_below)
-    rows = (torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, 50)
+    rows = (torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, [30, 20])
     steps.begin(*rows)
     assert not steps.dense
     steps.begin(*rows, launched=True)
-    assert (steps.dense, steps.totals.dense_steps) == (dense, dense)
+    assert (steps.dense, steps.totals.dense_rows) == (dense, 2 * dense)
+
+
+@pytest.mark.parametrize("spec", [SPECS[1], *OF_PAGES])
+@pytest.mark.parametrize("again", [False, True])
+def test_an_audit_reads_all_keys_and_tells_what_share_of_the_attention_is_read(spec, again):
+    engine, steps = Engine(), EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+    for row, length in enumerate(PROMPTS):
+        _, k, v = (x[:, row] for x in engine.draw(length))
+        engine.write(row, k, v, 0, steps)
+    tokens = engine.lengths[engine.real].tolist()
+    q = torch.randn(LAYERS, engine.rows, HEADS, 1, DIM, generator=engine.generator)
+
+    def outs():
+        memory = [(engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]) for n in range(LAYERS)]
+        return torch.stack([steps.attend(n, q[n], *memory[n], Logits(SCALING)) for n in range(LAYERS)])
+
+    steps.begin(engine.lengths, engine.table, max(tokens), tokens, len(PROMPTS))
+    sparse, read = (outs(), steps.keys_read().item()) if again else (None, 0.0)
+    with steps.audit() as noted:
+        found = outs()
+    assert steps.keys_read() == read
+    if not again:
+        sparse = outs()
+    assert torch.equal(outs(), sparse)
+    table, chooses = BlockTable(engine.table, max(tokens)), 0
+    for n in range(LAYERS):
+        k, v = engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]
+        how = {"logits": Logits(SCALING), "lengths": engine.lengths.long(), "block_table": table}
+        torch.testing.assert_close(found[n], attend(q[n], k, v, **how).out)
+        chooses += not torch.allclose(found[n], sparse[n], atol=1e-3)
+    shares = torch.stack(noted)[:, engine.real]
+    assert len(noted) == chooses > 0
+    assert 0 < shares.min() < 0.95 < shares.max() + 0.3 <= 1.3 + 1e-5
+    assert shares[:, 1].mean() > shares[:, 0].mean(), "the shortest row leaves least out"
+
+
+def test_the_share_of_an_audit_is_that_of_the_probabilities_read():
+    """Of a method of known keys: the best four of each KV head, by the mean attention of its heads."""
+    spec = "oracle_topk:top_k=4,decode_only=true"
+    engine, steps = Engine(padding=()), EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+    q, k, v = engine.draw(21)
+    for row in range(3):
+        engine.write(row, k[:, row], v[:, row], 0, steps)
+    steps.begin(engine.lengths, engine.table, 21, [21] * 3)
+    with steps.audit() as noted:
+        for n in range(LAYERS):
+            blocks = engine.memory[n]
+            steps.attend(n, q[n][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING))
+    last = LAYERS - 1
+    logits = q[last][:, :, -1].unflatten(1, (KV_HEADS, -1)) @ k[last].mT * SCALING
+    mass = logits.softmax(-1)
+    best = mass.mean(2).topk(4).indices
+    read = mass.gather(3, best[:, :, None].expand(-1, -1, mass.shape[2], -1)).sum(-1)
+    torch.testing.assert_close(noted[-1], read.mean((1, 2)))
 
 
 def one_step(spec, steps, engine, row, k, v, first):
@@ -175,7 +229,7 @@ def one_step(spec, steps, engine, row, k, v, first):
             layer.announce(part.stop - (part.start or 0))
             out = layer.attend(q[n, None, :, part], k[n, None, :, part], v[n, None, :, part], None, Logits(SCALING))
         expected.append(out[0].flatten(0, 1))
-    steps.begin(engine.lengths[row : row + 1], engine.table[row : row + 1], length, length)
+    steps.begin(engine.lengths[row : row + 1], engine.table[row : row + 1], length, [length])
     for n in range(LAYERS):
         blocks = engine.memory[n]
         out = steps.attend(n, q[n, None, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING))
@@ -224,7 +278,7 @@ def test_summaries_are_allocated_once():
 def test_layers_that_the_engine_reads_itself_are_counted():
     steps = EngineSteps(of_layers(SPECS[2]), torch.device("cpu"), dense_below=100)
     assert [n for n in range(LAYERS) if steps.reads_all(n)] == [0]
-    steps.begin(torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, 50)
+    steps.begin(torch.tensor([30, 20]), torch.zeros(2, 8, dtype=torch.int32), 30, [30, 20])
     assert steps.dense
     for n in range(LAYERS):
         assert steps.reads_all(n)
@@ -241,7 +295,7 @@ def test_memory_may_be_replaced_between_steps():
     outs = []
     for memory in (engine.memory, engine.memory.flip(1)):
         table = engine.table if memory is engine.memory else memory.shape[1] - 1 - engine.table
-        steps.begin(engine.lengths, table, 5, 15)
+        steps.begin(engine.lengths, table, 5, [5, 5, 5])
         blocks = memory[2]
         outs.append(steps.attend(2, q[2][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING)))
     torch.testing.assert_close(outs[0], outs[1])
@@ -253,7 +307,7 @@ def test_buffers_of_a_number_of_rows_keep_their_addresses():
     steps, found = EngineSteps(of_layers("dense"), torch.device("cpu")), []
     for lengths in ([3, 4], [1, 2, 3], [9, 0]):
         rows = torch.tensor(lengths)
-        steps.begin(rows, torch.zeros(len(rows), 8, dtype=torch.int32), 9, int(rows.sum()))
+        steps.begin(rows, torch.zeros(len(rows), 8, dtype=torch.int32), 9, [length for length in lengths if length])
         found.append((steps._step[0].numbers.data_ptr(), steps._step[0]["counts"].tolist()))
     assert found[0][0] == found[2][0] != found[1][0]
     assert [counts for _, counts in found] == [[3, 4], [1, 2, 3], [9, 0]]
@@ -279,9 +333,10 @@ def test_rows_of_prompts_are_read_whole_by_an_authors_method_too(prompts):
         _, k, v = (x[:, row] for x in engine.draw(length))
         engine.write(row, k, v, 0)
     steps = EngineSteps({0: Newest()}, torch.device("cpu"), 0)
-    longest, total = int(engine.lengths.max()), int(engine.lengths.sum())
+    tokens = engine.lengths[engine.real].tolist()
+    longest = max(tokens)
     marks = [prompts] * engine.rows
-    steps.begin(engine.lengths, engine.table, longest, 0 if prompts else total, len(PROMPTS), marks)
+    steps.begin(engine.lengths, engine.table, longest, [] if prompts else tokens, len(PROMPTS), marks)
     q = torch.randn(engine.rows, HEADS, 1, DIM, generator=engine.generator)
     k, v = engine.memory[0, ..., :DIM], engine.memory[0, ..., DIM:]
     table = BlockTable(engine.table, longest)

@@ -25,7 +25,6 @@ def __getattr__(name: str) -> type:
         if getattr(chosen, "name", None) != "CUSTOM":
             return CPUAttentionBackend
     releases.check()
-    releases.check_runner(vllm_config)
     check_early(vllm_config)
     if current_platform.is_cpu():
         from foveate.integrations.vllm.cpu import FoveateOnCPU

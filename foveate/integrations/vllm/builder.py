@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
+from foveate.integrations.vllm import audit
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.rows import decoding_rows, layer_index
-from foveate.integrations.vllm.settings import check_engine, facts_of, layer_methods, served
+from foveate.integrations.vllm.settings import FP8, check_engine, facts_of, layer_methods, served, settings_of
 from foveate.ops import Logits
+from foveate.ops.block_table import EIGHT_BITS
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
 
 _log = logging.getLogger("vllm.foveate")
+
+HIDING_TOKENS = 1024
+"""New tokens of prompts in a step that take the device longer than the host takes to launch a method's kernels for the
+rows that decode beside them (docs/guide/serve.md)."""
 
 
 @dataclass
@@ -30,6 +36,10 @@ class Step:
     """How many rows decode."""
     prompts: Any
     """What attends to the other rows; None without any, where no row decodes, and where vLLM attends to all rows."""
+    audited: Meter | None = None
+    """What counts an audit, if the step is audited."""
+    real: int = 0
+    """Rows that are no padding."""
 
 
 def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> EngineSteps | None:
@@ -69,7 +79,8 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
         if index in own and chosen[index].summarises_blocks:
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
             shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
-            steps.allocate(index, geometry, torch.empty(shape, dtype=model.dtype, device="meta"))
+            dtype = EIGHT_BITS if cache.cache_dtype in FP8 else model.dtype
+            steps.allocate(index, geometry, torch.empty(shape, dtype=dtype, device="meta"))
     return steps
 
 
@@ -103,7 +114,10 @@ class StepBuilder:
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
-        self.longest = vllm_config.model_config.max_model_len
+        self.audit = audit.Share(settings_of(vllm_config.additional_config).audit)
+        if self.audit.share and self.steps is not None:
+            audit.install()
+        self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
         self.largest_graph = 0
@@ -125,10 +139,13 @@ class StepBuilder:
         self.meter.update()
         how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
         mixed = found.rows < common.num_reqs
-        how["launched"] = self.largest_graph > 0 and (mixed or found.rows > self.largest_graph)
+        shown = found.beside < HIDING_TOKENS and (mixed or found.rows > self.largest_graph)
+        how["launched"] = self.largest_graph > 0 and shown
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
-        return Step(self.steps, common.slot_mapping, found.rows, prompts)
+        comparable = not (mixed or found.prompts or self.steps.dense)
+        audited = self.meter if comparable and self.audit.due() else None
+        return Step(self.steps, common.slot_mapping, found.rows, prompts, audited, found.real)
 
     def captured_step_of(self, common: Any) -> Step | None:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
@@ -152,7 +169,8 @@ class StepBuilder:
             impl, memory = layer.impl, layer.kv_cache
             summarise(impl, layer, memory, step)
             if not step.steps.reads_all(index_of(impl, layer)):
-                out = memory.new_zeros(step.decodes, impl.num_heads, impl.head_size)
+                shape = (step.decodes, impl.num_heads, impl.head_size)
+                out = torch.zeros(shape, dtype=self.dtype, device=memory.device)
                 decode(impl, layer, torch.zeros_like(out), memory, step, out)
 
     def prompts_of(self, common: Any, decodes: int) -> Any:
@@ -175,17 +193,41 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
         kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
     """
     n, memory = step.decodes, keys_and_values(impl, kv_cache)
-    step.steps.attend(index_of(impl, layer), query[:n, :, None], *memory, logits_of(impl), out[:n, :, None])
+    q, scaling, of_values = query[:n, :, None], impl.scale, 1.0
+    if memory[0].dtype == EIGHT_BITS:
+        of_queries, of_keys, of_values = scales_of(layer)
+        scaling *= of_keys
+        if q.dtype != out.dtype:  # vLLM has rounded queries, too, for its own kernels
+            q, scaling = q.to(out.dtype), scaling * of_queries
+    logits, out = logits_of(impl)._replace(scaling=scaling), out[:n, :, None]
+    step.steps.attend(index_of(impl, layer), q, *memory, logits, out)
+    if of_values != 1.0:
+        out.mul_(of_values)
 
 
 def keys_and_values(impl: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a layer's memory. Raises ValueError for another layout than ``[N, Hkv, n, 2 D]``."""
+    """Views of a layer's memory. Raises ValueError for another layout than ``[N, Hkv, n, 2 D]``.
+
+    Eight bits, which vLLM allocates as bytes, are floats (e4m3).
+    """
     if kv_cache.dim() != 4 or kv_cache.shape[1::2] != (impl.num_kv_heads, 2 * impl.head_size):
         raise ValueError(
             f"foveate: expected keys and values as [blocks, {impl.num_kv_heads}, tokens, {2 * impl.head_size}], and "
             f"vLLM gives {list(kv_cache.shape)}"
         )
+    kv_cache = kv_cache.view(EIGHT_BITS) if kv_cache.dtype == torch.uint8 else kv_cache
     return kv_cache[..., : impl.head_size], kv_cache[..., impl.head_size :]
+
+
+def scales_of(layer: Any) -> tuple[float, float, float]:
+    """What queries, keys and values in eight bits stand for, over what is stored.
+
+    Raises:
+        ValueError: for a scale of each head.
+    """
+    if layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1:
+        raise ValueError("foveate does not support an fp8 KV cache with a scale for each head")
+    return layer._q_scale_float, layer._k_scale_float, layer._v_scale_float
 
 
 def logits_of(impl: Any) -> Logits:

@@ -15,8 +15,19 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from foveate.integrations.vllm.builder import Step, StepBuilder, check_layer, decode, logits_of, summarise
+from foveate.integrations.vllm.builder import (
+    Step,
+    StepBuilder,
+    check_layer,
+    decode,
+    keys_and_values,
+    logits_of,
+    scales_of,
+    summarise,
+)
 from foveate.integrations.vllm.rows import Prompt, attend_prompt, prompts_from, write_tokens
+from foveate.integrations.vllm.settings import FP8
+from foveate.ops.block_table import EIGHT_BITS
 
 
 class FoveateOnCPU(AttentionBackend):
@@ -24,7 +35,7 @@ class FoveateOnCPU(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16", *FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -104,6 +115,9 @@ class Impl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
+        if kv_cache.dtype == torch.uint8:
+            key, value = (x / scale for x, scale in zip((key, value), scales_of(layer)[1:]))
+            kv_cache = kv_cache.view(EIGHT_BITS)
         write_tokens(key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -124,6 +138,12 @@ class Impl(AttentionImpl):
             summarise(self, layer, kv_cache, attn_metadata.foveate)
         if attn_metadata.foveate is not None and attn_metadata.foveate.decodes:
             decode(self, layer, query, kv_cache, attn_metadata.foveate, output)
+        logits, scale = logits_of(self), 1.0
+        if kv_cache.dtype == torch.uint8:
+            _, of_keys, scale = scales_of(layer)
+            logits = logits._replace(scaling=logits.scaling * of_keys)
         for row in attn_metadata.prompts:
-            attend_prompt(row, query, kv_cache, output, logits_of(self))
+            attend_prompt(row, query, *keys_and_values(self, kv_cache), output, logits)
+            if scale != 1.0:
+                output[row.first : row.end] *= scale
         return output

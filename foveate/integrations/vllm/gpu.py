@@ -23,14 +23,14 @@ from foveate.integrations.vllm.builder import (
     summarise,
 )
 from foveate.integrations.vllm.rows import rows_from
-from foveate.integrations.vllm.settings import methods_of
+from foveate.integrations.vllm.settings import FP8, methods_of
 from foveate.ops.dispatch import runs_kernel
 
 
 class FoveateOnGPU(FlashAttentionBackend):
     """Layers of sliding windows, prompts and short contexts are FlashAttention's. KV is neither copied nor moved."""
 
-    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16", *FP8]
 
     @staticmethod
     def get_name() -> str:

@@ -34,13 +34,15 @@ _LISTED = 12
 """Layers that are named one by one, at most."""
 
 
-def arguments_of(model: str, method: str, dense_below: int | None, options: Sequence[str]) -> list[str]:
+def arguments_of(
+    model: str, method: str, dense_below: int | None, options: Sequence[str], audit: float | None = None
+) -> list[str]:
     """The arguments of ``vllm serve`` that serve a model by a method.
 
     Args:
         model: a folder, or a name that vLLM knows.
         method: a spec, or a ``.json`` file.
-        dense_below: see :class:`Settings`; None: as the method or the file says.
+        dense_below, audit: see :class:`Settings`; None: as the method or the file says.
         options: vLLM's own.
 
     Raises:
@@ -51,7 +53,9 @@ def arguments_of(model: str, method: str, dense_below: int | None, options: Sequ
     for option in options:
         if (name := _plain(option)) in _OURS:
             raise ValueError(f"{name} is given by foveate serve; leave it out")
-    given = method if dense_below is None else {"method": method, "dense_below": dense_below}
+    more = {"dense_below": dense_below, "audit": audit}
+    more = {name: value for name, value in more.items() if value is not None}
+    given = {"method": method, **more} if more else method
     settings = settings_of({"foveate": given})
     if Path(model).is_dir() and not _OTHERWISE.intersection(map(_plain, options)):
         check_folder(settings, Path(model))
@@ -92,7 +96,6 @@ def checked(arguments: Sequence[str]) -> Any:
     config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
         raise ValueError("the options choose another attention backend than foveate's; leave that out")
-    releases.check_runner(config)
     check_early(config)
     return config
 
@@ -106,6 +109,8 @@ def told(config: Any) -> list[str]:
     facts = facts_of(config.model_config)
     geometry = geometry_of(facts, config.parallel_config.tensor_parallel_size)
     lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {_dense(settings, methods, geometry)}"]
+    if settings.audit:
+        lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
     choosing = [method for method in methods.values() if method.role not in ("dense", "reading")]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
@@ -120,6 +125,47 @@ def told(config: Any) -> list[str]:
     if share := sum(_summaries(method, geometry, size) for method in methods.values()) / len(methods):
         lines.append(f"summaries: {share:.1%} of the KV cache, beside it: lower --gpu-memory-utilization by as much")
     return lines
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """Check the options of a command of vLLM's own that chooses foveate, before an engine starts.
+
+    What is not written out, as in a file of --config, is left to the engine.
+
+    Raises:
+        ValueError: for a method, file or calibration that cannot be.
+    """
+    given = _values(arguments)
+    try:
+        config = json.loads(given.get("--additional-config", "{}"))
+    except ValueError:
+        return  # vLLM tells
+    if any(option.startswith("--additional-config.") for option in arguments) or not isinstance(config, dict):
+        return
+    if given.get("--attention-backend", "").upper() != "CUSTOM":
+        if "foveate" in config and not {"--config", "--attention-config", "-ac"} & given.keys():
+            raise ValueError("foveate has a method, but is not the attention backend: add --attention-backend CUSTOM")
+        return
+    if "--config" in given:
+        return
+    settings, model = settings_of(config), Path(given.get("--model", ""))
+    if given.get("--model") and model.is_dir() and not _OTHERWISE & given.keys():
+        check_folder(settings, model)
+
+
+def _values(arguments: Sequence[str]) -> dict[str, str]:
+    """Options and their values, and the model of `serve MODEL` as --model."""
+    found, before = {}, ""
+    for n, argument in enumerate(arguments):
+        _name, _, value = argument.partition("=")
+        if argument.startswith("-"):
+            before = _plain(argument)
+            found[before] = value
+        elif before:
+            found[before], before = argument, ""
+        elif n and arguments[n - 1] == "serve":
+            found["--model"] = argument
+    return found
 
 
 def _plain(option: str) -> str:

@@ -1,13 +1,15 @@
 """The entry point ``vllm.general_plugins``, which vLLM calls once in each of its processes.
 
 It names an attention backend and loads nothing: `--attention-backend CUSTOM` chooses it. Without that option vLLM runs
-as it would without foveate.
+as it would without foveate. A mistake in the options of the process's command ends it before an engine starts.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import sys
 
 BACKEND = "foveate.integrations.vllm.backend.Chosen"
 ON_CPU = "foveate.integrations.vllm.backend.ChosenOnCPU"
@@ -20,8 +22,15 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from foveate.integrations.vllm import metrics
+    from foveate.integrations.vllm import published
 
+    if multiprocessing.parent_process() is None:
+        from foveate.integrations.vllm.launch import check_command
+
+        try:
+            check_command(sys.argv[1:])
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
     if os.environ.get("FOVEATE_METHOD"):
         from foveate.integrations.vllm.settings import settings_of
 
@@ -37,4 +46,4 @@ def register() -> None:
     register_backend(custom, BACKEND)
     if current_platform.is_cpu():  # its platform takes CPU_ATTN, whatever backend was chosen
         register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
-    metrics.serve()
+    published.serve()

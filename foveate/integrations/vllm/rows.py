@@ -41,8 +41,10 @@ class Decoding:
     """Which of them have a prompt's token, which must read all keys; None: no row."""
     bound: int
     """No row is longer."""
-    tokens: int
-    """The sum of the lengths, or a bound of it, of those that are neither padding nor prompts."""
+    tokens: list[int]
+    """The lengths, or bounds of them, of those that are neither padding nor prompts."""
+    beside: int
+    """New tokens of all other rows."""
 
 
 def decoding_rows(common: Any) -> Decoding:
@@ -54,15 +56,16 @@ def decoding_rows(common: Any) -> Decoding:
     if common.is_prefilling is None:
         raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
     number = common.num_reqs
-    tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
+    starts = common.query_start_loc_cpu.numpy()[: number + 1]
+    tokens = np.diff(starts)
     lengths, prompts = (_of_rows(x, number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
     if (tokens > 1).any():
         number = int(((tokens != 1) | prompts).argmax())
     there = tokens[:number] > 0
     lengths, prompts = lengths[:number], prompts[:number] & there
     marked = prompts.tolist() if prompts.any() else None
-    bound, decoded = (int(found) for found in (lengths[there].max(initial=0), lengths[there & ~prompts].sum()))
-    return Decoding(number, int(there.sum()), marked, bound, decoded)
+    bound, decoded = int(lengths[there].max(initial=0)), lengths[there & ~prompts].tolist()
+    return Decoding(number, int(there.sum()), marked, bound, decoded, int(starts[-1] - starts[number]))
 
 
 def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
@@ -111,15 +114,15 @@ def prompts_from(common: Any, first: int) -> list[Prompt]:
     return [Prompt(ends[b], ends[b + 1], lengths[b], common.block_table_tensor[b : b + 1]) for b in rows]
 
 
-def attend_prompt(row: Prompt, query: Tensor, kv_cache: Tensor, out: Tensor, logits: ops.Logits) -> None:
+def attend_prompt(row: Prompt, query: Tensor, k: Tensor, v: Tensor, out: Tensor, logits: ops.Logits) -> None:
     """Dense attention of a row's tokens.
 
     Args:
         query: ``[T, Hq, D]`` of the batch; ``out`` alike.
-        kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
+        k, v: blocks of keys and values, ``[N, Hkv, n, D]``.
     """
-    q, size = query[row.first : row.end].transpose(0, 1)[None], query.shape[2]
-    k, v = ops.BlockTable(row.blocks, row.length).gather(q, kv_cache[..., :size], kv_cache[..., size:])
+    q = query[row.first : row.end].transpose(0, 1)[None]
+    k, v = ops.BlockTable(row.blocks, row.length).gather(q, k, v)
     found = ops.attend_causal(q, k, v, logits=logits, offset=row.length - q.shape[2]).out
     out[row.first : row.end] = found[0].transpose(0, 1)
 

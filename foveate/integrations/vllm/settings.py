@@ -31,6 +31,9 @@ HOW = (
     'or a foveate.json of `foveate tune`, or one that holds {"method": "kascade:..."}'
 )
 
+FP8 = ("fp8", "fp8_e4m3")
+"""Of ``kv_cache_dtype``: keys and values in eight bits, which methods read as they are."""
+
 _weights = functools.cache(folder_weights)
 """Of a folder that an engine has loaded, which asks for them several times."""
 
@@ -42,6 +45,8 @@ class Settings:
     method: Method
     dense_below: int | str = "auto"
     """See :class:`~foveate.runtime.EngineSteps`."""
+    audit: float = 0.0
+    """Share of decode steps that are also run densely, see :mod:`foveate.integrations.vllm.audit`."""
 
     def settled(self, shape: Mapping[str, Any], facts: Callable[[], Mapping[str, Any]]) -> Settings:
         """With the method of one model; ``auto`` becomes one that can be served.
@@ -90,7 +95,10 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
     below = given.get("dense_below", "auto")
     if below != "auto" and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
         raise ValueError(f"foveate: dense_below must be a number of tokens, at least 0, or 'auto', not {below!r}")
-    return Settings(make(given["method"]), below)
+    audit = given.get("audit", 0.0)
+    if isinstance(audit, bool) or not isinstance(audit, (int, float)) or not 0 <= audit <= 1:
+        raise ValueError(f"foveate: audit must be a share of the decode steps, 0 to 1, not {audit!r}")
+    return Settings(make(given["method"]), below, float(audit))
 
 
 def served(vllm_config: Any) -> Settings:
@@ -123,6 +131,8 @@ def _read(path: Path) -> Any:
 def check_early(vllm_config: Any) -> None:
     """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
     check_engine(vllm_config)
+    if settings_of(vllm_config.additional_config).audit:
+        check_audit(vllm_config)
     summarising = [method for method in methods_of(vllm_config).values() if method.summarises_blocks]
     if summarising:
         check_summaries(vllm_config, summarising[0].name)
@@ -153,14 +163,32 @@ def check_summaries(vllm_config: Any, name: str) -> None:
             raise ValueError(f"foveate does not support {name} with {what}")
 
 
+def check_audit(vllm_config: Any) -> None:
+    """Raise ValueError where a step cannot be run twice."""
+    refused = {
+        "model runner V2, whose graphs hold the whole step: set VLLM_USE_V2_MODEL_RUNNER=0": getattr(
+            vllm_config, "use_v2_model_runner", False
+        ),
+        "data parallelism, whose ranks step together": vllm_config.parallel_config.data_parallel_size > 1,
+        "a KV connector, which would be handed each layer's keys twice": vllm_config.kv_transfer_config is not None,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"foveate does not support audit with {what}")
+
+
 def check_engine(vllm_config: Any) -> None:
     """Raise ValueError for what an engine is asked to do and foveate cannot: the first such option is named."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     refused = {
         "speculative decoding: several tokens of a row would choose their keys at once": vllm_config.speculative_config
         is not None,
-        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}: keys are read as they are": cache.cache_dtype
-        not in ("auto", str(model.dtype).removeprefix("torch.")),
+        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}; there are auto, fp8 and fp8_e4m3": (
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8)
+        ),
+        "calculate_kv_scales, which changes scales after graphs are captured": getattr(
+            cache, "calculate_kv_scales", False
+        ),
         "MLA models: they have no keys of KV heads": model.use_mla,
         "pipeline parallelism: a layer may read the choice of one in another stage": parallel.pipeline_parallel_size
         > 1,

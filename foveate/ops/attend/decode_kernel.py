@@ -11,7 +11,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.splits_kernel import merge_splits
 from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, slots_at
+from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import capability, cdiv, decode_tile, multiprocessors, next_power_of_2, split, split_of_row
@@ -142,7 +142,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: BlockTable | None) -> N
     if block_table is not None:
         block_table.check(q, k, v)
         batch = len(k)
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if k.dtype != v.dtype or not reads(q, k, block_table):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
@@ -412,7 +412,7 @@ def _attend_decode(
         if BLOCK_DV > VALUE_DIM:
             v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
         k_tile = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)[:, None] + dims[None, :] * k_stride_d
-        k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0)
+        k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0).to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
         if logit_ptr is not None:
@@ -420,7 +420,7 @@ def _attend_decode(
             keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
         top, p, fade = exponentials(logits, top)
         v_tile = offsets(slots, v_stride_b, v_stride_l, BLOCK_SIZE)[:, None] + value_dims[None, :] * v_stride_d
-        v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
+        v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0).to(q.dtype)
         weight, out = accumulate(p, v, fade, weight, out)
 
     out, lse = normalised(weight, out), log_sum_exp(top, weight)

@@ -12,7 +12,7 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.compress import low_rank
 from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size
+from foveate.ops.gpu.block_table import FLOATS, arguments, block_size, converts
 
 _LARGEST = 256
 """The largest head dim."""
@@ -66,7 +66,7 @@ def _launch(
     written: bool = False,
 ) -> None:
     """``written``: the new tokens' slots are in ``lengths``."""
-    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if keys.dtype not in FLOATS and not (written and converts(keys)):
         raise UnsupportedError(f"keys in {keys.dtype}")
     if form.head_dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")

@@ -1,10 +1,15 @@
 """Which keys a Triton kernel reads, and where they are: choices and block tables."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import EIGHT_BITS, BlockTable
+from foveate.ops.gpu.tiles import capability
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""What kernels multiply."""
 
 
 def arguments(block_table: BlockTable | None) -> tuple[Tensor | None, int | None]:
@@ -15,6 +20,16 @@ def arguments(block_table: BlockTable | None) -> tuple[Tensor | None, int | None
 def block_size(block_table: BlockTable | None, memory: Tensor) -> int:
     """Slots of a block of ``memory [N, Hkv, n, D]``; 0 without a table, which compiles no code."""
     return 0 if block_table is None else memory.shape[2]
+
+
+def converts(memory: Tensor) -> bool:
+    """Whether kernels read blocks in eight bits: GPUs before Hopper do not convert these."""
+    return memory.dtype == EIGHT_BITS and (not memory.is_cuda or capability(memory.device) >= 9)
+
+
+def reads(q: Tensor, k: Tensor, block_table: BlockTable | None) -> bool:
+    """Whether kernels read keys, or values, for queries of q's dtype: of the same, or blocks in eight bits."""
+    return q.dtype in FLOATS and (k.dtype == q.dtype or (block_table is not None and converts(k)))
 
 
 @triton.jit

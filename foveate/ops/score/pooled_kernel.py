@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, slots_at
+from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split, split_of_row
@@ -101,7 +101,7 @@ def _pooled_mass(
         block_table.check(q, k)
         rows = len(k)
     keys = k.shape[2] if block_table is None else block_table.length
-    if k.dtype != q.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if not reads(q, k, block_table):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
@@ -265,7 +265,7 @@ def _keep_logits(
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
         k_rows = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)
-        k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
+        k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0).to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest = tl.maximum(tl.max(logits, 1), LOWEST)

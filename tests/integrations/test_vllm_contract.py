@@ -1,0 +1,131 @@
+"""The names of vLLM that the plugin touches and vLLM promises to nobody, each looked up in the sources.
+
+Sources are those of the installed vLLM, or of a folder VLLM_SOURCES that holds the package ``vllm`` of another release,
+such as an unpacked wheel; nothing of them runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+if not (given := os.environ.get("VLLM_SOURCES")) and importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+ROOT = Path(given) / "vllm" if given else Path(importlib.util.find_spec("vllm").origin).parent
+
+CLASSES = {
+    # the plugin's registration
+    ("v1/attention/backends/registry.py", "AttentionBackendEnum"): ["CUSTOM", "CPU_ATTN", "is_overridden", "get_path"],
+    # what a batch is (rows.py)
+    ("v1/attention/backend.py", "CommonAttentionMetadata"): [
+        *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "block_table_tensor"),
+        *("slot_mapping", "is_prefilling", "num_reqs", "num_actual_tokens", "max_seq_len", "replace"),
+    ],
+    # what FlashAttention lends (gpu.py, builder.py)
+    ("v1/attention/backends/flash_attn.py", "FlashAttentionImpl"): [
+        *("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window", "attn_type", "alibi_slopes"),
+        *("kv_sharing_target_layer_name", "sinks", "logits_soft_cap", "forward", "do_kv_cache_update"),
+    ],
+    ("v1/attention/backends/flash_attn.py", "FlashAttentionMetadataBuilder"): [
+        *("supports_update_block_table", "use_full_cuda_graph", "get_cudagraph_support", "build"),
+    ],
+    ("v1/attention/backend.py", "AttentionMetadataBuilder"): ["build_for_cudagraph_capture", "reorder_batch_threshold"],
+    ("v1/attention/backend.py", "AttentionCGSupport"): ["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"],
+    ("model_executor/layers/attention/attention.py", "Attention"): ["impl", "layer_name", "kv_cache"],
+    # what an audit takes hold of (audit.py)
+    ("v1/worker/gpu_model_runner.py", "GPUModelRunner"): ["_model_forward", "model"],
+    ("forward_context.py", "ForwardContext"): ["attn_metadata", "cudagraph_runtime_mode"],
+    # what is configured (settings.py, builder.py, backend.py)
+    ("config/vllm.py", "VllmConfig"): [
+        *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),
+        *("attention_config", "compilation_config", "speculative_config", "kv_transfer_config", "load_config"),
+    ],
+    ("config/attention.py", "AttentionConfig"): ["backend"],
+    ("config/cache.py", "CacheConfig"): ["block_size", "num_gpu_blocks", "cache_dtype"],
+    ("config/scheduler.py", "SchedulerConfig"): ["max_num_seqs"],
+    ("config/parallel.py", "ParallelConfig"): [
+        *("rank", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "use_ubatching"),
+    ],
+    ("config/compilation.py", "CompilationConfig"): [
+        *("static_forward_context", "cudagraph_capture_sizes", "cudagraph_mode"),
+    ],
+    ("config/compilation.py", "CUDAGraphMode"): ["FULL", "decode_mode", "has_full_cudagraphs"],
+    ("config/load.py", "LoadConfig"): ["download_dir"],
+    ("config/model.py", "ModelConfig"): [
+        *("hf_text_config", "use_mla", "is_mm_prefix_lm", "dtype", "max_model_len", "revision", "model"),
+    ],
+}
+"""Names by file and class."""
+
+SCALES = ["_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float"]
+"""Of a layer, which functions of its module set."""
+
+PASSED = [
+    ("v1/worker/gpu_model_runner.py", "is_prefilling"),
+    ("v1/worker/gpu/model_states/default.py", "is_prefilling"),
+    ("v1/worker/gpu/attn_utils.py", "is_prefilling"),
+    ("v1/worker/gpu/model_states/default.py", "seq_lens_cpu_upper_bound"),
+]
+"""What both model runners hand on in a call: which rows are prompts, and bounds of lengths."""
+
+
+@functools.cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def names_of(path: str, name: str) -> set[str]:
+    """What a class defines or sets, in its body or by ``self``, and what it inherits from classes of the same file."""
+    classes = {one.name: one for one in ast.walk(tree(path)) if isinstance(one, ast.ClassDef)}
+    found, todo = set(), [name]
+    while todo:
+        here = classes.get(todo.pop())
+        if here is None:
+            continue
+        todo += [base.value.id if isinstance(base, ast.Subscript) else getattr(base, "id", "") for base in here.bases]
+        for node in ast.walk(here):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+@pytest.mark.parametrize(("path", "name"), CLASSES, ids=lambda part: part.rpartition("/")[2])
+def test_names_that_the_plugin_reads_are_there(path, name):
+    assert set(CLASSES[path, name]) <= names_of(path, name)
+
+
+def test_layers_have_scales_of_keys_in_eight_bits():
+    nodes = list(ast.walk(tree("model_executor/layers/attention/attention.py")))
+    found = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+    found |= {one.value for one in nodes if isinstance(one, ast.Constant)}  # names of buffers
+    assert set(SCALES) <= found
+
+
+def test_model_runner_v1_runs_the_model_by_the_method_that_an_audit_replaces():
+    called = [
+        ast.unparse(one.func) for one in ast.walk(tree("v1/worker/gpu_model_runner.py")) if isinstance(one, ast.Call)
+    ]
+    assert called.count("self._model_forward") == 1
+    assert "self.model.compute_logits" in called
+
+
+@pytest.mark.parametrize(("path", "argument"), PASSED)
+def test_what_model_runners_hand_on(path, argument):
+    """And no constant None."""
+    given = [one.value for one in ast.walk(tree(path)) if isinstance(one, ast.keyword) and one.arg == argument]
+    assert any(not isinstance(one, ast.Constant) for one in given)
+
+
+def test_model_runner_v2_tells_prompts_by_how_much_of_them_is_computed():
+    """So that a prompt's last token is a prompt's, and a token after it is not."""
+    found = [ast.unparse(one) for one in ast.walk(tree("v1/worker/gpu/model_runner.py")) if isinstance(one, ast.Assign)]
+    assert "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np" in found
