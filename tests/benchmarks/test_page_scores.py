@@ -20,10 +20,10 @@ from benchmarks.page_estimates import (
     LayerPages,
     measure,
 )
+from benchmarks.probe import Seen
 from benchmarks.table_kinds import page_scores as tables
 from foveate import methods, ops
 from foveate.errors import UserError
-from foveate.integrations.transformers.probe import Seen
 from foveate.lab.evaluation.tasks import Item
 from foveate.lab.results.measurements import needed
 from foveate.ops.compress.low_rank import factors

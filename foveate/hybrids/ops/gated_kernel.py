@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.attend import gated as reference
+from foveate.hybrids.ops import gated as reference
 from foveate.ops.attend.attended import Attended
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.attend import until as reference
+from foveate.hybrids.ops import until as reference
 from foveate.ops.attend import window_kernel as of_window
 from foveate.ops.attend.attended import Attended
 from foveate.ops.dispatch import UnsupportedError

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.hybrids.ops.running import LARGEST_BUFFER, Leaving
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.retain.running import LARGEST_BUFFER, Leaving
 
 _FIRST = 512
 """New tokens before the first floor; each further floor comes after twice as many."""
