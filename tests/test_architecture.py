@@ -70,6 +70,9 @@ NEUTRAL = (
 MOST_LINES = 450
 """A longer file has two subjects."""
 
+MOST_PARAMETERS = 40
+"""Of a kernel: beyond these it takes bundles, as of constants or of what is written together."""
+
 MOST_ARGUMENTS = 32
 """A launch of a kernel with more hands over what belongs together: strides as tuples, operands and sizes in groups."""
 
@@ -256,6 +259,16 @@ def test_no_launch_has_many_written_arguments():
     assert sum(map(len, launches.values())) > 40
     found = {(name, *launch) for name, some in launches.items() for launch in some if launch[1] > MOST_ARGUMENTS}
     assert found == set()
+
+
+def test_no_kernel_has_many_parameters():
+    kernels = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(".jit" in ast.unparse(one) for one in node.decorator_list):
+                kernels[name, node.name] = len(node.args.args)
+    assert len(kernels) > 80
+    assert {kernel: number for kernel, number in kernels.items() if number > MOST_PARAMETERS} == {}
 
 
 def test_written_arguments_are_counted_by_launch():

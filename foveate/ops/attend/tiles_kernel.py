@@ -93,77 +93,31 @@ def attend_tiles(
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
-        q,
-        k,
-        v,
-        indices,
-        starts,
-        counts,
-        heads,
-        logits.sinks,
-        *arguments(block_table),
-        out,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        indices.stride(),
-        out.stride()[:3],
+        q, k, v, indices, starts, counts, heads, logits.sinks, *arguments(block_table), out,
+        q.stride(), k.stride(), v.stride(), indices.stride(), out.stride()[:3],
         0 if logits.sinks is None else logits.sinks.stride(0),
-        num_kv_heads,
-        group,
-        tile,
-        tiles,
-        parts,
-        length,
-        offset,
-        logits.scaling * _LOG2E.value,
-        BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(logits.softcap),
+        num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * _LOG2E.value,
+        BLOCK_SIZE=block_size(block_table, k), SOFTCAP=constant(logits.softcap),
         **block.sizes(dim, value_dim) | block.options,
-    )
+    )  # fmt: skip
     return Attended(out)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    index_ptr,
-    start_ptr,
-    count_ptr,
-    heads_ptr,
-    sink_ptr,
-    table_ptr,
+    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, table_ptr,
     table_stride,
     out_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    index_strides,
-    out_strides,
-    sink_stride,
-    num_kv_heads,
-    group,
-    tile,
-    tiles,
-    parts,
-    length,
-    offset,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_strides, k_strides, v_strides, index_strides, out_strides, sink_stride,
+    num_kv_heads, group, tile, tiles, parts, length, offset, scale,
+    BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
 
-    Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
-    have the lowest numbers and start first.
+    A program owns ``BLOCK_M`` rows of one tile and KV head. It reads the keys that the tile chose and then the tile's
+    own, of which alone some are hidden, with an online softmax in fp32. Row r of a tile is query ``r % tile`` of the
+    group's head ``r // tile``. The last tiles, which have the most keys, have the lowest numbers and start first.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.

@@ -33,23 +33,12 @@ def bound_newest(
         raise ValueError(f"corners {tuple(low.shape)} in {low.dtype} do not fit keys {tuple(keys.shape)}")
     if batch * heads:
         _bound_newest[batch * heads,](
-            keys,
-            low,
-            high,
-            lengths,
-            *arguments(block_table),
-            *keys.stride(),
-            *low.stride(),
-            *high.stride(),
-            lengths.stride(0),
-            heads,
-            page_size,
-            BLOCK_SIZE=block_size(block_table, keys),
-            DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK=min(_MOST, triton.next_power_of_2(page_size)),
-            num_warps=4,
-        )
+            keys, low, high, lengths, *arguments(block_table),
+            *keys.stride(), *low.stride(), *high.stride(), lengths.stride(0),
+            heads, page_size,
+            BLOCK_SIZE=block_size(block_table, keys), DIM=dim, BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK=min(_MOST, triton.next_power_of_2(page_size)), num_warps=4,
+        )  # fmt: skip
 
 
 _VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh"]
@@ -57,32 +46,12 @@ _VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh
 
 @triton.jit(do_not_specialize=[*_VARYING, "length_stride", "table_stride", "heads", "page_size"])
 def _bound_newest(
-    key_ptr,
-    low_ptr,
-    high_ptr,
-    length_ptr,
-    table_ptr,
-    table_stride,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    key_stride_d,
-    low_stride_b,
-    low_stride_h,
-    low_stride_p,
-    low_stride_d,
-    high_stride_b,
-    high_stride_h,
-    high_stride_p,
-    high_stride_d,
-    length_stride,
-    heads,
-    page_size,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    key_ptr, low_ptr, high_ptr, length_ptr, table_ptr,
+    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d, low_stride_b, low_stride_h, low_stride_p,
+    low_stride_d, high_stride_b, high_stride_h, high_stride_p, high_stride_d, length_stride,
+    heads, page_size,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes one page of ``low`` and ``high``. ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots,
     and ``table`` has the blocks of each row."""
     row = tl.program_id(0)

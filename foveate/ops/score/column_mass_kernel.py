@@ -63,60 +63,29 @@ def column_mass(
     mass = q.new_empty(batch, num_heads, visible, dtype=torch.float32)
     rounds = triton.cdiv(triton.cdiv(visible, tile.block_n), _NEIGHBOURS.value)
     _column_mass[_NEIGHBOURS.value * batch * num_heads, rounds](
-        q,
-        k,
-        lse,
-        mass,
-        *q.stride(),
-        *k.stride(),
-        *lse.stride(),
-        num_heads,
-        num_heads // num_kv_heads,
-        length,
-        offset,
-        logits.scaling * _LOG2E.value,
-        SOFTCAP=constant(logits.softcap),
-        DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
-    )
+        q, k, lse, mass,
+        *q.stride(), *k.stride(), *lse.stride(),
+        num_heads, num_heads // num_kv_heads, length, offset, logits.scaling * _LOG2E.value,
+        SOFTCAP=constant(logits.softcap), DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, **tile.options,
+    )  # fmt: skip
     out[:, :, :visible] += mass.unflatten(1, (num_kv_heads, -1)).sum(2)
     return out
 
 
 @triton.jit(do_not_specialize=["num_heads", "group", "length", "offset"])
 def _column_mass(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    mass_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_l,
-    num_heads,
-    group,
-    length,
-    offset,
-    scale,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, lse_ptr, mass_ptr,
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d, lse_stride_b,
+    lse_stride_h, lse_stride_l,
+    num_heads, group, length, offset, scale,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``mass [B, Hq, offset + Lq]``; ``scale`` includes log2(e).
 
-    Early keys are seen by the most queries: their programs, of all heads, have the lowest numbers and start first.
+    A program owns ``BLOCK_N`` keys of one head. It reads the queries that see a part of them, and then those that see
+    all: a key's sum has one owner and one order. Early keys are seen by the most queries: their programs, of all heads,
+    have the lowest numbers and start first.
     """
     row = tl.program_id(0) // _NEIGHBOURS
     first_key = (tl.program_id(1) * _NEIGHBOURS + tl.program_id(0) % _NEIGHBOURS) * BLOCK_N

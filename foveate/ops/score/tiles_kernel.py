@@ -73,30 +73,16 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
 def _tile_block_mass(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    begin_ptr,
-    mass_ptr,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    heads,
-    tiles,
-    rows,
-    number,
-    scale,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, begin_ptr, mass_ptr,
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    heads, tiles, rows, number, scale,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ONE: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``mass [B, H, T, n]`` from contiguous queries ``[B, H, T, W, D]`` and ``lse [B, H, T, W]``.
 
-    ``scale`` includes log2(e); ``ONE``: a block holds all queries of a tile.
+    A program owns some keys before one tile and reads them in ascending order; the tile's queries stay in registers
+    where one block holds them (``ONE``). ``scale`` includes log2(e); ``ONE``: a block holds all queries of a tile.
     """
     t, walk = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row = tl.program_id(1)
