@@ -3,7 +3,6 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.hybrids.ops import gated as reference
 from foveate.ops.attend.attended import Attended
@@ -19,20 +18,7 @@ _RESIDENT, _LONGEST = 3, 8
 """Programs that a multiprocessor runs at a time, and the most blocks of keys that one of them reads."""
 
 
-def attend_gated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_keys: Tensor,
-    block_values: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    *,
-    scaling: float,
-    block: int,
-    blocks: int,
-    window: int,
-) -> Attended:
+def attend_gated(q, k, v, block_keys, block_values, gates, lengths, *, scaling, block, blocks, window):
     """See :func:`foveate.ops.attend.gated.attend_gated`. Keys are read in place, once for all heads of a group.
 
     The first launch attends to the summaries and chooses blocks, a program for a row and a KV head; the second attends

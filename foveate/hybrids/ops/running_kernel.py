@@ -59,17 +59,7 @@ def running_best(kept: Tensor, kept_positions: Tensor, margins: Tensor, position
     return Leaving(*leaves.split([size, count], 2))
 
 
-def replace_weakest(
-    keys: Tensor,
-    values: Tensor,
-    margins: Tensor,
-    positions: Tensor,
-    kept: Tensor,
-    *,
-    slots: Tensor,
-    tokens: Tensor,
-    ring: int,
-) -> None:
+def replace_weakest(keys, values, margins, positions, kept, *, slots, tokens, ring):
     """See :func:`foveate.ops.retain.running.replace_weakest`. One launch; a program owns a row and a KV head."""
     batch, heads, number, dim = keys.shape
     size, value_dim = positions.shape[2], values.shape[3]

@@ -48,16 +48,7 @@ class Lists(NamedTuple):
     """int32 ``[B, Hkv, blocks]``: the first query that does not see all keys of a block."""
 
 
-def attend_until(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    until: Tensor,
-    *,
-    scaling: float,
-    window: int = 0,
-    retained: int = 0,
-) -> Attended:
+def attend_until(q, k, v, until, *, scaling, window=0, retained=0):
     """See :func:`foveate.ops.attend.until.attend_until`. Two launches, and nothing waits for the device.
 
     A program owns a block of queries of all heads of a group, so that a key is read once for them. It reads the keys

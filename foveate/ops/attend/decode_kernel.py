@@ -23,19 +23,7 @@ _LARGEST = 256
 """The largest head dim."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    need_lse: bool = False,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mass=False, block_table=None, out=None):
     """See :func:`foveate.ops.attend.decode.attend`; several queries are left to the library.
 
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
@@ -52,18 +40,7 @@ def attend(
     return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
 
 
-def attend_pooled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+def attend_pooled(q, k, v, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None, out=None):
     """See :func:`foveate.ops.attend.pooled.attend_pooled` and :func:`attend`.
 
     The logits are kept on the way, as :func:`foveate.ops.score.pooled_kernel.pooled_mass` keeps them, so that a key is
@@ -81,20 +58,9 @@ def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | N
 
 
 def attend_indices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    heads: Tensor | None = None,
-    whole: Tensor | None = None,
-    need_lse: bool = False,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+    q, k, v, indices, *, logits, lengths=None, heads=None, whole=None, need_lse=False, need_mass=False,
+    block_table=None, out=None,
+):  # fmt: skip
     """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read in place."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
@@ -108,21 +74,9 @@ def attend_indices(
 
 
 def attend_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    page_size: int,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    whole: Tensor | None = None,
-    need_lse: bool = False,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, need_mass=False,
+    block_table=None, out=None,
+):  # fmt: skip
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
     Query heads that choose for themselves have programs of their own. Those of a group run one after the other, so

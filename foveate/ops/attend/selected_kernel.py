@@ -43,19 +43,7 @@ def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: 
     return Tile(rows, 64, num_warps=4, num_stages=3)
 
 
-def attend_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    scaling: float,
-    recent_k: Tensor | None = None,
-    recent_v: Tensor | None = None,
-    window: int = 0,
-    offset: int = 0,
-    sinks: Tensor | None = None,
-) -> Attended:
+def attend_selected(q, k, v, indices, *, scaling, recent_k=None, recent_v=None, window=0, offset=0, sinks=None):
     """See :func:`foveate.ops.attend.selected.attend_selected`.
 
     A program owns heads of one query that share a KV head, and walks over the selected keys and then over the window,

@@ -5,16 +5,13 @@ import importlib
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.tiles import check_out, check_selection
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
-from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -43,21 +40,7 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def attend_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    tile: int,
-    logits: Logits,
-    offset: int = 0,
-    starts: Tensor,
-    counts: Tensor,
-    heads: Tensor | None = None,
-    out: Tensor | None = None,
-    block_table: BlockTable | None = None,
-) -> Attended:
+def attend_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, block_table=None):
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for

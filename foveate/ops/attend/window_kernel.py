@@ -31,17 +31,7 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
-def attend_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    lower: Tensor,
-    sinks: int = 0,
-    offset: int = 0,
-    block_table: BlockTable | None = None,
-) -> Attended:
+def attend_window(q, k, v, *, logits, lower, sinks=0, offset=0, block_table=None):
     """See :func:`foveate.ops.attend.window.attend_window`.
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax

@@ -3,9 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 
@@ -13,15 +11,7 @@ _MOST = 64
 """Keys that a program looks at at once."""
 
 
-def bound_newest(
-    keys: Tensor,
-    low: Tensor,
-    high: Tensor,
-    lengths: Tensor,
-    page_size: int,
-    *,
-    block_table: BlockTable | None = None,
-) -> None:
+def bound_newest(keys, low, high, lengths, page_size, *, block_table=None):
     """See :func:`foveate.ops.compress.boxes.bound_newest`. One launch; a program owns a row and a KV head."""
     batch, heads, dim = len(low), keys.shape[1], keys.shape[3]
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):

@@ -35,15 +35,7 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
     return records
 
 
-def compress_newest(
-    keys: Tensor,
-    records: Tensor,
-    lengths: Tensor,
-    form: PageRecord,
-    weights: Tensor | None = None,
-    *,
-    block_table: BlockTable | None = None,
-) -> None:
+def compress_newest(keys, records, lengths, form, weights=None, *, block_table=None):
     """See :func:`foveate.ops.compress.low_rank.compress_newest`. One launch; a program owns a row and a KV head."""
     form.check(records, keys, weights, block_table)
     _launch(keys, records, lengths, form, weights, block_table)

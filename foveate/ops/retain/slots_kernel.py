@@ -3,9 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 
@@ -14,15 +12,7 @@ _BLOCK = 2048
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-def give_up(
-    positions: Tensor,
-    *,
-    rows: Tensor | None = None,
-    scores: Tensor | None = None,
-    before: Tensor | None = None,
-    at: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None):
     """See :func:`foveate.ops.retain.reference.give_up`. One launch; a program owns a row and a KV head."""
     batch, heads, number = positions.shape
     if at is None and scores.dtype != torch.float32:
@@ -41,19 +31,8 @@ def give_up(
 
 
 def put_token(
-    keys: Tensor,
-    values: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    *,
-    freed: Tensor | None = None,
-    take: bool = False,
-    positions: Tensor | None = None,
-    newest: Tensor | None = None,
-    emptied: Tensor | None = None,
-    block_table: BlockTable | None = None,
-) -> Tensor:
+    keys, values, k, v, slots, *, freed=None, take=False, positions=None, newest=None, emptied=None, block_table=None,
+):  # fmt: skip
     """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a row and a KV head."""
     batch, heads, dim, value_dim = len(keys), keys.shape[1], keys.shape[3], values.shape[3]
     if block_table is not None:

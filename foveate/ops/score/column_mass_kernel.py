@@ -3,12 +3,10 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.tiles import Tile
-from foveate.ops.logits import Logits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)
@@ -31,15 +29,7 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     return _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
 
 
-def column_mass(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    *,
-    logits: Logits,
-    offset: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
+def column_mass(q, k, lse, *, logits, offset=0, out=None):
     """See :func:`foveate.ops.score.reference.column_mass`.
 
     A program owns a block of keys and one query head, and walks over the queries that see the block, so every sum has

@@ -5,7 +5,6 @@ import importlib
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import multiprocessors
@@ -35,16 +34,7 @@ def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 3 if capability >= 9 else 2}
 
 
-def indexer_scores(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    *,
-    ratio: int = 1,
-    offset: int = 0,
-    starts: Tensor | None = None,
-    key_scales: Tensor | None = None,
-) -> IndexerScores:
+def indexer_scores(q, k, weights, *, ratio=1, offset=0, starts=None, key_scales=None):
     """See :func:`foveate.ops.score.indexer.indexer_scores`.
 
     Keys stand in the rows of the products and heads in their columns, so that ReLU, weights and the sum over heads are

@@ -70,18 +70,7 @@ def constants(form: PageRecord) -> dict[str, int | tuple[int, ...]]:
     return {"FORM": sizes, "PARTS": parts, "UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
 
 
-def page_lse(
-    rows: Tensor,
-    records: Tensor,
-    form: PageRecord,
-    *,
-    logits: Logits,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
-    pages: Tensor | None = None,
-    branch: int = 1,
-    block_table: BlockTable | None = None,
-) -> Tensor:
+def page_lse(rows, records, form, *, logits, weights=None, lengths=None, pages=None, branch=1, block_table=None):
     """See :func:`foveate.ops.score.low_rank.page_lse`.
 
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
@@ -92,17 +81,8 @@ def page_lse(
 
 
 def pooled_mass_of_records(
-    q: Tensor,
-    records: Tensor,
-    form: PageRecord,
-    *,
-    logits: Logits,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-) -> Tensor:
+    q, records, form, *, logits, weights=None, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None,
+):  # fmt: skip
     """See :func:`foveate.ops.score.low_rank.pooled_mass_of_records`: :func:`page_lse`, and a pass that pools it."""
     check(pooling, pool, "of_largest")
     num_kv_heads = records.shape[1]

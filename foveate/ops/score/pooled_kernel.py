@@ -36,16 +36,7 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
 
 
-def pooled_mass(
-    q: Tensor,
-    k: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-) -> Tensor:
+def pooled_mass(q, k, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None):
     """See :func:`foveate.ops.score.pooled.pooled_mass`.
 
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
@@ -60,18 +51,9 @@ def pooled_mass(
 
 
 def pooled_mass_of_pages(
-    q: Tensor,
-    k: Tensor,
-    pages: Tensor,
-    page_size: int,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-) -> Tensor:
+    q, k, pages, page_size, *, logits, lengths=None, counts=None, pooling="post_softmax", pool="kv_head",
+    block_table=None,
+):  # fmt: skip
     """See :func:`foveate.ops.score.pooled.pooled_mass_of_pages`, and :func:`pooled_mass`: keys are read where they are.
 
     Keys of no page, and those that are not there, are not read and may hold anything.

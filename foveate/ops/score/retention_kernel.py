@@ -1,15 +1,13 @@
 """Scores of learned token eviction: Triton kernel of :func:`retention_logits`, one launch per convolution."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.score.retention import Convolution, check_retention
+from foveate.ops.score.retention import check_retention
 
 _LARGEST_DIM = 128
 """The most dimensions of a key or a value."""
@@ -25,17 +23,7 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def retention_logits(
-    k: Tensor,
-    v: Tensor,
-    convolutions: Sequence[Convolution],
-    head: Convolution,
-    *,
-    dilation: int = 2,
-    real: Tensor | None = None,
-    slots: Tensor | None = None,
-    angles: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def retention_logits(k, v, convolutions, head, *, dilation=2, real=None, slots=None, angles=None):
     """See :func:`foveate.ops.score.retention.retention_logits`.
 
     The first launch reads keys and values in their slots and rotates the keys back in registers. Between two launches

@@ -27,17 +27,7 @@ _RANKED = 64
 """Ranks that a thread of ``select_nodes`` reads at once."""
 
 
-def attend_summaries(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tree: Tree,
-    how: Refinement,
-    *,
-    logits: Logits,
-    need_lse: bool = False,
-    sums: Sums | None = None,
-) -> Covered:
+def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
     On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
