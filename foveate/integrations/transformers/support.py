@@ -46,6 +46,18 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return model if decoder is None else decoder
 
 
+def refuse_weights(wanted: bool | None) -> None:
+    """Raises ValueError where the weights of attention are wanted (``output_attentions``)."""
+    if wanted:
+        raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Raises ValueError for dropout of attention weights."""
+    if dropout > 0:
+        raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
+
+
 def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
     """What a cache of the model holds of each layer before the first token.
 

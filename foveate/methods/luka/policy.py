@@ -58,7 +58,7 @@ class LuKA(Method):
     score: str = setting(
         "lowrank",
         "mass of a page: by a low-rank summary of its keys (lowrank), or as seen from its summary key, with the spread "
-        "of its keys or without (summary)",
+        "of its keys (spread) or without (summary)",
     )
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(16, "queries over which recent attention is averaged")
