@@ -108,13 +108,16 @@ _OF_STEP = ["length_stride", "num_kv_heads", "group", "blocks", "number"]
 @triton.jit(do_not_specialize=[*_OF_STEP, "padded"])
 def _choose(
     q_ptr, k_ptr, v_ptr, length_ptr, logit_ptr, weight_ptr, page_ptr, out_ptr,
-    q_stride_b, q_stride_h, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d, v_stride_b, v_stride_h,
-    v_stride_l, v_stride_d, length_stride,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d, length_stride,
     num_kv_heads, group, block, blocks, number, padded, scale,
     WIDE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none."""
+    """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none.
+
+    A program owns a KV head of a row: it reads the summaries once, keeps their logits, and then chooses blocks by these.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
     members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -169,14 +172,14 @@ def _choose(
 @triton.jit(do_not_specialize=[*_OF_STEP, "batches", "window", "parts_chosen", "each"])
 def _attend_parts(
     q_ptr, k_ptr, v_ptr, length_ptr, page_ptr, out_ptr, lse_ptr,
-    q_stride_b, q_stride_h, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d, v_stride_b, v_stride_h,
-    v_stride_l, v_stride_d, length_stride,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d, length_stride,
     batches, num_kv_heads, group, block, blocks, window, number, parts_chosen, each, scale,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes ``out [parts, B, Hq, Dv]`` and ``lse [parts, B, Hq]`` (of base 2): first parts of chosen blocks, then of
-    the window."""
+    the window. A program owns one part for all heads of a group, with an online softmax in fp32."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // num_kv_heads, row % num_kv_heads
     members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

@@ -281,9 +281,9 @@ _IN_PLACE = [f"{x}_stride_{axis}" for x in ("key", "value", "margin", "position"
 @triton.jit(do_not_specialize=[*_IN_PLACE, "slot_stride", "token_stride", "heads", "ring", "size"])
 def _replace_weakest(
     key_ptr, value_ptr, margin_ptr, position_ptr, kept_ptr, slot_ptr, token_ptr,
-    key_stride_b, key_stride_h, key_stride_s, key_stride_d, value_stride_b, value_stride_h, value_stride_s,
-    value_stride_d, margin_stride_b, margin_stride_h, margin_stride_s, position_stride_b, position_stride_h,
-    position_stride_s, kept_stride_b, kept_stride_h, slot_stride, token_stride,
+    key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    value_stride_b, value_stride_h, value_stride_s, value_stride_d, margin_stride_b, margin_stride_h, margin_stride_s,
+    position_stride_b, position_stride_h, position_stride_s, kept_stride_b, kept_stride_h, slot_stride, token_stride,
     heads, ring, size,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip

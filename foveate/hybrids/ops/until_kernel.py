@@ -163,7 +163,9 @@ def _attend_until(
 ):  # fmt: skip
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
 
-    Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
+    A program owns a few queries of all heads of a group. It reads what is retained before the first window, then the
+    edges of the run of windows, then its middle, which needs no mask, with an online softmax in fp32: repeats are equal
+    bit for bit. Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides

@@ -183,7 +183,8 @@ _VARYING += ["table_stride", "batches", "num_kv_heads", "parts", "number", "keys
 @triton.jit(do_not_specialize=_VARYING)
 def _attend_decode(
     q_ptr, k_ptr, v_ptr, chosen_ptr, head_ptr, length_ptr, count_ptr, count_stride, whole_ptr, table_ptr, table_stride,
-    out_ptr, lse_ptr, used_ptr, kept,
+    out_ptr, lse_ptr, used_ptr,
+    kept,
     q_strides, kv_strides, chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
     batches, num_kv_heads, group, parts, number, keys, padded, blocks, room, scale, steps,
     INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr, CODED: tl.constexpr,

@@ -16,8 +16,8 @@ def place_of_item(item, num_kv_heads, parts, length):
 @gluon.jit
 def gather(
     q_ptr, k_ptr, recent_ptr, index_ptr,
-    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, recent_stride_b, recent_stride_h,
-    recent_stride_l, index_stride_b, index_stride_h, index_stride_l, index_stride_k,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
+    recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h, index_stride_l, index_stride_k,
     items, num_kv_heads, group, parts, length, places, window, offset, q_tile, k_tiles, q_full, q_empty, full, empty,
     HEADS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip

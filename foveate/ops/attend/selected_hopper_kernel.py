@@ -236,9 +236,9 @@ def _eight_together():
 @gluon.jit(do_not_specialize=["items", "num_kv_heads", "parts", "length", "places", "window", "offset"])
 def _attend_selected(
     q_ptr, k_ptr, recent_ptr, index_ptr, sink_ptr, out_ptr, lse_ptr,
-    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, recent_stride_b, recent_stride_h,
-    recent_stride_l, index_stride_b, index_stride_h, index_stride_l, index_stride_k, out_stride_b, out_stride_h,
-    out_stride_l, sink_stride,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
+    recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h, index_stride_l, index_stride_k,
+    out_stride_b, out_stride_h, out_stride_l, sink_stride,
     items, num_kv_heads, group, parts, length, places, window, offset, scale,
     SINKS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, ROWS: gl.constexpr,
     REGISTERS: gl.constexpr,

@@ -88,9 +88,7 @@ def attend_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, he
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles(
-    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, table_ptr,
-    table_stride,
-    out_ptr,
+    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, table_ptr, table_stride, out_ptr,
     q_strides, k_strides, v_strides, index_strides, out_strides, sink_stride,
     num_kv_heads, group, tile, tiles, parts, length, offset, scale,
     BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -92,9 +92,7 @@ def _windowed(
 
 @triton.jit(do_not_specialize=["table_stride", "num_heads", "group", "length", "offset", "sinks"])
 def _attend_window(
-    q_ptr, k_ptr, v_ptr, lower_ptr, sink_ptr, table_ptr,
-    table_stride,
-    out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, lower_ptr, sink_ptr, table_ptr, table_stride, out_ptr, lse_ptr,
     q_strides, k_strides, v_strides, out_strides, lower_stride, sink_stride,
     num_heads, group, length, offset, sinks, scale,
     BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -37,8 +37,9 @@ _VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh
 @triton.jit(do_not_specialize=[*_VARYING, "length_stride", "table_stride", "heads", "page_size"])
 def _bound_newest(
     key_ptr, low_ptr, high_ptr, length_ptr, table_ptr,
-    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d, low_stride_b, low_stride_h, low_stride_p,
-    low_stride_d, high_stride_b, high_stride_h, high_stride_p, high_stride_d, length_stride,
+    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    low_stride_b, low_stride_h, low_stride_p, low_stride_d, high_stride_b, high_stride_h, high_stride_p, high_stride_d,
+    length_stride,
     heads, page_size,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -106,8 +106,8 @@ def _pack(ptr, values, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "length_stride", "table_stride"])
 def _compress(
     key_ptr, record_ptr, weight_ptr, length_ptr, table_ptr,
-    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d, record_stride_b, record_stride_h,
-    record_stride_p, length_stride,
+    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    record_stride_b, record_stride_h, record_stride_p, length_stride,
     heads,
     WEIGHTED: tl.constexpr, NEWEST: tl.constexpr, WRITTEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, RANK: tl.constexpr, MEAN: tl.constexpr, DIRECTIONS: tl.constexpr, COEFFICIENTS: tl.constexpr,

@@ -72,7 +72,8 @@ def _give_up(
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes ``slot [B, Hkv]`` and -1 to its position. Scores count first and then positions, the larger the sooner;
-    both are in one integer, which is different for every token."""
+    both are in one integer, which is different for every token. A program owns a KV head of a row, whose slots it looks
+    through once."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     position_ptr += batch * position_stride_b + head * position_stride_h
@@ -114,12 +115,11 @@ _STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "p
 @triton.jit(do_not_specialize=[*_STRIDES, "table_stride", "heads"])
 def _put_token(
     key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, freed_ptr, position_ptr, newest_ptr, emptied_ptr, table_ptr,
-    table_stride,
-    found_ptr,
-    key_stride_b, key_stride_h, key_stride_s, key_stride_d, value_stride_b, value_stride_h, value_stride_s,
-    value_stride_d, k_stride_b, k_stride_h, k_stride_d, v_stride_b, v_stride_h, v_stride_d, freed_stride_b,
-    freed_stride_h, position_stride_b, position_stride_h, position_stride_s, emptied_stride_b, emptied_stride_h,
-    emptied_stride_s,
+    table_stride, found_ptr,
+    key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    value_stride_b, value_stride_h, value_stride_s, value_stride_d, k_stride_b, k_stride_h, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_d, freed_stride_b, freed_stride_h,
+    position_stride_b, position_stride_h, position_stride_s, emptied_stride_b, emptied_stride_h, emptied_stride_s,
     heads,
     TAKE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -66,8 +66,8 @@ def column_mass(q, k, lse, *, logits, offset=0, out=None):
 @triton.jit(do_not_specialize=["num_heads", "group", "length", "offset"])
 def _column_mass(
     q_ptr, k_ptr, lse_ptr, mass_ptr,
-    q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d, lse_stride_b,
-    lse_stride_h, lse_stride_l,
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    lse_stride_b, lse_stride_h, lse_stride_l,
     num_heads, group, length, offset, scale,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

@@ -86,8 +86,8 @@ def _programs(device: torch.device) -> int:
 @triton.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])
 def _indexer_scores(
     q_ptr, k_ptr, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr,
-    q_stride_b, q_stride_s, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_d, w_stride_b, w_stride_s,
-    w_stride_h, scale_stride_b, scale_stride_t,
+    q_stride_b, q_stride_s, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_d,
+    w_stride_b, w_stride_s, w_stride_h, scale_stride_b, scale_stride_t,
     groups, queries, number, apart, max_apart, ratio, offset, span,
     HEADS: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, SCALED: tl.constexpr,

@@ -133,9 +133,7 @@ def keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded,
 
 @triton.jit(do_not_specialize=[*VARYING, "sets", "members"])
 def _pool_logits(
-    chosen_ptr, length_ptr, count_ptr,
-    count_stride,
-    logit_ptr, top_ptr, lse_ptr, score_ptr,
+    chosen_ptr, length_ptr, count_ptr, count_stride, logit_ptr, top_ptr, lse_ptr, score_ptr,
     chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
     sets, members, group, number, keys, padded, blocks, splits, power, step,
     CODED: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX: tl.constexpr,

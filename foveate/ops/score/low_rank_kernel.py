@@ -204,8 +204,9 @@ def _logits(start, along, codes, step: tl.constexpr, BITS: tl.constexpr, PACKED:
 
 @triton.jit(do_not_specialize=_VARYING)
 def _page_lse(
-    q_ptr, record_ptr, weight_ptr, length_ptr, page_ptr, lse_ptr, total_ptr, table_ptr, table_stride,
-    q_strides, record_strides, length_stride_b, length_stride_h, page_stride_b, page_stride_h, page_stride_p,
+    q_ptr, record_ptr, weight_ptr, length_ptr, page_ptr, lse_ptr, total_ptr, table_ptr,
+    table_stride, q_strides, record_strides, length_stride_b, length_stride_h,
+    page_stride_b, page_stride_h, page_stride_p,
     num_kv_heads, group, parts, number, padded, room, scale,
     WEIGHTED: tl.constexpr, BRANCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOTALS: tl.constexpr, LARGEST: tl.constexpr,
     SOFTCAP: tl.constexpr, FORM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr,

@@ -114,11 +114,7 @@ def _pooled_mass(
 
 @triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts", "room"])
 def _keep_logits(
-    q_ptr, k_ptr, chosen_ptr, length_ptr, count_ptr,
-    count_stride,
-    table_ptr,
-    table_stride,
-    logit_ptr, top_ptr, lse_ptr,
+    q_ptr, k_ptr, chosen_ptr, length_ptr, count_ptr, count_stride, table_ptr, table_stride, logit_ptr, top_ptr, lse_ptr,
     q_strides, k_strides, chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
     num_kv_heads, group, parts, number, keys, padded, blocks, room, scale, steps,
     CODED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,

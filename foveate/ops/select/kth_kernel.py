@@ -194,9 +194,7 @@ def put_end(found_ptr, written, k, CHUNK: tl.constexpr):
 def row_of(
     score_ptr,
     stride_b, stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
+    count_ptr, count_stride, length_ptr,
     length_stride,
     row, heads, number, k,
     VECTOR: tl.constexpr,

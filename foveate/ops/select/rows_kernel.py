@@ -128,11 +128,7 @@ def sizes(number: int, k: int) -> tuple[int, int]:
 def _bracket(
     score_ptr,
     stride_b, stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    bound_ptr, kept_count_ptr, found_ptr,
+    count_ptr, count_stride, length_ptr, length_stride, bound_ptr, kept_count_ptr, found_ptr,
     heads, rows, number, k,
     SAMPLE: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
@@ -179,11 +175,7 @@ def _bracket(
 def _keep_between(
     score_ptr,
     stride_b, stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    bound_ptr, kept_count_ptr, tally_ptr, kept_ptr, index_ptr,
+    count_ptr, count_stride, length_ptr, length_stride, bound_ptr, kept_count_ptr, tally_ptr, kept_ptr, index_ptr,
     heads, rows, number, k, chunks,
     TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
@@ -224,11 +216,7 @@ def _keep_between(
 def _settle(
     score_ptr,
     stride_b, stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    bound_ptr, tally_ptr, kept_ptr, settled_ptr,
+    count_ptr, count_stride, length_ptr, length_stride, bound_ptr, tally_ptr, kept_ptr, settled_ptr,
     heads, rows, number, k, chunks,
     CHUNKS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
@@ -276,11 +264,7 @@ def _settle(
 def _write_chosen(
     score_ptr,
     stride_b, stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    tally_ptr, kept_ptr, index_ptr, settled_ptr, found_ptr,
+    count_ptr, count_stride, length_ptr, length_stride, tally_ptr, kept_ptr, index_ptr, settled_ptr, found_ptr,
     heads, rows, number, k, chunks,
     CHUNKS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip

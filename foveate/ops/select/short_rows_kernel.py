@@ -23,11 +23,7 @@ VARYING = ["stride_b", "stride_h", "heads", "number", "k", "length_stride"]
 def topk_of_short_rows(
     score_ptr,
     stride_b, stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    found_ptr,
+    count_ptr, count_stride, length_ptr, length_stride, found_ptr,
     heads, number, k,
     VECTOR: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
