@@ -116,7 +116,7 @@ def _choose(
 ):  # fmt: skip
     """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none.
 
-    A program owns a KV head of a row: it reads the summaries once, keeps their logits, and then chooses blocks by these.
+    A program owns a KV head of a row: it reads the summaries once, keeps their logits, and chooses blocks by these.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
