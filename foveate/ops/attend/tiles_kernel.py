@@ -11,11 +11,8 @@ from foveate.ops.attend.tiles import check_out, check_selection
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
-from foveate.ops.gpu.tiles import Tile
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softmax import LOG2E, LOWEST
+from foveate.ops.gpu.tiles import Tile, tile_of_width
 
 _TILES = {
     64: Tile(128, 64, num_warps=8, num_stages=3),
@@ -33,7 +30,7 @@ _HOPPER = True
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     """The tile for head dims of at most 256, of which ``dim`` is the larger, and so many rows that share keys."""
-    tile = next(tile for width, tile in _TILES.items() if dim <= width)
+    tile = tile_of_width(_TILES, dim)
     if dtype == torch.float32:
         tile = _TILE_FP32 if dim <= 128 else _TILE_FP32._replace(block_n=16)
     block_m = min(tile.block_m, max(16, triton.next_power_of_2(rows)))
@@ -79,7 +76,7 @@ def attend_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, he
         q, k, v, indices, starts, counts, heads, logits.sinks, *arguments(block_table), out,
         q.stride(), k.stride(), v.stride(), indices.stride(), out.stride()[:3],
         0 if logits.sinks is None else logits.sinks.stride(0),
-        num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * _LOG2E.value,
+        num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * LOG2E.value,
         BLOCK_SIZE=block_size(block_table, k), SOFTCAP=constant(logits.softcap),
         **block.sizes(dim, value_dim) | block.options,
     )  # fmt: skip
@@ -132,13 +129,13 @@ def _attend_tiles(
     index_ptr += batch * index_stride_b + source * index_stride_h + tl.load(start_ptr + t) * index_stride_k
     used = tl.load(count_ptr + (batch * num_kv_heads + source) * tiles + t)
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sink_ptr is not None:
         sinks = tl.load(sink_ptr + (head * group + member) * sink_stride).to(tl.float32)
-        top = tl.maximum(top, sinks * _LOG2E)
-        weight = tl.where(top > _LOWEST, 1.0, weight)
+        top = tl.maximum(top, sinks * LOG2E)
+        weight = tl.where(top > LOWEST, 1.0, weight)
     for of_tile in tl.static_range(2):  # first the keys chosen, then those of the tile
         for first in tl.range(0, tl.minimum(tile, end - start) if of_tile else used, BLOCK_N):
             if of_tile:

@@ -6,9 +6,9 @@ import triton.language as tl
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
-from foveate.ops.gpu.tiles import Tile
+from foveate.ops.gpu.softmax import LOG2E
+from foveate.ops.gpu.tiles import Tile, tile_of_width
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)
 """Key blocks of one head that run side by side, so that the queries which they read stay in the L2 cache."""
 
@@ -26,7 +26,7 @@ _TILE_FP32 = Tile(16, 32, num_warps=4, num_stages=1)
 
 def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     """The tile for a head dim of at most 256."""
-    return _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+    return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
 def column_mass(q, k, lse, *, logits, offset=0, out=None):
@@ -55,7 +55,7 @@ def column_mass(q, k, lse, *, logits, offset=0, out=None):
     _column_mass[_NEIGHBOURS.value * batch * num_heads, rounds](
         q, k, lse, mass,
         *q.stride(), *k.stride(), *lse.stride(),
-        num_heads, num_heads // num_kv_heads, length, offset, logits.scaling * _LOG2E.value,
+        num_heads, num_heads // num_kv_heads, length, offset, logits.scaling * LOG2E.value,
         SOFTCAP=constant(logits.softcap), DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, **tile.options,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def _column_mass(
             exist = start + queries < length
             q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
             lse = tl.load(lse_ptr + queries * lse_stride_l, mask=exist, other=float("-inf"))
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
             p = tl.exp2(logits - lse[:, None])
             if not whole:
