@@ -18,8 +18,8 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.probe import Seen, watched
 from foveate.cli.quiet import quiet
-from foveate.integrations.transformers.probe import Seen, watched
 from foveate.lab.inputs import loading
 from foveate.lab.report.plots.figure import drawing, title
 from foveate.lab.results import circumstances

@@ -22,12 +22,12 @@ from benchmarks import dense_peers, hybrid_tables
 from benchmarks.indexer import matmul_rate
 from foveate import ops
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
+from foveate.hybrids.ops import attend_gated, attend_until, running_best
 from foveate.hybrids.state import BlockMemory, RetainedMemory
 from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
-from foveate.ops.attend import attend_gated, attend_until
 from foveate.ops.dispatch import reference_only
 
 _CHECKED = 16
@@ -279,7 +279,7 @@ def _prefill_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
     left = length - plan.window - 1
     offer = empty, torch.full_like(empty, -1, dtype=torch.int64), margins[:, :, :left], at[None, :left]
     until = torch.full(k.shape[:3], length, device=plan.device)
-    until[:, :, :left] = ops.retain.running_best(*offer).new + plan.window + 1
+    until[:, :, :left] = running_best(*offer).new + plan.window + 1
     pair = 4 * plan.heads * plan.head_dim  # FLOP of a query and a key
     how = {"scaling": plan.scaling, "window": plan.window, "retained": plan.buffer}
 
@@ -300,10 +300,8 @@ def _prefill_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
     cases = [
         Case("swa", "swa", sliding, flops=pair * pairs[0], exact=lambda: exact(sliding, fixed)),
         Case("lte", "swa", evicting, flops=pair * pairs[1], exact=lambda: exact(evicting, until)),
-        Case("lte, selection of tokens", "swa", lambda: ops.retain.running_best(*offer)),
-        Case(
-            "lte, with selection", "swa", lambda: (ops.retain.running_best(*offer), evicting()), flops=pair * pairs[1]
-        ),
+        Case("lte, selection of tokens", "swa", lambda: running_best(*offer)),
+        Case("lte, with selection", "swa", lambda: (running_best(*offer), evicting()), flops=pair * pairs[1]),
     ]
     for name, attend in dense_peers.causal(plan.device, plan.dtype, say).items():
         dense = functools.partial(attend, q, k, v, plan.scaling)

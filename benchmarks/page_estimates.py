@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import bound
+from benchmarks.probe import Seen
 from foveate import ops
-from foveate.integrations.transformers.probe import Seen
 from foveate.methods.luka import LuKA
 from foveate.ops.compress.low_rank import factors
 

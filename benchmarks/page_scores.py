@@ -21,9 +21,9 @@ import typer
 
 from benchmarks import page_estimates, table_kinds
 from benchmarks.page_estimates import LIMIT, SINKS, TAIL, Case, Measures
+from benchmarks.probe import Seen, watched
 from foveate.cli.quiet import quiet
 from foveate.errors import UserError
-from foveate.integrations.transformers.probe import Seen, watched
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.metrics import Mean, columns, estimate

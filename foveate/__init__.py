@@ -10,7 +10,6 @@ What attaches and serves is here. :mod:`foveate.lab` measures and :mod:`foveate.
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -53,25 +52,6 @@ _HOME = {
     "Method": "foveate.methods",
     "per_layer": "foveate.methods",
 }
-
-_MOVED = {
-    **{old: f"foveate.lab.{old}" for old in ("bench", "evaluation", "inputs", "report", "results")},
-    **{old: f"foveate.hybrids.{old}" for old in ("models", "training")},
-    "layers": "foveate.hybrids.layers, and its csa foveate.csa",
-}
-
-
-class _Moved:
-    """Says where a package that is no longer below `foveate` is now."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        package, _, old = name.rpartition(".")
-        if package == "foveate" and old in _MOVED:
-            raise ImportError(f"{name} is now {_MOVED[old]}", name=name)
-
-
-sys.meta_path.insert(0, _Moved)  # before an empty folder is taken for the package
 
 
 def __getattr__(name: str) -> Any:

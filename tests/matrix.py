@@ -442,6 +442,12 @@ def scored(driver, token):
     return torch.cat([found, found[:, -1:]], 1)
 
 
+def bytes_of_summary(method, level, geometry, dtype):
+    """Of LuKA's, over those of a token's key and value."""
+    record = method.pages.record(level, geometry).bytes if method.score == "lowrank" else 0
+    return 1.0 + 0.5 * (method.score == "spread") + record / ((geometry.head_dim + geometry.value_dim) * dtype.itemsize)
+
+
 def nodes(driver, level):
     """Summaries of a level that exist."""
     hierarchy, (pages,) = driver.layer.method.pages, driver.store.rows["pages"]
@@ -473,7 +479,7 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
             branch = driver.layer.method.pages.branch(level + 1)
             exist = refined * branch + exist - nodes(driver, level + 1) * branch
         changing = summaries[level].sum(1).float().mean().item()
-        summarised, refined = summarised + exist * method.reads_of(level, *about), exist - changing
+        summarised, refined = summarised + exist * bytes_of_summary(method, level, *about), exist - changing
     if (
         isinstance(method, PageMethod) and "pages_refined" in method.counters
     ):  # whose summaries are in no value's place: pages of which some key is read

@@ -16,6 +16,7 @@ from foveate.calibration import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy, recent
 from foveate.methods.base import Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
+from foveate.ops.attend import gather_fields
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
 
@@ -159,7 +160,7 @@ class LTE(Method):
             k, v, positions, old = (x[:, :, -tokens:] for x in fields)
         else:
             slots = cache.positions.topk(tokens, -1).indices.flip(-1)
-            k, v, positions, old = ops.gather_fields(fields, slots, complete=True)
+            k, v, positions, old = gather_fields(fields, slots, complete=True)
             real = positions[:, 0] >= 0  # the newest tokens are those of every KV head; short rows have fewer
         index = torch.arange(tokens, device=positions.device)
         before, after = (index >= reach) | (index >= positions), positions < positions[:, :, -1:] + 1 - reach

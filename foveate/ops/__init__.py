@@ -9,7 +9,7 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 keys and values in blocks that all rows share, ``k [N, Hkv, n, D]``, see :class:`BlockTable`.
 """
 
-from foveate.ops import compress, recur, retain, score, select, summaries
+from foveate.ops import retain, score, select, summaries
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend import (
     Attended,
@@ -21,7 +21,6 @@ from foveate.ops.attend import (
     attend_pooled,
     attend_tile_keys,
     attend_window,
-    gather_fields,
     gather_slots,
     merge,
     with_sinks,
@@ -81,13 +80,11 @@ __all__ = [
     "bound_newest",
     "channel_weights",
     "column_mass",
-    "compress",
     "compress_newest",
     "compress_pages",
     "compress_written",
     "first_keys",
     "fold_group",
-    "gather_fields",
     "gather_slots",
     "importance_weights",
     "keep_best",
@@ -102,7 +99,6 @@ __all__ = [
     "pooled_mass_of_records",
     "put_token",
     "query_mass",
-    "recur",
     "retain",
     "score",
     "select",

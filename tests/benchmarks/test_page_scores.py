@@ -20,10 +20,10 @@ from benchmarks.page_estimates import (
     LayerPages,
     measure,
 )
+from benchmarks.probe import Seen
 from benchmarks.table_kinds import page_scores as tables
 from foveate import methods, ops
 from foveate.errors import UserError
-from foveate.integrations.transformers.probe import Seen
 from foveate.lab.evaluation.tasks import Item
 from foveate.lab.results.measurements import needed
 from foveate.ops.compress.low_rank import factors
@@ -154,7 +154,7 @@ def assert_like_luka(values, method, score):
     assert values["output_error"] == pytest.approx(error, rel=1e-3, abs=1e-5)
     assert values["read_share"] * (PROMPT + 1) == pytest.approx(float(counters.keys_read))
     assert values["refined_share"] * page_count(method.page_size) == pytest.approx(float(counters["pages_refined"]))
-    assert COSTS[score] == method.reads_per_summary
+    assert COSTS[score] == 1.0 + 0.5 * (method.score == "spread")
 
 
 def test_what_summaries_weigh_does_not_change_what_is_chosen():

@@ -5,9 +5,9 @@ import torch
 
 from foveate.calibration.retention_scores import RetentionScores
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention, SlidingWindowAttention
+from foveate.hybrids.ops import attend_gated, attend_until, gated, until
 from foveate.hybrids.state import BlockMemory, Packing, RetainedMemory
 from foveate.ops import dispatch
-from foveate.ops.attend import attend_gated, attend_until, gated, until
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import LAYOUTS, in_buffer

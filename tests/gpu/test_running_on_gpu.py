@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foveate import ops
+from foveate.hybrids import ops
+from foveate.hybrids.ops import running
 from foveate.ops import dispatch
-from foveate.ops.retain import running
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 
@@ -55,7 +55,7 @@ def test_when_tokens_leave(size, count, kind, batch, heads):
     positions[-1, count - count // 7 :] = -1
     given = kept, places, margins(batch, heads, count, kind=kind), positions
     with poisoned_memory("cuda"):
-        found = ops.retain.running_best(*given)
+        found = ops.running_best(*given)
     for mine, its in zip(found, running.running_best(*given), strict=True):
         assert torch.equal(mine, its)
 
@@ -65,7 +65,7 @@ def test_a_long_prompt_is_its_pieces():
     count, size = 32_768, 512
     kept, places = torch.zeros(1, 8, size, device="cuda"), torch.full((1, 8, size), -1, device="cuda")
     offered, positions = margins(1, 8, count, kind="different"), torch.arange(count, device="cuda")[None]
-    found = ops.retain.running_best(kept, places, offered, positions).new
+    found = ops.running_best(kept, places, offered, positions).new
     expected = torch.full_like(found, count)
     for first in range(0, count, 256):
         last = first + 256
@@ -107,10 +107,10 @@ def test_steps_replace_what_the_reference_replaces(dtype, size, dim, value_dim, 
     tokens[1::5] = -1
     graph = torch.cuda.CUDAGraph()
     before = {name: x.clone() for name, x in held.items()}
-    ops.retain.replace_weakest(**held, slots=slots, tokens=tokens, ring=ring)  # compiled
+    ops.replace_weakest(**held, slots=slots, tokens=tokens, ring=ring)  # compiled
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        ops.retain.replace_weakest(**held, slots=slots, tokens=tokens, ring=ring)
+        ops.replace_weakest(**held, slots=slots, tokens=tokens, ring=ring)
     for name, x in held.items():
         x.copy_(before[name])
     for _ in range(2 * ring):  # replayed with what the device holds by then
@@ -125,9 +125,9 @@ def test_steps_replace_what_the_reference_replaces(dtype, size, dim, value_dim, 
 def test_nothing_waits_for_the_device():
     kept, places = buffer(2, 8, 512)
     given = kept, places, margins(2, 8, 700), 5000 + torch.arange(700, device="cuda").repeat(2, 1)
-    ops.retain.running_best(*given)  # compiled
+    ops.running_best(*given)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.retain.running_best(*given)
+        ops.running_best(*given)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -12,10 +12,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import foveate
 from foveate import methods
-from foveate.calibration.similarity import Similarity
 from foveate.integrations.transformers import hooks
 from foveate.integrations.transformers.releases import ReleaseError
 from foveate.integrations.transformers.support import forgets
+from foveate.lab.evaluation.calibration.similarity import Similarity
 from foveate.methods import SharedPrompt
 from tests.families import FAMILIES, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens

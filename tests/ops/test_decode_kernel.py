@@ -55,7 +55,7 @@ def _compile_attention(
     whole=False,
     stored=None,
 ):
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     (tile, resident), half = (
         _tile(kernel.decode_tile, dtype, dim, heads, capability, in_blocks=block_size > 0),
@@ -67,7 +67,7 @@ def _compile_attention(
         {
             **{f"{x}_ptr": f"*{dtype if x == 'q' else stored or dtype}:16" for x in "qkv"},
             "q_strides": ("i32:16", "i32:16", 1),
-            **dict.fromkeys(("k_strides", "v_strides"), ("i32:16", "i32:16", "i32:16", 1)),
+            "kv_strides": ("i32:16", "i32:16", "i32:16", 1) * 2,
             "chosen_ptr": f"*{indexed}:16" if indexed else "*i8" if masked else None,
             "head_ptr": "*i64:16" if indexed and bounded else None,
             "table_ptr": "*i32" if block_size else None,
@@ -81,8 +81,7 @@ def _compile_attention(
             "count_stride": "i32",
             **dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32:16"),
             "used_ptr": "*i32:16" if bounded or whole else None,
-            "logit_ptr": ("*i16:16" if half else "*fp32:16") if kept else None,
-            **dict.fromkeys(("top_ptr", "kept_lse_ptr"), "*fp32:16" if kept else None),
+            "kept": ("*i16:16" if half else "*fp32:16", "*fp32:16", "*fp32:16") if kept else None,
             **dict.fromkeys(("batches", "num_kv_heads", "parts", "number", "blocks", "room"), "i32"),
             "group": 1 if shared > 1 else "i32",
             "keys": "i32" if page_size else None,
@@ -94,12 +93,7 @@ def _compile_attention(
             "SHARED": shared,
             "CODED": kept and half,
             "SOFTCAP": softcap,
-            "DIM": dim,
-            "VALUE_DIM": dim,
-            "BLOCK_D": triton.next_power_of_2(dim),
-            "BLOCK_DV": triton.next_power_of_2(dim),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
+            "TILE": tile.shape(dim, dim),
         },
         **tile.options,
     )

@@ -1,4 +1,5 @@
-"""The files here and in the folders below that run under Triton's interpreter, which pytest leaves alone otherwise.
+"""The files `interpreted_*.py` of all folders: they run under Triton's interpreter, and pytest leaves them alone
+otherwise.
 
 They need processes of their own, because Triton looks at ``TRITON_INTERPRET`` when it is imported. A process takes
 seconds to begin, so that several files share one; the processes take about as long as each other.
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(FOLDER.rglob("interpreted_*.py"))}
+TESTS = Path(__file__).parents[1]
+FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(TESTS.rglob("interpreted_*.py"))}
 PROCESSES = [
     ("summaries", "block_table"),
     ("decode", "boxes", "slots", "bound"),
@@ -26,7 +27,7 @@ def test_under_the_interpreter(names):
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", *(str(FILES[name]) for name in names)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate.cli.progress import Progress
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.lab.cli.progress import Progress
 from foveate.outfile import announce
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from foveate.cli.progress import Progress
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.lab.cli.progress import Progress
 from foveate.outfile import announce
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.hybrids.layers.masked import attend_masked
 from foveate.hybrids.layers.rotary import Rotary, rotate
+from foveate.hybrids.ops import attend_gated, choose_blocks
 from foveate.hybrids.state import BlockMemory, Packing
-from foveate.ops.attend import attend_gated, choose_blocks
 
 _PIECE = 256
 """Queries of a prompt that are attended to at once."""
@@ -125,7 +125,7 @@ class NativeSparseAttention(nn.Module):
         return k.mean(3), v.mean(3)
 
     def _select(self, q: Tensor, block_keys: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`foveate.ops.attend.choose_blocks`."""
+        """See :func:`foveate.hybrids.ops.choose_blocks`."""
         return choose_blocks(q, block_keys, at, scaling=self.scaling, block=self.block, blocks=self.blocks)
 
     def _branches(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> list[Tensor]:

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from foveate import ops
 from foveate.hybrids.layers.masked import attend_masked
 from foveate.hybrids.layers.rotary import Rotary, rotate
+from foveate.hybrids.ops import LARGEST_BUFFER, LARGEST_DIM, Leaving, attend_until, replace_weakest, running_best
 from foveate.hybrids.state import Packing, RetainedMemory
-from foveate.ops.attend import attend_until
-from foveate.ops.attend.until import LARGEST_DIM
 from foveate.ops.dispatch import use_kernel
-from foveate.ops.retain.running import LARGEST_BUFFER
 
 PIECE = 256
 """Tokens of a prompt that are read at once, by references whose tensors grow with pairs of tokens."""
@@ -142,7 +140,7 @@ class SlidingWindowAttention(nn.Module):
             margins = self._margins(k, v, tokens, there, positions[:, 0].expand(batch))
             empty = margins.new_zeros(batch, heads, self.buffer)
             none = torch.full(empty.shape, -1, device=k.device)
-            turns = ops.retain.running_best(empty, none, margins, torch.where(there, tokens, -1))
+            turns = running_best(empty, none, margins, torch.where(there, tokens, -1))
             until = turns.new + self.window + 1  # token x leaves the window after the query of token x + window
         group = self.num_heads // self.num_kv_heads
 
@@ -224,9 +222,7 @@ class SlidingWindowAttention(nn.Module):
         entered = torch.where(there[:, leaving], late[:, leaving], -1)
         if real is not None:
             entered = torch.where(real, entered, -1)
-        turns = ops.retain.running_best(
-            held["margins"][:, :, ring:], held["positions"], margins[:, :, leaving], entered
-        )
+        turns = running_best(held["margins"][:, :, ring:], held["positions"], margins[:, :, leaving], entered)
         until = torch.full(margins.shape, new, device=k.device)  # queries that see a key: those before this one
         until[:, :, : ring - self.window] = 0
         until[:, :, leaving] = (turns.new + 1).clamp_max(new)
@@ -287,7 +283,7 @@ class SlidingWindowAttention(nn.Module):
             used = memory.lengths_on(device).clamp_max(ring)[:, None] + held["kept"]
             out = ops.attend(q, held["keys"], held["values"], logits=ops.Logits(self.scaling), lengths=used).out
         if self.buffer:  # the token that the next one writes over is offered to the buffer
-            ops.retain.replace_weakest(
+            replace_weakest(
                 **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},
                 slots=memory.next_slots(device),
                 tokens=memory.leaving(device),
@@ -330,7 +326,7 @@ class Piece(NamedTuple):
     """bool ``[B, ring + n]``"""
     until: Tensor
     """int64 ``[B, Hkv, buffer + ring + n]``: the queries of new tokens before this one see the key."""
-    turns: ops.retain.Leaving
+    turns: Leaving
     entered: Tensor
     """int64 ``[B, n]``: the tokens that leave the window; -1: none."""
     whole: bool

@@ -28,8 +28,7 @@ from foveate.integrations.transformers.hooks import (
 )
 from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.stats import LayerStats, Stats
-from foveate.integrations.transformers.study import remove_hooks
-from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
+from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwatch, unwrapped
 from foveate.methods import Auto, Method, check_made_for, make
 from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, handover
@@ -280,7 +279,7 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
     """Give the model its own attention back."""
     decoder = decoder_of(model)
     handover.end(attachment.uid)  # of a pass that was interrupted
-    remove_hooks(decoder)
+    unwatch(decoder)
     for module in (decoder, model.base_model):
         _remove_hooks(module, (BeforeForward, AfterForward, BeforeWhole))
     for name in (*releases.GENERATE, releases.POSITIONS):

@@ -130,6 +130,13 @@ class Attachment:
         attention.register()  # a pickle may be read in another process
 
 
+class OfModel:
+    """A hook, or what stands in for a method, of a model with an attachment."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment):
+        self.model, self.attachment = model, attachment
+
+
 def new_uid() -> str:
     """A name that no other attachment has."""
     return uuid.uuid4().hex

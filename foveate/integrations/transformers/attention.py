@@ -14,6 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from foveate import ops
 from foveate.integrations.transformers import releases
+from foveate.integrations.transformers.support import refuse_dropout, refuse_weights
 from foveate.methods import Method
 from foveate.ops.dispatch import watched
 from foveate.runtime import Policy, handover, read_once
@@ -73,8 +74,7 @@ def _attention(
     if policy is None and attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = _pairs(attention_mask, query.shape[2], key.shape[2])
     if policy is None and own:
-        if dropout > 0:
-            raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
+        refuse_dropout(dropout)
         with watched(None):  # what is watched are layers with a method
             out = _with_mask(query, key, value, attention_mask, logits, kwargs.get("sliding_window"))
         return out.transpose(1, 2).contiguous(), None
@@ -82,8 +82,7 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+    refuse_weights(kwargs.get("output_attentions"))
     if kwargs.get("position_bias") is not None:
         raise ValueError(
             f"layer {module.layer_idx} passes position_bias to its attention, which foveate does not support"
@@ -96,8 +95,7 @@ def _attention(
         with _named(module.layer_idx, policy.method, query, key, value):
             out = layer.attend(query, key, value, attention_mask, logits)
     else:
-        if dropout > 0:
-            raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
+        refuse_dropout(dropout)
         if key.shape[2] != query.shape[2]:
             raise ValueError("the keys come from a cache that is not foveate's; pass foveate.Cache(model) or no cache")
         if attention_mask is not None and attention_mask.dim() != 2:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from foveate.integrations.transformers import announcements, releases
-from foveate.integrations.transformers.attachment import Attachment
+from foveate.integrations.transformers.attachment import Attachment, OfModel
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer, recurrent_states
 from foveate.runtime import CaptureError, Policy, ReplayedSteps
@@ -20,11 +20,8 @@ _OWN_HOOKS = ("foveate.integrations.transformers.hooks", "transformers.")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class DecodeCall:
+class DecodeCall(OfModel):
     """What `generate` calls for a decode step and for a chunk of a prompt: runs the model or replays a step."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         graphs, cache = self.attachment.graphs, inputs.get(releases.CACHE)
@@ -68,11 +65,8 @@ class DecodeCall:
         return cache.steps(layers, run, tensors, options, written)
 
 
-class EnableCompiledCall:
+class EnableCompiledCall(OfModel):
     """Replaces the model's ``_valid_auto_compile_criteria``, so that `generate` uses ``get_compiled_call``."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     def __call__(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         return self.attachment.graphs.mode is not False

@@ -13,11 +13,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from foveate.integrations.transformers import announcements, attention, padding, releases
-from foveate.integrations.transformers.attachment import Attachment
+from foveate.integrations.transformers.attachment import Attachment, OfModel
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import max_positions
-from foveate.integrations.transformers.support import forgets
+from foveate.integrations.transformers.support import forgets, refuse_weights
 from foveate.runtime import handover
 
 LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
@@ -26,11 +26,8 @@ LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
 _log = logging.getLogger("foveate")
 
 
-class BeforeForward:
+class BeforeForward(OfModel):
     """Pre-hook of the decoder: every forward with a cache runs on a foveate cache that belongs to this model."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     @torch.compiler.disable
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
@@ -42,8 +39,7 @@ class BeforeForward:
                 f"{attention.IMPLEMENTATION!r} until foveate.detach"
             )
         given = releases.arguments(decoder, args, kwargs)
-        if given.get("output_attentions", config.output_attentions):
-            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+        refuse_weights(given.get("output_attentions", config.output_attentions))
         cache, training = given.get("cache"), decoder.training
         ids = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
         if ids is not None and ids.shape[1] == 0:
@@ -106,11 +102,8 @@ class BeforeForward:
             )
 
 
-class BeforeWhole:
+class BeforeWhole(OfModel):
     """Pre-hook of a model that contains the decoder and may build a cache itself: it is given a foveate cache."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         given = releases.arguments(module, args, kwargs)
@@ -169,11 +162,8 @@ class AfterForward:
             raise attention.not_finite("the hidden states after the last layer are", hidden.dtype)
 
 
-class Prefill:
+class Prefill(OfModel):
     """Stands in for the model's ``_prefill``, with which `generate` reads a prompt on the cache that it prepared."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     def __call__(
         self,
@@ -239,11 +229,8 @@ def takes_chunks(cache: Cache) -> bool:
     return all(type(layer) in (CacheLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-class PreparePositions:
+class PreparePositions(OfModel):
     """Stands in for the model's ``_prepare_position_ids_for_generation``, which reads offsets off the model."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     def __call__(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         cache = model_kwargs.get(releases.CACHE)
@@ -252,11 +239,8 @@ class PreparePositions:
         return type(self.model)._prepare_position_ids_for_generation(self.model, inputs_tensor, model_kwargs)
 
 
-class PrepareCache:
+class PrepareCache(OfModel):
     """Stands in for the model's ``_prepare_cache_for_generation``: builds a foveate cache and sets the prompt's end."""
-
-    def __init__(self, model: nn.Module, attachment: Attachment):
-        self.model, self.attachment = model, attachment
 
     def __call__(
         self,
@@ -266,8 +250,7 @@ class PrepareCache:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        if generation_config.output_attentions:
-            raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+        refuse_weights(generation_config.output_attentions)
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} cannot be combined with an attached "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -43,6 +44,18 @@ def decoder_of(model: nn.Module) -> nn.Module:
         raise ValueError(f"model must be a Transformers PreTrainedModel, not {type(model).__name__}")
     decoder = model.get_decoder()
     return model if decoder is None else decoder
+
+
+def refuse_weights(wanted: bool | None) -> None:
+    """Raises ValueError where the weights of attention are wanted (``output_attentions``)."""
+    if wanted:
+        raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Raises ValueError for dropout of attention weights."""
+    if dropout > 0:
+        raise ValueError(f"attention dropout ({dropout}) is not supported; set config.attention_dropout to 0")
 
 
 def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
@@ -123,3 +136,28 @@ def attention_modules(
         if not getattr(module, "is_causal", True):
             refuse(f"layer {index} is not causal: it reads images, or whole prompts, in both directions")
     return handled, unchanged
+
+
+class Watch:
+    """A hook that watches one module, given layer, input and output: on copies of the module it does nothing."""
+
+    def __init__(self, note: Callable[[int, Tensor, Any], None], layer: int, module: nn.Module | None):
+        self._note, self._layer, self._module = note, layer, module
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, out: Any = None) -> None:
+        if module is self._module:
+            stream = args[0] if args else (kwargs or {}).get("hidden_states")
+            self._note(self._layer, stream, out)
+
+    def __reduce__(self):
+        return Watch, (None, -1, None)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Take off hooks that an interrupted study has left, also those of the model which this one is a copy of."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Watch)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_with_kwargs.pop(key, None)

@@ -17,9 +17,9 @@ import typer
 
 from foveate import outfile
 from foveate.cli.imports import Import
-from foveate.cli.progress import Progress
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.lab.cli.progress import Progress
 from foveate.outfile import announce
 
 _INTERRUPTED = 130

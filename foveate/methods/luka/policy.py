@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from foveate import ops
@@ -58,7 +57,7 @@ class LuKA(Method):
     score: str = setting(
         "lowrank",
         "mass of a page: by a low-rank summary of its keys (lowrank), or as seen from its summary key, with the spread "
-        "of its keys or without (summary)",
+        "of its keys (spread) or without (summary)",
     )
     prior: float = setting(0.5, "share of recent attention in the mass by which pages are chosen, below 1")
     window: int = setting(16, "queries over which recent attention is averaged")
@@ -133,18 +132,6 @@ class LuKA(Method):
     def tracks_recent(self) -> bool:
         """Whether a running average of the attention to each token and node is kept, over ``window`` queries."""
         return self.prior > 0
-
-    @property
-    def reads_per_summary(self) -> float:
-        """Bytes of a summary without low-rank records, over those of a token's key and value (D = Dv)."""
-        return 1.0 + 0.5 * (self.score == "spread")
-
-    def reads_of(self, level: int, geometry: Geometry, dtype: torch.dtype) -> float:
-        """The same with the low-rank records of a level."""
-        if self.score != "lowrank":
-            return self.reads_per_summary
-        of_token = (geometry.head_dim + geometry.value_dim) * dtype.itemsize
-        return self.reads_per_summary + self.pages.record(level, geometry).bytes / of_token
 
     # Prompt
 

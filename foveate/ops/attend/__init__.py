@@ -1,10 +1,9 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
-from foveate.ops.attend import decode, gated, pooled, selected, tiles, until, window
+from foveate.ops.attend import decode, pooled, selected, tiles, window
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.causal import attend_causal, prompt_path
 from foveate.ops.attend.chosen import attend_tile_keys
-from foveate.ops.attend.gated import choose_blocks
 from foveate.ops.attend.gather import gather_fields, gather_pages, gather_slots, page_slots
 from foveate.ops.attend.library import PromptHeads, dense_obstacles
 from foveate.ops.attend.partials import merge, with_sinks
@@ -13,13 +12,11 @@ from foveate.ops.checks import check_logits_of
 from foveate.ops.dispatch import dispatch
 
 attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel", decode.check_attend)
-attend_gated = dispatch(gated.attend_gated, "foveate.ops.attend.gated_kernel")
 attend_indices = dispatch(decode.attend_indices, "foveate.ops.attend.decode_kernel", decode.check_indices)
 attend_pages = dispatch(decode.attend_pages, "foveate.ops.attend.decode_kernel", decode.check_pages)
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", check_logits_of)
-attend_until = dispatch(until.attend_until, "foveate.ops.attend.until_kernel")
 attend_window = dispatch(window.attend_window, "foveate.ops.attend.window_kernel", window.check_window)
 
 __all__ = [
@@ -27,7 +24,6 @@ __all__ = [
     "PromptHeads",
     "attend",
     "attend_causal",
-    "attend_gated",
     "attend_indices",
     "attend_pages",
     "attend_pooled",
@@ -36,9 +32,7 @@ __all__ = [
     "attend_selected",
     "attend_tile_keys",
     "attend_tiles",
-    "attend_until",
     "attend_window",
-    "choose_blocks",
     "dense_obstacles",
     "gather_fields",
     "gather_pages",

@@ -193,18 +193,7 @@ def attend_pages(
     return _or_whole(found, q, k, v, whole, logits).into(out)
 
 
-def check_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-    **_: Any,
-) -> None:
+def check_attend(q, k, v, *, logits, mask=None, lengths=None, block_table=None, out=None, **_):
     """Raise for arguments of :func:`attend` that cannot be."""
     number = check_keys(q, k, v, block_table)
     check_mask(mask, (len(q), k.shape[1], q.shape[2], number))
@@ -220,20 +209,8 @@ def check_attend(
 
 
 def check_indices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    heads: Tensor | None = None,
-    whole: Tensor | None = None,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-    **_: Any,
-) -> None:
+    q, k, v, indices, *, logits, lengths=None, heads=None, whole=None, need_mass=False, block_table=None, out=None, **_,
+):  # fmt: skip
     """Raise for arguments of :func:`attend_indices` that cannot be."""
     number = check_keys(q, k, v, block_table)
     check_places("indices", indices, len(q), (k.shape[1],), number)
@@ -247,21 +224,9 @@ def check_indices(
 
 
 def check_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    page_size: int,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    whole: Tensor | None = None,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-    **_: Any,
-) -> None:
+    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_mass=False, block_table=None,
+    out=None, **_,
+):  # fmt: skip
     """Raise for arguments of :func:`attend_pages` that cannot be."""
     number = check_keys(q, k, v, block_table)
     _check_whole(whole, len(q), number, need_mass)

@@ -23,19 +23,7 @@ _LARGEST = 256
 """The largest head dim."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    need_lse: bool = False,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mass=False, block_table=None, out=None):
     """See :func:`foveate.ops.attend.decode.attend`; several queries are left to the library.
 
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
@@ -52,18 +40,7 @@ def attend(
     return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
 
 
-def attend_pooled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+def attend_pooled(q, k, v, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None, out=None):
     """See :func:`foveate.ops.attend.pooled.attend_pooled` and :func:`attend`.
 
     The logits are kept on the way, as :func:`foveate.ops.score.pooled_kernel.pooled_mass` keeps them, so that a key is
@@ -81,20 +58,9 @@ def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | N
 
 
 def attend_indices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    heads: Tensor | None = None,
-    whole: Tensor | None = None,
-    need_lse: bool = False,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+    q, k, v, indices, *, logits, lengths=None, heads=None, whole=None, need_lse=False, need_mass=False,
+    block_table=None, out=None,
+):  # fmt: skip
     """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read in place."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
@@ -108,21 +74,9 @@ def attend_indices(
 
 
 def attend_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    page_size: int,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    whole: Tensor | None = None,
-    need_lse: bool = False,
-    need_mass: bool = False,
-    block_table: BlockTable | None = None,
-    out: Tensor | None = None,
-) -> Attended:
+    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, need_mass=False,
+    block_table=None, out=None,
+):  # fmt: skip
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
     Query heads that choose for themselves have programs of their own. Those of a group run one after the other, so
@@ -200,55 +154,23 @@ def _decode(
     sizes = batch, sets, group, parts, number, keys if page_size else None
     sizes += kept.logits.shape[2] if kept else 0, blocks, room
     _attend_decode[batch * sets * parts, splits](
-        q,
-        k,
-        v,
-        chosen,
-        heads,
-        lengths,
-        *counted(counts),
-        None if whole is None else whole.contiguous(),
-        *arguments(block_table),
-        *found,
-        used,
-        *(kept[:3] if kept else (None, None, None)),
-        (q.stride(0), q.stride(1), q.stride(3)),
-        k.stride(),
-        v.stride(),
-        *((0, 0, 0) if chosen is None else chosen.stride()),
-        *((0, 0) if lengths is None else lengths.stride()),
-        *sizes,
-        logits.scaling * LOG2E.value,
-        steps(how[0]) if how else 0.0,
-        INDEXED=indices is not None,
-        PAGE_SIZE=page_size,
-        BLOCK_SIZE=block_size(block_table, k),
-        SHARED=sets // num_kv_heads,
-        CODED=kept is not None and kept.coded,
-        SOFTCAP=constant(logits.softcap),
-        **tile.sizes(dim, value_dim) | tile.options,
-    )
+        q, k, v, chosen, heads, lengths, *counted(counts), None if whole is None else whole.contiguous(),
+        *arguments(block_table), *found, used, kept[:3] if kept else None,
+        (q.stride(0), q.stride(1), q.stride(3)), k.stride() + v.stride(),
+        *((0, 0, 0) if chosen is None else chosen.stride()), *((0, 0) if lengths is None else lengths.stride()),
+        *sizes, logits.scaling * LOG2E.value, steps(how[0]) if how else 0.0,
+        INDEXED=indices is not None, PAGE_SIZE=page_size, BLOCK_SIZE=block_size(block_table, k),
+        SHARED=sets // num_kv_heads, CODED=kept is not None and kept.coded, SOFTCAP=constant(logits.softcap),
+        TILE=tile.shape(dim, value_dim), **tile.options,
+    )  # fmt: skip
     if merged:
         merge_splits[num_heads, batch](
-            *found,
-            logits.sinks,
-            used,
-            out,
-            lse,
-            *found[0].stride()[:3],
-            *out.stride()[:3],
-            0 if logits.sinks is None else logits.sinks.stride(0),
-            batch,
-            num_heads,
-            1,
-            splits,
-            group,
-            SINKS=logits.sinks is not None,
-            VALUE_DIM=value_dim,
-            BLOCK_DV=max(16, next_power_of_2(value_dim)),
-            BLOCK=min(16, next_power_of_2(splits)),
-            num_warps=4,
-        )
+            *found, logits.sinks, used, out, lse,
+            *found[0].stride()[:3], *out.stride()[:3], 0 if logits.sinks is None else logits.sinks.stride(0),
+            batch, num_heads, 1, splits, group,
+            SINKS=logits.sinks is not None, VALUE_DIM=value_dim, BLOCK_DV=max(16, next_power_of_2(value_dim)),
+            BLOCK=min(16, next_power_of_2(splits)), num_warps=4,
+        )  # fmt: skip
     mass = pooled(kept.beside(logits.sinks), num_kv_heads, number, mask, lengths, *how) if how else None
     return Attended(out, lse if need_lse else None, mass)
 
@@ -260,65 +182,28 @@ _VARYING += ["table_stride", "batches", "num_kv_heads", "parts", "number", "keys
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attend_decode(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    chosen_ptr,
-    head_ptr,
-    length_ptr,
-    count_ptr,
-    count_stride,
-    whole_ptr,
-    table_ptr,
-    table_stride,
-    out_ptr,
-    lse_ptr,
-    used_ptr,
-    logit_ptr,
-    top_ptr,
-    kept_lse_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    chosen_stride_b,
-    chosen_stride_h,
-    chosen_stride_l,
-    length_stride_b,
-    length_stride_h,
-    batches,
-    num_kv_heads,
-    group,
-    parts,
-    number,
-    keys,
-    padded,
-    blocks,
-    room,
-    scale,
-    steps,
-    INDEXED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SHARED: tl.constexpr,
-    CODED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, chosen_ptr, head_ptr, length_ptr, count_ptr, count_stride, whole_ptr, table_ptr, table_stride,
+    out_ptr, lse_ptr, used_ptr,
+    kept,
+    q_strides, kv_strides, chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
+    batches, num_kv_heads, group, parts, number, keys, padded, blocks, room, scale, steps,
+    INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr, CODED: tl.constexpr,
+    SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
+
+    A program owns up to ``BLOCK_M`` heads of a group in one row, and one split of its keys. It walks its blocks of keys
+    once, in ascending order, with an online softmax in fp32; indices and block table are read one and two blocks ahead
+    of the keys. Nothing is added atomically, so repeats are equal bit for bit.
 
     ``chosen`` holds the slots of the keys (``INDEXED``), -1 for none, or what is not 0 at the slots to read; ``head``
     whose of them each KV head reads, None for its own; ``length`` how many of the first ones are looked at. ``whole
-    [B]``: a row where it is not 0 reads its first so many keys instead. With ``logit``, ``top`` and ``kept_lse``: and
-    what :class:`Kept` holds.
+    [B]``: a row where it is not 0 reads its first so many keys instead. ``kept``: the logits, largest logits and
+    log-sum-exps of :class:`Kept`, which are written, too; None for none. ``TILE``: see :meth:`Tile.shape`.
 
     Where ``used`` is not None, rows differ in their number of keys or places. A row uses as many of its splits as its
-    number needs and writes how many to ``used [B, num_kv_heads]``. The other splits write only the ``kept_lse`` of no
-    keys.
+    number needs and writes how many to ``used [B, num_kv_heads]``. The other splits write only the kept log-sum-exps of
+    no keys.
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
@@ -328,9 +213,16 @@ def _attend_decode(
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
+    DIM: tl.constexpr = TILE[0]
+    VALUE_DIM: tl.constexpr = TILE[1]
+    BLOCK_D: tl.constexpr = TILE[2]
+    BLOCK_DV: tl.constexpr = TILE[3]
+    BLOCK_M: tl.constexpr = TILE[4]
+    BLOCK_N: tl.constexpr = TILE[5]
     q_stride_b, q_stride_h, q_stride_d = q_strides
-    k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
-    v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d, v_stride_b, v_stride_h, v_stride_l, v_stride_d = kv_strides
+    if kept is not None:
+        logit_ptr, top_ptr, kept_lse_ptr = kept
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -357,7 +249,7 @@ def _attend_decode(
     if used_ptr is not None:
         used, each = split_of_row(here, tl.num_programs(0), tl.num_programs(1), room)
         tl.store(used_ptr + row, used, mask=part + split == 0)
-        if logit_ptr is not None:
+        if kept is not None:
             none = tl.full([BLOCK_M], float("-inf"), tl.float32)
             tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, none, mask=exist & (split >= used))
         if (split >= used) & (BLOCK_M < 64):  # with more heads, programs that go on would pay for it with registers
@@ -415,7 +307,7 @@ def _attend_decode(
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0).to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
         logits = tl.where(stored[None, :], logits, float("-inf"))
-        if logit_ptr is not None:
+        if kept is not None:
             largest = tl.maximum(tl.max(logits, 1), LOWEST)
             keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
         top, p, fade = exponentials(logits, top)
@@ -424,7 +316,7 @@ def _attend_decode(
         weight, out = accumulate(p, v, fade, weight, out)
 
     out, lse = normalised(weight, out), log_sum_exp(top, weight)
-    if logit_ptr is not None:
+    if kept is not None:
         tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, lse, mask=exist)
     rows = (split * batches + batch) * num_kv_heads * group + heads
     out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]

@@ -57,17 +57,7 @@ def attend_selected(
     return with_sinks(merge(parts), sinks)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor | None,
-    recent_k: Tensor | None,
-    recent_v: Tensor | None,
-    window: int,
-    offset: int,
-    sinks: Tensor | None,
-) -> Tensor | None:
+def check(q, k, v, indices, recent_k, recent_v, window, offset, sinks):
     """The indices as ``[B, Hkv or 1, Lq, K]``, or None without any; raises ValueError for arguments of
     :func:`attend_selected` that cannot be. What indices hold is looked at on the CPU alone: a GPU does not wait for
     it."""

@@ -15,43 +15,16 @@ def place_of_item(item, num_kv_heads, parts, length):
 
 @gluon.jit
 def gather(
-    q_ptr,
-    k_ptr,
-    recent_ptr,
-    index_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_l,
-    index_stride_b,
-    index_stride_h,
-    index_stride_l,
-    index_stride_k,
-    items,
-    num_kv_heads,
-    group,
-    parts,
-    length,
-    places,
-    window,
-    offset,
-    q_tile,
-    k_tiles,
-    q_full,
-    q_empty,
-    full,
-    empty,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-    ROWS: gl.constexpr,
-):
-    """Fills ``q_tile [HEADS, D]`` for every query, and ``k_tiles [2, KEYS, D]`` half by half; unused keys are 0."""
+    q_ptr, k_ptr, recent_ptr, index_ptr,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
+    recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h, index_stride_l, index_stride_k,
+    items, num_kv_heads, group, parts, length, places, window, offset, q_tile, k_tiles, q_full, q_empty, full, empty,
+    HEADS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Fills ``q_tile [HEADS, D]`` for every query, and ``k_tiles [2, KEYS, D]`` half by half; unused keys are 0.
+
+    It runs ahead of the two warpgroups that multiply: it fills a buffer as soon as its barrier says that both have done
+    with it."""
     HALF: gl.constexpr = DIM // 2
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))

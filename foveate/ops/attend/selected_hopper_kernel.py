@@ -80,84 +80,25 @@ def attend_selected(
     parts = triton.cdiv(group, HEADS)
     items = batch * num_kv_heads * length * parts
     _attend_selected[(min(items, torch.cuda.get_device_properties(q.device).multi_processor_count),)](
-        q,
-        k,
-        recent_k,
-        indices,
-        sinks,
-        out,
-        lse,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *recent_k.stride()[:3],
-        indices.stride(0),
-        indices.stride(1) if indices.shape[1] > 1 else 0,
-        indices.stride(2),
-        indices.stride(3),
-        *out.stride()[:3],
+        q, k, recent_k, indices, sinks, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *recent_k.stride()[:3], indices.stride(0),
+        indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2), indices.stride(3), *out.stride()[:3],
         0 if sinks is None else sinks.stride(0),
-        items,
-        num_kv_heads,
-        group,
-        parts,
-        length,
-        places,
-        window,
-        offset,
-        scaling * LOG2E.value,
-        SINKS=sinks is not None,
-        HEADS=HEADS,
-        DIM=DIM,
-        KEYS=_KEYS,
-        ROWS=_ROWS,
-        REGISTERS=_REGISTERS,
-        num_warps=4,
-    )
+        items, num_kv_heads, group, parts, length, places, window, offset, scaling * LOG2E.value,
+        SINKS=sinks is not None, HEADS=HEADS, DIM=DIM, KEYS=_KEYS, ROWS=_ROWS, REGISTERS=_REGISTERS, num_warps=4,
+    )  # fmt: skip
     return Attended(out, lse)
 
 
 @gluon.jit
 def _attend(
-    index_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    index_stride_b,
-    index_stride_h,
-    index_stride_l,
-    index_stride_k,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
+    index_ptr, sink_ptr, out_ptr, lse_ptr,
+    index_stride_b, index_stride_h, index_stride_l, index_stride_k, out_stride_b, out_stride_h, out_stride_l,
     sink_stride,
-    items,
-    num_kv_heads,
-    group,
-    parts,
-    length,
-    places,
-    window,
-    offset,
-    scale,
-    q_tiles,
-    k_tiles,
-    p_tiles,
-    fades,
-    tops,
-    sums,
-    q_full,
-    q_empty,
-    full,
-    empty,
-    p_full,
-    p_empty,
-    sum_full,
-    WHICH: gl.constexpr,
-    SINKS: gl.constexpr,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-):
+    items, num_kv_heads, group, parts, length, places, window, offset, scale, q_tiles, k_tiles, p_tiles, fades, tops,
+    sums, q_full, q_empty, full, empty, p_full, p_empty, sum_full,
+    WHICH: gl.constexpr, SINKS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
     """Attention over all keys, for half of the output's dimensions. The first warpgroup makes the weights of even
     blocks, the second those of odd ones, which it begins with the maxima that the first one has found."""
     HALF: gl.constexpr = DIM // 2
@@ -190,12 +131,9 @@ def _attend(
             mbarrier.wait(full.index(2 * WHICH), phase)
             fence_async_shared()
             products = warpgroup_mma(
-                q.slice(0, HALF, dim=1),
-                mine.slice(0, HALF, dim=1).permute((1, 0)),
-                nothing,
-                use_acc=False,
+                q.slice(0, HALF, dim=1), mine.slice(0, HALF, dim=1).permute((1, 0)), nothing, use_acc=False,
                 is_async=True,
-            )
+            )  # fmt: skip
             mbarrier.wait(full.index(2 * WHICH + 1), phase)
             fence_async_shared()
             products = warpgroup_mma(
@@ -297,46 +235,14 @@ def _eight_together():
 
 @gluon.jit(do_not_specialize=["items", "num_kv_heads", "parts", "length", "places", "window", "offset"])
 def _attend_selected(
-    q_ptr,
-    k_ptr,
-    recent_ptr,
-    index_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    recent_stride_b,
-    recent_stride_h,
-    recent_stride_l,
-    index_stride_b,
-    index_stride_h,
-    index_stride_l,
-    index_stride_k,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
-    sink_stride,
-    items,
-    num_kv_heads,
-    group,
-    parts,
-    length,
-    places,
-    window,
-    offset,
-    scale,
-    SINKS: gl.constexpr,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-    ROWS: gl.constexpr,
+    q_ptr, k_ptr, recent_ptr, index_ptr, sink_ptr, out_ptr, lse_ptr,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
+    recent_stride_b, recent_stride_h, recent_stride_l, index_stride_b, index_stride_h, index_stride_l, index_stride_k,
+    out_stride_b, out_stride_h, out_stride_l, sink_stride,
+    items, num_kv_heads, group, parts, length, places, window, offset, scale,
+    SINKS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, ROWS: gl.constexpr,
     REGISTERS: gl.constexpr,
-):
+):  # fmt: skip
     """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous; ``scale`` includes
     log2(e). A program takes every so many-th of the items: queries, with 64 heads at most."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -43,19 +43,7 @@ def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: 
     return Tile(rows, 64, num_warps=4, num_stages=3)
 
 
-def attend_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    scaling: float,
-    recent_k: Tensor | None = None,
-    recent_v: Tensor | None = None,
-    window: int = 0,
-    offset: int = 0,
-    sinks: Tensor | None = None,
-) -> Attended:
+def attend_selected(q, k, v, indices, *, scaling, recent_k=None, recent_v=None, window=0, offset=0, sinks=None):
     """See :func:`foveate.ops.attend.selected.attend_selected`.
 
     A program owns heads of one query that share a KV head, and walks over the selected keys and then over the window,
@@ -110,55 +98,21 @@ def attend_selected(
             q.new_empty(splits * batch, num_heads, length, dtype=torch.float32),
         )
     _attend_selected[length * parts, batch * num_kv_heads, splits](
-        q,
-        k,
-        v,
-        *of_window,
-        indices,
-        sinks if splits == 1 else None,
-        *found,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        *(x.stride() for x in of_window),
+        q, k, v, *of_window, indices, sinks if splits == 1 else None, *found,
+        q.stride(), k.stride(), v.stride(), *(x.stride() for x in of_window),
         (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, *indices.stride()[2:]),
-        found[0].stride()[:3],
-        0 if sinks is None else sinks.stride(0),
-        batch,
-        num_kv_heads,
-        group,
-        parts,
-        length,
-        indices.shape[3],
-        window,
-        offset,
-        each,
-        scaling * LOG2E.value,
-        SHARED=shared,
-        **tile.sizes(dim, value_dim) | {"BLOCK_D": block_d, "BLOCK_REST": rest},
-        **tile.options,
-    )
+        found[0].stride()[:3], 0 if sinks is None else sinks.stride(0),
+        batch, num_kv_heads, group, parts, length, indices.shape[3], window, offset, each, scaling * LOG2E.value,
+        SHARED=shared, **tile.sizes(dim, value_dim) | {"BLOCK_D": block_d, "BLOCK_REST": rest}, **tile.options,
+    )  # fmt: skip
     if splits > 1:
         merge_splits[length * num_heads, batch](
-            *found,
-            sinks,
-            None,
-            out,
-            lse,
-            *found[0].stride()[:3],
-            *out.stride()[:3],
-            0 if sinks is None else sinks.stride(0),
-            batch,
-            num_heads,
-            length,
-            splits,
-            1,
-            SINKS=sinks is not None,
-            VALUE_DIM=value_dim,
-            BLOCK_DV=block_dv,
-            BLOCK=min(16, triton.next_power_of_2(splits)),
-            num_warps=4,
-        )
+            *found, sinks, None, out, lse,
+            *found[0].stride()[:3], *out.stride()[:3], 0 if sinks is None else sinks.stride(0),
+            batch, num_heads, length, splits, 1,
+            SINKS=sinks is not None, VALUE_DIM=value_dim, BLOCK_DV=block_dv,
+            BLOCK=min(16, triton.next_power_of_2(splits)), num_warps=4,
+        )  # fmt: skip
     return Attended(out, lse)
 
 
@@ -169,47 +123,19 @@ def same_memory(k: Tensor, v: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["batches", "num_kv_heads", "parts", "length", "selected", "window", "offset", "each"])
 def _attend_selected(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    recent_k_ptr,
-    recent_v_ptr,
-    index_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    recent_k_strides,
-    recent_v_strides,
-    index_strides,
-    out_strides,
-    sink_stride,
-    batches,
-    num_kv_heads,
-    group,
-    parts,
-    length,
-    selected,
-    window,
-    offset,
-    each,
-    scale,
-    SHARED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, recent_k_ptr, recent_v_ptr, index_ptr, sink_ptr, out_ptr, lse_ptr,
+    q_strides, k_strides, v_strides, recent_k_strides, recent_v_strides, index_strides, out_strides, sink_stride,
+    batches, num_kv_heads, group, parts, length, selected, window, offset, each, scale,
+    SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [splits * B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [splits * B, Hq, Lq]``, contiguous;
     ``scale`` includes log2(e).
 
-    Blocks of keys are counted over the selection, ``[B, Hkv or 1, Lq, K]``, and then over the window. A split has
-    ``each`` of them. A head's dimensions are multiplied as a power of two and what is left.
+    A program owns the heads of a group that fit a block, at one query, and one split of its keys, which it walks once
+    with an online softmax in fp32. Blocks of keys are counted over the selection, ``[B, Hkv or 1, Lq, K]``, and then
+    over the window. A split has ``each`` of them. A head's dimensions are multiplied as a power of two and what is
+    left.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides

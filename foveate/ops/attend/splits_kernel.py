@@ -9,29 +9,11 @@ from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sum_exp, merge, normalise
 
 @triton.jit(do_not_specialize=["batches", "num_heads", "length", "splits", "group"])
 def merge_splits(
-    found_ptr,
-    found_lse_ptr,
-    sink_ptr,
-    used_ptr,
-    out_ptr,
-    lse_ptr,
-    found_stride_b,
-    found_stride_h,
-    found_stride_l,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
-    sink_stride,
-    batches,
-    num_heads,
-    length,
-    splits,
-    group,
-    SINKS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    found_ptr, found_lse_ptr, sink_ptr, used_ptr, out_ptr, lse_ptr,
+    found_stride_b, found_stride_h, found_stride_l, out_stride_b, out_stride_h, out_stride_l, sink_stride,
+    batches, num_heads, length, splits, group,
+    SINKS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Merges the splits of one head of one query by their log-sum-exps, in their order.
 
     ``used [B, Hq / group]``, if there is any: how many splits heads that share keys have, at least 1; what is of the

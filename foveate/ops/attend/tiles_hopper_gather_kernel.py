@@ -50,54 +50,22 @@ def _copy(
 
 @gluon.jit
 def gather(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    index_ptr,
-    start_ptr,
-    count_ptr,
-    heads_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    index_stride_b,
-    index_stride_h,
-    index_stride_k,
-    items,
-    num_kv_heads,
-    group,
-    tile,
-    tiles,
-    parts,
-    length,
-    offset,
-    lists,
-    q_tile,
-    k_tiles,
-    v_tiles,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    MAPPED: gl.constexpr,
-    ROWS: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    index_stride_b, index_stride_h, index_stride_k,
+    items, num_kv_heads, group, tile, tiles, parts, length, offset, lists, q_tile, k_tiles, v_tiles, q_full, q_empty,
+    k_full, k_empty, v_full, v_empty,
+    MAPPED: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
     """Fills ``q_tile [2 * ROWS, D]`` for every item, and ``k_tiles`` and ``v_tiles [STAGES, KEYS, D]`` block by block,
     the last block of a tile's list first; unused keys are 0. The first keys of an item are gathered before its queries,
     whose buffer is free only when the previous item is done."""
+    ROWS: gl.constexpr = SIZES[0]
+    DIM: gl.constexpr = SIZES[1]
+    BLOCK_D: gl.constexpr = SIZES[2]
+    KEYS: gl.constexpr = SIZES[3]
+    STAGES: gl.constexpr = SIZES[4]
+    AT_ONCE: gl.constexpr = SIZES[5]
     LANES: gl.constexpr = BLOCK_D // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     places = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))

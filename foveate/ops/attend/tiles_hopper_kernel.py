@@ -84,41 +84,13 @@ def attend_tiles(
     block_d = next(width for width in _RINGS if dim <= width)
     keys, stages = _RINGS[block_d]
     _attend_tiles_on_hopper[(min(items, multiprocessors(q.device)),)](
-        q,
-        k,
-        v,
-        indices,
-        starts,
-        counts,
-        heads,
-        logits.sinks,
-        out,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *indices.stride(),
-        *out.stride()[:3],
+        q, k, v, indices, starts, counts, heads, logits.sinks, out,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *indices.stride(), *out.stride()[:3],
         0 if logits.sinks is None else logits.sinks.stride(0),
-        items,
-        num_kv_heads,
-        group,
-        tile,
-        tiles,
-        parts,
-        length,
-        offset,
-        logits.scaling * _LOG2E.value,
-        MAPPED=heads is not None,
-        SINKS=logits.sinks is not None,
-        ROWS=ROWS,
-        DIM=dim,
-        BLOCK_D=block_d,
-        KEYS=keys,
-        STAGES=stages,
-        AT_ONCE=_AT_ONCE,
-        REGISTERS=_REGISTERS[block_d],
-        num_warps=4,
-    )
+        items, num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * _LOG2E.value,
+        MAPPED=heads is not None, SINKS=logits.sinks is not None, SIZES=(ROWS, dim, block_d, keys, stages, _AT_ONCE),
+        REGISTERS=_REGISTERS[block_d], num_warps=4,
+    )  # fmt: skip
     return Attended(out)
 
 
@@ -141,28 +113,10 @@ def _weigh(products, top, weight, scale):
 
 @gluon.jit
 def _step(
-    turn,
-    block,
-    last,
-    q,
-    k_tiles,
-    v_tiles,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    out,
-    p,
-    top,
-    weight,
-    scale,
-    limits,
-    nothing,
-    HIDES: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    turn, block, last, q, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, out, p, top, weight, scale,
+    limits, nothing,
+    HIDES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Multiplies the keys of one block, and meanwhile the values of the block before by their weights."""
     OF_ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
     stage, before = turn % STAGES, (turn - 1) % STAGES
@@ -186,42 +140,18 @@ def _step(
 
 @gluon.jit
 def _attend(
-    count_ptr,
-    heads_ptr,
-    sink_ptr,
-    out_ptr,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
-    sink_stride,
-    items,
-    num_kv_heads,
-    group,
-    tile,
-    tiles,
-    parts,
-    length,
-    offset,
-    scale,
-    q_tiles,
-    k_tiles,
-    v_tiles,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    WHICH: gl.constexpr,
-    MAPPED: gl.constexpr,
-    SINKS: gl.constexpr,
-    ROWS: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    count_ptr, heads_ptr, sink_ptr, out_ptr,
+    out_stride_b, out_stride_h, out_stride_l, sink_stride,
+    items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles, k_tiles, v_tiles, q_full, q_empty,
+    k_full, k_empty, v_full, v_empty,
+    WHICH: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
     """Attention of half of the rows. Only blocks that hold keys of the tile itself hide some."""
+    ROWS: gl.constexpr = SIZES[0]
+    DIM: gl.constexpr = SIZES[1]
+    BLOCK_D: gl.constexpr = SIZES[2]
+    KEYS: gl.constexpr = SIZES[3]
+    STAGES: gl.constexpr = SIZES[4]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -314,55 +244,22 @@ def _four_together(dim):
 
 @gluon.jit(do_not_specialize=["items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles_on_hopper(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    index_ptr,
-    start_ptr,
-    count_ptr,
-    heads_ptr,
-    sink_ptr,
-    out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    index_stride_b,
-    index_stride_h,
-    index_stride_k,
-    out_stride_b,
-    out_stride_h,
-    out_stride_l,
-    sink_stride,
-    items,
-    num_kv_heads,
-    group,
-    tile,
-    tiles,
-    parts,
-    length,
-    offset,
-    scale,
-    MAPPED: gl.constexpr,
-    SINKS: gl.constexpr,
-    ROWS: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, out_ptr,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    index_stride_b, index_stride_h, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride,
+    items, num_kv_heads, group, tile, tiles, parts, length, offset, scale,
+    MAPPED: gl.constexpr, SINKS: gl.constexpr, SIZES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
     """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1; ``scale`` includes log2(e).
 
     A program takes every so many-th of the items: parts of tiles, of 128 rows. Row r of a tile is query ``r % tile`` of
-    the group's head ``r // tile``.
+    the group's head ``r // tile``. ``SIZES``: rows of a warpgroup, head dim, the power of two that holds it, keys of a
+    block, blocks that shared memory holds, rows that are gathered at a time.
     """
+    ROWS: gl.constexpr = SIZES[0]
+    BLOCK_D: gl.constexpr = SIZES[2]
+    KEYS: gl.constexpr = SIZES[3]
+    STAGES: gl.constexpr = SIZES[4]
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_tiles = gl.allocate_shared_memory(dtype, [1, 2 * ROWS, BLOCK_D], LAYOUT)
@@ -387,15 +284,15 @@ def _attend_tiles_on_hopper(
         (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_l, sink_stride,
                    items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles,
                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   0, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
+                   0, MAPPED, SINKS, SIZES)),
         (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_l, sink_stride,
                    items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles,
                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   1, MAPPED, SINKS, ROWS, DIM, BLOCK_D, KEYS, STAGES)),
+                   1, MAPPED, SINKS, SIZES)),
         (gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
                    k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b,
                    index_stride_h, index_stride_k, items, num_kv_heads, group, tile, tiles, parts, length, offset,
                    lists, q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   MAPPED, ROWS, DIM, BLOCK_D, KEYS, STAGES, AT_ONCE)),
+                   MAPPED, SIZES)),
     ], [4, 4], [REGISTERS[0], REGISTERS[1]])
     # fmt: on

@@ -5,20 +5,14 @@ import importlib
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.tiles import check_out, check_selection
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
-from foveate.ops.gpu.tiles import Tile
-from foveate.ops.logits import Logits
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4e38)
-"""Where a running maximum starts: finite, so that a query which has seen nothing yet weighs its past with 1."""
+from foveate.ops.gpu.softmax import LOG2E, LOWEST
+from foveate.ops.gpu.tiles import Tile, tile_of_width
 
 _TILES = {
     64: Tile(128, 64, num_warps=8, num_stages=3),
@@ -36,28 +30,14 @@ _HOPPER = True
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     """The tile for head dims of at most 256, of which ``dim`` is the larger, and so many rows that share keys."""
-    tile = next(tile for width, tile in _TILES.items() if dim <= width)
+    tile = tile_of_width(_TILES, dim)
     if dtype == torch.float32:
         tile = _TILE_FP32 if dim <= 128 else _TILE_FP32._replace(block_n=16)
     block_m = min(tile.block_m, max(16, triton.next_power_of_2(rows)))
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def attend_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    tile: int,
-    logits: Logits,
-    offset: int = 0,
-    starts: Tensor,
-    counts: Tensor,
-    heads: Tensor | None = None,
-    out: Tensor | None = None,
-    block_table: BlockTable | None = None,
-) -> Attended:
+def attend_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, block_table=None):
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
@@ -93,77 +73,29 @@ def attend_tiles(
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
-        q,
-        k,
-        v,
-        indices,
-        starts,
-        counts,
-        heads,
-        logits.sinks,
-        *arguments(block_table),
-        out,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        indices.stride(),
-        out.stride()[:3],
+        q, k, v, indices, starts, counts, heads, logits.sinks, *arguments(block_table), out,
+        q.stride(), k.stride(), v.stride(), indices.stride(), out.stride()[:3],
         0 if logits.sinks is None else logits.sinks.stride(0),
-        num_kv_heads,
-        group,
-        tile,
-        tiles,
-        parts,
-        length,
-        offset,
-        logits.scaling * _LOG2E.value,
-        BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(logits.softcap),
+        num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * LOG2E.value,
+        BLOCK_SIZE=block_size(block_table, k), SOFTCAP=constant(logits.softcap),
         **block.sizes(dim, value_dim) | block.options,
-    )
+    )  # fmt: skip
     return Attended(out)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    index_ptr,
-    start_ptr,
-    count_ptr,
-    heads_ptr,
-    sink_ptr,
-    table_ptr,
-    table_stride,
-    out_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    index_strides,
-    out_strides,
-    sink_stride,
-    num_kv_heads,
-    group,
-    tile,
-    tiles,
-    parts,
-    length,
-    offset,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, table_ptr, table_stride, out_ptr,
+    q_strides, k_strides, v_strides, index_strides, out_strides, sink_stride,
+    num_kv_heads, group, tile, tiles, parts, length, offset, scale,
+    BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
 
-    Row r of a tile is query ``r % tile`` of the group's head ``r // tile``. The last tiles, which have the most keys,
-    have the lowest numbers and start first.
+    A program owns ``BLOCK_M`` rows of one tile and KV head. It reads the keys that the tile chose and then the tile's
+    own, of which alone some are hidden, with an online softmax in fp32. Row r of a tile is query ``r % tile`` of the
+    group's head ``r // tile``. The last tiles, which have the most keys, have the lowest numbers and start first.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
@@ -197,13 +129,13 @@ def _attend_tiles(
     index_ptr += batch * index_stride_b + source * index_stride_h + tl.load(start_ptr + t) * index_stride_k
     used = tl.load(count_ptr + (batch * num_kv_heads + source) * tiles + t)
 
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sink_ptr is not None:
         sinks = tl.load(sink_ptr + (head * group + member) * sink_stride).to(tl.float32)
-        top = tl.maximum(top, sinks * _LOG2E)
-        weight = tl.where(top > _LOWEST, 1.0, weight)
+        top = tl.maximum(top, sinks * LOG2E)
+        weight = tl.where(top > LOWEST, 1.0, weight)
     for of_tile in tl.static_range(2):  # first the keys chosen, then those of the tile
         for first in tl.range(0, tl.minimum(tile, end - start) if of_tile else used, BLOCK_N):
             if of_tile:

@@ -1,7 +1,5 @@
 """Causal attention over a sliding window and the first keys, and under a cap over all of them."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,18 +60,7 @@ def attend_window(
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 
-def check_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    lower: Tensor,
-    sinks: int = 0,
-    offset: int = 0,
-    block_table: BlockTable | None = None,
-    **_: Any,
-) -> None:
+def check_window(q, k, v, *, logits, lower, sinks=0, offset=0, block_table=None, **_):
     """Raise for arguments of :func:`attend_window` that cannot be."""
     check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
     check_number("sinks", sinks, 0)

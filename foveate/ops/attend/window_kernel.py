@@ -31,17 +31,7 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
-def attend_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    lower: Tensor,
-    sinks: int = 0,
-    offset: int = 0,
-    block_table: BlockTable | None = None,
-) -> Attended:
+def attend_window(q, k, v, *, logits, lower, sinks=0, offset=0, block_table=None):
     """See :func:`foveate.ops.attend.window.attend_window`.
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
@@ -89,76 +79,32 @@ def _windowed(
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
     lse = q.new_empty(batch, num_heads, length, dtype=torch.float32) if need_lse else None
     _attend_window[batch * num_heads, triton.cdiv(length, tile.block_m)](
-        q,
-        k,
-        v,
-        lower,
-        logits.sinks,
-        *arguments(block_table),
-        out,
-        lse,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        out.stride()[:3],
-        lower.stride(0),
+        q, k, v, lower, logits.sinks, *arguments(block_table), out, lse,
+        q.stride(), k.stride(), v.stride(), out.stride()[:3], lower.stride(0),
         0 if logits.sinks is None else logits.sinks.stride(0),
-        num_heads,
-        num_heads // num_kv_heads,
-        length,
-        offset,
-        sinks,
-        logits.scaling * LOG2E.value,
-        BLOCK_SIZE=block_size(block_table, k),
-        SOFTCAP=constant(logits.softcap),
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
-    )
+        num_heads, num_heads // num_kv_heads, length, offset, sinks, logits.scaling * LOG2E.value,
+        BLOCK_SIZE=block_size(block_table, k), SOFTCAP=constant(logits.softcap), DIM=dim, VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.options,
+    )  # fmt: skip
     return Attended(out, lse)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_heads", "group", "length", "offset", "sinks"])
 def _attend_window(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    lower_ptr,
-    sink_ptr,
-    table_ptr,
-    table_stride,
-    out_ptr,
-    lse_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    lower_stride,
-    sink_stride,
-    num_heads,
-    group,
-    length,
-    offset,
-    sinks,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, lower_ptr, sink_ptr, table_ptr, table_stride, out_ptr, lse_ptr,
+    q_strides, k_strides, v_strides, out_strides, lower_stride, sink_stride,
+    num_heads, group, length, offset, sinks, scale,
+    BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous, if there is any;
     ``scale`` includes log2(e).
 
-    The keys of the block are the sinks and all from the first query's ``lower`` to the last query's own. They are
-    counted by ``place``: the sinks first, and ``gap`` keys, which no query sees, are left out after them.
+    A program owns ``BLOCK_M`` queries of one head. It reads the blocks of keys that need a mask, at both ends, and then
+    those between, each once, with an online softmax in fp32. The keys of the block are the sinks and all from the first
+    query's ``lower`` to the last query's own. They are counted by ``place``: the sinks first, and ``gap`` keys, which
+    no query sees, are left out after them.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
     BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.

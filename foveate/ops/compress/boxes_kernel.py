@@ -3,9 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 
@@ -13,15 +11,7 @@ _MOST = 64
 """Keys that a program looks at at once."""
 
 
-def bound_newest(
-    keys: Tensor,
-    low: Tensor,
-    high: Tensor,
-    lengths: Tensor,
-    page_size: int,
-    *,
-    block_table: BlockTable | None = None,
-) -> None:
+def bound_newest(keys, low, high, lengths, page_size, *, block_table=None):
     """See :func:`foveate.ops.compress.boxes.bound_newest`. One launch; a program owns a row and a KV head."""
     batch, heads, dim = len(low), keys.shape[1], keys.shape[3]
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -33,23 +23,12 @@ def bound_newest(
         raise ValueError(f"corners {tuple(low.shape)} in {low.dtype} do not fit keys {tuple(keys.shape)}")
     if batch * heads:
         _bound_newest[batch * heads,](
-            keys,
-            low,
-            high,
-            lengths,
-            *arguments(block_table),
-            *keys.stride(),
-            *low.stride(),
-            *high.stride(),
-            lengths.stride(0),
-            heads,
-            page_size,
-            BLOCK_SIZE=block_size(block_table, keys),
-            DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK=min(_MOST, triton.next_power_of_2(page_size)),
-            num_warps=4,
-        )
+            keys, low, high, lengths, *arguments(block_table),
+            *keys.stride(), *low.stride(), *high.stride(), lengths.stride(0),
+            heads, page_size,
+            BLOCK_SIZE=block_size(block_table, keys), DIM=dim, BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK=min(_MOST, triton.next_power_of_2(page_size)), num_warps=4,
+        )  # fmt: skip
 
 
 _VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh"]
@@ -57,32 +36,13 @@ _VARYING = [f"{x}_stride_{axis}" for x in ("key", "low", "high") for axis in "bh
 
 @triton.jit(do_not_specialize=[*_VARYING, "length_stride", "table_stride", "heads", "page_size"])
 def _bound_newest(
-    key_ptr,
-    low_ptr,
-    high_ptr,
-    length_ptr,
-    table_ptr,
-    table_stride,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    key_stride_d,
-    low_stride_b,
-    low_stride_h,
-    low_stride_p,
-    low_stride_d,
-    high_stride_b,
-    high_stride_h,
-    high_stride_p,
-    high_stride_d,
+    key_ptr, low_ptr, high_ptr, length_ptr, table_ptr,
+    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    low_stride_b, low_stride_h, low_stride_p, low_stride_d, high_stride_b, high_stride_h, high_stride_p, high_stride_d,
     length_stride,
-    heads,
-    page_size,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    heads, page_size,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes one page of ``low`` and ``high``. ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots,
     and ``table`` has the blocks of each row."""
     row = tl.program_id(0)

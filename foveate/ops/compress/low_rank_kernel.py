@@ -35,15 +35,7 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
     return records
 
 
-def compress_newest(
-    keys: Tensor,
-    records: Tensor,
-    lengths: Tensor,
-    form: PageRecord,
-    weights: Tensor | None = None,
-    *,
-    block_table: BlockTable | None = None,
-) -> None:
+def compress_newest(keys, records, lengths, form, weights=None, *, block_table=None):
     """See :func:`foveate.ops.compress.low_rank.compress_newest`. One launch; a program owns a row and a KV head."""
     form.check(records, keys, weights, block_table)
     _launch(keys, records, lengths, form, weights, block_table)
@@ -81,34 +73,15 @@ def _launch(
         return
     block_d, block_s = (triton.next_power_of_2(x) for x in (form.head_dim, form.page_size))
     _compress[pages, batch * heads](
-        keys,
-        records,
-        None if weights is None else weights.contiguous(),
-        lengths,
-        *arguments(block_table),
-        *keys.stride(),
-        *records.stride()[:3],
-        0 if lengths is None else lengths.stride(0),
+        keys, records, None if weights is None else weights.contiguous(), lengths, *arguments(block_table),
+        *keys.stride(), *records.stride()[:3], 0 if lengths is None else lengths.stride(0),
         heads,
-        WEIGHTED=weights is not None,
-        NEWEST=lengths is not None and not written,
-        WRITTEN=keys.shape[2] if written else 0,
-        BLOCK_SIZE=block_size(block_table, keys),
-        DIM=form.head_dim,
-        SIZE=form.page_size,
-        RANK=form.rank,
-        MEAN=form.mean,
-        DIRECTIONS=form.directions,
-        COEFFICIENTS=form.coefficients,
-        BITS=form.coefficient_bits,
-        ITERATIONS=low_rank.ITERATIONS,
-        MEAN_LIMIT=low_rank.MEAN_LIMIT,
-        LIMIT=low_rank.LIMIT,
-        TINY=low_rank.TINY,
-        BLOCK_D=block_d,
-        BLOCK_S=block_s,
-        num_warps=warps(form),
-    )
+        WEIGHTED=weights is not None, NEWEST=lengths is not None and not written,
+        WRITTEN=keys.shape[2] if written else 0, BLOCK_SIZE=block_size(block_table, keys), DIM=form.head_dim,
+        SIZE=form.page_size, RANK=form.rank, MEAN=form.mean, DIRECTIONS=form.directions, COEFFICIENTS=form.coefficients,
+        BITS=form.coefficient_bits, ITERATIONS=low_rank.ITERATIONS, MEAN_LIMIT=low_rank.MEAN_LIMIT,
+        LIMIT=low_rank.LIMIT, TINY=low_rank.TINY, BLOCK_D=block_d, BLOCK_S=block_s, num_warps=warps(form),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -132,41 +105,20 @@ def _pack(ptr, values, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "length_stride", "table_stride"])
 def _compress(
-    key_ptr,
-    record_ptr,
-    weight_ptr,
-    length_ptr,
-    table_ptr,
-    table_stride,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    key_stride_d,
-    record_stride_b,
-    record_stride_h,
-    record_stride_p,
-    length_stride,
+    key_ptr, record_ptr, weight_ptr, length_ptr, table_ptr,
+    table_stride, key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    record_stride_b, record_stride_h, record_stride_p, length_stride,
     heads,
-    WEIGHTED: tl.constexpr,
-    NEWEST: tl.constexpr,
-    WRITTEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    RANK: tl.constexpr,
-    MEAN: tl.constexpr,
-    DIRECTIONS: tl.constexpr,
-    COEFFICIENTS: tl.constexpr,
-    BITS: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    MEAN_LIMIT: tl.constexpr,
-    LIMIT: tl.constexpr,
-    TINY: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    WEIGHTED: tl.constexpr, NEWEST: tl.constexpr, WRITTEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, RANK: tl.constexpr, MEAN: tl.constexpr, DIRECTIONS: tl.constexpr, COEFFICIENTS: tl.constexpr,
+    BITS: tl.constexpr, ITERATIONS: tl.constexpr, MEAN_LIMIT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Writes the record of page ``program_id(0)``, or (``NEWEST``) of the page that the row's last key fills, or
     (``WRITTEN``, slots of a block) of the page that token ``program_id(0)`` fills, whose slot is in ``length``.
+
+    A program owns one page of one KV head, whose keys it holds in registers; directions are found in fp32, by a fixed
+    number of iterations, so that a page's record is the same whoever makes it.
 
     ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots, and ``table`` has the blocks of each row.
     """

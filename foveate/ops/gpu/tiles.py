@@ -37,6 +37,10 @@ class Tile(NamedTuple):
         sizes = {"DIM": dim, "BLOCK_D": padded(dim), "BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
         return sizes if value_dim is None else sizes | {"VALUE_DIM": value_dim, "BLOCK_DV": padded(value_dim)}
 
+    def shape(self, dim: int, value_dim: int) -> tuple[int, ...]:
+        """The same as one constant: head dims, the powers of two that hold them, queries and keys."""
+        return dim, value_dim, padded(dim), padded(value_dim), self.block_m, self.block_n
+
 
 def cdiv(number: int, size: int) -> int:
     """How many parts of a size hold a number. On the host ``triton.cdiv`` takes several times as long."""

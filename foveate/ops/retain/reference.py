@@ -65,15 +65,7 @@ def check_out(out: Tensor | None, positions: Tensor) -> None:
         )
 
 
-def check_give_up(
-    positions: Tensor,
-    *,
-    rows: Tensor | None = None,
-    scores: Tensor | None = None,
-    before: Tensor | None = None,
-    at: Tensor | None = None,
-    out: Tensor | None = None,
-) -> None:
+def check_give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None):
     """Raise for arguments of :func:`give_up` that cannot be."""
     if (scores is None) == (at is None):
         raise ValueError("give_up takes either scores or at")

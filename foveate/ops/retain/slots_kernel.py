@@ -3,9 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 
@@ -14,15 +12,7 @@ _BLOCK = 2048
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-def give_up(
-    positions: Tensor,
-    *,
-    rows: Tensor | None = None,
-    scores: Tensor | None = None,
-    before: Tensor | None = None,
-    at: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None):
     """See :func:`foveate.ops.retain.reference.give_up`. One launch; a program owns a row and a KV head."""
     batch, heads, number = positions.shape
     if at is None and scores.dtype != torch.float32:
@@ -31,38 +21,18 @@ def give_up(
     if slots.numel():
         limit = before if at is None else at
         _give_up[batch * heads,](
-            positions,
-            scores if at is None else None,
-            limit,
-            rows,
-            slots,
-            *positions.stride(),
-            *((0, 0, 0) if at is not None else scores.stride()),
-            1 if limit is None else limit.stride(0),
-            1 if rows is None else rows.stride(0),
-            heads,
-            number,
-            AT=at is not None,
-            BLOCK=min(_BLOCK, max(128, triton.next_power_of_2(number))),
-            num_warps=4,
-        )
+            positions, scores if at is None else None, limit, rows, slots,
+            *positions.stride(), *((0, 0, 0) if at is not None else scores.stride()),
+            1 if limit is None else limit.stride(0), 1 if rows is None else rows.stride(0),
+            heads, number,
+            AT=at is not None, BLOCK=min(_BLOCK, max(128, triton.next_power_of_2(number))), num_warps=4,
+        )  # fmt: skip
     return slots
 
 
 def put_token(
-    keys: Tensor,
-    values: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    *,
-    freed: Tensor | None = None,
-    take: bool = False,
-    positions: Tensor | None = None,
-    newest: Tensor | None = None,
-    emptied: Tensor | None = None,
-    block_table: BlockTable | None = None,
-) -> Tensor:
+    keys, values, k, v, slots, *, freed=None, take=False, positions=None, newest=None, emptied=None, block_table=None,
+):  # fmt: skip
     """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a row and a KV head."""
     batch, heads, dim, value_dim = len(keys), keys.shape[1], keys.shape[3], values.shape[3]
     if block_table is not None:
@@ -76,32 +46,16 @@ def put_token(
     found = torch.empty(batch, heads, dtype=torch.int64, device=keys.device)
     if found.numel():
         _put_token[batch * heads,](
-            keys,
-            values,
-            k,
-            v,
-            slots.contiguous(),
-            freed,
-            positions,
-            None if positions is None else newest.contiguous(),
-            emptied,
-            *arguments(block_table),
-            found,
-            *keys.stride(),
-            *values.stride(),
-            *(k.stride(axis) for axis in (0, 1, 3)),
-            *(v.stride(axis) for axis in (0, 1, 3)),
-            *((0, 0) if freed is None else freed.stride()),
+            keys, values, k, v, slots.contiguous(), freed, positions,
+            None if positions is None else newest.contiguous(), emptied, *arguments(block_table), found,
+            *keys.stride(), *values.stride(), *(k.stride(axis) for axis in (0, 1, 3)),
+            *(v.stride(axis) for axis in (0, 1, 3)), *((0, 0) if freed is None else freed.stride()),
             *((0, 0, 0) if positions is None else positions.stride()),
             *((0, 0, 0) if emptied is None else emptied.stride()),
             heads,
-            TAKE=take and freed is not None,
-            BLOCK_SIZE=block_size(block_table, keys),
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            BLOCK=triton.next_power_of_2(max(dim, value_dim)),
-            num_warps=1,
-        )
+            TAKE=take and freed is not None, BLOCK_SIZE=block_size(block_table, keys), DIM=dim, VALUE_DIM=value_dim,
+            BLOCK=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
+        )  # fmt: skip
     return found
 
 
@@ -111,26 +65,15 @@ _VARYING += ["limit_stride", "row_stride", "heads", "number"]
 
 @triton.jit(do_not_specialize=_VARYING)
 def _give_up(
-    position_ptr,
-    score_ptr,
-    limit_ptr,
-    row_ptr,
-    slot_ptr,
-    position_stride_b,
-    position_stride_h,
-    position_stride_s,
-    score_stride_b,
-    score_stride_h,
-    score_stride_s,
-    limit_stride,
-    row_stride,
-    heads,
-    number,
-    AT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    position_ptr, score_ptr, limit_ptr, row_ptr, slot_ptr,
+    position_stride_b, position_stride_h, position_stride_s, score_stride_b, score_stride_h, score_stride_s,
+    limit_stride, row_stride,
+    heads, number,
+    AT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes ``slot [B, Hkv]`` and -1 to its position. Scores count first and then positions, the larger the sooner;
-    both are in one integer, which is different for every token."""
+    both are in one integer, which is different for every token. A program owns a KV head of a row, whose slots it looks
+    through once."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     position_ptr += batch * position_stride_b + head * position_stride_h
@@ -171,47 +114,15 @@ _STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "p
 
 @triton.jit(do_not_specialize=[*_STRIDES, "table_stride", "heads"])
 def _put_token(
-    key_ptr,
-    value_ptr,
-    k_ptr,
-    v_ptr,
-    slot_ptr,
-    freed_ptr,
-    position_ptr,
-    newest_ptr,
-    emptied_ptr,
-    table_ptr,
-    table_stride,
-    found_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    key_stride_d,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    value_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_d,
-    freed_stride_b,
-    freed_stride_h,
-    position_stride_b,
-    position_stride_h,
-    position_stride_s,
-    emptied_stride_b,
-    emptied_stride_h,
-    emptied_stride_s,
+    key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, freed_ptr, position_ptr, newest_ptr, emptied_ptr, table_ptr,
+    table_stride, found_ptr,
+    key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    value_stride_b, value_stride_h, value_stride_s, value_stride_d, k_stride_b, k_stride_h, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_d, freed_stride_b, freed_stride_h,
+    position_stride_b, position_stride_h, position_stride_s, emptied_stride_b, emptied_stride_h, emptied_stride_s,
     heads,
-    TAKE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    TAKE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots. ``BLOCK_SIZE``, where
     it is not 0: memory is blocks of so many slots, and ``table`` has the blocks of each row."""
     row = tl.program_id(0)

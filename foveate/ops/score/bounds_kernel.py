@@ -58,68 +58,27 @@ def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, le
         room = _RESIDENT * multiprocessors(rows.device)
         splits, _ = split(batch * num_kv_heads * parts, blocks, room)
         _largest_logit[batch * num_kv_heads * parts, splits](
-            rows,
-            low,
-            high,
-            lengths,
-            bounds,
-            *rows.stride(),
-            *low.stride(),
-            *high.stride(),
-            *((0, 0) if lengths is None else lengths.stride()),
-            num_kv_heads,
-            group,
-            parts,
-            number,
-            padded,
-            room,
-            scaling,
-            BOUNDED=lengths is not None,
-            DIM=dim,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            **tile.options,
-        )
+            rows, low, high, lengths, bounds,
+            *rows.stride(), *low.stride(), *high.stride(), *((0, 0) if lengths is None else lengths.stride()),
+            num_kv_heads, group, parts, number, padded, room, scaling,
+            BOUNDED=lengths is not None, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, **tile.options,
+        )  # fmt: skip
     return bounds[..., :number]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _largest_logit(
-    q_ptr,
-    low_ptr,
-    high_ptr,
-    length_ptr,
-    bound_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_g,
-    q_stride_d,
-    low_stride_b,
-    low_stride_h,
-    low_stride_l,
-    low_stride_d,
-    high_stride_b,
-    high_stride_h,
-    high_stride_l,
-    high_stride_d,
-    length_stride_b,
-    length_stride_h,
-    num_kv_heads,
-    group,
-    parts,
-    number,
-    padded,
-    room,
-    scale,
-    BOUNDED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, low_ptr, high_ptr, length_ptr, bound_ptr,
+    q_stride_b, q_stride_h, q_stride_g, q_stride_d, low_stride_b, low_stride_h, low_stride_l, low_stride_d,
+    high_stride_b, high_stride_h, high_stride_l, high_stride_d, length_stride_b, length_stride_h,
+    num_kv_heads, group, parts, number, padded, room, scale,
+    BOUNDED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``bound [B, Hkv, G, padded]``, contiguous; ``length`` (``BOUNDED``): how many of the first boxes are
-    there; nothing is written after their blocks."""
+    there; nothing is written after their blocks. A program owns one split of the boxes, for up to ``BLOCK_M`` heads of
+    a group, and reads each corner once.
+    """
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)

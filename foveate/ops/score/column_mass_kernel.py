@@ -3,14 +3,12 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
-from foveate.ops.gpu.tiles import Tile
-from foveate.ops.logits import Logits
+from foveate.ops.gpu.softmax import LOG2E
+from foveate.ops.gpu.tiles import Tile, tile_of_width
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)
 """Key blocks of one head that run side by side, so that the queries which they read stay in the L2 cache."""
 
@@ -28,18 +26,10 @@ _TILE_FP32 = Tile(16, 32, num_warps=4, num_stages=1)
 
 def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     """The tile for a head dim of at most 256."""
-    return _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+    return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
-def column_mass(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    *,
-    logits: Logits,
-    offset: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
+def column_mass(q, k, lse, *, logits, offset=0, out=None):
     """See :func:`foveate.ops.score.reference.column_mass`.
 
     A program owns a block of keys and one query head, and walks over the queries that see the block, so every sum has
@@ -63,60 +53,29 @@ def column_mass(
     mass = q.new_empty(batch, num_heads, visible, dtype=torch.float32)
     rounds = triton.cdiv(triton.cdiv(visible, tile.block_n), _NEIGHBOURS.value)
     _column_mass[_NEIGHBOURS.value * batch * num_heads, rounds](
-        q,
-        k,
-        lse,
-        mass,
-        *q.stride(),
-        *k.stride(),
-        *lse.stride(),
-        num_heads,
-        num_heads // num_kv_heads,
-        length,
-        offset,
-        logits.scaling * _LOG2E.value,
-        SOFTCAP=constant(logits.softcap),
-        DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
-    )
+        q, k, lse, mass,
+        *q.stride(), *k.stride(), *lse.stride(),
+        num_heads, num_heads // num_kv_heads, length, offset, logits.scaling * LOG2E.value,
+        SOFTCAP=constant(logits.softcap), DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, **tile.options,
+    )  # fmt: skip
     out[:, :, :visible] += mass.unflatten(1, (num_kv_heads, -1)).sum(2)
     return out
 
 
 @triton.jit(do_not_specialize=["num_heads", "group", "length", "offset"])
 def _column_mass(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    mass_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_l,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    lse_stride_b,
-    lse_stride_h,
-    lse_stride_l,
-    num_heads,
-    group,
-    length,
-    offset,
-    scale,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, lse_ptr, mass_ptr,
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    lse_stride_b, lse_stride_h, lse_stride_l,
+    num_heads, group, length, offset, scale,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``mass [B, Hq, offset + Lq]``; ``scale`` includes log2(e).
 
-    Early keys are seen by the most queries: their programs, of all heads, have the lowest numbers and start first.
+    A program owns ``BLOCK_N`` keys of one head. It reads the queries that see a part of them, and then those that see
+    all: a key's sum has one owner and one order. Early keys are seen by the most queries: their programs, of all heads,
+    have the lowest numbers and start first.
     """
     row = tl.program_id(0) // _NEIGHBOURS
     first_key = (tl.program_id(1) * _NEIGHBOURS + tl.program_id(0) % _NEIGHBOURS) * BLOCK_N
@@ -143,7 +102,7 @@ def _column_mass(
             exist = start + queries < length
             q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
             lse = tl.load(lse_ptr + queries * lse_stride_l, mask=exist, other=float("-inf"))
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
             p = tl.exp2(logits - lse[:, None])
             if not whole:

@@ -72,30 +72,13 @@ def indexer_scores(
     for one in range(batch):
         _indexer_scores[(groups * triton.cdiv(tiles, span),)](
             TensorDescriptor.from_tensor(q[one].view(queries * heads, dim), [_ROWS, dim], layout),
-            TensorDescriptor.from_tensor(k[one], [_KEYS, dim], layout),
-            weights[one],
-            scores[one],
-            maxima[one],
-            lost,
-            None if starts is None else starts[one:],
-            None if scales is None else scales[one],
-            groups,
-            queries,
-            number,
-            scores.stride(1),
-            maxima.stride(1),
-            ratio,
-            offset,
-            span,
-            HEADS=heads,
-            EACH=each,
-            KEYS=_KEYS,
-            BLOCK=BLOCK,
-            STAGES=_STAGES,
-            PADDED=starts is not None,
-            SCALED=scales is not None,
-            num_warps=4,
-        )
+            TensorDescriptor.from_tensor(k[one], [_KEYS, dim], layout), weights[one], scores[one], maxima[one], lost,
+            None if starts is None else starts[one:], None if scales is None else scales[one], groups, queries, number,
+            scores.stride(1), maxima.stride(1),
+            ratio, offset, span,
+            HEADS=heads, EACH=each, KEYS=_KEYS, BLOCK=BLOCK, STAGES=_STAGES, PADDED=starts is not None,
+            SCALED=scales is not None, num_warps=4,
+        )  # fmt: skip
     return IndexerScores(scores, maxima, lost)
 
 
@@ -109,20 +92,9 @@ def _owners(each):
 
 @gluon.jit
 def _fetch(
-    q_desc,
-    k_desc,
-    first_row,
-    begin,
-    end,
-    q_tiles,
-    k_tiles,
-    q_full,
-    full,
-    empty,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_desc, k_desc, first_row, begin, end, q_tiles, k_tiles, q_full, full, empty,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     WIDTH: gl.constexpr = q_desc.block_shape[1] * q_desc.dtype.primitive_bitwidth // 8
     mbarrier.expect(q_full, 2 * ROWS * WIDTH)
     for which in gl.static_range(2):
@@ -139,34 +111,13 @@ def _fetch(
 @gluon.jit
 def _add_up(
     which,
-    w_ptr,
-    score_ptr,
-    max_ptr,
-    lost_ptr,
-    start_ptr,
-    scale_ptr,
-    first_query,
-    begin,
-    end,
-    queries,
-    number,
-    apart,
-    max_apart,
-    ratio,
-    offset,
-    q_tiles,
-    k_tiles,
-    q_full,
-    full,
-    empty,
-    HEADS: gl.constexpr,
-    EACH: gl.constexpr,
-    KEYS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    PADDED: gl.constexpr,
-    SCALED: gl.constexpr,
-):
+    w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr,
+    first_query, begin, end, queries, number, apart, max_apart, ratio, offset, q_tiles, k_tiles, q_full, full, empty,
+    HEADS: gl.constexpr, EACH: gl.constexpr, KEYS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PADDED: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """The scores of ``EACH`` queries, of which the warpgroup owns one product's columns: block after block of keys, as
+    these are fetched, and summed over the heads in fp32."""
     ROWS: gl.constexpr = EACH * HEADS
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, ROWS, 256 // k_tiles.dtype.primitive_bitwidth]
@@ -221,30 +172,12 @@ def _add_up(
 
 @gluon.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])
 def _indexer_scores(
-    q_desc,
-    k_desc,
-    w_ptr,
-    score_ptr,
-    max_ptr,
-    lost_ptr,
-    start_ptr,
-    scale_ptr,
-    groups,
-    queries,
-    number,
-    apart,
-    max_apart,
-    ratio,
-    offset,
-    span,
-    HEADS: gl.constexpr,
-    EACH: gl.constexpr,
-    KEYS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    PADDED: gl.constexpr,
-    SCALED: gl.constexpr,
-):
+    q_desc, k_desc,
+    w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr,
+    groups, queries, number, apart, max_apart, ratio, offset, span,
+    HEADS: gl.constexpr, EACH: gl.constexpr, KEYS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PADDED: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
     """Writes ``scores [S, T]`` and ``maxima [S, blocks]`` of one batch entry, whose weights ``[S, H]`` and scales
     ``[T]`` are contiguous.
 

@@ -5,7 +5,6 @@ import importlib
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import multiprocessors
@@ -35,16 +34,7 @@ def options(dtype: torch.dtype, dim: int, capability: int) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 3 if capability >= 9 else 2}
 
 
-def indexer_scores(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    *,
-    ratio: int = 1,
-    offset: int = 0,
-    starts: Tensor | None = None,
-    key_scales: Tensor | None = None,
-) -> IndexerScores:
+def indexer_scores(q, k, weights, *, ratio=1, offset=0, starts=None, key_scales=None):
     """See :func:`foveate.ops.score.indexer.indexer_scores`.
 
     Keys stand in the rows of the products and heads in their columns, so that ReLU, weights and the sum over heads are
@@ -75,37 +65,16 @@ def indexer_scores(
         return IndexerScores(scores, maxima, lost)
     groups, tiles = triton.cdiv(queries, each), triton.cdiv(number, _KEYS)
     span = max(1, min(_SPAN, batch * groups * tiles // _programs(q.device)))
+    tile = options(q.dtype, dim, 9 if capability[0] in (9, 10) else 8)  # 12 has the shared memory of 8
     _indexer_scores[groups * triton.cdiv(tiles, span), batch](
-        q,
-        k,
-        weights,
-        scores,
-        maxima,
-        lost,
-        starts,
-        key_scales,
-        *q.stride(),
-        *k.stride(),
-        *weights.stride(),
-        *((0, 0) if key_scales is None else key_scales.stride()),
-        groups,
-        queries,
-        number,
-        scores.stride(1),
-        maxima.stride(1),
-        ratio,
-        offset,
-        span,
-        HEADS=heads,
-        EACH=each,
-        DIM=dim,
-        BLOCK_D=width,
-        BLOCK_T=_KEYS,
-        BLOCK=BLOCK,
-        PADDED=starts is not None,
-        SCALED=key_scales is not None,
-        **options(q.dtype, dim, 9 if capability[0] in (9, 10) else 8),  # 12 has the shared memory of 8
-    )
+        q, k, weights, scores, maxima, lost, starts, key_scales,
+        *q.stride(), *k.stride(), *weights.stride(), *((0, 0) if key_scales is None else key_scales.stride()),
+        groups, queries, number,
+        scores.stride(1), maxima.stride(1),
+        ratio, offset, span,
+        HEADS=heads, EACH=each, DIM=dim, BLOCK_D=width, BLOCK_T=_KEYS, BLOCK=BLOCK, PADDED=starts is not None,
+        SCALED=key_scales is not None, **tile,
+    )  # fmt: skip
     return IndexerScores(scores, maxima, lost)
 
 
@@ -116,43 +85,13 @@ def _programs(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])
 def _indexer_scores(
-    q_ptr,
-    k_ptr,
-    w_ptr,
-    score_ptr,
-    max_ptr,
-    lost_ptr,
-    start_ptr,
-    scale_ptr,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_t,
-    k_stride_d,
-    w_stride_b,
-    w_stride_s,
-    w_stride_h,
-    scale_stride_b,
-    scale_stride_t,
-    groups,
-    queries,
-    number,
-    apart,
-    max_apart,
-    ratio,
-    offset,
-    span,
-    HEADS: tl.constexpr,
-    EACH: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    q_ptr, k_ptr, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr,
+    q_stride_b, q_stride_s, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_d,
+    w_stride_b, w_stride_s, w_stride_h, scale_stride_b, scale_stride_t,
+    groups, queries, number, apart, max_apart, ratio, offset, span,
+    HEADS: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """Writes ``scores [B, S, T]`` and ``maxima [B, S, blocks]``, with rows ``apart`` and ``max_apart`` from each other.
 
     Programs of the same keys and neighbouring queries run side by side, so that the keys come from the cache.

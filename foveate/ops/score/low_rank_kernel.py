@@ -61,27 +61,16 @@ def _unit(form: PageRecord) -> int:
     return (32 if words else 8) // form.coefficient_bits
 
 
-def constants(form: PageRecord) -> dict[str, int]:
+def constants(form: PageRecord) -> dict[str, int | tuple[int, ...]]:
     """Where the parts of a record begin, and how much of it is loaded at once."""
     lanes = 4 if form.head_dim % 8 == 0 else 1
     whole, half = (max(16, triton.next_power_of_2(triton.cdiv(form.head_dim, n * lanes))) for n in (1, 2))
-    parts = {"MEAN": form.mean, "DIRECTIONS": form.directions, "COEFFICIENTS": form.coefficients}
-    sizes = {"DIM": form.head_dim, "SIZE": form.page_size, "RANK": form.rank, "BITS": form.coefficient_bits}
-    return parts | sizes | {"UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
+    sizes = form.head_dim, form.page_size, form.rank, form.coefficient_bits
+    parts = form.mean, form.directions, form.coefficients
+    return {"FORM": sizes, "PARTS": parts, "UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
 
 
-def page_lse(
-    rows: Tensor,
-    records: Tensor,
-    form: PageRecord,
-    *,
-    logits: Logits,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
-    pages: Tensor | None = None,
-    branch: int = 1,
-    block_table: BlockTable | None = None,
-) -> Tensor:
+def page_lse(rows, records, form, *, logits, weights=None, lengths=None, pages=None, branch=1, block_table=None):
     """See :func:`foveate.ops.score.low_rank.page_lse`.
 
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
@@ -92,17 +81,8 @@ def page_lse(
 
 
 def pooled_mass_of_records(
-    q: Tensor,
-    records: Tensor,
-    form: PageRecord,
-    *,
-    logits: Logits,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-) -> Tensor:
+    q, records, form, *, logits, weights=None, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None,
+):  # fmt: skip
     """See :func:`foveate.ops.score.low_rank.pooled_mass_of_records`: :func:`page_lse`, and a pass that pools it."""
     check(pooling, pool, "of_largest")
     num_kv_heads = records.shape[1]
@@ -154,37 +134,15 @@ def _kept(
     kept = Kept(torch.empty(batch, num_kv_heads * group, padded, **like), of_parts[..., :0], of_parts, tile.block_n)
     if kept.logits.numel():
         _page_lse[batch * num_kv_heads * parts, splits](
-            rows,
-            records,
-            weights,
-            lengths,
-            pages,
-            kept.logits,
-            of_parts,
-            *arguments(block_table),
-            rows.stride(),
-            records.stride()[:3],
-            *((0, 0) if lengths is None else lengths.stride()),
+            rows, records, weights, lengths, pages, kept.logits, of_parts, *arguments(block_table),
+            rows.stride(), records.stride()[:3], *((0, 0) if lengths is None else lengths.stride()),
             *((0, 0, 0) if pages is None else pages.stride()),
-            num_kv_heads,
-            group,
-            parts,
-            number,
-            padded,
-            room,
-            logits.scaling,
-            WEIGHTED=weights is not None,
-            BRANCH=0 if pages is None else branch,
-            BLOCK_SIZE=block_size(block_table, records),
-            TOTALS=pooling is not None,
-            LARGEST=pooling == "of_largest",
-            SOFTCAP=constant(logits.softcap),
-            **constants(form),
-            PACKED=packed,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            **tile.options,
-        )
+            num_kv_heads, group, parts, number, padded, room, logits.scaling,
+            WEIGHTED=weights is not None, BRANCH=0 if pages is None else branch,
+            BLOCK_SIZE=block_size(block_table, records), TOTALS=pooling is not None, LARGEST=pooling == "of_largest",
+            SOFTCAP=constant(logits.softcap), **constants(form), PACKED=packed, BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, **tile.options,
+        )  # fmt: skip
     return kept
 
 
@@ -212,14 +170,11 @@ def _queries(
 def _coefficients(
     along,
     coefficient_ptr,
-    stored,
-    unit,
-    UNIT: tl.constexpr,
-    BITS: tl.constexpr,
-    ROW: tl.constexpr,
+    stored, unit,
+    UNIT: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr,
     lane,
     PACKED: tl.constexpr,
-):
+):  # fmt: skip
     """For a unit of each page's coefficients, ``UNIT`` of them in a word or a byte; one list per page."""
     found = ()
     for direction in tl.static_range(len(along)):
@@ -249,60 +204,35 @@ def _logits(start, along, codes, step: tl.constexpr, BITS: tl.constexpr, PACKED:
 
 @triton.jit(do_not_specialize=_VARYING)
 def _page_lse(
-    q_ptr,
-    record_ptr,
-    weight_ptr,
-    length_ptr,
-    page_ptr,
-    lse_ptr,
-    total_ptr,
-    table_ptr,
-    table_stride,
-    q_strides,
-    record_strides,
-    length_stride_b,
-    length_stride_h,
-    page_stride_b,
-    page_stride_h,
-    page_stride_p,
-    num_kv_heads,
-    group,
-    parts,
-    number,
-    padded,
-    room,
-    scale,
-    WEIGHTED: tl.constexpr,
-    BRANCH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TOTALS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    RANK: tl.constexpr,
-    BITS: tl.constexpr,
-    MEAN: tl.constexpr,
-    DIRECTIONS: tl.constexpr,
-    COEFFICIENTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    LANES: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, record_ptr, weight_ptr, length_ptr, page_ptr, lse_ptr, total_ptr, table_ptr,
+    table_stride, q_strides, record_strides, length_stride_b, length_stride_h,
+    page_stride_b, page_stride_h, page_stride_p,
+    num_kv_heads, group, parts, number, padded, room, scale,
+    WEIGHTED: tl.constexpr, BRANCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOTALS: tl.constexpr, LARGEST: tl.constexpr,
+    SOFTCAP: tl.constexpr, FORM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
     pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
     how many of the first pages are there; nothing is written after the block of the place after these. ``BRANCH``,
     where it is not 0: pages are so many from each of ``page``, -1 for none. ``BLOCK_SIZE``, where it is not 0: records
     are in blocks of so many, and ``table`` has the blocks of each row.
 
-    Each column of the products is a head, or one of ``PACKED`` columns of it, which share the keys of a page.
-    ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of the dimensions, which share bytes
-    with the other half.
+    A program owns the heads of a group that share ``BLOCK_M`` columns, and one split of the pages, whose records it
+    reads once in ascending order. Codes enter the products as whole numbers, which are summed in fp32.
+
+    ``FORM``: head dim, keys of a page, directions and bits of a record (:class:`PageRecord`). ``PARTS``: where its
+    mean, directions and coefficients begin. Each column of the products is a head, or one of ``PACKED`` columns of it,
+    which share the keys of a page. ``BLOCK_D`` holds the words of ``LANES`` dimensions, ``BLOCK_H`` those of half of
+    the dimensions, which share bytes with the other half.
     """
+    DIM: tl.constexpr = FORM[0]
+    SIZE: tl.constexpr = FORM[1]
+    RANK: tl.constexpr = FORM[2]
+    BITS: tl.constexpr = FORM[3]
+    MEAN: tl.constexpr = PARTS[0]
+    DIRECTIONS: tl.constexpr = PARTS[1]
+    COEFFICIENTS: tl.constexpr = PARTS[2]
     q_stride_b, q_stride_h, q_stride_g, q_stride_d = q_strides
     record_stride_b, record_stride_h, record_stride_p = record_strides
     HALF: tl.constexpr = (DIM + 1) // 2

@@ -1,7 +1,5 @@
 """How much each key matters to the heads that share it: the attention of one query a row, pooled."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -141,15 +139,7 @@ def pool_logits(logits: Tensor, mask: Tensor | None, pooling: str, pool: str, si
     return scores
 
 
-def check_mass(
-    q: Tensor,
-    k: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    block_table: BlockTable | None = None,
-    **_: Any,
-) -> None:
+def check_mass(q, k, *, logits, lengths=None, block_table=None, **_):
     """Raise for arguments of :func:`pooled_mass` that cannot be."""
     number = check_keys(q, k, None, block_table)
     check_lengths(lengths, len(q), k.shape[1])
@@ -171,18 +161,8 @@ def check(pooling: str, pool: str, *more: str) -> None:
 
 
 def check_mass_of_pages(
-    q: Tensor,
-    k: Tensor,
-    pages: Tensor,
-    page_size: int,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-    **_: Any,
-) -> None:
+    q, k, pages, page_size, *, logits, lengths=None, counts=None, pool="kv_head", block_table=None, **_,
+):  # fmt: skip
     """Raise for arguments of :func:`pooled_mass_of_pages` that cannot be."""
     number = check_keys(q, k, None, block_table)
     check_number("page_size", page_size, 1)

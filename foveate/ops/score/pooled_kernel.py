@@ -36,16 +36,7 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
 
 
-def pooled_mass(
-    q: Tensor,
-    k: Tensor,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-) -> Tensor:
+def pooled_mass(q, k, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None):
     """See :func:`foveate.ops.score.pooled.pooled_mass`.
 
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
@@ -60,18 +51,9 @@ def pooled_mass(
 
 
 def pooled_mass_of_pages(
-    q: Tensor,
-    k: Tensor,
-    pages: Tensor,
-    page_size: int,
-    *,
-    logits: Logits,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    pooling: str = "post_softmax",
-    pool: str = "kv_head",
-    block_table: BlockTable | None = None,
-) -> Tensor:
+    q, k, pages, page_size, *, logits, lengths=None, counts=None, pooling="post_softmax", pool="kv_head",
+    block_table=None,
+):  # fmt: skip
     """See :func:`foveate.ops.score.pooled.pooled_mass_of_pages`, and :func:`pooled_mass`: keys are read where they are.
 
     Keys of no page, and those that are not there, are not read and may hold anything.
@@ -118,80 +100,33 @@ def _pooled_mass(
     kept = room_for(q, number, blocks, splits, tile.block_n)
     keys = keys if page_size else None
     _keep_logits[batch * num_kv_heads * parts, splits](
-        q,
-        k,
-        pages,
-        lengths,
-        *counted(counts),
-        *arguments(block_table),
-        *kept[:3],
-        (q.stride(0), q.stride(1), q.stride(3)),
-        k.stride(),
-        *((0, 0, 0) if pages is None else pages.stride()),
+        q, k, pages, lengths, *counted(counts), *arguments(block_table), *kept[:3],
+        (q.stride(0), q.stride(1), q.stride(3)), k.stride(), *((0, 0, 0) if pages is None else pages.stride()),
         *((0, 0) if lengths is None else lengths.stride()),
-        num_kv_heads,
-        group,
-        parts,
-        number,
-        keys,
-        kept.logits.shape[2],
-        blocks,
-        room,
-        logits.scaling * LOG2E.value,
+        num_kv_heads, group, parts, number, keys, kept.logits.shape[2], blocks, room, logits.scaling * LOG2E.value,
         steps(pooling),
-        CODED=kept.coded,
-        SOFTCAP=constant(logits.softcap),
-        PAGE_SIZE=page_size,
-        BLOCK_SIZE=block_size(block_table, k),
+        CODED=kept.coded, SOFTCAP=constant(logits.softcap), PAGE_SIZE=page_size, BLOCK_SIZE=block_size(block_table, k),
         **tile.sizes(dim) | tile.options,
-    )
+    )  # fmt: skip
     more = {"page_size": page_size, "keys": keys, "counts": counts}
     return pooled(kept.beside(logits.sinks), num_kv_heads, number, pages, lengths, pooling, pool, **more)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "table_stride", "num_kv_heads", "parts", "room"])
 def _keep_logits(
-    q_ptr,
-    k_ptr,
-    chosen_ptr,
-    length_ptr,
-    count_ptr,
-    count_stride,
-    table_ptr,
-    table_stride,
-    logit_ptr,
-    top_ptr,
-    lse_ptr,
-    q_strides,
-    k_strides,
-    chosen_stride_b,
-    chosen_stride_h,
-    chosen_stride_l,
-    length_stride_b,
-    length_stride_h,
-    num_kv_heads,
-    group,
-    parts,
-    number,
-    keys,
-    padded,
-    blocks,
-    room,
-    scale,
-    steps,
-    CODED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, chosen_ptr, length_ptr, count_ptr, count_stride, table_ptr, table_stride, logit_ptr, top_ptr, lse_ptr,
+    q_strides, k_strides, chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
+    num_kv_heads, group, parts, number, keys, padded, blocks, room, scale, steps,
+    CODED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
     ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). ``BLOCK_SIZE``,
     where it is not 0: keys are in blocks of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of
     each row.
+
+    A program owns the heads of a group in one row, and one split of its keys, which it reads once in ascending order.
+    Products and log-sum-exps are in fp32; ``CODED`` logits are rounded to 16 bits below the largest of their block.
 
     Where ``PAGE_SIZE`` is not 0, ``chosen`` holds pages of so many keys, -1 for none: ``number`` counts the keys of all
     its places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the

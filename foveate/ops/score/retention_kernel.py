@@ -1,15 +1,13 @@
 """Scores of learned token eviction: Triton kernel of :func:`retention_logits`, one launch per convolution."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.score.retention import Convolution, check_retention
+from foveate.ops.score.retention import check_retention
 
 _LARGEST_DIM = 128
 """The most dimensions of a key or a value."""
@@ -25,17 +23,7 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def retention_logits(
-    k: Tensor,
-    v: Tensor,
-    convolutions: Sequence[Convolution],
-    head: Convolution,
-    *,
-    dilation: int = 2,
-    real: Tensor | None = None,
-    slots: Tensor | None = None,
-    angles: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def retention_logits(k, v, convolutions, head, *, dilation=2, real=None, slots=None, angles=None):
     """See :func:`foveate.ops.score.retention.retention_logits`.
 
     The first launch reads keys and values in their slots and rotates the keys back in registers. Between two launches
@@ -67,35 +55,15 @@ def retention_logits(
         taps, channels, new = weight.shape[1:]
         found = out if last else torch.empty(batch, heads, length, new, dtype=dtype, device=k.device)
         _convolve[batch * heads, triton.cdiv(length, tile.tokens)](
-            x,
-            y,
-            weight.contiguous(),
-            bias.contiguous(),
-            real,
-            slots.contiguous() if first and slots is not None else None,
-            cos if first else None,
-            sin if first else None,
-            head.weight.contiguous() if last else None,
-            head.bias.contiguous() if last else None,
-            found,
-            *x.stride(),
-            *y.stride(),
-            0 if cos is None or len(cos) == 1 else cos.stride(0),
-            heads,
-            length,
-            FIRST=first,
-            LAST=last,
-            TAPS=taps,
-            DILATION=dilation,
-            VALUES=value_dim if first else 0,
-            CHANNELS=channels,
-            NEW=new,
-            BLOCK_T=tile.tokens,
-            BLOCK_D=_padded(dim // 2 if first else channels),
-            BLOCK_V=_padded(value_dim),
-            BLOCK_N=min(tile.columns, _padded(new)),
-            num_warps=tile.warps,
-        )
+            x, y, weight.contiguous(), bias.contiguous(), real,
+            slots.contiguous() if first and slots is not None else None, cos if first else None, sin if first else None,
+            head.weight.contiguous() if last else None, head.bias.contiguous() if last else None, found,
+            *x.stride(), *y.stride(), 0 if cos is None or len(cos) == 1 else cos.stride(0),
+            heads, length,
+            FIRST=first, LAST=last, TAPS=taps, DILATION=dilation, VALUES=value_dim if first else 0, CHANNELS=channels,
+            NEW=new, BLOCK_T=tile.tokens, BLOCK_D=_padded(dim // 2 if first else channels), BLOCK_V=_padded(value_dim),
+            BLOCK_N=min(tile.columns, _padded(new)), num_warps=tile.warps,
+        )  # fmt: skip
         x = y = found
     return out
 
@@ -125,41 +93,15 @@ def _weights(ptr, begin, rows, columns, COUNT: tl.constexpr, NEW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def _convolve(
-    x_ptr,
-    y_ptr,
-    weight_ptr,
-    bias_ptr,
-    real_ptr,
-    slot_ptr,
-    cos_ptr,
-    sin_ptr,
-    head_ptr,
-    head_bias_ptr,
-    out_ptr,
-    x_stride_b,
-    x_stride_h,
-    x_stride_l,
-    x_stride_d,
-    y_stride_b,
-    y_stride_h,
-    y_stride_l,
-    y_stride_d,
-    angle_stride_b,
-    heads,
-    length,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    TAPS: tl.constexpr,
-    DILATION: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    NEW: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    x_ptr, y_ptr, weight_ptr, bias_ptr, real_ptr, slot_ptr, cos_ptr, sin_ptr, head_ptr, head_bias_ptr, out_ptr,
+    x_stride_b, x_stride_h, x_stride_l, x_stride_d, y_stride_b, y_stride_h, y_stride_l, y_stride_d, angle_stride_b,
+    heads, length,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, VALUES: tl.constexpr,
+    CHANNELS: tl.constexpr, NEW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    """One convolution with SiLU: ``out [B, H, L, NEW]``; with the head after the last one: fp32 ``out [B, H, L]``.
+):  # fmt: skip
+    """One convolution with SiLU, of one run of tokens of a KV head a program: ``out [B, H, L, NEW]``; with the head
+    after the last one: fp32 ``out [B, H, L]``.
 
     The first one reads a key ``x`` as two halves, and a value ``y``; the others read ``x`` alone.
     """

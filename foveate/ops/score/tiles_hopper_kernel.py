@@ -66,52 +66,21 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     programs = 4 * multiprocessors(k.device)
     span = max(1, min(_SPAN, triton.cdiv(batch * heads * groups * blocks, programs)))
     _tile_block_mass_on_hopper[groups * triton.cdiv(blocks, span), batch * heads](
-        queries.contiguous(),
-        k,
-        lse.contiguous(),
-        begins,
-        mass,
+        queries.contiguous(), k, lse.contiguous(), begins, mass,
         *k.stride()[:3],
-        heads,
-        tiles,
-        rows,
-        number,
-        groups,
-        span,
-        scaling * _LOG2E.value,
-        ROWS=ROWS,
-        DIM=dim,
-        KEYS=_KEYS,
-        STAGES=_STAGES[dim],
-        AT_ONCE=_AT_ONCE,
-        REGISTERS=_REGISTERS,
-        num_warps=4,
-    )
+        heads, tiles, rows, number, groups, span, scaling * _LOG2E.value,
+        ROWS=ROWS, DIM=dim, KEYS=_KEYS, STAGES=_STAGES[dim], AT_ONCE=_AT_ONCE, REGISTERS=_REGISTERS, num_warps=4,
+    )  # fmt: skip
     return mass
 
 
 @gluon.jit
 def _fetch(
-    q_ptr,
-    k_ptr,
+    q_ptr, k_ptr,
     k_stride_l,
-    of_head,
-    first_tile,
-    first,
-    stop,
-    tiles,
-    rows,
-    q_tiles,
-    k_tiles,
-    q_full,
-    full,
-    empty,
-    ROWS: gl.constexpr,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-):
+    of_head, first_tile, first, stop, tiles, rows, q_tiles, k_tiles, q_full, full, empty,
+    ROWS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
     """Fills ``q_tiles [4, ROWS, D]``, and ``k_tiles [STAGES, KEYS, D]`` block by block; what is not there is 0."""
     LANES: gl.constexpr = DIM // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -168,28 +137,10 @@ def _put(products, lse, scale, mass_ptr, start, begin, end, KEYS: gl.constexpr):
 
 @gluon.jit
 def _add_up(
-    lse_ptr,
-    begin_ptr,
-    mass_ptr,
-    of_head,
-    first_tile,
-    first,
-    stop,
-    last,
-    tiles,
-    rows,
-    number,
-    scale,
-    q_tiles,
-    k_tiles,
-    q_full,
-    full,
-    empty,
-    WHICH: gl.constexpr,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    lse_ptr, begin_ptr, mass_ptr,
+    of_head, first_tile, first, stop, last, tiles, rows, number, scale, q_tiles, k_tiles, q_full, full, empty,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The masses of two tiles, of the keys ``first .. last - 1``, of which those from ``stop`` on are -inf."""
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
@@ -226,28 +177,12 @@ def _add_up(
 
 @gluon.jit(do_not_specialize=["heads", "tiles", "rows", "number", "groups", "span"])
 def _tile_block_mass_on_hopper(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    begin_ptr,
-    mass_ptr,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    heads,
-    tiles,
-    rows,
-    number,
-    groups,
-    span,
-    scale,
-    ROWS: gl.constexpr,
-    DIM: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr,
+    q_ptr, k_ptr, lse_ptr, begin_ptr, mass_ptr,
+    k_stride_b, k_stride_h, k_stride_l,
+    heads, tiles, rows, number, groups, span, scale,
+    ROWS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
     REGISTERS: gl.constexpr,
-):
+):  # fmt: skip
     """Writes ``mass [B, H, T, n]`` from contiguous queries ``[B, H, T, W, D]`` and ``lse [B, H, T, W]``.
 
     ``scale`` includes log2(e). Programs of the same keys and neighbouring tiles run side by side, so that the keys come

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import capped, constant
-from foveate.ops.gpu.tiles import Tile
+from foveate.ops.gpu.softmax import LOG2E
+from foveate.ops.gpu.tiles import Tile, tile_of_width
 from foveate.ops.logits import Logits
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _WALK = tl.constexpr(16)
 """Key blocks that a program walks over, so that the queries which it holds are loaded once for all of them."""
 
@@ -33,7 +33,7 @@ _HOPPER = True
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     """The tile for a head dim of at most 256 and so many queries that are pooled."""
-    tile = _TILE_FP32 if dtype == torch.float32 else next(tile for width, tile in _TILES.items() if dim <= width)
+    tile = _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
     return tile._replace(block_m=min(tile.block_m, max(16, triton.next_power_of_2(rows))))
 
 
@@ -66,37 +66,23 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     sizes = {"SOFTCAP": cap, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     tile = tile_for(k.dtype, dim, rows)
     sizes |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **tile.options}
-    walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), logits.scaling * _LOG2E.value
+    walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), logits.scaling * LOG2E.value
     _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
     return mass
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
 def _tile_block_mass(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    begin_ptr,
-    mass_ptr,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    heads,
-    tiles,
-    rows,
-    number,
-    scale,
-    SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, begin_ptr, mass_ptr,
+    k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    heads, tiles, rows, number, scale,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ONE: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``mass [B, H, T, n]`` from contiguous queries ``[B, H, T, W, D]`` and ``lse [B, H, T, W]``.
 
-    ``scale`` includes log2(e); ``ONE``: a block holds all queries of a tile.
+    A program owns some keys before one tile and reads them in ascending order; the tile's queries stay in registers
+    where one block holds them (``ONE``). ``scale`` includes log2(e); ``ONE``: a block holds all queries of a tile.
     """
     t, walk = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row = tl.program_id(1)
@@ -111,7 +97,7 @@ def _tile_block_mass(
 
     exist = members < rows
     q = tl.load(q_ptr + members[None, :] * DIM + dims[:, None], mask=exist[None, :] & (dims < DIM)[:, None], other=0.0)
-    lse = tl.load(lse_ptr + members, mask=exist, other=float("inf")) * _LOG2E
+    lse = tl.load(lse_ptr + members, mask=exist, other=float("inf")) * LOG2E
     first = walk * _WALK * BLOCK_N
     last = tl.minimum(first + _WALK * BLOCK_N, number)
     for start in tl.range(first, tl.minimum(last, begin), BLOCK_N):
@@ -130,7 +116,7 @@ def _tile_block_mass(
                     mask=exist[None, :] & (dims < DIM)[:, None],
                     other=0.0,
                 )
-                lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * _LOG2E
+                lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * LOG2E
                 logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
                 mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)
         tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)

@@ -20,17 +20,11 @@ def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
     batch, heads, tiles, number = indices.shape
     if indices.numel():
         _set_bits[triton.cdiv(number, _PLACES) * tiles, batch * heads](
-            words,
-            indices,
-            begins.contiguous(),
-            *words.stride(),
-            *indices.stride(),
-            heads,
-            tiles,
-            number,
-            BLOCK=_PLACES,
-            num_warps=4,
-        )
+            words, indices, begins.contiguous(),
+            *words.stride(), *indices.stride(),
+            heads, tiles, number,
+            BLOCK=_PLACES, num_warps=4,
+        )  # fmt: skip
 
 
 def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> KeyLists:
@@ -41,37 +35,21 @@ def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> 
     counts = torch.zeros(batch, heads, tiles, dtype=torch.int32, device=words.device)
     if found.numel():
         _keys_of_bits[tiles, batch * heads](
-            words,
-            begins.contiguous(),
-            starts.contiguous(),
-            found,
-            counts,
+            words, begins.contiguous(), starts.contiguous(), found, counts,
             *words.stride(),
-            heads,
-            number,
-            WORDS=_WORDS,
-            num_warps=1,
-        )
+            heads, number,
+            WORDS=_WORDS, num_warps=1,
+        )  # fmt: skip
     return KeyLists(found, counts)
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "number"])
 def _set_bits(
-    word_ptr,
-    index_ptr,
-    begin_ptr,
-    word_stride_b,
-    word_stride_h,
-    word_stride_p,
-    index_stride_b,
-    index_stride_h,
-    index_stride_t,
-    index_stride_k,
-    heads,
-    tiles,
-    number,
+    word_ptr, index_ptr, begin_ptr,
+    word_stride_b, word_stride_h, word_stride_p, index_stride_b, index_stride_h, index_stride_t, index_stride_k,
+    heads, tiles, number,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Changes ``word [B, H, P]``."""
     t, row = (tl.program_id(0) % tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
@@ -93,18 +71,11 @@ def _ones(x):
 
 @triton.jit(do_not_specialize=["heads", "number"])
 def _keys_of_bits(
-    word_ptr,
-    begin_ptr,
-    start_ptr,
-    found_ptr,
-    count_ptr,
-    word_stride_b,
-    word_stride_h,
-    word_stride_p,
-    heads,
-    number,
+    word_ptr, begin_ptr, start_ptr, found_ptr, count_ptr,
+    word_stride_b, word_stride_h, word_stride_p,
+    heads, number,
     WORDS: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``found [B, H, number]`` and ``count [B, H, T]``. In each turn every word gives up its lowest bit."""
     t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, start = tl.load(begin_ptr + t), tl.load(start_ptr + t)

@@ -70,46 +70,19 @@ def topk_of_blocks(
         scores, apart, vector = _rows(scores)
         held = max(256, block, triton.next_power_of_2(some))
         _topk_of_named[rows, batch](
-            scores,
-            apart,
-            visible,
-            starts,
-            named,
-            found,
-            rows,
-            number,
-            k,
-            VECTOR=vector,
-            BLOCK=block,
-            HELD=held,
-            PADDED=padded,
-            num_warps=warps(held),
-        )
+            scores, apart, visible, starts, named, found, rows, number, k,
+            VECTOR=vector, BLOCK=block, HELD=held, PADDED=padded, num_warps=warps(held),
+        )  # fmt: skip
         return found
     scores = scores.contiguous()
     listed = torch.empty(batch, rows, blocks, dtype=torch.int32, device=scores.device)
     room = min(triton.next_power_of_2(max(4 * k, _CHUNK)), _KEPT)
     kept, index = (torch.empty(batch, rows, room, dtype=x, device=scores.device) for x in (torch.float32, torch.int32))
     _topk_of_blocks[rows, batch](
-        scores,
-        maxima.contiguous(),
-        visible,
-        starts,
-        listed,
-        kept,
-        index,
-        found,
-        rows,
-        number,
-        blocks,
-        k,
-        BLOCK=block,
-        CHUNK=_CHUNK,
-        GROUPS=min(triton.next_power_of_2(max(2 * k, _CHUNK)), _KEPT),
-        ROOM=room,
-        PADDED=padded,
-        num_warps=8,
-    )
+        scores, maxima.contiguous(), visible, starts, listed, kept, index, found, rows, number, blocks, k,
+        BLOCK=block, CHUNK=_CHUNK, GROUPS=min(triton.next_power_of_2(max(2 * k, _CHUNK)), _KEPT), ROOM=room,
+        PADDED=padded, num_warps=8,
+    )  # fmt: skip
     return found
 
 
@@ -119,20 +92,9 @@ def _short(scores: Tensor, visible: Tensor, starts: Tensor | None, found: Tensor
     scores, apart, vector = _rows(scores)
     held = max(256, triton.next_power_of_2(number))
     _topk_of_short_rows[rows, batch](
-        scores,
-        apart,
-        visible,
-        starts,
-        found,
-        rows,
-        number,
-        found.shape[2],
-        VECTOR=vector,
-        UNIT=unit,
-        HELD=held,
-        PADDED=starts is not None,
-        num_warps=warps(held),
-    )
+        scores, apart, visible, starts, found, rows, number, found.shape[2],
+        VECTOR=vector, UNIT=unit, HELD=held, PADDED=starts is not None, num_warps=warps(held),
+    )  # fmt: skip
     return found
 
 
@@ -153,17 +115,10 @@ def _rows(scores: Tensor) -> tuple[Tensor, int, int]:
 def _topk_of_short_rows(
     score_ptr,
     apart,
-    visible_ptr,
-    start_ptr,
-    found_ptr,
-    rows,
-    number,
-    k,
-    VECTOR: tl.constexpr,
-    UNIT: tl.constexpr,
-    HELD: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    visible_ptr, start_ptr, found_ptr,
+    rows, number, k,
+    VECTOR: tl.constexpr, UNIT: tl.constexpr, HELD: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Writes ``found [B, S, k]``; rows of scores are ``apart * VECTOR`` from each other."""
     s = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * rows + s
@@ -208,18 +163,10 @@ def _of_named(
 def _topk_of_named(
     score_ptr,
     apart,
-    visible_ptr,
-    start_ptr,
-    list_ptr,
-    found_ptr,
-    rows,
-    number,
-    k,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    visible_ptr, start_ptr, list_ptr, found_ptr,
+    rows, number, k,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Writes ``found [B, S, k]`` from the blocks of ``list [B, S, k]``, ascending and then -1, which hold them all."""
     s = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * rows + s
@@ -251,24 +198,10 @@ def _topk_of_named(
 
 @triton.jit(do_not_specialize=["rows", "number", "blocks", "k"])
 def _topk_of_blocks(
-    score_ptr,
-    max_ptr,
-    visible_ptr,
-    start_ptr,
-    list_ptr,
-    kept_ptr,
-    index_ptr,
-    found_ptr,
-    rows,
-    number,
-    blocks,
-    k,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROOM: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    score_ptr, max_ptr, visible_ptr, start_ptr, list_ptr, kept_ptr, index_ptr, found_ptr,
+    rows, number, blocks, k,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Writes ``found [B, S, k]``; all tensors are contiguous; ``list [B, S, blocks]`` and ``kept`` and ``index
     [B, S, ROOM]`` are room to work in."""
     s = tl.program_id(0)

@@ -145,17 +145,9 @@ def find_kth(x, k, low, reach_low, high, spare=0):
 def find_kth_of_many(
     ptr,
     list_ptr,
-    count,
-    begin,
-    limit,
-    k,
-    low,
-    reach_low,
-    high,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    count, begin, limit, k, low, reach_low, high,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """:func:`find_kth` of scores that are read anew for each two thresholds, see :func:`scores_at`."""
     nothing = tl.zeros([], tl.int32)
     low, high, k, reach_high, turn = nothing + low, nothing + high, nothing + k, nothing, nothing
@@ -201,18 +193,12 @@ def put_end(found_ptr, written, k, CHUNK: tl.constexpr):
 @triton.jit
 def row_of(
     score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
+    stride_b, stride_h,
+    count_ptr, count_stride, length_ptr,
     length_stride,
-    row,
-    heads,
-    number,
-    k,
+    row, heads, number, k,
     VECTOR: tl.constexpr,
-):
+):  # fmt: skip
     """Where the scores of a row begin, how many there are, and how many of them are chosen: none where the count is
     negative."""
     if length_ptr is not None:

@@ -24,18 +24,11 @@ def keys_of_pages(pages: Tensor, num_kv_heads: int, page_size: int, lengths: Ten
     found = torch.empty(batch, num_kv_heads, dtype=torch.int64, device=pages.device)
     if found.numel():
         _keys_of_pages[batch * num_kv_heads,](
-            pages,
-            lengths,
-            found,
-            *pages.stride(),
-            lengths.stride(0),
-            num_kv_heads,
-            heads // num_kv_heads,
-            number,
-            page_size,
-            STEPS=max(1, number.bit_length()),
-            num_warps=4,
-        )
+            pages, lengths, found,
+            *pages.stride(), lengths.stride(0),
+            num_kv_heads, heads // num_kv_heads, number, page_size,
+            STEPS=max(1, number.bit_length()), num_warps=4,
+        )  # fmt: skip
     return found
 
 
@@ -45,19 +38,11 @@ def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -
     found = torch.empty(batch, heads, number, dtype=torch.float32, device=scores.device)
     if found.numel():
         _with_always_read[triton.cdiv(number, _PLACES), batch * heads](
-            scores,
-            newest,
-            ends,
-            found,
-            *scores.stride(),
-            newest.stride(0),
-            ends.stride(0),
-            heads,
-            number,
-            first,
-            BLOCK=_PLACES,
-            num_warps=4,
-        )
+            scores, newest, ends, found,
+            *scores.stride(), newest.stride(0), ends.stride(0),
+            heads, number, first,
+            BLOCK=_PLACES, num_warps=4,
+        )  # fmt: skip
     return found
 
 
@@ -81,17 +66,11 @@ def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
     found = torch.empty(batch, heads, number, dtype=places.dtype, device=places.device)
     if found.numel():
         _keys_at_places[triton.cdiv(number, _PLACES), batch * heads](
-            places,
-            pages,
-            found,
-            *places.stride(),
-            *pages.stride(),
-            heads,
-            number,
-            PAGE_SIZE=page_size,
-            BLOCK=_PLACES,
-            num_warps=4,
-        )
+            places, pages, found,
+            *places.stride(), *pages.stride(),
+            heads, number,
+            PAGE_SIZE=page_size, BLOCK=_PLACES, num_warps=4,
+        )  # fmt: skip
     return found
 
 
@@ -99,20 +78,11 @@ def keys_at_places(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
     do_not_specialize=["score_stride_b", "score_stride_h", "newest_stride", "end_stride", "heads", "number", "first"]
 )
 def _with_always_read(
-    score_ptr,
-    newest_ptr,
-    end_ptr,
-    found_ptr,
-    score_stride_b,
-    score_stride_h,
-    score_stride_p,
-    newest_stride,
-    end_stride,
-    heads,
-    number,
-    first,
+    score_ptr, newest_ptr, end_ptr, found_ptr,
+    score_stride_b, score_stride_h, score_stride_p, newest_stride, end_stride,
+    heads, number, first,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``found [B, H, P]``, contiguous, where a row has pages."""
     row, page = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
@@ -126,18 +96,10 @@ def _with_always_read(
 
 @triton.jit(do_not_specialize=["mass_stride_b", "mass_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])
 def _mass_of_pages(
-    mass_ptr,
-    page_ptr,
-    found_ptr,
-    mass_stride_b,
-    mass_stride_h,
-    mass_stride_n,
-    page_stride_b,
-    page_stride_h,
-    page_stride_p,
-    heads,
-    number,
-):
+    mass_ptr, page_ptr, found_ptr,
+    mass_stride_b, mass_stride_h, mass_stride_n, page_stride_b, page_stride_h, page_stride_p,
+    heads, number,
+):  # fmt: skip
     """Writes ``found [B, H]``, contiguous."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
@@ -155,20 +117,11 @@ def _mass_of_pages(
 
 @triton.jit(do_not_specialize=["place_stride_b", "place_stride_h", "page_stride_b", "page_stride_h", "heads", "number"])
 def _keys_at_places(
-    place_ptr,
-    page_ptr,
-    key_ptr,
-    place_stride_b,
-    place_stride_h,
-    place_stride_k,
-    page_stride_b,
-    page_stride_h,
-    page_stride_p,
-    heads,
-    number,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    place_ptr, page_ptr, key_ptr,
+    place_stride_b, place_stride_h, place_stride_k, page_stride_b, page_stride_h, page_stride_p,
+    heads, number,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes ``key [B, H, K]``, contiguous."""
     row, at = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
@@ -184,19 +137,11 @@ def _keys_at_places(
     do_not_specialize=["page_stride_b", "page_stride_h", "length_stride", "heads", "group", "number", "page_size"]
 )
 def _keys_of_pages(
-    page_ptr,
-    length_ptr,
-    found_ptr,
-    page_stride_b,
-    page_stride_h,
-    page_stride_p,
-    length_stride,
-    heads,
-    group,
-    number,
-    page_size,
+    page_ptr, length_ptr, found_ptr,
+    page_stride_b, page_stride_h, page_stride_p, length_stride,
+    heads, group, number, page_size,
     STEPS: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``found [B, Hkv]``; ``STEPS`` halvings tell where in a list a page would be."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)

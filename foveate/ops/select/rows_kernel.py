@@ -81,15 +81,9 @@ def topk_rows(
     if number <= _HELD:
         held = max(256, next_power_of_2(number))
         topk_of_short_rows[(rows,)](
-            *rows_of_scores,
-            found,
-            heads,
-            number,
-            k,
-            VECTOR=vector,
-            HELD=held,
-            num_warps=warps(held),
-        )
+            *rows_of_scores, found, heads, number, k,
+            VECTOR=vector, HELD=held, num_warps=warps(held),
+        )  # fmt: skip
         return found
     fill = max(1, _RESIDENT * multiprocessors(scores.device) // rows)
     tiles = cdiv(number, _TILE)
@@ -102,70 +96,21 @@ def topk_rows(
     held = -1 if lengths is None else _HELD  # a row of its own length may be as short
     short = {"VECTOR": vector, "HELD": held}
     _bracket[(rows,)](
-        *rows_of_scores,
-        bounds,
-        count,
-        found,
-        heads,
-        rows,
-        number,
-        k,
-        SAMPLE=sample,
-        **short,
-        num_warps=warps(max(sample, held)),
-    )
+        *rows_of_scores, bounds, count, found, heads, rows, number, k,
+        SAMPLE=sample, **short, num_warps=warps(max(sample, held)),
+    )  # fmt: skip
     _keep_between[chunks, rows](
-        *rows_of_scores,
-        bounds,
-        count,
-        tallies,
-        kept,
-        index,
-        heads,
-        rows,
-        number,
-        k,
-        chunks,
-        TILE=_TILE,
-        ROOM=room,
-        **short,
-        num_warps=_WARPS,
-    )
+        *rows_of_scores, bounds, count, tallies, kept, index, heads, rows, number, k, chunks,
+        TILE=_TILE, ROOM=room, **short, num_warps=_WARPS,
+    )  # fmt: skip
     _settle[(rows,)](
-        *rows_of_scores,
-        bounds,
-        tallies,
-        kept,
-        settled,
-        heads,
-        rows,
-        number,
-        k,
-        chunks,
-        CHUNKS=next_power_of_2(chunks),
-        TILE=_TILE,
-        ROOM=room,
-        **short,
-        num_warps=warps(room),
-    )
+        *rows_of_scores, bounds, tallies, kept, settled, heads, rows, number, k, chunks,
+        CHUNKS=next_power_of_2(chunks), TILE=_TILE, ROOM=room, **short, num_warps=warps(room),
+    )  # fmt: skip
     _write_chosen[chunks, rows](
-        *rows_of_scores,
-        tallies,
-        kept,
-        index,
-        settled,
-        found,
-        heads,
-        rows,
-        number,
-        k,
-        chunks,
-        CHUNKS=next_power_of_2(chunks),
-        TILE=_TILE,
-        ROOM=room,
-        **short,
-        num_warps=_WARPS,
-    )
+        *rows_of_scores, tallies, kept, index, settled, found, heads, rows, number, k, chunks,
+        CHUNKS=next_power_of_2(chunks), TILE=_TILE, ROOM=room, **short, num_warps=_WARPS,
+    )  # fmt: skip
     return found
 
 
@@ -182,23 +127,11 @@ def sizes(number: int, k: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize=[*VARYING, "rows"])
 def _bracket(
     score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    bound_ptr,
-    kept_count_ptr,
-    found_ptr,
-    heads,
-    rows,
-    number,
-    k,
-    SAMPLE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    stride_b, stride_h,
+    count_ptr, count_stride, length_ptr, length_stride, bound_ptr, kept_count_ptr, found_ptr,
+    heads, rows, number, k,
+    SAMPLE: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Writes ``bound [2, rows]``, the two scores, and 0 to ``kept_count [rows]``; of a row of up to ``HELD`` scores
     ``found [rows, k]`` instead, with half of as many registers in use where they suffice."""
     row = tl.program_id(0).to(tl.int64)
@@ -241,27 +174,11 @@ def _bracket(
 @triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _keep_between(
     score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    bound_ptr,
-    kept_count_ptr,
-    tally_ptr,
-    kept_ptr,
-    index_ptr,
-    heads,
-    rows,
-    number,
-    k,
-    chunks,
-    TILE: tl.constexpr,
-    ROOM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    stride_b, stride_h,
+    count_ptr, count_stride, length_ptr, length_stride, bound_ptr, kept_count_ptr, tally_ptr, kept_ptr, index_ptr,
+    heads, rows, number, k, chunks,
+    TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Writes ``kept [rows, ROOM]``, the scores between the brackets in any order, as many as there is room for; their
     places, ``index``; and ``tally [2, rows, chunks]``, how many scores are above the brackets and between them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -298,27 +215,11 @@ def _keep_between(
 @triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _settle(
     score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    bound_ptr,
-    tally_ptr,
-    kept_ptr,
-    settled_ptr,
-    heads,
-    rows,
-    number,
-    k,
-    chunks,
-    CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROOM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    stride_b, stride_h,
+    count_ptr, count_stride, length_ptr, length_stride, bound_ptr, tally_ptr, kept_ptr, settled_ptr,
+    heads, rows, number, k, chunks,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Writes ``settled [3, rows]``: the threshold that :func:`find_kth` finds, how many scores equal to it are chosen,
     and where the chosen ones are: in the tallies, in what was kept, or (0) in the scores alone."""
     row = tl.program_id(0).to(tl.int64)
@@ -362,29 +263,13 @@ def _settle(
 @triton.jit(do_not_specialize=[*VARYING, "rows", "chunks"])
 def _write_chosen(
     score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    tally_ptr,
-    kept_ptr,
-    index_ptr,
-    settled_ptr,
-    found_ptr,
-    heads,
-    rows,
-    number,
-    k,
-    chunks,
-    CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROOM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
-    """Writes ``found [rows, k]``: chunk after chunk, and -1 after the last of them."""
+    stride_b, stride_h,
+    count_ptr, count_stride, length_ptr, length_stride, tally_ptr, kept_ptr, index_ptr, settled_ptr, found_ptr,
+    heads, rows, number, k, chunks,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Writes ``found [rows, k]``: chunk after chunk, and -1 after the last of them. A program owns a chunk, and finds
+    out first how many scores are chosen before it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score_ptr, number, allowed = row_of(
         score_ptr, stride_b, stride_h, count_ptr, count_stride, length_ptr, length_stride, row, heads, number, k, VECTOR

@@ -22,19 +22,11 @@ VARYING = ["stride_b", "stride_h", "heads", "number", "k", "length_stride"]
 @triton.jit(do_not_specialize=VARYING)
 def topk_of_short_rows(
     score_ptr,
-    stride_b,
-    stride_h,
-    count_ptr,
-    count_stride,
-    length_ptr,
-    length_stride,
-    found_ptr,
-    heads,
-    number,
-    k,
-    VECTOR: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    stride_b, stride_h,
+    count_ptr, count_stride, length_ptr, length_stride, found_ptr,
+    heads, number, k,
+    VECTOR: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Writes ``found [rows, k]``."""
     row = tl.program_id(0).to(tl.int64)
     score_ptr, number, allowed = row_of(

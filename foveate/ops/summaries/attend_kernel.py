@@ -13,20 +13,10 @@ from foveate.ops.summaries.score_kernel import VARYING, node_at, visited
 
 @triton.jit
 def _finish(
-    part_out_ptr,
-    part_lse_ptr,
-    arrived_ptr,
-    out_ptr,
-    lse_ptr,
-    q_heads,
-    exist,
-    num_q_heads,
-    parts,
-    splits,
-    AT_ONCE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
+    part_out_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr,
+    q_heads, exist, num_q_heads, parts, splits,
+    AT_ONCE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """Merge the ``parts`` of ``q_heads [M]``, in the last of ``splits`` programs that arrive, always in one order."""
     tl.debug_barrier()  # all threads have written before the program counts as ready
     ready = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
@@ -49,47 +39,13 @@ def _finish(
 
 @triton.jit(do_not_specialize=[*VARYING, "sinks", "before", "most", "gone_places"])
 def attend_nodes(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    value_ptr,
-    count_ptr,
-    list_ptr,
-    page_ptr,
-    picked_ptr,
-    gone_ptr,
-    weight_ptr,
-    token_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    arrived_ptr,
-    out_ptr,
-    lse_ptr,
-    read_ptr,
-    refined_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    value_strides,
-    num_kv_heads,
-    places,
-    list_places,
-    gone_places,
-    most,
-    before,
-    sinks,
-    scaling,
-    WIDTH: tl.constexpr,
-    BRANCH: tl.constexpr,
-    LAST: tl.constexpr,
-    GROUP: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, value_ptr, count_ptr, list_ptr, page_ptr, picked_ptr, gone_ptr, weight_ptr, token_ptr,
+    part_out_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, read_ptr, refined_ptr,
+    q_strides, k_strides, v_strides, value_strides,
+    num_kv_heads, places, list_places, gone_places, most, before, sinks, scaling,
+    WIDTH: tl.constexpr, BRANCH: tl.constexpr, LAST: tl.constexpr, GROUP: tl.constexpr, SOFTCAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Write ``splits`` parts ``part_out [before + splits, B, Hq, Dv]`` and ``part_lse``, after the ``before`` parts of
     earlier launches.
 
@@ -191,17 +147,6 @@ def attend_nodes(
             tl.store(read_ptr + row, tl.load(read_ptr + row) + picked * WIDTH)
             tl.store(refined_ptr + row, picked.to(tl.float32))
         _finish(
-            part_out_ptr,
-            part_lse_ptr,
-            arrived_ptr,
-            out_ptr,
-            lse_ptr,
-            q_heads,
-            exist,
-            num_q_heads,
-            before + splits,
-            splits,
-            AT_ONCE,
-            VALUE_DIM,
-            BLOCK_DV,
-        )
+            part_out_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, q_heads, exist, num_q_heads, before + splits,
+            splits, AT_ONCE, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip

@@ -27,17 +27,7 @@ _RANKED = 64
 """Ranks that a thread of ``select_nodes`` reads at once."""
 
 
-def attend_summaries(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tree: Tree,
-    how: Refinement,
-    *,
-    logits: Logits,
-    need_lse: bool = False,
-    sums: Sums | None = None,
-) -> Covered:
+def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
     On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
@@ -104,39 +94,16 @@ class SummariesLaunch:
         nodes = level.nodes
         of_node = padded(q.shape[3]) * (1 + (nodes.spread is not None))
         score_nodes[self.programs, stage.scoring + raw_splits](
-            q,
-            self.k,
-            self.v,
-            nodes.k,
-            nodes.spread,
-            estimate,
-            self.tree.rows.numbers,
-            visit.count,
-            visit.listed,
-            visit.weights,
-            visit.ranks,
-            rank_lse,
-            space.of_raw,
-            space.part_out,
-            space.part_lse,
-            space.arrived,
+            q, self.k, self.v, nodes.k, nodes.spread, estimate, self.tree.rows.numbers, visit.count, visit.listed,
+            visit.weights, visit.ranks, rank_lse, space.of_raw, space.part_out, space.part_lse, space.arrived,
             space.read,
-            self._q_strides,
-            self.k.stride(),
-            self.v.stride(),
-            nodes.k.stride(),
+            self._q_strides, self.k.stride(), self.v.stride(), nodes.k.stride(),
             (0, 0, 0, 0) if nodes.spread is None else nodes.spread.stride(),
             *self._places(visit),
             0 if estimate is None else estimate.stride(1),
-            raw_splits,
-            self.tree.sinks,
-            self.logits.scaling,
-            math.log(level.size),
-            level.reads,
-            BRANCH=visit.branch,
-            **self.sizes,
-            **scoring_options(self.tile, q.dtype, of_node, self.capability),
-        )
+            raw_splits, self.tree.sinks, self.logits.scaling, math.log(level.size), level.reads,
+            BRANCH=visit.branch, **self.sizes, **scoring_options(self.tile, q.dtype, of_node, self.capability),
+        )  # fmt: skip
         return rank_lse
 
     def _low_rank_ranks(self, level: Level, visit: Visit) -> Tensor:
@@ -159,69 +126,27 @@ class SummariesLaunch:
         held = max(256, triton.next_power_of_2(stage.padded))
         warps = 4 if held <= 1024 else 8 if held <= 4096 else 16
         select_nodes[(len(self.q) * self.num_kv_heads,)](
-            visit.ranks,
-            rank_lse,
-            space.part_lse,
-            recent,
-            visit.count,
-            self.tree.rows.numbers[2 + stage.level],
-            visit.listed,
-            *visit.selection,
+            visit.ranks, rank_lse, space.part_lse, recent, visit.count, self.tree.rows.numbers[2 + stage.level],
+            visit.listed, *visit.selection,
             (0, 0, 0) if recent is None else recent.stride(),
-            *self._places(visit),
-            space.gone.shape[2],
-            stage.scoring,
-            stage.before,
-            stage.width,
-            stage.k,
-            how.prior,
-            BRANCH=visit.branch,
-            GROUP=self.group,
-            SPLITS=triton.next_power_of_2(stage.scoring),
-            OTHERS=triton.next_power_of_2(stage.before),
-            HELD=held,
-            AT_ONCE=warps * 32 * _RANKED,
-            num_warps=warps,
-        )
+            *self._places(visit), space.gone.shape[2], stage.scoring, stage.before, stage.width, stage.k, how.prior,
+            BRANCH=visit.branch, GROUP=self.group, SPLITS=triton.next_power_of_2(stage.scoring),
+            OTHERS=triton.next_power_of_2(stage.before), HELD=held, AT_ONCE=warps * 32 * _RANKED, num_warps=warps,
+        )  # fmt: skip
 
     def _attend(self, visit: Visit) -> None:
         """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""
         stage, space, selection = visit.stage, self.space, visit.selection
         values = self.tree.levels[stage.level].nodes.v
         attend_nodes[self.programs, stage.attending](
-            self.q,
-            self.k,
-            self.v,
-            values,
-            visit.count,
-            visit.listed,
-            *selection[1:],
-            visit.weights,
-            space.of_chunks,
-            space.part_out,
-            space.part_lse,
-            space.arrived,
-            space.out,
-            space.lse,
-            space.read,
-            space.refined,
-            self._q_strides,
-            self.k.stride(),
-            self.v.stride(),
-            values.stride(),
-            *self._places(visit),
-            space.gone.shape[2],
-            stage.k,
-            stage.before,
-            self.tree.sinks,
-            self.logits.scaling,
-            WIDTH=self.tree.width,
-            BRANCH=visit.branch,
-            LAST=stage is self.stages[-1],
-            AT_ONCE=merge_last(self.tile, padded(self.v.shape[3]), stage.before + stage.attending),
-            **self.sizes,
+            self.q, self.k, self.v, values, visit.count, visit.listed, *selection[1:], visit.weights, space.of_chunks,
+            space.part_out, space.part_lse, space.arrived, space.out, space.lse, space.read, space.refined,
+            self._q_strides, self.k.stride(), self.v.stride(), values.stride(),
+            *self._places(visit), space.gone.shape[2], stage.k, stage.before, self.tree.sinks, self.logits.scaling,
+            WIDTH=self.tree.width, BRANCH=visit.branch, LAST=stage is self.stages[-1],
+            AT_ONCE=merge_last(self.tile, padded(self.v.shape[3]), stage.before + stage.attending), **self.sizes,
             **self.tile.options,
-        )
+        )  # fmt: skip
 
     @property
     def _q_strides(self) -> tuple[int, int, int]:

@@ -35,37 +35,14 @@ def note(space: Workspace, tree: Tree, sums: Sums) -> None:
         raw_blocks = triton.cdiv(tree.rows.width, _POOLED) if last else 0
         own = None if above is None else mass[:, :, stage.begin :]
         note_masses[node_blocks + refined_blocks + raw_blocks, batch * heads](
-            visit.weights,
-            space.of_raw,
-            space.of_chunks,
-            space.lse,
-            tree.rows.numbers,
-            visit.count,
-            visit.listed,
-            *mine,
-            own,
-            below,
-            level.recent,
-            sums.recent if last else None,
-            level.recent.stride(),
-            sums.recent.stride()[:2],
-            heads,
-            space.weights.shape[2],
-            0 if above is None else above.pages.shape[2],
-            space.gone.shape[2],
-            tree.sinks,
-            node_blocks,
-            refined_blocks,
-            stage.k,
-            width,
-            sums.share,
-            BRANCH=visit.branch,
-            GROUP=group,
-            EACH=each,
-            BLOCK_W=block_w,
-            BLOCK=_POOLED,
+            visit.weights, space.of_raw, space.of_chunks, space.lse, tree.rows.numbers, visit.count, visit.listed,
+            *mine, own, below, level.recent, sums.recent if last else None,
+            level.recent.stride(), sums.recent.stride()[:2],
+            heads, space.weights.shape[2], 0 if above is None else above.pages.shape[2], space.gone.shape[2],
+            tree.sinks, node_blocks, refined_blocks, stage.k, width, sums.share,
+            BRANCH=visit.branch, GROUP=group, EACH=each, BLOCK_W=block_w, BLOCK=_POOLED,
             HEADS=min(_HEADS, triton.next_power_of_2(group)),
-        )
+        )  # fmt: skip
         below = own
 
 
@@ -93,40 +70,13 @@ def _towards(ptr, mass, there, share):
 
 @triton.jit(do_not_specialize=[*VARYING, "gone_places", "node_blocks", "refined_blocks", "most", "width", "sinks"])
 def note_masses(
-    weight_ptr,
-    raw_ptr,
-    chunk_ptr,
-    lse_ptr,
-    slots_ptr,
-    count_ptr,
-    list_ptr,
-    chosen_ptr,
-    page_ptr,
-    picked_ptr,
-    gone_ptr,
-    mass_ptr,
-    below_ptr,
-    recent_ptr,
-    raw_recent_ptr,
-    recent_strides,
-    raw_recent_strides,
-    num_kv_heads,
-    places,
-    list_places,
-    gone_places,
-    sinks,
-    node_blocks,
-    refined_blocks,
-    most,
-    width,
-    share,
-    BRANCH: tl.constexpr,
-    GROUP: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight_ptr, raw_ptr, chunk_ptr, lse_ptr, slots_ptr, count_ptr, list_ptr, chosen_ptr, page_ptr, picked_ptr, gone_ptr,
+    mass_ptr, below_ptr, recent_ptr, raw_recent_ptr,
+    recent_strides, raw_recent_strides,
+    num_kv_heads, places, list_places, gone_places, sinks, node_blocks, refined_blocks, most, width, share,
+    BRANCH: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
-):
+):  # fmt: skip
     """Move ``recent`` a ``share`` of the way towards the masses of one level's nodes, the mean over the group.
 
     Masses follow from log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``, natural. The first

@@ -20,34 +20,13 @@ def _log_sums(lse_ptr, q_heads, exist, number, stride_head, stride_part, PARTS: 
 
 @triton.jit(do_not_specialize=[*VARYING, "splits", "others", "gone_places", "width", "k"])
 def select_nodes(
-    rank_ptr,
-    rank_lse_ptr,
-    part_lse_ptr,
-    recent_ptr,
-    count_ptr,
-    allowed_ptr,
-    list_ptr,
-    chosen_ptr,
-    node_ptr,
-    picked_ptr,
-    gone_ptr,
+    rank_ptr, rank_lse_ptr, part_lse_ptr, recent_ptr, count_ptr, allowed_ptr, list_ptr, chosen_ptr, node_ptr,
+    picked_ptr, gone_ptr,
     recent_strides,
-    num_kv_heads,
-    places,
-    list_places,
-    gone_places,
-    splits,
-    others,
-    width,
-    k,
-    prior,
-    BRANCH: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    HELD: tl.constexpr,
+    num_kv_heads, places, list_places, gone_places, splits, others, width, k, prior,
+    BRANCH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, OTHERS: tl.constexpr, HELD: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):
+):  # fmt: skip
     """Write the selection of each KV head among its ``count`` visited nodes, at most ``width``, see :class:`Selection`.
 
     A node's mass is the mean over the group, mixed with its ``recent`` attention of weight ``prior``. A head's masses

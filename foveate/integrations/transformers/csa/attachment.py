@@ -19,7 +19,7 @@ from foveate.integrations.transformers.csa import compressed, pooled, tokens
 from foveate.integrations.transformers.csa.attention import IMPLEMENTATION, attention, clear, key_positions
 from foveate.integrations.transformers.csa.selection import SelectionCounts
 from foveate.integrations.transformers.stats import LayerStats, Stats
-from foveate.integrations.transformers.support import around, decoder_of
+from foveate.integrations.transformers.support import around, decoder_of, refuse_weights
 
 MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
     "axk2": tokens.Select,
@@ -133,8 +133,7 @@ def kind(decoder: nn.Module) -> str:
 
 def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of the decoder: raise ValueError for inputs and outputs that sparse attention does not support."""
-    if kwargs.get("output_attentions", decoder.config.output_attentions):
-        raise ValueError("output_attentions=True is not possible: foveate never holds attention weights")
+    refuse_weights(kwargs.get("output_attentions", decoder.config.output_attentions))
     kwargs = releases.arguments(decoder, args, kwargs)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() != 2:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.calibration import AnchorChoice, grown, improved
 from foveate.errors import UserError
 from foveate.lab.evaluation import generation
 from foveate.lab.evaluation.calibration import divergence
+from foveate.lab.evaluation.calibration.anchors import AnchorChoice, grown, improved
 from foveate.lab.evaluation.calibration.partial_results import drop_others, made_how, partial_folder, read, write
 from foveate.lab.evaluation.calibration.plan import Plan
 from foveate.lab.evaluation.tasks.base import Item

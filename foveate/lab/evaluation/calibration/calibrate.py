@@ -19,25 +19,17 @@ import torch
 
 import foveate
 from foveate import outfile
-from foveate.calibration import (
-    AnchorChoice,
-    Calibration,
-    Measured,
-    check_number,
-    choose,
-    counterparts,
-    least_tokens,
-    load,
-)
-from foveate.calibration.similarity import COVERAGE_KEYS
+from foveate.calibration import Calibration, load
 from foveate.digest import digest
 from foveate.errors import UserError
 from foveate.integrations.transformers.facts import model_facts
-from foveate.integrations.transformers.study import Study, attention_modules
 from foveate.lab.evaluation.calibration import layer_costs
+from foveate.lab.evaluation.calibration.anchors import AnchorChoice, check_number, choose, counterparts
 from foveate.lab.evaluation.calibration.answers import Answers, named
 from foveate.lab.evaluation.calibration.partial_results import GOES_ON, differing, partial_folder, read, take_up, write
 from foveate.lab.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan, kept_at, option
+from foveate.lab.evaluation.calibration.similarity import COVERAGE_KEYS, Measured, least_tokens
+from foveate.lab.evaluation.calibration.study import Study, attention_modules
 from foveate.lab.evaluation.tasks.base import Item, Task, items_digest
 from foveate.lab.inputs import loading, model_folder
 from foveate.lab.results import circumstances

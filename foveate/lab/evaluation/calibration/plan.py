@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from foveate.calibration import BY, OVER, WEIGHTS, kept_path
+from foveate.calibration import kept_path
 from foveate.errors import UserError, check_seed, unknown
+from foveate.lab.evaluation.calibration.anchors import BY, OVER, WEIGHTS
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.probes import SHORTEST, TEXT, USUAL, Probes
 from foveate.lab.inputs.model_folder import model_digest, model_facts
@@ -37,9 +38,9 @@ class Plan:
     `by` is what the choice goes by. With `together` and `divergence` it is the divergence of predictions along dense
     attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
     `method`: with `together` what is lost when all layers read their anchors' choice, for anchors added one by one
-    (:func:`foveate.calibration.grown`) and then, up to `rounds` times, each tried in every other place
-    (:func:`foveate.calibration.improved`); with `divergence` the sum of what each layer loses that alone reads
-    another's. With `similarity` it is the paper's (:func:`foveate.calibration.choose`), by `over` and `weights` also
+    (:func:`.anchors.grown`) and then, up to `rounds` times, each tried in every other place
+    (:func:`.anchors.improved`); with `divergence` the sum of what each layer loses that alone reads
+    another's. With `similarity` it is the paper's (:func:`.anchors.choose`), by `over` and `weights` also
     with the mean over a prompt's tiles, and all layers alike. With `together`, `prompts` may be sparse: `method` then
     reads the prompts as well, and not only decodes. `time_share`, if given, stands for `anchors`: as many as keep the
     attention of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense

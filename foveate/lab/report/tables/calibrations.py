@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from foveate.calibration import Calibration, objective
+from foveate.calibration import Calibration
 from foveate.errors import UserError
+from foveate.lab.evaluation.calibration.anchors import objective
 from foveate.lab.report.markdown import context_length, markdown_table
 
 

@@ -4,8 +4,9 @@ import itertools
 import pytest
 import torch
 
-from foveate.calibration import Calibration, best_anchors, objective
+from foveate.calibration import Calibration
 from foveate.errors import UserError
+from foveate.lab.evaluation.calibration.anchors import best_anchors, objective
 from foveate.lab.report.tables.calibrations import table
 
 LAYERS = [0, 1, 2, 4, 5]  # layer 3 is not one that can be an anchor

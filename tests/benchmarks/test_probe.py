@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import FAMILIES, LargestTensor, fingerprint, tiny_model, tokens
 
-from foveate.integrations.transformers.probe import watched
+from benchmarks.probe import watched
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.calibration import Similarity, least_tokens, similarity
+from foveate.lab.evaluation.calibration import similarity
+from foveate.lab.evaluation.calibration.similarity import Similarity, least_tokens
 from foveate.ops import Logits, _math
 from tests.helpers import LargestTensor, causal_mask, naive
 

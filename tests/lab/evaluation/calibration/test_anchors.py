@@ -8,8 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.calibration import OVER, WEIGHTS, best_anchors, choose, grown, improved, objective
-from foveate.calibration.anchors import head_map, layer_similarity, pair_similarity
+from foveate.lab.evaluation.calibration.anchors import (
+    OVER,
+    WEIGHTS,
+    best_anchors,
+    choose,
+    grown,
+    head_map,
+    improved,
+    layer_similarity,
+    objective,
+    pair_similarity,
+)
 
 T, L, H = 3, 4, 3
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.attend import until as reference
+from foveate.hybrids.ops import until as reference
 from foveate.ops.attend import window_kernel as of_window
 from foveate.ops.attend.attended import Attended
 from foveate.ops.dispatch import UnsupportedError
@@ -48,16 +48,7 @@ class Lists(NamedTuple):
     """int32 ``[B, Hkv, blocks]``: the first query that does not see all keys of a block."""
 
 
-def attend_until(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    until: Tensor,
-    *,
-    scaling: float,
-    window: int = 0,
-    retained: int = 0,
-) -> Attended:
+def attend_until(q, k, v, until, *, scaling, window=0, retained=0):
     """See :func:`foveate.ops.attend.until.attend_until`. Two launches, and nothing waits for the device.
 
     A program owns a block of queries of all heads of a group, so that a key is read once for them. It reads the keys
@@ -87,36 +78,15 @@ def attend_until(
     lists = list_retained(until, length, window, retained, tile.block_n)
     each = tile.block_m // group
     _attend_until[batch * num_kv_heads, triton.cdiv(length, each)](
-        q,
-        k,
-        v,
-        until,
-        *lists,
-        out,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        out.stride()[:3],
-        num_kv_heads,
-        group,
-        length,
-        number,
-        window,
-        lists.slots.shape[2],
-        lists.slots.shape[3],
-        lists.least.shape[2],
+        q, k, v, until, *lists, out,
+        q.stride(), k.stride(), v.stride(), out.stride()[:3],
+        num_kv_heads, group, length, number, window, lists.slots.shape[2], lists.slots.shape[3], lists.least.shape[2],
         scaling * LOG2E.value,
-        SPAN=_SPAN,
-        TAIL=triton.next_power_of_2(_SPAN + tile.block_n),
-        WIDE=triton.next_power_of_2(triton.cdiv(window + each, tile.block_n) + 2),
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
-    )
+        SPAN=_SPAN, TAIL=triton.next_power_of_2(_SPAN + tile.block_n),
+        WIDE=triton.next_power_of_2(triton.cdiv(window + each, tile.block_n) + 2), DIM=dim, VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.options,
+    )  # fmt: skip
     return Attended(out)
 
 
@@ -129,23 +99,9 @@ def list_retained(until: Tensor, length: int, window: int, retained: int, block:
     first_ends = until.new_empty(batch, heads, spans, room // block)
     counts, least = until.new_empty(batch, heads, spans), until.new_empty(batch, heads, blocks)
     _list_retained[spans, batch * heads](
-        until,
-        slots,
-        ends,
-        first_ends,
-        counts,
-        least,
-        length,
-        number,
-        window,
-        room,
-        blocks,
-        triton.cdiv(blocks, spans),
-        SPAN=_SPAN,
-        BLOCK_N=block,
-        SCAN=_SCAN,
-        num_warps=4,
-    )
+        until, slots, ends, first_ends, counts, least, length, number, window, room, blocks, triton.cdiv(blocks, spans),
+        SPAN=_SPAN, BLOCK_N=block, SCAN=_SCAN, num_warps=4,
+    )  # fmt: skip
     return Lists(slots, ends, first_ends, counts, least)
 
 
@@ -157,22 +113,10 @@ def _run_begins(query, length, number, window, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "number", "window", "blocks", "blocks_each"])
 def _list_retained(
-    until_ptr,
-    slot_ptr,
-    end_ptr,
-    first_end_ptr,
-    count_ptr,
-    least_ptr,
-    length,
-    number,
-    window,
-    room,
-    blocks,
-    blocks_each,
-    SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SCAN: tl.constexpr,
-):
+    until_ptr, slot_ptr, end_ptr, first_end_ptr, count_ptr, least_ptr,
+    length, number, window, room, blocks, blocks_each,
+    SPAN: tl.constexpr, BLOCK_N: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
     """Writes :class:`Lists`, contiguous. A key is retained that queries see after it has left their window."""
     span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spans = tl.num_programs(0)
@@ -211,42 +155,17 @@ def _list_retained(
 
 @triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "number", "window", "spans", "blocks"])
 def _attend_until(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    until_ptr,
-    slot_ptr,
-    end_ptr,
-    first_end_ptr,
-    count_ptr,
-    least_ptr,
-    out_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    num_kv_heads,
-    group,
-    length,
-    number,
-    window,
-    spans,
-    room,
-    blocks,
-    scale,
-    SPAN: tl.constexpr,
-    TAIL: tl.constexpr,
-    WIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, until_ptr, slot_ptr, end_ptr, first_end_ptr, count_ptr, least_ptr, out_ptr,
+    q_strides, k_strides, v_strides, out_strides,
+    num_kv_heads, group, length, number, window, spans, room, blocks, scale,
+    SPAN: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
 
-    Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
+    A program owns a few queries of all heads of a group. It reads what is retained before the first window, then the
+    edges of the run of windows, then its middle, which needs no mask, with an online softmax in fp32: repeats are equal
+    bit for bit. Row r of a tile is the query ``first + r // group`` of the group's head ``r % group``.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides

@@ -11,7 +11,7 @@ from tests.kernels import compile_for
 @pytest.mark.parametrize(("dtype", "dim", "wide"), [("bf16", 64, 1024), ("bf16", 128, 8192), ("fp32", 64, 1024)])
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, wide):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.gated_kernel")
+    kernel = importlib.import_module("foveate.hybrids.ops.gated_kernel")
     half = dtype != "fp32"
     sizes = {
         "DIM": dim,
@@ -48,7 +48,7 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, wide):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_merging_compiles_for_ampere_and_hopper(capability):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.gated_kernel")
+    kernel = importlib.import_module("foveate.hybrids.ops.gated_kernel")
     arguments = {
         **{f"{x}_ptr": "*fp32:16" for x in ("compressed", "part", "lse")},
         **{f"{x}_ptr": "*bf16:16" for x in ("gate", "out")},

@@ -1,6 +1,6 @@
 """The model `foveate` of lm-eval (lm-evaluation-harness): its Hugging Face model with a method attached.
 
-Importing this module registers the model; `python -m foveate.lm_eval` is lm-eval's command line with it.
+Importing this module registers the model; `python -m foveate.lab.lm_eval` is lm-eval's command line with it.
 """
 
 from __future__ import annotations

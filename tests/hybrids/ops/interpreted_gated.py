@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops.attend import attend_gated, gated, gated_kernel
+from foveate.hybrids.ops import attend_gated, gated, gated_kernel
 from foveate.ops.dispatch import UnsupportedError
 from tests.problems import LAYOUTS, assert_close, in_buffer
 

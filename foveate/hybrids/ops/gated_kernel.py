@@ -3,9 +3,8 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from foveate.ops.attend import gated as reference
+from foveate.hybrids.ops import gated as reference
 from foveate.ops.attend.attended import Attended
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
@@ -19,20 +18,7 @@ _RESIDENT, _LONGEST = 3, 8
 """Programs that a multiprocessor runs at a time, and the most blocks of keys that one of them reads."""
 
 
-def attend_gated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_keys: Tensor,
-    block_values: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    *,
-    scaling: float,
-    block: int,
-    blocks: int,
-    window: int,
-) -> Attended:
+def attend_gated(q, k, v, block_keys, block_values, gates, lengths, *, scaling, block, blocks, window):
     """See :func:`foveate.ops.attend.gated.attend_gated`. Keys are read in place, once for all heads of a group.
 
     The first launch attends to the summaries and chooses blocks, a program for a row and a KV head; the second attends
@@ -74,28 +60,11 @@ def attend_gated(
     pages = torch.empty(rows, blocks, dtype=torch.int32, device=q.device)
     compressed = q.new_empty(batch, num_heads, value_dim, dtype=torch.float32)
     _choose[rows,](
-        q,
-        block_keys,
-        block_values,
-        lengths,
-        logits,
-        weights,
-        pages,
-        compressed,
-        *(q.stride(axis) for axis in (0, 1, 3)),
-        *block_keys.stride(),
-        *block_values.stride(),
-        lengths.stride(0),
-        num_kv_heads,
-        group,
-        block,
-        blocks,
-        number,
-        padded,
-        scaling * LOG2E.value,
-        WIDE=triton.next_power_of_2(padded),
-        **sizes,
-    )
+        q, block_keys, block_values, lengths, logits, weights, pages, compressed,
+        *(q.stride(axis) for axis in (0, 1, 3)), *block_keys.stride(), *block_values.stride(), lengths.stride(0),
+        num_kv_heads, group, block, blocks, number, padded, scaling * LOG2E.value,
+        WIDE=triton.next_power_of_2(padded), **sizes,
+    )  # fmt: skip
     of_blocks, of_window = (triton.cdiv(keys, block_n) for keys in (blocks * block, window))
     share = triton.cdiv(rows * (of_blocks + of_window), _RESIDENT * multiprocessors(q.device))
     each = max(1, min(_LONGEST, share))
@@ -104,45 +73,17 @@ def attend_gated(
     found = q.new_empty(parts, batch, num_heads, value_dim, dtype=torch.float32)
     lses = q.new_empty(parts, batch, num_heads, dtype=torch.float32)
     _attend_parts[rows, parts](
-        q,
-        k,
-        v,
-        lengths,
-        pages,
-        found,
-        lses,
-        *(q.stride(axis) for axis in (0, 1, 3)),
-        *k.stride(),
-        *v.stride(),
-        lengths.stride(0),
-        batch,
-        num_kv_heads,
-        group,
-        block,
-        blocks,
-        window,
-        number,
-        parts_chosen,
-        each,
-        scaling * LOG2E.value,
+        q, k, v, lengths, pages, found, lses,
+        *(q.stride(axis) for axis in (0, 1, 3)), *k.stride(), *v.stride(), lengths.stride(0),
+        batch, num_kv_heads, group, block, blocks, window, number, parts_chosen, each, scaling * LOG2E.value,
         **sizes,
-    )
+    )  # fmt: skip
     _merge_gated[num_heads, batch](
-        compressed,
-        found,
-        lses,
-        gates,
-        out,
+        compressed, found, lses, gates, out,
         *gates.stride()[:3],
-        batch,
-        num_heads,
-        parts_chosen,
-        parts,
-        VALUE_DIM=value_dim,
-        BLOCK_DV=sizes["BLOCK_DV"],
-        PARTS=triton.next_power_of_2(parts),
-        num_warps=1,
-    )
+        batch, num_heads, parts_chosen, parts,
+        VALUE_DIM=value_dim, BLOCK_DV=sizes["BLOCK_DV"], PARTS=triton.next_power_of_2(parts), num_warps=1,
+    )  # fmt: skip
     return Attended(out)
 
 
@@ -166,42 +107,17 @@ _OF_STEP = ["length_stride", "num_kv_heads", "group", "blocks", "number"]
 
 @triton.jit(do_not_specialize=[*_OF_STEP, "padded"])
 def _choose(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    length_ptr,
-    logit_ptr,
-    weight_ptr,
-    page_ptr,
-    out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    length_stride,
-    num_kv_heads,
-    group,
-    block,
-    blocks,
-    number,
-    padded,
-    scale,
-    WIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none."""
+    q_ptr, k_ptr, v_ptr, length_ptr, logit_ptr, weight_ptr, page_ptr, out_ptr,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d, length_stride,
+    num_kv_heads, group, block, blocks, number, padded, scale,
+    WIDE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none.
+
+    A program owns a KV head of a row: it reads the summaries once, keeps their logits, and chooses blocks by these.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
     members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -223,19 +139,9 @@ def _choose(
     for first in tl.range(0, complete, BLOCK_N):
         slots = (first + places).to(tl.int64)
         logits, top, weight, out = _fold(
-            q,
-            k_ptr,
-            v_ptr,
-            slots,
-            slots < complete,
-            (k_stride_l, k_stride_d),
-            (v_stride_l, v_stride_d),
-            scale,
-            top,
-            weight,
-            out,
-            (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
-        )
+            q, k_ptr, v_ptr, slots, slots < complete, (k_stride_l, k_stride_d), (v_stride_l, v_stride_d), scale, top,
+            weight, out, (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
+        )  # fmt: skip
         tl.store(logit_ptr + members[:, None] * padded + (first + places)[None, :], logits)
     out = normalised(weight, out)
     lse = top + tl.log2(tl.where(weight == 0, 1.0, weight))
@@ -265,44 +171,15 @@ def _choose(
 
 @triton.jit(do_not_specialize=[*_OF_STEP, "batches", "window", "parts_chosen", "each"])
 def _attend_parts(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    length_ptr,
-    page_ptr,
-    out_ptr,
-    lse_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_l,
-    k_stride_d,
-    v_stride_b,
-    v_stride_h,
-    v_stride_l,
-    v_stride_d,
-    length_stride,
-    batches,
-    num_kv_heads,
-    group,
-    block,
-    blocks,
-    window,
-    number,
-    parts_chosen,
-    each,
-    scale,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, length_ptr, page_ptr, out_ptr, lse_ptr,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_l, v_stride_d, length_stride,
+    batches, num_kv_heads, group, block, blocks, window, number, parts_chosen, each, scale,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``out [parts, B, Hq, Dv]`` and ``lse [parts, B, Hq]`` (of base 2): first parts of chosen blocks, then of
-    the window."""
+    the window. A program owns one part for all heads of a group, with an online softmax in fp32."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // num_kv_heads, row % num_kv_heads
     members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -333,19 +210,9 @@ def _attend_parts(
         slot = tl.where(chooses, tl.maximum(page, 0) * block + place % block, near + place)
         stored = (place < last) & (slot < length) & ((page >= 0) | (part >= parts_chosen))
         _, top, weight, out = _fold(
-            q,
-            k_ptr,
-            v_ptr,
-            slot.to(tl.int64),
-            stored,
-            (k_stride_l, k_stride_d),
-            (v_stride_l, v_stride_d),
-            scale,
-            top,
-            weight,
-            out,
-            (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
-        )
+            q, k_ptr, v_ptr, slot.to(tl.int64), stored, (k_stride_l, k_stride_d), (v_stride_l, v_stride_d), scale, top,
+            weight, out, (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
+        )  # fmt: skip
     out = normalised(weight, out)
     rows = (part.to(tl.int64) * batches + batch) * num_kv_heads * group + heads
     out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
@@ -355,22 +222,11 @@ def _attend_parts(
 
 @triton.jit(do_not_specialize=["batches", "num_heads", "parts_chosen", "parts"])
 def _merge_gated(
-    compressed_ptr,
-    part_ptr,
-    lse_ptr,
-    gate_ptr,
-    out_ptr,
-    gate_stride_g,
-    gate_stride_b,
-    gate_stride_h,
-    batches,
-    num_heads,
-    parts_chosen,
-    parts,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    compressed_ptr, part_ptr, lse_ptr, gate_ptr, out_ptr,
+    gate_stride_g, gate_stride_b, gate_stride_h,
+    batches, num_heads, parts_chosen, parts,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Writes ``out [B, Hq, 1, Dv]``, contiguous: the three attentions times their gates."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part, value_dims = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)

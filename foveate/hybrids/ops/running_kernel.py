@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foveate.hybrids.ops.running import LARGEST_BUFFER, Leaving
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.retain.running import LARGEST_BUFFER, Leaving
 
 _FIRST = 512
 """New tokens before the first floor; each further floor comes after twice as many."""
@@ -42,57 +42,24 @@ def running_best(kept: Tensor, kept_positions: Tensor, margins: Tensor, position
     found = torch.empty(rows, levels, dtype=torch.int32, device=kept.device)
     if count:
         _offer[rows, triton.cdiv(count, _SCAN)](
-            margins,
-            positions,
-            offers,
-            leaves,
-            *margins.stride(),
-            *positions.stride(),
-            heads,
-            size,
-            count,
-            SCAN=_SCAN,
-            num_warps=4,
-        )
+            margins, positions, offers, leaves,
+            *margins.stride(), *positions.stride(),
+            heads, size, count,
+            SCAN=_SCAN, num_warps=4,
+        )  # fmt: skip
     buffer = kept, kept_positions, *kept.stride(), *kept_positions.stride(), heads, size, count
     _list_best[rows, levels](
-        offers,
-        values,
-        turns,
-        found,
-        *buffer,
-        FIRST=_FIRST,
-        SLOTS=triton.next_power_of_2(max(size, 1)),
-        SCAN=_SCAN,
-        num_warps=16,
-    )
+        offers, values, turns, found, *buffer,
+        FIRST=_FIRST, SLOTS=triton.next_power_of_2(max(size, 1)), SCAN=_SCAN, num_warps=16,
+    )  # fmt: skip
     _leave[rows * (triton.cdiv(size, _OWN) + triton.cdiv(count, _OWN)),](
-        values,
-        turns,
-        found,
-        leaves,
-        *buffer,
-        rows,
-        levels,
-        FIRST=_FIRST,
-        OWN=_OWN,
-        OTHERS=_OTHERS,
-        num_warps=4,
-    )
+        values, turns, found, leaves, *buffer, rows, levels,
+        FIRST=_FIRST, OWN=_OWN, OTHERS=_OTHERS, num_warps=4,
+    )  # fmt: skip
     return Leaving(*leaves.split([size, count], 2))
 
 
-def replace_weakest(
-    keys: Tensor,
-    values: Tensor,
-    margins: Tensor,
-    positions: Tensor,
-    kept: Tensor,
-    *,
-    slots: Tensor,
-    tokens: Tensor,
-    ring: int,
-) -> None:
+def replace_weakest(keys, values, margins, positions, kept, *, slots, tokens, ring):
     """See :func:`foveate.ops.retain.running.replace_weakest`. One launch; a program owns a row and a KV head."""
     batch, heads, number, dim = keys.shape
     size, value_dim = positions.shape[2], values.shape[3]
@@ -104,29 +71,13 @@ def replace_weakest(
         raise ValueError(f"shapes do not fit a ring of {ring} slots: {shapes}")
     if keys.numel():
         _replace_weakest[batch * heads,](
-            keys,
-            values,
-            margins,
-            positions,
-            kept,
-            slots,
-            tokens,
-            *keys.stride(),
-            *values.stride(),
-            *margins.stride(),
-            *positions.stride(),
-            *kept.stride(),
-            slots.stride(0),
+            keys, values, margins, positions, kept, slots, tokens,
+            *keys.stride(), *values.stride(), *margins.stride(), *positions.stride(), *kept.stride(), slots.stride(0),
             tokens.stride(0),
-            heads,
-            ring,
-            size,
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
-            SLOTS=max(128, triton.next_power_of_2(size)),
-            num_warps=1 if size <= 256 else 4,
-        )
+            heads, ring, size,
+            DIM=dim, VALUE_DIM=value_dim, BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
+            SLOTS=max(128, triton.next_power_of_2(size)), num_warps=1 if size <= 256 else 4,
+        )  # fmt: skip
 
 
 def _check_buffer(size: int, *margins: Tensor) -> None:
@@ -163,20 +114,11 @@ _OFFER_STRIDES = ["margin_stride_b", "margin_stride_h", "position_stride_b"]
 
 @triton.jit(do_not_specialize=[*_OFFER_STRIDES, "heads", "size", "count"])
 def _offer(
-    margin_ptr,
-    position_ptr,
-    offer_ptr,
-    leave_ptr,
-    margin_stride_b,
-    margin_stride_h,
-    margin_stride_l,
-    position_stride_b,
-    position_stride_l,
-    heads,
-    size,
-    count,
+    margin_ptr, position_ptr, offer_ptr, leave_ptr,
+    margin_stride_b, margin_stride_h, margin_stride_l, position_stride_b, position_stride_l,
+    heads, size, count,
     SCAN: tl.constexpr,
-):
+):  # fmt: skip
     """Writes ``offer [B * Hkv, n]``: margins in order, and of all new tokens that they leave at their own turn."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -195,25 +137,11 @@ _BUFFER_STRIDES = [f"{x}_stride_{axis}" for x in ("kept", "place") for axis in "
 
 @triton.jit(do_not_specialize=[*_BUFFER_STRIDES, "heads", "size", "count"])
 def _list_best(
-    offer_ptr,
-    value_ptr,
-    turn_ptr,
-    found_ptr,
-    kept_ptr,
-    place_ptr,
-    kept_stride_b,
-    kept_stride_h,
-    kept_stride_s,
-    place_stride_b,
-    place_stride_h,
-    place_stride_s,
-    heads,
-    size,
-    count,
-    FIRST: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCAN: tl.constexpr,
-):
+    offer_ptr, value_ptr, turn_ptr, found_ptr, kept_ptr, place_ptr,
+    kept_stride_b, kept_stride_h, kept_stride_s, place_stride_b, place_stride_h, place_stride_s,
+    heads, size, count,
+    FIRST: tl.constexpr, SLOTS: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
     """Writes the tokens of a level that exceed its floor, in order from the level's first turn on: ``value`` and
     ``turn [B * Hkv, n]``; and ``found [B * Hkv, levels]``, how many there are.
 
@@ -261,27 +189,11 @@ def _list_best(
 
 @triton.jit(do_not_specialize=[*_BUFFER_STRIDES, "heads", "size", "count", "rows", "levels"])
 def _leave(
-    value_ptr,
-    turn_ptr,
-    found_ptr,
-    leave_ptr,
-    kept_ptr,
-    place_ptr,
-    kept_stride_b,
-    kept_stride_h,
-    kept_stride_s,
-    place_stride_b,
-    place_stride_h,
-    place_stride_s,
-    heads,
-    size,
-    count,
-    rows,
-    levels,
-    FIRST: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
+    value_ptr, turn_ptr, found_ptr, leave_ptr, kept_ptr, place_ptr,
+    kept_stride_b, kept_stride_h, kept_stride_s, place_stride_b, place_stride_h, place_stride_s,
+    heads, size, count, rows, levels,
+    FIRST: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
     """Writes ``leave [B, Hkv, K + n]``, contiguous, of the buffer's and the listed tokens.
 
     The first programs of a row own slots of the buffer, the others places of the list, and most of these are empty.
@@ -368,39 +280,13 @@ _IN_PLACE = [f"{x}_stride_{axis}" for x in ("key", "value", "margin", "position"
 
 @triton.jit(do_not_specialize=[*_IN_PLACE, "slot_stride", "token_stride", "heads", "ring", "size"])
 def _replace_weakest(
-    key_ptr,
-    value_ptr,
-    margin_ptr,
-    position_ptr,
-    kept_ptr,
-    slot_ptr,
-    token_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    key_stride_d,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    value_stride_d,
-    margin_stride_b,
-    margin_stride_h,
-    margin_stride_s,
-    position_stride_b,
-    position_stride_h,
-    position_stride_s,
-    kept_stride_b,
-    kept_stride_h,
-    slot_stride,
-    token_stride,
-    heads,
-    ring,
-    size,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    key_ptr, value_ptr, margin_ptr, position_ptr, kept_ptr, slot_ptr, token_ptr,
+    key_stride_b, key_stride_h, key_stride_s, key_stride_d,
+    value_stride_b, value_stride_h, value_stride_s, value_stride_d, margin_stride_b, margin_stride_h, margin_stride_s,
+    position_stride_b, position_stride_h, position_stride_s, kept_stride_b, kept_stride_h, slot_stride, token_stride,
+    heads, ring, size,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """Writes the token's key, value, margin and position over those of the weakest, or into the first empty slot."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)

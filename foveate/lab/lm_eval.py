@@ -1,4 +1,4 @@
-"""`python -m foveate.lm_eval ...`: lm-eval's command line, with the model `foveate`."""
+"""`python -m foveate.lab.lm_eval ...`: lm-eval's command line, with the model `foveate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run lm-eval's command line; ends with one line where lm-eval is not installed."""
     try:
-        import foveate.integrations.lm_eval  # noqa: F401 registers the model
+        import foveate.lab.lm_eval_model  # noqa: F401 registers the model
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}")
     from lm_eval.__main__ import cli_evaluate

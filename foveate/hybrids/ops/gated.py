@@ -92,16 +92,7 @@ def attend_gated(
     return Attended(sum(gate[..., None] * branch for gate, branch in zip(gates, (compressed, *branches))))
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_keys: Tensor,
-    block_values: Tensor,
-    gates: Tensor,
-    lengths: Tensor,
-    block: int,
-) -> None:
+def check(q, k, v, block_keys, block_values, gates, lengths, block):
     """Raise unless shapes fit."""
     (batch, num_heads, queries, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
     summaries = block_keys.shape[2]

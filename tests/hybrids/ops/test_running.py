@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.ops.retain import replace_weakest, running_best
+from foveate.hybrids.ops import replace_weakest, running_best
 
 
 class Buffer:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from foveate.hybrids.ops import running, running_kernel
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.retain import running, running_kernel
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops.attend import attend_until, until, until_kernel
+from foveate.hybrids.ops import attend_until, until, until_kernel
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile
 from tests.problems import LAYOUTS, Shape, assert_close, in_buffer, naive, problem

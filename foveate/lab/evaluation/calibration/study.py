@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foveate.calibration import Measured, Similarity
+from foveate.integrations.transformers.support import Watch
+from foveate.lab.evaluation.calibration.similarity import Measured, Similarity
 from foveate.ops import Logits
 from foveate.runtime import Policy
 
@@ -28,7 +29,7 @@ class Study:
     Args:
         model: the attached model, or its decoder.
         policies: of the layers that are watched.
-        k, tile: see :class:`~foveate.calibration.Similarity`.
+        k, tile: see :class:`Similarity`.
     """
 
     def __init__(self, model: nn.Module, policies: Mapping[int, Policy], k: int, tile: int):
@@ -73,11 +74,11 @@ class Study:
         The latter is what the first module after attention reads that is neither attention's input nor made of its
         output alone, as by a norm on it. Where none does, as in blocks whose MLP runs beside attention, it is the sum.
         """
-        self._hooks.append(block.register_forward_pre_hook(_Hook(self._enter, layer, block), with_kwargs=True))
+        self._hooks.append(block.register_forward_pre_hook(Watch(self._enter, layer, block), with_kwargs=True))
         for child in block.children():
             note = self._attended if child is attention else self._passed
-            self._hooks.append(child.register_forward_hook(_Hook(note, layer, child), with_kwargs=True))
-        self._hooks.append(block.register_forward_hook(_Hook(self._exit, layer, block), with_kwargs=True))
+            self._hooks.append(child.register_forward_hook(Watch(note, layer, child), with_kwargs=True))
+        self._hooks.append(block.register_forward_hook(Watch(self._exit, layer, block), with_kwargs=True))
 
     def _enter(self, layer: int, stream: Tensor, out: Any) -> None:
         self._passing[layer] = _Passing(stream)
@@ -123,28 +124,3 @@ class _Passing:
 
 def _first(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
-
-
-class _Hook:
-    """A hook of one module: on copies of the module it does nothing."""
-
-    def __init__(self, note: Callable[[int, Tensor, Any], None], layer: int, module: nn.Module | None):
-        self._note, self._layer, self._module = note, layer, module
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, out: Any = None) -> None:
-        if module is self._module:
-            stream = args[0] if args else (kwargs or {}).get("hidden_states")
-            self._note(self._layer, stream, out)
-
-    def __reduce__(self):
-        return _Hook, (None, -1, None)
-
-
-def remove_hooks(model: nn.Module) -> None:
-    """Take off what an interrupted study has left, also that of the model which this one is a copy of."""
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_with_kwargs.pop(key, None)

@@ -21,8 +21,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from foveate.integrations.lm_eval import FoveateLM
-from foveate.lm_eval import main
+from foveate.lab.lm_eval import main
+from foveate.lab.lm_eval_model import FoveateLM
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -229,7 +229,7 @@ def test_pickled_weights_are_not_read(folder, tmp_path):
 def test_without_lm_eval_a_line_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "foveate.integrations.lm_eval")
+    monkeypatch.delitem(sys.modules, "foveate.lab.lm_eval_model")
     with pytest.raises(SystemExit, match=r"needs lm_eval, which is not installed: pip install 'foveate\[eval\]'"):
         main()
 
@@ -291,7 +291,15 @@ def test_a_task_on_a_real_model(task, monkeypatch):
 
 
 def test_the_command_line(folder, task, tmp_path):
-    command = [sys.executable, "-m", "foveate.lm_eval", "--model", "foveate", "--tasks", "local_choice,local_answer"]
+    command = [
+        sys.executable,
+        "-m",
+        "foveate.lab.lm_eval",
+        "--model",
+        "foveate",
+        "--tasks",
+        "local_choice,local_answer",
+    ]
     command += ["--model_args", f"pretrained={folder},dtype=float32,method={SPARSE_PROMPT.replace(',', ';')}"]
     command += ["--include_path", str(task), "--device", "cpu", "--batch_size", "4", "--output_path", str(tmp_path)]
     environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ from tests.kernels import compile_for
 @pytest.mark.parametrize("slots", [1, 512, 1024])
 def test_finding_turns_compiles_for_ampere_and_hopper(capability, name, slots):
     pytest.importorskip("triton")
-    module = importlib.import_module("foveate.ops.retain.running_kernel")
+    module = importlib.import_module("foveate.hybrids.ops.running_kernel")
     kernel, warps = getattr(module, name), 16 if name == "_list_best" else 4
     types = {
         **dict.fromkeys(("kept_ptr", "margin_ptr"), "*fp32"),
@@ -36,7 +36,7 @@ def test_finding_turns_compiles_for_ampere_and_hopper(capability, name, slots):
 @pytest.mark.parametrize("slots", [128, 512, 1024])
 def test_replacing_compiles_for_ampere_and_hopper(capability, slots):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.retain.running_kernel")
+    kernel = importlib.import_module("foveate.hybrids.ops.running_kernel")
     compiled = compile_for(
         capability,
         kernel._replace_weakest,

@@ -198,7 +198,7 @@ def counterparts(prompts: Iterable[Tensor]) -> Tensor:
     """For each head of layer b the head of layer a that is most similar on some prompts: ``int64 [L, L, H]``.
 
     Args:
-        prompts: ``[T, L, H, L, H]`` of each prompt (:class:`foveate.calibration.Measured`).
+        prompts: ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`).
     """
     pairs, count = None, 0
     for captured in prompts:
@@ -218,7 +218,7 @@ def choose(
     """The best ``number`` anchors for some prompts (Kascade, section 3).
 
     Args:
-        prompts: gives ``[T, L, H, L, H]`` of each prompt (:class:`foveate.calibration.Measured`); called twice.
+        prompts: gives ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`); called twice.
         importance: fp32 ``[L]``: 1 - cosine of a layer's input and the same with its attention added.
         number: anchors, from 1 to L.
         over: "least" or "mean": what of a prompt's tiles is compared.

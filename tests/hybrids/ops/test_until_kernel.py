@@ -12,7 +12,7 @@ from tests.kernels import assert_compiled_well, compile_for
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("fp16", 64), ("bf16", 128), ("fp32", 64), ("fp32", 128)])
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.until_kernel")
+    kernel = importlib.import_module("foveate.hybrids.ops.until_kernel")
     half = dtype != "fp32"
     tile = kernel.tile_for(torch.bfloat16 if half else torch.float32, dim)
     compiled = compile_for(
@@ -44,7 +44,7 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_listing_compiles_for_ampere_and_hopper(capability):
     pytest.importorskip("triton")
-    kernel = importlib.import_module("foveate.ops.attend.until_kernel")
+    kernel = importlib.import_module("foveate.hybrids.ops.until_kernel")
     compiled = compile_for(
         capability,
         kernel._list_retained,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveate.ops.attend import attend_until, until
+from foveate.hybrids.ops import attend_until, until
 from tests.problems import LAYOUTS, LargestTensor, assert_close, naive, problem, shapes
 
 
