@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, choosing, count_scored, or_whole
+from foveate.methods._common import attend_all, attend_fetched, choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
@@ -86,6 +86,8 @@ class PageMethod(Method):
         self.summaries.write_newest(cache)
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
+        if cache.offloaded:
+            return attend_fetched(cache, q, pages, self.page_size, scaling)
         how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
         how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out
@@ -185,3 +187,10 @@ class Pages(PageMethod):
     @functools.cached_property
     def summaries(self) -> LowRankPages:
         return LowRankPages(self.page_size, self.rank, self.weighted)
+
+    @property
+    def fetches(self) -> int:  # type: ignore[override]
+        return self.page_size
+
+    def most_fetched(self, length: int) -> int:
+        return self.most_pages(length)

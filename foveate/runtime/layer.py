@@ -19,6 +19,7 @@ from foveate.runtime import returned
 from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.offloaded import OffloadedCache
 
 _EMPTY_SLOTS = 256
 """Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
@@ -156,7 +157,11 @@ class Layer:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
             channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
             returned.check_channels(self.method, channels)
-            self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
+            if self.phase.offload is not None and self.method.fetches:
+                how = (channels, self.counters, self.method.fetches, self.phase.offload)
+                self.store = OffloadedCache(geometry, len(k), *kept, *how)
+            else:
+                self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
             self.store.record_past, self.store.forward = self.record_past, self.phase.forward
             self.store.count_in(self.phase.held)
         self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()

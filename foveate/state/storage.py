@@ -16,6 +16,11 @@ ALIGN = 64
 """The capacity of a row is a multiple of this many slots."""
 
 
+def capacity_for(slots: int) -> int:
+    """The capacity to which a cache grows that needs this many slots of a row."""
+    return -(-(slots + max(ALIGN, slots // 16)) // ALIGN) * ALIGN
+
+
 class Storage:
     """Keys, values and channels of a :class:`~foveate.state.SlotCache`, and how they grow.
 
@@ -38,6 +43,8 @@ class Storage:
     """Slots of a block; 0: keys and values are contiguous."""
     _free_blocks: list[int]
     """Blocks that no row owns; the last one is taken first."""
+    offloaded: bool = False
+    """Whether keys and values are in host memory, see :class:`~foveate.state.offloaded.OffloadedCache`."""
     channels_in_blocks: bool = False
     """Whether channels are those of an engine's blocks, ``[N, Hkv, block_size / per, *shape]``."""
     _borrowed: bool
@@ -52,6 +59,11 @@ class Storage:
     def resident_bytes(self) -> int:
         """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    @property
+    def device_tensors(self) -> list[Tensor]:
+        """The tensors whose addresses a captured step contains."""
+        return list(self.tensors.values())
 
     def count_in(self, held: Held, counters: Counters | None = None) -> None:
         """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any."""
@@ -97,6 +109,14 @@ class Storage:
         tensor, blocks = self.tensors[name], self.block_table
         return tensor[:, :, : self.used] if blocks is None else blocks.gather(blocks.table, tensor)[0]
 
+    def newest_page(self) -> tuple[Tensor, BlockTable | None]:
+        """Keys, of which those of the page are there that each row's newest token is in, as in :attr:`memory`."""
+        return self.memory[0], self.block_table
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots in use, to be written to a file: ``[B, Hkv, used, D(v)]``."""
+        return self.keys, self.values
+
     def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
         """The first ``number`` entries of a channel per page, for verbs that take a ``block_table``.
 
@@ -119,7 +139,7 @@ class Storage:
             return
         if self._row is not None:
             raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
-        capacity = -(-(slots + max(ALIGN, slots // 16)) // ALIGN) * ALIGN
+        capacity = capacity_for(slots)
         for name, spec in self._slot_specs().items():
             if self.block_size and name in ("keys", "values"):
                 continue
@@ -188,6 +208,9 @@ class Storage:
     def _as_table(self, blocks: list[int]) -> Tensor:
         with torch.inference_mode(False):
             return torch.tensor(blocks, dtype=torch.int32, device=self.device)
+
+    def start_decoding(self) -> None:
+        """Have what decode steps read and write, before a step that reads no row numbers on the host."""
 
     # Writing
 

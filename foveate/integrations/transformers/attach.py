@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from foveate.calibration import say_once
-from foveate.integrations.transformers import attention, csa, releases
+from foveate.integrations.transformers import attention, csa, offloading, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
 from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
 from foveate.integrations.transformers.facts import adapted, model_facts, rotary_facts
@@ -46,6 +46,8 @@ def attach(
     cuda_graph: bool | str = "auto",
     dense_below: int | str = "auto",
     block_size: int = 0,
+    offload: bool = False,
+    gpu_budget: str | int | float | None = None,
     **settings: Any,
 ) -> Attachment | csa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
@@ -68,12 +70,17 @@ def attach(
             of methods want 0.
         block_size: slots of a block in which caches keep keys and values (paged KV), with the same results; 0: in one
             piece. Methods that evict in decode keep theirs in one piece.
+        offload: keep keys and values in host memory, and on the GPU summaries and the pages chosen last, with the same
+            tokens (``pages``, ``luka``, ``kascade`` with ``score_keys=pages``); :func:`stats` tells what is fetched.
+        gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
+            the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
             ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` of a model with sparse
-            attention of its own, or ``block_size`` of a method that evicts in decode; the model is left as it was.
+            attention of its own, ``block_size`` of a method that evicts in decode, or ``offload`` of a method that
+            reads every key or a model on several devices; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
@@ -82,10 +89,13 @@ def attach(
         raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 <= block_size <= _LARGEST_BLOCK:
         raise ValueError(f"block_size must be 1 to {_LARGEST_BLOCK} slots, or 0 for one piece, not {block_size!r}")
+    budget = offloading.check(offload, gpu_budget, dense_below, block_size)
     if method is None and settings:
         raise ValueError(f"settings need a method: {', '.join(settings)}")
     chosen, decoder = make("auto" if method is None else method, **settings), decoder_of(model)
     if isinstance(chosen, Auto) and csa.has_own(model, decoder):
+        if offload:
+            raise ValueError("offload=True needs a method: a model's own sparse attention stays as it is")
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
@@ -115,16 +125,22 @@ def attach(
             chosen.for_layer(index, config.num_hidden_layers, sorted(modules)),
             uid,
             forward=forward,
-            dense_below=dense_below,
+            dense_below=0 if offload else dense_below,
             block_size=block_size,
         )
         for index in modules
     }
+    if offload:
+        offloading.check_model(model)
+        offloading.check_methods({index: policy.method for index, policy in policies.items()})
     evicting = next((one.method for one in policies.values() if one.method.evicts is Evicts.IN_DECODE), None)
     if block_size and evicting is not None:
         raise ValueError(f"block_size={block_size}: {evicting.name} evicts in decode, with its slots in one piece")
     _check_artefacts(policies, config, modules)
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
+    if offload:
+        attachment.offload, attachment.gpu_budget = True, budget
+        attachment.geometries = {index: offloading.geometry(module, config) for index, module in modules.items()}
     if cuda_graph is True:
         graphs.require(attachment.replay_obstacle(model))
     before = model.__dict__.get("foveate")

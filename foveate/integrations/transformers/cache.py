@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.layers import (
     CacheLayer,
@@ -66,6 +67,9 @@ class Cache(transformers.Cache):
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)
         super().__init__(layers=layers)
         self.steps: ReplayedSteps | None = None
+        if attachment.offload:
+            methods = {index: one.method for index, one in enumerate(self.layers) if isinstance(one, CacheLayer)}
+            self.phase.offload = offloading.share(model, attachment.gpu_budget, attachment.geometries, methods)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
         return self.__dict__ | {"steps": None}
@@ -142,6 +146,17 @@ class Cache(transformers.Cache):
         cache.phase.held.peak = max(most, kept)
         model.foveate.remember(cache)
         return cache
+
+    def expect(self, rows: int, tokens: int) -> None:
+        """Announce so many tokens of so many rows, of a cache whose keys and values are in host memory.
+
+        Raises:
+            ValueError: where memory does not suffice for them; the cache is left as it was.
+        """
+        offload = self.phase.offload
+        if offload is not None:
+            in_host = sum(layer.counters.host_bytes for layer in self.layers if isinstance(layer, CacheLayer))
+            offload.expect(rows, tokens, self.resident_bytes, in_host if self.get_seq_length() else 0)
 
     def begin_forward(self) -> None:
         """Start a forward pass on this cache, which ends with :meth:`end_forward`; until then the cache is refused.
