@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_fetched, choosing, count_scored, or_whole
+from foveate.methods._common import attend_all, attend_hot, choosing, count_scored, or_whole
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
@@ -87,7 +87,8 @@ class PageMethod(Method):
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
         if cache.offloaded:
-            return attend_fetched(cache, q, pages, self.page_size, scaling)
+            cache.fetch(pages)
+            return attend_hot(cache, q, pages, scaling, self.page_size)
         how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
         how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
         return ops.attend_pages(q, *cache.memory, pages, self.page_size, logits=cache.logits(scaling), **how).out

@@ -123,12 +123,13 @@ class HostMemory:
                 for b in range(len(x)):
                     _copy(memory[row + b, :, there], x[b, :, here])
 
-    def read(self, slots: int, keys: Tensor, values: Tensor) -> None:
-        """Copy the first slots of all sequences to the beginning of ``[B, Hkv, >= slots, D(v)]``, as :meth:`write`."""
-        for segment, there, here in self._parts(0, slots):
+    def read(self, first: int, last: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Copy slots ``first .. last - 1`` of sequences from ``row`` on to the first of ``[B', Hkv, any, D(v)]``, as
+        :meth:`write` does."""
+        for segment, there, here in self._parts(first, last):
             for memory, x in ((segment.keys, keys), (segment.values, values)):
-                for b in range(self.batch):
-                    _copy(x[b, :, here], memory[b, :, there])
+                for b in range(len(x)):
+                    _copy(x[b, :, here], memory[row + b, :, there])
 
     def page(self, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[Hkv, last - first, D(v)]`` of one sequence, of slots within a page."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops import BlockTable
+from foveate.ops.attend.gather import among
 from foveate.ops.fetch import HotPages, fetch_pages, place_pages, put_both
 from foveate.ops.fetch.types import NEVER
 from foveate.state.cache import SlotCache
@@ -156,19 +157,28 @@ class OffloadedCache(SlotCache):
     def values(self) -> Tensor:
         return self._on_device()[1]
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def contents(self) -> tuple[Tensor, Tensor]:
         """Copies of keys and values in host memory, ``[B, Hkv, used, D(v)]``."""
         self.room.transfers.wait()
         shape = (self.batch_size, self.geometry.num_kv_heads, self.used)
         k, v = (torch.empty(*shape, dim, dtype=self.dtype) for dim in self.host.dims)
-        self.host.read(self.used, k, v)
+        self.host.read(0, self.used, 0, k, v)
         return k, v
 
     def newest_page(self) -> tuple[Tensor, BlockTable]:
         """Keys of the page that each row's newest token is in, as blocks, and a table that names it for every page."""
         return self._decoding.open_keys, BlockTable(self._decoding.open_table, self.used)
 
-    def fetch(self, pages: Tensor) -> Fetched:
+    @property
+    def at_hand(self) -> bool:
+        return (self._parent or self)._decoding is None
+
+    def hot(self) -> Fetched:
+        """The pages that are on the device."""
+        hot = self._decoding.hot
+        return Fetched((hot.keys, hot.values), BlockTable(hot.table, self.used))
+
+    def fetch(self, pages: Tensor) -> None:
         """Bring the pages that a decode step reads to the device, and count them.
 
         Args:
@@ -181,7 +191,28 @@ class OffloadedCache(SlotCache):
         shape = (self.batch_size, self.geometry.num_kv_heads)
         for name, number in zip(COUNTERS, (placed.asked, placed.missing)):
             self.count(name, number.view(shape))
-        return Fetched((hot.keys, hot.values), BlockTable(hot.table, self.used))
+
+    def fetch_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values ``[B, Hkv, N, D(v)]`` on the device, whose pages are fetched.
+
+        Args:
+            slots: int64 ``[B, Hkv, N]``; -1 gives anything finite.
+        """
+        hot, size, shape = self._decoding.hot, self.page_size, slots.shape[:2]
+        entries = hot.table.shape[1]
+        there = among(slots.div(size, rounding_mode="floor"), entries)
+        self.fetch(torch.arange(entries, dtype=torch.int32, device=slots.device).where(there, -1))
+        rows = slots.flatten(0, 1)
+        block = hot.table.gather(1, rows.clamp_min(0) // size).where(rows >= 0, len(hot.keys) - 1).long()
+        return tuple(x[block, 0, rows % size].unflatten(0, shape) for x in (hot.keys, hot.values))
+
+    def read_slots(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values ``[B, Hkv, last - first, D(v)]`` on the device, straight from host memory; not in a
+        captured step."""
+        shape, row = (self.batch_size, self.geometry.num_kv_heads, last - first), self._row or 0
+        k, v = (torch.empty(*shape, dim, dtype=self.dtype, device=self.device) for dim in self.host.dims)
+        self.host.read(first, last, row, k, v)
+        return k, v
 
     # Writing
 
@@ -237,7 +268,7 @@ class OffloadedCache(SlotCache):
 
         with torch.inference_mode(False):
             tables = [numbers(rows, entries, fill=-1), numbers(rows, slots, fill=-1), numbers(rows, slots, fill=NEVER)]
-            hot = HotPages(*zeros(rows * slots, 1, size), *tables, numbers(rows, fill=0))
+            hot = HotPages(*zeros(rows * slots + 1, 1, size), *tables, numbers(rows, fill=0))
             table = torch.arange(self.batch_size, dtype=torch.int32, device=self.device)[:, None].repeat(1, entries)
             return _Decoding(hot, *zeros(self.batch_size, heads, size), table)
 

@@ -19,7 +19,7 @@ FACTS = ("rows", "freed", "ordered", "uneven")
 def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The used slots' tensors by name, and :data:`FACTS` as JSON values; :func:`unpack` reads both."""
     store.sync_to_host()
-    tensors = dict(zip(("keys", "values"), store.whole()))
+    tensors = dict(zip(("keys", "values"), store.contents()))
     if store.evicts:
         tensors["positions"] = store.positions
     for name, spec in store.specs.items():

@@ -113,7 +113,12 @@ class Storage:
         """Keys, of which those of the page are there that each row's newest token is in, as in :attr:`memory`."""
         return self.memory[0], self.block_table
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    @property
+    def at_hand(self) -> bool:
+        """Whether :attr:`keys` and :attr:`values` may be read; keys in host memory may, while a prompt is read."""
+        return True
+
+    def contents(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots in use, to be written to a file: ``[B, Hkv, used, D(v)]``."""
         return self.keys, self.values
 

@@ -115,11 +115,11 @@ class Transfers:
         reader.held.change(made.nbytes)
         self._buffers.insert(0, made)
         if self._stream is None:
-            host.read(reader.used, made.keys, made.values)
+            host.read(0, reader.used, 0, made.keys, made.values)
             return made
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # whoever used the buffer before is done
         with torch.cuda.stream(self._stream), torch.no_grad():
-            host.read(reader.used, made.keys, made.values)
+            host.read(0, reader.used, 0, made.keys, made.values)
             for x in (made.keys, made.values):
                 x.record_stream(self._stream)
             made.ready = self._stream.record_event()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.ops.fetch.types import OLDEST, HostPages, HotPages, Placed
+from foveate.ops._math import readable
+from foveate.ops.fetch.types import NEVER, OLDEST, HostPages, HotPages, Placed
+
+_MOST = 2**31 - 1
 
 
 def place_pages(pages: Tensor, hot: HotPages) -> Placed:
@@ -23,28 +26,33 @@ def place_pages(pages: Tensor, hot: HotPages) -> Placed:
     """
     rows, size = hot.holds.shape
     check_rows(pages, rows)
-    hot.clock.add_(1)
     there = pages >= 0
-    at = hot.table.gather(1, pages.clamp_min(0).long())
-    missing = there & (at < 0)
-    blocks = torch.full_like(pages, -1)
-    asked, absent = there.sum(1, dtype=torch.int32), missing.sum(1, dtype=torch.int32)
-    if int(asked.max()) > size:
+    asked = there.sum(1, dtype=torch.int32)
+    if readable(asked) and asked.numel() and int(asked.max()) > size:
         raise ValueError(f"a step chooses {int(asked.max())} pages, and the device keeps {size} of each KV head")
-    for row in range(rows):
-        now, first = hot.clock[row], row * size
-        hot.chosen[row, (at[row][there[row] & ~missing[row]] - first).long()] = now
-        places = missing[row].nonzero()[:, 0]
-        if not len(places):
-            continue
-        age = (now - hot.chosen[row]).clamp_max(OLDEST)
-        given = age.argsort(descending=True, stable=True)[: len(places)].sort().values
-        replaced = hot.holds[row, given]
-        hot.table[row, replaced[replaced >= 0].long()] = -1
-        new, into = pages[row, places], (given + first).to(torch.int32)
-        hot.table[row, new.long()] = into
-        hot.holds[row, given], hot.chosen[row, given] = new, now
-        blocks[row, places] = into
+    hot.clock.add_(1)
+    now, first = hot.clock[:, None], size * torch.arange(rows, dtype=torch.int32, device=pages.device)[:, None]
+    page = pages.clamp_min(0).long()
+    at = hot.table.gather(1, page)
+    missing = there & (at < 0)
+    found = now.where(there & ~missing, NEVER)
+    hot.chosen.scatter_reduce_(1, (at - first).clamp(0, size - 1).long(), found, "amax")
+    absent = missing.sum(1, dtype=torch.int32)
+    # slots are given away by their age: the turn of a slot is its place among those that are
+    oldest = (now - hot.chosen).clamp_max(OLDEST).argsort(dim=1, descending=True, stable=True)
+    slots = torch.arange(size, device=pages.device).expand(rows, -1)
+    given = torch.empty_like(oldest).scatter_(1, oldest, slots) < absent[:, None]
+    turn_of_slot, turn = given.cumsum(1) - 1, missing.cumsum(1) - 1
+    listed = slots.new_zeros(rows, size + 1).scatter_(1, turn_of_slot.where(given, size), slots)
+    into = listed.gather(1, turn.clamp(0, size - 1))
+    replaced = hot.holds.gather(1, into)
+    gone = torch.full_like(replaced, -1).where(missing & (replaced >= 0), _MOST)
+    hot.table.scatter_reduce_(1, replaced.clamp_min(0).long(), gone, "amin")
+    blocks = (into.to(torch.int32) + first).where(missing, -1)
+    hot.table.scatter_reduce_(1, page, blocks, "amax")
+    new = pages.new_zeros(rows, pages.shape[1] + 1).scatter_(1, turn.where(missing, pages.shape[1]), pages)
+    hot.holds.copy_(new.gather(1, turn_of_slot.clamp(0, pages.shape[1])).where(given, hot.holds))
+    hot.chosen.copy_(now.where(given, hot.chosen))
     return Placed(blocks, asked, absent)
 
 
@@ -55,14 +63,16 @@ def fetch_pages(pages: Tensor, blocks: Tensor, host: HostPages, hot: HotPages) -
         pages, blocks: int32 ``[R, P]``; of a block that is -1 nothing is copied.
     """
     size, per = hot.page_size, host.slots // hot.page_size
-    rows, places = (blocks >= 0).nonzero(as_tuple=True)
-    page, block = pages[rows, places].cpu(), blocks[rows, places].long()
-    for number in page.div(per, rounding_mode="floor").unique().tolist():
-        here = (page // per == number).to(block.device)
-        row, inside = rows[here].cpu(), page[here.cpu()] % per
-        for memory, segments in ((hot.keys, host.keys), (hot.values, host.values)):
-            segment = segments[number].flatten(0, 1).unflatten(1, (per, size))
-            memory[block[here], 0] = segment[row, inside].to(memory.device)
+    into = blocks.where(blocks >= 0, len(hot.keys) - 1).long()  # the last block takes what nobody reads
+    page = pages.to(host.keys[0].device)
+    rows = torch.arange(len(pages), device=page.device)[:, None]
+    for memory, segments in ((hot.keys, host.keys), (hot.values, host.values)):
+        found = memory[into, 0].to(page.device)
+        for number, segment in enumerate(segments):
+            inside = (page - number * per).clamp(0, per - 1).long()
+            here = segment.flatten(0, 1).unflatten(1, (per, size))[rows, inside]
+            found = here.where((page // per == number)[..., None, None], found)
+        memory[into, 0] = found.to(memory.device)
 
 
 def put_both(
@@ -76,18 +86,21 @@ def put_both(
         open_keys, open_values: ``[B, Hkv, n, D(v)]``: the page that each sequence's newest token is in.
     """
     batch, heads = k.shape[:2]
-    size = hot.page_size
-    page, inside = slots // size, slots % size
-    rows = torch.arange(batch, device=k.device)
-    for memory, x in ((open_keys, k), (open_values, v)):
-        memory[rows, :, inside] = x[:, :, 0]
-    block = hot.table.view(batch, heads, -1).gather(2, page[:, None, None].expand(-1, heads, 1))[..., 0].long()
-    there, inside_of_heads = block >= 0, inside[:, None].expand(-1, heads)
-    for memory, x in ((hot.keys, k), (hot.values, v)):
-        memory[block[there], 0, inside_of_heads[there]] = x[:, :, 0][there]
-    for b, slot in enumerate(slots.tolist()):
-        for segments, x in ((host.keys, k), (host.values, v)):
-            segments[slot // host.slots][b, :, slot % host.slots] = x[b, :, 0].to(segments[0].device)
+    page, inside, rows = slots // hot.page_size, slots % hot.page_size, torch.arange(batch, device=k.device)
+    block = hot.table.view(batch, heads, -1).gather(2, page[:, None, None].expand(-1, heads, 1))[..., 0]
+    block = block.where(block >= 0, len(hot.keys) - 1).long()
+    on_host = slots.to(host.keys[0].device)
+    for x, opened, memory, segments in (
+        (k[:, :, 0], open_keys, hot.keys, host.keys),
+        (v[:, :, 0], open_values, hot.values, host.values),
+    ):
+        opened[rows, :, inside] = x
+        memory[block, 0, inside[:, None]] = x
+        for number, segment in enumerate(segments):
+            at = (on_host - number * host.slots).clamp(0, host.slots - 1)
+            here = (on_host // host.slots == number)[:, None, None]
+            row = rows.to(segment.device)
+            segment[row, :, at] = x.to(segment.device).where(here, segment[row, :, at])
 
 
 def check_rows(pages: Tensor, rows: int) -> None:

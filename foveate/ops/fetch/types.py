@@ -36,9 +36,9 @@ class HotPages(NamedTuple):
     """
 
     keys: Tensor
-    """``[R * S, 1, n, D]``."""
+    """``[R * S + 1, 1, n, D]``; the last block is scratch."""
     values: Tensor
-    """``[R * S, 1, n, Dv]``."""
+    """``[R * S + 1, 1, n, Dv]``."""
     table: Tensor
     """int32 ``[R, M]``: the block that holds a page; -1: none does."""
     holds: Tensor
