@@ -26,6 +26,14 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     return ops.attend(q, *cache.memory, logits=cache.logits(scaling), out=cache.out, **how)
 
 
+def attend_fetched(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
+    """:func:`attend_all` of a cache in host memory, which holds few tokens; not in a captured step."""
+    cache.count_read()
+    slots = torch.arange(cache.used, device=q.device).expand(cache.batch_size, cache.geometry.num_kv_heads, -1)
+    how = {"lengths": cache.stored()[1], "need_mass": need_mass, "logits": cache.logits(scaling)}
+    return ops.attend(q, *cache.fetch_slots(slots), **how)
+
+
 def attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0) -> Tensor:
     """Attention to keys of a cache in host memory, whose pages are on the device.
 
