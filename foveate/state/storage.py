@@ -69,6 +69,7 @@ class Storage:
         """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any."""
         if counters is not None:
             counters.bytes_per_key, counters.resident_bytes = self.counters.bytes_per_key, self.resident_bytes
+            counters.host_bytes = self.counters.host_bytes
             self.counters = counters
         held.change(self._counted)
         self.held = self.counters.held = held
@@ -230,6 +231,10 @@ class Storage:
         block, slot = self.block_table.slots(slots, self.tensors["keys"])
         self.tensors["keys"][block, :, slot] = k.transpose(1, 2)
         self.tensors["values"][block, :, slot] = v.transpose(1, 2)
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Write the first tokens of every row to a cache that was empty; k, v ``[B, Hkv, n, D(v)]``."""
+        self._write(0, k, v)
 
     def own_memory(self) -> None:
         """Replace borrowed keys and values by copies. Called before a slot in use is overwritten or evicted."""
