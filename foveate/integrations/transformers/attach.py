@@ -15,6 +15,7 @@ from torch import nn
 from foveate.calibration import say_once
 from foveate.integrations.transformers import attention, csa, offloading, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
+from foveate.integrations.transformers.cache import release_host_memory
 from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
 from foveate.integrations.transformers.facts import adapted, model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
@@ -31,6 +32,7 @@ from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.study import remove_hooks
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwrapped
 from foveate.methods import Auto, Method, check_made_for, make
+from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, handover
 from foveate.state import Evicts
@@ -103,7 +105,7 @@ def attach(
         if block_size:
             raise ValueError(f"block_size={block_size} needs a method: a model's own sparse attention stays as it is")
         releases.check(model, decoder)
-        detach(model)
+        _detach(model)
         own = csa.SparseAttachment(f"auto: csa, the sparse attention of {csa.kind(decoder)} models")
         own.put_on(model)
         say_once(own.chosen)
@@ -114,7 +116,9 @@ def attach(
     releases.check(model, decoder)
     unknown = {"weights": [None] * len(modules)}  # with an adapter, the model is another than the one that is known
     facts, why = lambda: unknown if adapted(model) else model_facts(config, modules), ""
-    if isinstance(chosen, Auto):
+    if isinstance(chosen, Auto) and offload:
+        chosen, why = Pages(), "pages, because keys and values are in host memory"
+    elif isinstance(chosen, Auto):
         chosen, why = chosen.choose(facts())
     else:
         chosen = chosen.for_model(facts)
@@ -144,7 +148,7 @@ def attach(
     if cuda_graph is True:
         graphs.require(attachment.replay_obstacle(model))
     before = model.__dict__.get("foveate")
-    detach(model)
+    _detach(model)
     try:
         _give_rotary(policies, model, decoder, config)
     except BaseException:
@@ -169,8 +173,19 @@ def _warn_once(text: str) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models."""
+    """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models.
+
+    Caches in host memory are emptied: their memory is given back, though somebody may still have them.
+    """
     model = unwrapped(model)
+    attachment = model.__dict__.get("foveate")
+    _detach(model)
+    if isinstance(attachment, Attachment):
+        release_host_memory(attachment.uid)
+
+
+def _detach(model: nn.Module) -> None:
+    """:func:`detach` a model whose caches may be used again, when what was attached comes back."""
     attachment = model.__dict__.get("foveate")
     if isinstance(attachment, csa.SparseAttachment):
         attachment.take_off(model)
@@ -232,6 +247,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     for index, policy in attachment.policies.items():
         counted, rows = policy.counters, max(policy.counters.decode_rows, 1)
         read, own = float(counted.keys_read) / rows, counted.own
+        asked, fetched = (float(own.get(name, 0)) for name in ("pages_asked", "pages_fetched"))
         layers.append(
             LayerStats(
                 layer=index,
@@ -245,6 +261,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 pages_refined=round(float(own.get("pages_refined", 0))),
                 mass_read_share=float(own["mass_read"]) / rows if "mass_read" in own else None,
                 indices_reused=round(float(own.get("indices_reused", 0))),
+                pages_hot_share=1 - fetched / asked if asked else None,
+                fetched_bytes_per_step=fetched * policy.method.fetches * counted.bytes_per_key / rows,
                 dense_steps=counted.dense_steps,
             )
         )
@@ -260,7 +278,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     layers.sort(key=lambda layer: layer.layer)
     alone = attachment.method.spec if attachment.decodes_alone else ""
     short = attachment.short_contexts(model)
-    return Stats(layers, resident, peak, graphs, dense_prompts, alone, attachment.chosen, short)
+    host = sum(policy.counters.host_bytes for policy in attachment.policies.values())
+    return Stats(layers, resident, peak, host, graphs, dense_prompts, alone, attachment.chosen, short)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:
