@@ -47,6 +47,7 @@ def fetch_pages(pages: Tensor, blocks: Tensor, host: HostPages, hot: HotPages) -
             PAGE=hot.page_size,
             DIM=dims[0],
             VALUE_DIM=dims[1],
+            ALIGNED=all(dim * hot.keys.itemsize % 16 == 0 for dim in dims),
             BLOCK=min(4096, triton.next_power_of_2(entries)),
             num_warps=4,
         )
@@ -170,6 +171,7 @@ def _fetch(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -180,6 +182,8 @@ def _fetch(
         lanes = tl.arange(0, BLOCK)
         k_source = tl.load(address_ptr + segment).to(k_ptr.dtype) + inside * DIM
         v_source = tl.load(address_ptr + segments + segment).to(v_ptr.dtype) + inside * VALUE_DIM
+        if ALIGNED:  # the compiler knows nothing of an address that was loaded, and would read it by halves
+            k_source, v_source = tl.multiple_of(k_source, 16), tl.multiple_of(v_source, 16)
         for first in tl.static_range(0, PAGE * DIM, BLOCK):
             there = first + lanes < PAGE * DIM
             x = tl.load(k_source + first + lanes, mask=there, other=0.0)
