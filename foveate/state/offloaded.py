@@ -280,6 +280,7 @@ class OffloadedCache(SlotCache):
 
     def _read_open_pages(self) -> None:
         """Read the page that each row's next token goes to, as far as it is filled."""
+        self.room.transfers.wait()
         for row, count in enumerate(self.rows["counts"]):
             first = count // self.page_size * self.page_size
             if first < count:

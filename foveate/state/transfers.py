@@ -152,6 +152,7 @@ class Transfers:
             held.change(-one.nbytes)
 
     def wait(self) -> None:
-        """Wait on the host until all that was written is in host memory."""
+        """Wait on the host until all that was written is in host memory, by steps, too."""
         if self._stream is not None:
             self._stream.synchronize()
+            torch.cuda.current_stream(self.device).synchronize()

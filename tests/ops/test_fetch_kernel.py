@@ -20,7 +20,7 @@ def test_pages_are_read_in_whole_words(capability, page):
     constants = {"PAGE": page, "DIM": 128, "VALUE_DIM": 128, "ALIGNED": True, "BLOCK": page * 128}
     compiled = compile_for(capability, kernel._fetch, pointers | sizes | constants, num_warps=4)
     words = "ld.global.v4.b32" if page > 4 else "ld.global.v2.b32"
-    assert compiled.ptx.count(words) == 2
+    assert compiled.ptx.count(words) >= 2
     assert "ld.global.b16" not in compiled.ptx
     assert not compiled.spilled
 
