@@ -2,14 +2,17 @@
 
 import copy
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from matrix import DIM, HEADS, KV_HEADS, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, padded
 
+from foveate import methods
 from foveate.runtime import offload, replay
 from foveate.runtime.offload import LayerShape, Offload
 from foveate.state import Geometry, host_memory
+from foveate.state.storage import capacity_for
 from tests.recorded import Replayed
 
 FETCHING = [(name, method) for name, method in VARIANTS if method.fetches]
@@ -128,3 +131,26 @@ def test_replays_equal_ordinary_steps(method, lengths):
         getattr(driver.layer.counters, name) for name in same_counts
     ]
     assert float(plain.layer.counters.keys_read) == pytest.approx(float(driver.layer.counters.keys_read))
+
+
+def tokens_that_fit(spec, free, offloaded):
+    """By bisection, in thousands of 1,024, and the GB of host memory that they take: of one sequence of an 8B."""
+    layers, most = [LayerShape(methods.make(spec), Geometry(32, 8, 128, 128), torch.bfloat16)] * 32, [0, 1 << 13]
+    while most[1] - most[0] > 1:
+        middle = sum(most) // 2
+        what = offload.needs(layers, 1, capacity_for(1024 * middle + 256))
+        taken = what.fixed + (max(what.prompt, what.least) if offloaded else what.host)
+        most[taken > free] = middle
+    return most[0], offload.needs(layers, 1, capacity_for(1024 * most[0] + 256)).host / 1e9
+
+
+def test_the_guide_says_how_many_tokens_fit(monkeypatch):
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 64)
+    guide = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text(encoding="utf-8")
+    for gigabytes, weights in ((8, "5.5 (4 bits)"), (16, "5.5 (4 bits)"), (24, "16.1"), (48, "16.1"), (80, "16.1")):
+        free = 1e9 * (gigabytes * (1 - offload.MARGIN) - float(weights.split()[0]))
+        cells = [f"{tokens_that_fit('pages', free, False)[0]}K"]
+        for spec in ("pages", "pages:top_k=0.125"):
+            tokens, host = tokens_that_fit(spec, free, True)
+            cells.append(f"{tokens}K ({host:.0f})")
+        assert " | ".join((f"| {gigabytes}", weights, *cells)) + " |" in guide
