@@ -14,7 +14,7 @@ SEGMENT_BYTES = 1 << 26
 
 
 class _Segment:
-    """Keys and values ``[B, Hkv, n, D(v)]`` of n slots, in memory that is pinned for a GPU as long as this lives.
+    """Keys and values ``[B, Hkv, n, D(v)]`` of n slots, zeros at first, in memory that is pinned for a GPU.
 
     PyTorch's own pinned memory is not given back to the system, and takes powers of two.
 
@@ -24,7 +24,7 @@ class _Segment:
 
     def __init__(self, batch: int, heads: int, slots: int, dims: tuple[int, int], dtype: torch.dtype, pinned: bool):
         with torch.inference_mode(False):
-            self.keys, self.values = (torch.empty(batch, heads, slots, dim, dtype=dtype) for dim in dims)
+            self.keys, self.values = (torch.zeros(batch, heads, slots, dim, dtype=dtype) for dim in dims)
         if pinned:
             runtime = torch.cuda.cudart()
             for x in (self.keys, self.values):

@@ -110,7 +110,7 @@ class Transfers:
             del old, again
             with torch.inference_mode(False):
                 made = _Buffer(
-                    *(torch.empty(shape, dtype=host.dtype, device=self.device) for shape in shapes), reader.order, None
+                    *(torch.zeros(shape, dtype=host.dtype, device=self.device) for shape in shapes), reader.order, None
                 )
         reader.held.change(made.nbytes)
         self._buffers.insert(0, made)

@@ -15,6 +15,7 @@ from foveate.state import host_memory, offloaded
 from foveate.state.offloaded import OffloadedCache
 from tests.combinations import in_turn
 from tests.helpers import FAMILIES, cached, left_padded, repetitive, returned_cache, tiny_model
+from tests.recorded import record
 
 SPECS = {
     "pages": "pages:top_k=24,page_size=4",
@@ -137,6 +138,30 @@ def test_a_file_is_of_any_storage(tmp_path):
             ids = torch.cat([first.sequences, first.sequences[:, :9]], 1)
             found.append(turn(model, foveate.load_cache(model, path), ids))
     equal(*found)
+
+
+@pytest.mark.parametrize("spec", [SPECS["pages"], *READERS])
+def test_steps_are_replayed(spec):
+    """Over growth, further turns and copies."""
+    model, found = tiny_model(), []
+    more = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for replays in (False, True):
+        attachment = foveate.attach(model, spec, offload=True, cuda_graph=replays and "auto")
+        attachment.graphs.recorder = record
+        out = model.generate(**left_padded([60, 41, 3]), **more)
+        ids, mask = out.sequences, left_padded([60, 41, 3])["attention_mask"]
+        ids = torch.cat([ids, torch.arange(3, 12).expand(3, -1)], 1)
+        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+        cache = returned_cache(out)
+        turns = [
+            model.generate(ids, attention_mask=mask, **more, **cached(one)) for one in (copy.deepcopy(cache), cache)
+        ]
+        found.append([out, *turns])
+    assert foveate.stats(model).graphs.replayed > 60
+    for mine, its in zip(*found, strict=True):
+        assert torch.equal(mine.sequences, its.sequences)
+        for a, b in zip(mine.logits, its.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 # Faults
