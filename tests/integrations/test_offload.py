@@ -140,24 +140,20 @@ def test_a_file_is_of_any_storage(tmp_path):
     equal(*found)
 
 
-@pytest.mark.parametrize("spec", [SPECS["pages"], *READERS])
+@pytest.mark.parametrize("spec", [SPECS["pages"], READERS[1], READERS[2]])
 def test_steps_are_replayed(spec):
-    """Over growth, further turns and copies."""
+    """Over growth, and in another turn."""
     model, found = tiny_model(), []
-    more = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    more = {"max_new_tokens": 18, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for replays in (False, True):
         attachment = foveate.attach(model, spec, offload=True, cuda_graph=replays and "auto")
         attachment.graphs.recorder = record
-        out = model.generate(**left_padded([60, 41, 3]), **more)
-        ids, mask = out.sequences, left_padded([60, 41, 3])["attention_mask"]
-        ids = torch.cat([ids, torch.arange(3, 12).expand(3, -1)], 1)
+        out = model.generate(**left_padded([40, 3]), **more)
+        ids, mask = out.sequences, left_padded([40, 3])["attention_mask"]
+        ids = torch.cat([ids, torch.arange(3, 12).expand(2, -1)], 1)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        cache = returned_cache(out)
-        turns = [
-            model.generate(ids, attention_mask=mask, **more, **cached(one)) for one in (copy.deepcopy(cache), cache)
-        ]
-        found.append([out, *turns])
-    assert foveate.stats(model).graphs.replayed > 60
+        found.append([out, model.generate(ids, attention_mask=mask, **more, **cached(returned_cache(out)))])
+    assert foveate.stats(model).graphs.replayed > 25
     for mine, its in zip(*found, strict=True):
         assert torch.equal(mine.sequences, its.sequences)
         for a, b in zip(mine.logits, its.logits, strict=True):
