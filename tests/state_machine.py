@@ -49,6 +49,9 @@ VARIANTS = {
     "adakv_every": "adakv:top_k=9,window=4,kernel_size=3,evict_every=11",
     "kascade_pages": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
+    "pages_offloaded": "pages:top_k=32,page_size=4",
+    "kascade_offloaded": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
+    "luka_offloaded": "luka:page_size=4,sinks=2,tail=9,top_k=2",
 }
 NAMES = [*sorted({*methods.names()} - {"lte"}), *VARIANTS]
 """All methods but that which needs a file of learned scores."""
@@ -57,6 +60,11 @@ NAMES = [*sorted({*methods.names()} - {"lte"}), *VARIANTS]
 def spec_of(name: str) -> str:
     """Settings under which a method is sparse here."""
     return VARIANTS[name] if name in VARIANTS else methods.make(name, **methods.get(name).small_budget).spec
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """How it is attached."""
+    return {"offload": True, "gpu_budget": 1.0} if name.endswith("_offloaded") else {}
 
 
 @functools.cache
@@ -211,7 +219,7 @@ class Machine(RuleBasedStateMachine):
         self.seed = itertools.count()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.attachment = foveate.attach(self.model, spec_of(self.name), cuda_graph=False)
+            self.attachment = foveate.attach(self.model, spec_of(self.name), cuda_graph=False, **options_of(self.name))
 
     def teardown(self):
         for cache, history in self.held:
@@ -323,7 +331,7 @@ class Machine(RuleBasedStateMachine):
         foveate.detach(self.model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.attachment = foveate.attach(self.model, spec_of(self.name), cuda_graph=False)
+            self.attachment = foveate.attach(self.model, spec_of(self.name), cuda_graph=False, **options_of(self.name))
         for cache, history in kept:
             self.refuses(cache, history, "was made for another model or another attached method")
         self.held = [(foveate.load_cache(self.model, path), history) for path, history in written]

@@ -34,17 +34,17 @@ The last two are the wings: what measures, and what trains. All else is the core
 LAYERS_OF_OPS = (
     ("_math", "dispatch", "block_table", "checks", "logits", "rotary"),
     ("gpu",),
-    ("score", "select", "attend", "compress", "retain", "recur"),
+    ("score", "select", "attend", "compress", "retain", "recur", "fetch"),
     ("summaries",),
 )
 """The same of ``foveate.ops``."""
 
 LAYERS_OF_STATE = (
-    ("counters", "description"),
-    ("device_rows", "eviction", "snapshots", "storage"),
+    ("counters", "description", "host_memory"),
+    ("device_rows", "eviction", "snapshots", "storage", "transfers"),
     ("row_numbers",),
     ("cache",),
-    ("packing",),
+    ("offloaded", "packing"),
 )
 """The same of ``foveate.state``."""
 

@@ -169,7 +169,7 @@ def test_the_index_leads_to_every_page():
 
 QUESTIONS = {
     "vLLM with 50 users of 4K?": r"not measured.*\[serve\.md\]\(",
-    "24 GB and 128K tokens?": r"[\d.]+ GB.*`streaming`.*By arithmetic.*neither .*measured",
+    "24 GB and 128K tokens?": r"[\d.]+ GB.*\]\(memory\.md\).*`streaming`",
     "An agent of 30 turns to 100K tokens?": r"All keys stay.*\d+ GB.*gone for later turns",
     "64 documents of 8K, one field each?": r"Dense attention.*batches of",
     "Reasoning?": r"MATH-500 \(.*\).*AIME, LongProc .*not measured",

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse, or_whole
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
+from foveate.ops.attend.gather import among
 from foveate.state import Geometry, SlotCache
 
 
@@ -131,11 +132,23 @@ class SharedSelection(Method):
             cache.count("indices_reused", 1)
             read = read if heads is None else read.index_select(1, heads)
         cache.count_read(read)
+        if cache.offloaded:
+            return self._attend_in_host(cache, q, indices if heads is None else indices[:, heads], read, scaling)
         alike = cache.step is None and cache.uniform
         how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
         how |= {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
         how["need_lse"] = cache.audited is not None
         return note_lse(cache, ops.attend_indices(q, *cache.memory, indices, **how))
+
+    def _attend_in_host(self, cache: SlotCache, q: Tensor, indices: Tensor, read: Tensor, scaling: float) -> Tensor:
+        """Attention to chosen keys of a cache in host memory; a layer that has chosen them has their pages."""
+        indices = indices.masked_fill(~ops.first_keys(read, indices.shape[2]), -1) if self.packed else indices
+        if not self.layer_role.chooses:
+            pages = indices.div(self.fetches, rounding_mode="floor")
+            number = -(-cache.used // self.fetches)
+            every = torch.arange(number, dtype=torch.int32, device=q.device)
+            cache.fetch(every.where(among(pages, number), -1))
+        return attend_hot(cache, q, indices, scaling)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out

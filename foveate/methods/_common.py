@@ -26,6 +26,45 @@ def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = Fa
     return ops.attend(q, *cache.memory, logits=cache.logits(scaling), out=cache.out, **how)
 
 
+def attend_fetched(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
+    """:func:`attend_all` of a cache in host memory, which holds few tokens; not in a captured step."""
+    cache.count_read()
+    slots = torch.arange(cache.used, device=q.device).expand(cache.batch_size, cache.geometry.num_kv_heads, -1)
+    how = {"lengths": cache.stored()[1], "need_mass": need_mass, "logits": cache.logits(scaling)}
+    return ops.attend(q, *cache.fetch_slots(slots), **how)
+
+
+def attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0) -> Tensor:
+    """Attention to keys of a cache in host memory, whose pages are on the device.
+
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        chosen: pages of ``page_size`` keys or, if that is 0, slots: int ``[B, Hkv, K]``, -1 for none.
+
+    Returns:
+        ``[B, Hq, 1, Dv]``.
+    """
+    memory, table = cache.hot()
+    logits, (batch, heads) = cache.logits(scaling), chosen.shape[:2]
+    q_rows, sinks = q.reshape(batch * heads, -1, 1, q.shape[3]), logits.sinks  # each KV head as a row of its own
+    how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None, "block_table": table}
+    chosen = chosen.reshape(batch * heads, 1, -1)
+    if page_size:
+        found = ops.attend_pages(q_rows, *memory, chosen, page_size, lengths=_of_heads(cache, "counts"), **how)
+    else:
+        found = ops.attend_indices(q_rows, *memory, chosen, **how)
+    found = ops.Attended(*(None if x is None else x.reshape(*q.shape[:3], *x.shape[3:]) for x in found[:2]))
+    return ops.with_sinks(found, sinks).out
+
+
+def _of_heads(cache: SlotCache, name: str) -> Tensor:
+    """Row numbers of this name for every KV head, int64 ``[B * Hkv]``."""
+    heads, numbers = cache.geometry.num_kv_heads, cache.row_tensor(name)
+    if cache.step is None:
+        return numbers.repeat_interleave(heads)
+    return cache.step.once(("of heads", name, heads), lambda: numbers.repeat_interleave(heads))
+
+
 def count_scored(method: Method, cache: SlotCache) -> None:
     """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     step, described = cache.step, (cache.geometry, cache.dtype)

@@ -212,8 +212,9 @@ class LowRankPages(PageSummaries):
         if cache.channels_in_blocks:
             return
         lengths, form = cache.row_tensor("counts"), self.form(cache.geometry)
-        how = {"weights": self._weights(cache), "block_table": cache.block_table}
-        ops.compress_newest(cache.memory[0], cache.channel("records"), lengths, form, **how)
+        keys, table = cache.newest_page()
+        how = {"weights": self._weights(cache), "block_table": table}
+        ops.compress_newest(keys, cache.channel("records"), lengths, form, **how)
 
     def write_filled(self, cache: SlotCache, slots: Tensor) -> None:
         ops.compress_written(cache.memory[0], cache.tensors["records"], slots, self.form(cache.geometry))

@@ -122,6 +122,14 @@ class Method(Settings):
     """Whether all channels are summaries of full pages that follow from their keys, and :meth:`written` makes them.
     Requests that share an engine's blocks then share the summaries. Per settings."""
 
+    fetches: ClassVar[int] = 0
+    """Tokens of the pages that decode steps read by :meth:`SlotCache.fetch`, so that keys and values may be in host
+    memory; 0: decode steps read them otherwise. Per settings."""
+
+    def most_fetched(self, length: int) -> int:
+        """Pages that a decode step fetches at most, of each KV head, where no row is longer."""
+        raise NotImplementedError
+
     # What outputs depend on
 
     needs_prompt_end: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import choosing, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_hot, choosing, count_scored, note_lse, or_whole
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._settings import spelled_value
@@ -343,6 +343,8 @@ class Kascade(TopKByMass):
         cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
+        if cache.offloaded:
+            return attend_hot(cache, q, pages, scaling, self.page_size)
         how = {"whole": cache.whole, "out": cache.out, "need_lse": cache.audited is not None}
         how |= self._of_pages(cache, scaling)
         return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
@@ -376,10 +378,24 @@ class Kascade(TopKByMass):
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
         how = {"pooling": self.pooling, "pool": self.pool, **self._of_pages(cache, scaling)}
-        mass = ops.pooled_mass_of_pages(q, cache.memory[0], pages, self.page_size, **how)
+        keys, scored = (cache.memory[0], pages) if not cache.offloaded else self._hot_keys(cache, pages)
+        if cache.offloaded:  # a copy of the pages alone, in their order
+            how |= {"lengths": cache.each_row(self.page_keys), "block_table": None}
+        mass = ops.pooled_mass_of_pages(q, keys, scored, self.page_size, **how)
         there = choosing(cache, cache.each_row(self.places), f"{self.spec}, places")
         places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
+
+    def _hot_keys(self, cache: SlotCache, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a cache in host memory, the keys of pages ``[B, Hkv or 1, P]`` that are on the device, copied to
+        ``[B, Hkv, P * page_size, D]``; and the pages as those of this copy."""
+        memory, table = cache.hot()
+        heads = cache.geometry.num_kv_heads
+        rows = pages.expand(-1, heads, -1).flatten(0, 1)
+        blocks = table.table.gather(1, rows.clamp_min(0).long()).clamp_min(0).long()
+        keys = memory[0][blocks, 0].flatten(1, 2).unflatten(0, (-1, heads))
+        places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
+        return keys, places.where(pages >= 0, -1)
 
     def _of_pages(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
         counts = choosing(cache, cache.each_row(self.scored_pages), f"{self.spec}, scored pages")
@@ -403,7 +419,18 @@ class Kascade(TopKByMass):
             if self.pooling == "sqrt":  # its scores are not shares of the attention
                 mass = self.summaries.mass(cache, q, scaling, "post_softmax", self.pool)
             cache.count("mass_read", ops.mass_of_pages(mass, pages))
+        if cache.offloaded:
+            cache.fetch(pages.expand(-1, cache.geometry.num_kv_heads, -1))
         return pages
+
+    @property
+    def fetches(self) -> int:  # type: ignore[override]
+        """Of an anchor the pages whose keys it scores, of other layers those with a key that is read."""
+        dense = self.layer_role.anchor is None or (self.layer_role.dense and not self.reads_pages)
+        return 0 if dense or self.score_keys != "pages" else self.page_size
+
+    def most_fetched(self, length: int) -> int:
+        return self.scored_pages(length)
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, choosing, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_all, attend_hot, choosing, count_scored, note_lse, or_whole
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
@@ -87,6 +87,9 @@ class PageMethod(Method):
         self.summaries.write_newest(cache)
         pages = self.choose(cache, q, scaling)
         count_scored(self, cache)
+        if cache.offloaded:
+            cache.fetch(pages)
+            return attend_hot(cache, q, pages, scaling, self.page_size)
         how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
         how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
         how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
@@ -207,3 +210,10 @@ class Pages(PageMethod):
 
         number = cache.most(self.summaries.pages, of="counts")
         return KeptScores(self.every, self.page_size).renew(cache, cache.geometry.num_kv_heads, number, mass)[0]
+
+    @property
+    def fetches(self) -> int:  # type: ignore[override]
+        return self.page_size
+
+    def most_fetched(self, length: int) -> int:
+        return self.most_pages(length)

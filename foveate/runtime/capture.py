@@ -16,6 +16,9 @@ from torch import Tensor
 from foveate.state import SlotCache
 from foveate.state.device_rows import DeviceRows
 
+ROOM = 256
+"""Free slots that a cache gets before its steps are captured. When they are used up, it grows and is captured anew."""
+
 
 @contextmanager
 def capturing(groups: Sequence[DeviceRows]) -> Iterator[None]:

@@ -19,6 +19,7 @@ from foveate.runtime import returned
 from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.offloaded import OffloadedCache
 
 _EMPTY_SLOTS = 256
 """Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
@@ -154,9 +155,7 @@ class Layer:
             raise ValueError(f"{self.method.name} needs the layer's rotary positions, which the engine does not give")
         if self.store is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-            channels, evicts, kept = self.method.channels(geometry), self.method.evicts, (k.dtype, k.device)
-            returned.check_channels(self.method, channels)
-            self.store = SlotCache(geometry, len(k), *kept, channels, evicts, self.counters, self.block_size)
+            self.store = self.new_store(geometry, len(k), k.dtype, k.device, self.counters)
             self.store.record_past, self.store.forward = self.record_past, self.phase.forward
             self.store.count_in(self.phase.held)
         self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()
@@ -168,6 +167,17 @@ class Layer:
         if prompt < k.shape[2]:
             outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, logits.scaling))
         return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
+
+    def new_store(
+        self, geometry: Geometry, rows: int, dtype: torch.dtype, device: torch.device, counters: Counters | None = None
+    ) -> SlotCache:
+        """An empty store of the layer's keys, values and state; arguments as of :class:`SlotCache`."""
+        channels = self.method.channels(geometry)
+        returned.check_channels(self.method, channels)
+        if self.phase.offload is not None and self.method.fetches:
+            how = (channels, counters, self.method.fetches, self.phase.offload)
+            return OffloadedCache(geometry, rows, dtype, device, *how)
+        return SlotCache(geometry, rows, dtype, device, channels, self.method.evicts, counters, self.block_size)
 
     # Prompt
 

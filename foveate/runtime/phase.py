@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from foveate.runtime.offload import Offload
 from foveate.state import Held
 
 
@@ -33,6 +34,8 @@ class Phase:
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
     held: Held = field(default_factory=Held)
     """The bytes that the layers hold together."""
+    offload: Offload | None = None
+    """Where keys and values are in host memory, what the layers share; None: they are on the device."""
     changing: bool = False
     """Whether a change of the cache (a forward pass, a crop) has begun and not ended. It stays True after an exception
     or an interrupt, also in copies and pickles: such a cache is refused."""

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from foveate.runtime import capture
+from foveate.runtime.capture import ROOM
 from foveate.runtime.layer import Layer
 from foveate.runtime.recorder import CaptureError, Recorder, Recording, Use
 from foveate.state.device_rows import DeviceRows
-
-ROOM = 256
-"""Free slots that a cache gets before its steps are captured. When they are used up, it grows and is captured anew."""
 
 
 class LayerGroup(NamedTuple):
@@ -182,6 +180,7 @@ class ReplayedSteps:
                 store.reserve(used + ROOM)
             if store.reuses_slots:
                 store.own_memory()
+            store.start_decoding()
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
@@ -205,7 +204,7 @@ class ReplayedSteps:
             capture.write_rows(rows, store)
             self._totals.append(sum(store.lengths))
             self._longest.append(store.used)
-        memory = [tensor for store in stores for tensor in store.tensors.values()]
+        memory = [tensor for store in stores for tensor in store.device_tensors]
         memory += [count for store in stores for count in store.counters.on_device(store.device)]
         memory += written
         methods = [layer.method.spec for layer in layers]

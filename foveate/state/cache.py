@@ -334,7 +334,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     def row(self, b: int) -> SlotCache:
         """Row b as a cache of batch size 1 over the same memory; :meth:`put_back` returns its row numbers."""
-        one = object.__new__(SlotCache)
+        one = object.__new__(type(self))
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
         shared = self._without_batch

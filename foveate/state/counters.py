@@ -51,6 +51,8 @@ class Counters:
     """Bytes of a token's key and value over all KV heads."""
     resident_bytes: int = 0
     """Bytes that the layer's cache holds at present."""
+    host_bytes: int = 0
+    """Bytes of keys and values that it keeps in host memory."""
     held: Held = field(default_factory=Held, compare=False)
     """What all layers of that cache hold."""
     own: dict[str, float | Tensor] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Counters:
             value = getattr(self, one.name)
             if isinstance(value, Tensor) and not value.is_inference():
                 value.zero_()
-            elif one.name not in ("bytes_per_key", "resident_bytes", "held", "own"):
+            elif one.name not in ("bytes_per_key", "resident_bytes", "host_bytes", "held", "own"):
                 setattr(self, one.name, one.default)
         for name, value in self.own.items():
             if isinstance(value, Tensor) and not value.is_inference():

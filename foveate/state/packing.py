@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.state.cache import SlotCache
-from foveate.state.description import Channel, Evicts, Geometry, RowNumber
+from foveate.state.description import Geometry
 from foveate.state.eviction import Freed
 
 FACTS = ("rows", "freed", "ordered", "uneven")
@@ -19,7 +19,7 @@ FACTS = ("rows", "freed", "ordered", "uneven")
 def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The used slots' tensors by name, and :data:`FACTS` as JSON values; :func:`unpack` reads both."""
     store.sync_to_host()
-    tensors = {"keys": store.keys, "values": store.values}
+    tensors = dict(zip(("keys", "values"), store.contents()))
     if store.evicts:
         tensors["positions"] = store.positions
     for name, spec in store.specs.items():
@@ -40,28 +40,29 @@ def unpack(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     geometry: Geometry,
-    channels: Callable[[Geometry], Mapping[str, Channel | RowNumber]],
-    evicts: Evicts,
-    block_size: int,
+    device: torch.device,
+    empty: Callable[[Geometry, int, torch.dtype, torch.device], SlotCache],
 ) -> SlotCache:
     """A cache, with counters of its own, with the content that :func:`pack` has given.
 
     Args:
         geometry: of the model's layer.
-        channels, evicts: those of the method that the content is of, see ``Method.channels``.
-        block_size: slots of a block, see :class:`SlotCache`; it need not be that of the packed cache.
+        device: of the cache; keys and values may be elsewhere.
+        empty: makes an empty cache of these shapes, of so many rows, of this type and there, for the method that the
+            content is of; its storage need not be that of the packed cache.
 
     Raises:
         ValueError: for a tensor or fact that is missing, too many, or cannot be; the message begins with its name.
     """
     _same_names(facts, FACTS)
     k, v = _keys_and_values(tensors, geometry)
-    store = SlotCache(geometry, k.shape[0], k.dtype, k.device, channels(geometry), evicts, block_size=block_size)
+    store = empty(geometry, k.shape[0], k.dtype, device)
+    evicts = bool(store.evicts)
     _check_rows(store, facts, k.shape[2])
     store.rows = {name: list(facts["rows"][name]) for name in store.rows}
     store.ordered, store.uneven = facts["ordered"], facts["uneven"]
     store.reserve(k.shape[2])
-    store._write(0, k, v)
+    store.fill(k, v)
     per_slot = {name: spec.per for name, spec in store.specs.items()} | ({"positions": 1} if evicts else {})
     freed = [] if facts["freed"] is None else ["freed"]
     _same_names(tensors, ("keys", "values", *per_slot, *freed))

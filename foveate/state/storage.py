@@ -16,6 +16,11 @@ ALIGN = 64
 """The capacity of a row is a multiple of this many slots."""
 
 
+def capacity_for(slots: int) -> int:
+    """The capacity to which a cache grows that needs this many slots of a row."""
+    return -(-(slots + max(ALIGN, slots // 16)) // ALIGN) * ALIGN
+
+
 class Storage:
     """Keys, values and channels of a :class:`~foveate.state.SlotCache`, and how they grow.
 
@@ -38,6 +43,8 @@ class Storage:
     """Slots of a block; 0: keys and values are contiguous."""
     _free_blocks: list[int]
     """Blocks that no row owns; the last one is taken first."""
+    offloaded: bool = False
+    """Whether keys and values are in host memory, see :class:`~foveate.state.offloaded.OffloadedCache`."""
     channels_in_blocks: bool = False
     """Whether channels are those of an engine's blocks, ``[N, Hkv, block_size / per, *shape]``."""
     _borrowed: bool
@@ -53,10 +60,16 @@ class Storage:
         """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
+    @property
+    def device_tensors(self) -> list[Tensor]:
+        """The tensors whose addresses a captured step contains."""
+        return list(self.tensors.values())
+
     def count_in(self, held: Held, counters: Counters | None = None) -> None:
         """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any."""
         if counters is not None:
             counters.bytes_per_key, counters.resident_bytes = self.counters.bytes_per_key, self.resident_bytes
+            counters.host_bytes = self.counters.host_bytes
             self.counters = counters
         held.change(self._counted)
         self.held = self.counters.held = held
@@ -97,6 +110,19 @@ class Storage:
         tensor, blocks = self.tensors[name], self.block_table
         return tensor[:, :, : self.used] if blocks is None else blocks.gather(blocks.table, tensor)[0]
 
+    def newest_page(self) -> tuple[Tensor, BlockTable | None]:
+        """Keys, of which those of the page are there that each row's newest token is in, as in :attr:`memory`."""
+        return self.memory[0], self.block_table
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether :attr:`keys` and :attr:`values` may be read; keys in host memory may, while a prompt is read."""
+        return True
+
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots in use, to be written to a file: ``[B, Hkv, used, D(v)]``."""
+        return self.keys, self.values
+
     def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
         """The first ``number`` entries of a channel per page, for verbs that take a ``block_table``.
 
@@ -119,7 +145,7 @@ class Storage:
             return
         if self._row is not None:
             raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
-        capacity = -(-(slots + max(ALIGN, slots // 16)) // ALIGN) * ALIGN
+        capacity = capacity_for(slots)
         for name, spec in self._slot_specs().items():
             if self.block_size and name in ("keys", "values"):
                 continue
@@ -189,6 +215,9 @@ class Storage:
         with torch.inference_mode(False):
             return torch.tensor(blocks, dtype=torch.int32, device=self.device)
 
+    def start_decoding(self) -> None:
+        """Have what decode steps read and write, before a step that reads no row numbers on the host."""
+
     # Writing
 
     def _write(self, first: int, k: Tensor, v: Tensor) -> None:
@@ -202,6 +231,10 @@ class Storage:
         block, slot = self.block_table.slots(slots, self.tensors["keys"])
         self.tensors["keys"][block, :, slot] = k.transpose(1, 2)
         self.tensors["values"][block, :, slot] = v.transpose(1, 2)
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Write the first tokens of every row to a cache that was empty; k, v ``[B, Hkv, n, D(v)]``."""
+        self._write(0, k, v)
 
     def own_memory(self) -> None:
         """Replace borrowed keys and values by copies. Called before a slot in use is overwritten or evicted."""

@@ -18,7 +18,19 @@ PROCESSES = [
     ("summaries", "block_table"),
     ("decode", "boxes", "slots", "bound"),
     ("indexer", "selected", "until", "retention", "low_rank"),
-    ("tiles", "pages", "masses", "attend_window", "column_mass", "gated", "running", "bounds", "bits", "softmax"),
+    (
+        "tiles",
+        "pages",
+        "fetch",
+        "masses",
+        "attend_window",
+        "column_mass",
+        "gated",
+        "running",
+        "bounds",
+        "bits",
+        "softmax",
+    ),
 ]
 
 

@@ -13,8 +13,9 @@ import transformers
 from torch import nn
 
 from foveate.calibration import say_once
-from foveate.integrations.transformers import attention, csa, releases
+from foveate.integrations.transformers import attention, csa, offloading, releases
 from foveate.integrations.transformers.attachment import Attachment, new_uid
+from foveate.integrations.transformers.cache import release_host_memory
 from foveate.integrations.transformers.decode_calls import EnableCompiledCall, GetDecodeCall, RefuseContinuousBatching
 from foveate.integrations.transformers.facts import adapted, model_facts, rotary_facts
 from foveate.integrations.transformers.graphs import Graphs
@@ -30,6 +31,7 @@ from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwatch, unwrapped
 from foveate.methods import Auto, Method, check_made_for, make
+from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, handover
 from foveate.state import Evicts
@@ -45,6 +47,8 @@ def attach(
     cuda_graph: bool | str = "auto",
     dense_below: int | str = "auto",
     block_size: int = 0,
+    offload: bool = False,
+    gpu_budget: str | int | float | None = None,
     **settings: Any,
 ) -> Attachment | csa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
@@ -67,12 +71,17 @@ def attach(
             of methods want 0.
         block_size: slots of a block in which caches keep keys and values (paged KV), with the same results; 0: in one
             piece. Methods that evict in decode keep theirs in one piece.
+        offload: keep keys and values in host memory, and on the GPU summaries and the pages chosen last, with the same
+            tokens (``pages``, ``luka``, ``kascade`` with ``score_keys=pages``); :func:`stats` tells what is fetched.
+        gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
+            the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
             ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` of a model with sparse
-            attention of its own, or ``block_size`` of a method that evicts in decode; the model is left as it was.
+            attention of its own, ``block_size`` of a method that evicts in decode, or ``offload`` of a method that
+            reads every key or a model on several devices; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
@@ -81,10 +90,13 @@ def attach(
         raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 <= block_size <= _LARGEST_BLOCK:
         raise ValueError(f"block_size must be 1 to {_LARGEST_BLOCK} slots, or 0 for one piece, not {block_size!r}")
+    budget = offloading.check(offload, gpu_budget, dense_below, block_size)
     if method is None and settings:
         raise ValueError(f"settings need a method: {', '.join(settings)}")
     chosen, decoder = make("auto" if method is None else method, **settings), decoder_of(model)
     if isinstance(chosen, Auto) and csa.has_own(model, decoder):
+        if offload:
+            raise ValueError("offload=True needs a method: a model's own sparse attention stays as it is")
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
@@ -92,7 +104,7 @@ def attach(
         if block_size:
             raise ValueError(f"block_size={block_size} needs a method: a model's own sparse attention stays as it is")
         releases.check(model, decoder)
-        detach(model)
+        _detach(model)
         own = csa.SparseAttachment(f"auto: csa, the sparse attention of {csa.kind(decoder)} models")
         own.put_on(model)
         say_once(own.chosen)
@@ -103,7 +115,9 @@ def attach(
     releases.check(model, decoder)
     unknown = {"weights": [None] * len(modules)}  # with an adapter, the model is another than the one that is known
     facts, why = lambda: unknown if adapted(model) else model_facts(config, modules), ""
-    if isinstance(chosen, Auto):
+    if isinstance(chosen, Auto) and offload:
+        chosen, why = Pages(), "pages, because keys and values are in host memory"
+    elif isinstance(chosen, Auto):
         chosen, why = chosen.choose(facts())
     else:
         chosen = chosen.for_model(facts)
@@ -114,20 +128,26 @@ def attach(
             chosen.for_layer(index, config.num_hidden_layers, sorted(modules)),
             uid,
             forward=forward,
-            dense_below=dense_below,
+            dense_below=0 if offload else dense_below,
             block_size=block_size,
         )
         for index in modules
     }
+    if offload:
+        offloading.check_model(model)
+        offloading.check_methods({index: policy.method for index, policy in policies.items()})
     evicting = next((one.method for one in policies.values() if one.method.evicts is Evicts.IN_DECODE), None)
     if block_size and evicting is not None:
         raise ValueError(f"block_size={block_size}: {evicting.name} evicts in decode, with its slots in one piece")
     _check_artefacts(policies, config, modules)
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
+    if offload:
+        attachment.offload, attachment.gpu_budget = True, budget
+        attachment.geometries = {index: offloading.geometry(module, config) for index, module in modules.items()}
     if cuda_graph is True:
         graphs.require(attachment.replay_obstacle(model))
     before = model.__dict__.get("foveate")
-    detach(model)
+    _detach(model)
     try:
         _give_rotary(policies, model, decoder, config)
     except BaseException:
@@ -152,8 +172,19 @@ def _warn_once(text: str) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models."""
+    """Give a model its own attention back; nothing of :func:`attach` remains. Does nothing on other models.
+
+    Caches in host memory are emptied: their memory is given back, though somebody may still have them.
+    """
     model = unwrapped(model)
+    attachment = model.__dict__.get("foveate")
+    _detach(model)
+    if isinstance(attachment, Attachment):
+        release_host_memory(attachment.uid)
+
+
+def _detach(model: nn.Module) -> None:
+    """:func:`detach` a model whose caches may be used again, when what was attached comes back."""
     attachment = model.__dict__.get("foveate")
     if isinstance(attachment, csa.SparseAttachment):
         attachment.take_off(model)
@@ -215,6 +246,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     for index, policy in attachment.policies.items():
         counted, rows = policy.counters, max(policy.counters.decode_rows, 1)
         read, own = float(counted.keys_read) / rows, counted.own
+        asked, fetched = (float(own.get(name, 0)) for name in ("pages_asked", "pages_fetched"))
         layers.append(
             LayerStats(
                 layer=index,
@@ -228,6 +260,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 pages_refined=round(float(own.get("pages_refined", 0))),
                 mass_read_share=float(own["mass_read"]) / rows if "mass_read" in own else None,
                 indices_reused=round(float(own.get("indices_reused", 0))),
+                pages_hot_share=1 - fetched / asked if asked else None,
+                fetched_bytes_per_step=fetched * policy.method.fetches * counted.bytes_per_key / rows,
                 dense_steps=counted.dense_steps,
             )
         )
@@ -243,7 +277,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     layers.sort(key=lambda layer: layer.layer)
     alone = attachment.method.spec if attachment.decodes_alone else ""
     short = attachment.short_contexts(model)
-    return Stats(layers, resident, peak, graphs, dense_prompts, alone, attachment.chosen, short)
+    host = sum(policy.counters.host_bytes for policy in attachment.policies.values())
+    return Stats(layers, resident, peak, host, graphs, dense_prompts, alone, attachment.chosen, short)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:

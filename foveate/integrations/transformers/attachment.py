@@ -45,6 +45,12 @@ class Attachment:
     _cache: Any = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
     graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
+    offload: bool = False
+    """Whether keys and values are kept in host memory."""
+    gpu_budget: int | float | None = None
+    """What a cache may then take of the GPU, see :class:`foveate.runtime.offload.Offload`."""
+    geometries: dict[int, Geometry] = field(default_factory=dict)
+    """Then the shapes of the layers in :attr:`policies`."""
     chosen: str = ""
     """What `auto` has chosen, and why; empty where the method was named."""
     positions: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.layers import (
     CacheLayer,
@@ -26,6 +28,9 @@ from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
 from foveate.runtime import Phase, ReplayedSteps
 from foveate.state import Held
+
+_IN_HOST: weakref.WeakSet[Cache] = weakref.WeakSet()
+"""Caches whose keys and values are in host memory."""
 
 
 class Cache(transformers.Cache):
@@ -66,9 +71,18 @@ class Cache(transformers.Cache):
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)
         super().__init__(layers=layers)
         self.steps: ReplayedSteps | None = None
+        if attachment.offload:
+            methods = {index: one.method for index, one in enumerate(self.layers) if isinstance(one, CacheLayer)}
+            self.phase.offload = offloading.share(model, attachment.gpu_budget, attachment.geometries, methods)
+            _IN_HOST.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
         return self.__dict__ | {"steps": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.phase.offload is not None:
+            _IN_HOST.add(self)
 
     def begin(self, prompt_end: int, assistant: bool, assisted: bool = False) -> None:
         """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
@@ -142,6 +156,26 @@ class Cache(transformers.Cache):
         cache.phase.held.peak = max(most, kept)
         model.foveate.remember(cache)
         return cache
+
+    def expect(self, rows: int, tokens: int) -> None:
+        """Announce so many tokens of so many rows, of a cache whose keys and values are in host memory.
+
+        Raises:
+            ValueError: where memory does not suffice for them; the cache is left as it was.
+        """
+        offload = self.phase.offload
+        if offload is not None:
+            in_host = sum(layer.counters.host_bytes for layer in self.layers if isinstance(layer, CacheLayer))
+            offload.expect(rows, tokens, self.resident_bytes, in_host if self.get_seq_length() else 0)
+
+    def release(self) -> None:
+        """Give all memory back, of a cache that nobody can use any more: its method was detached."""
+        self.phase.changing = True
+        for layer in self.layers:
+            if isinstance(layer, CacheLayer):
+                layer.forget()
+        self.steps = None
+        self.phase.offload.transfers.close(self.phase.held)
 
     def begin_forward(self) -> None:
         """Start a forward pass on this cache, which ends with :meth:`end_forward`; until then the cache is refused.
@@ -253,6 +287,13 @@ class Cache(transformers.Cache):
     def unchanged_bytes(self) -> int:
         """Bytes of keys, values and states in layers without a method."""
         return held_bytes(self.layers)
+
+
+def release_host_memory(owner: str) -> None:
+    """Empty the caches of an attachment that are in host memory."""
+    for cache in list(_IN_HOST):
+        if cache.owner == owner:
+            cache.release()
 
 
 def _last_tokens(layer: CacheLayerMixin, left: int) -> list[tuple[int, int]]:

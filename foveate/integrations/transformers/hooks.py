@@ -68,6 +68,7 @@ class BeforeForward(OfModel):
             if fed:
                 padding.check(given, cache)
                 padding.place(decoder, given, cache, ids.shape[1], ids.device)
+                cache.expect(ids.shape[0], max(seen + ids.shape[1], cache.phase.prompt_end or 0))
             cache.begin_forward()
             attachment.remember(cache)
             handover.begin(attachment.uid, cache.phase, cache)
@@ -286,6 +287,7 @@ class PrepareCache(OfModel):
         if assistant and mask is not None:  # Transformers takes drafted and sampled pad tokens for padding
             mask = model_kwargs["attention_mask"] = mask.cummax(1).values
         _check_rows(mask)
+        cache.expect(batch_size, prompt_end + new)
         cache.begin(prompt_end, assistant, generation_mode == GenerationMode.ASSISTED_GENERATION)
         if assistant:
             cache.activate_past_recording()

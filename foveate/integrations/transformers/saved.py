@@ -126,7 +126,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     model, attachment = _attached(model)
     outfile.check_input(path)
     try:
-        with safe_open(path, "pt", device=str(model.device)) as file:
+        with safe_open(path, "pt", device="cpu" if attachment.offload else str(model.device)) as file:
             described = _described(path, file.metadata() or {})
             _check_model(path, described, model, attachment)
             cache = Cache(model)
@@ -266,12 +266,14 @@ def _fill(
         module = modules.get(index, model)  # a model may be spread over several devices
         device = next(module.parameters()).device
         names = [name for name in tensors if name.startswith(prefix)]
-        found = {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
+        found = {name.removeprefix(prefix): tensors.pop(name) for name in names}
+        in_host = attachment.offload and isinstance(layer, CacheLayer) and layer.method.fetches
+        found = {name: x if in_host and name in ("keys", "values") else x.to(device) for name, x in found.items()}
         geometry = _geometry(attending[index], attachment, found) if index in attending else None
         try:
             unchanged_layers.unpack(layer, found, known, seen, batch, geometry)
             if isinstance(layer, CacheLayer):
-                _fill_layer(layer, found, known, cache, seen, batch, geometry)
+                _fill_layer(layer, found, known, cache, seen, batch, geometry, device)
             elif found or known:
                 raise ValueError(f"{next(iter((*found, *known)))}: is not known")
         except ValueError as error:
@@ -291,14 +293,14 @@ def _fill(
     if ids is not None:
         if ids.dtype != torch.int64 or tuple(ids.shape) != (batch, seen):
             raise _wrong(path, f"ids is {ids.dtype} {list(ids.shape)}; batch and seen make it int64 {[batch, seen]}")
-        cache.ids.restore(ids)
+        cache.ids.restore(ids.to(model.device))
     offsets = [tensors.pop(f"offsets.{n}", None) for n in range(len(attachment.keepers))]
     if tensors:
         raise _wrong(path, f"tensor {next(iter(tensors))} is not known")
     for one in offsets:
         if one is not None and (one.dtype != torch.int64 or one.dim() != 2 or len(one) not in (1, batch)):
             raise _wrong(path, f"offsets are {one.dtype} {list(one.shape)}, and must be int64 {[batch, 1]}")
-    cache.offsets = offsets
+    cache.offsets = [one if one is None else one.to(model.device) for one in offsets]
     for name in ("prompt_end", "prompt_end_known", "prompt_end_guessed"):
         setattr(cache.phase, name, described[name])
     for layer in attended:  # nothing is refused from here on
@@ -313,14 +315,14 @@ def _fill_layer(
     seen: int,
     batch: int,
     geometry: Geometry,
+    device: torch.device,
 ) -> None:
     """Give a layer with a method its tokens. Raises ValueError as :func:`foveate.state.packing.unpack`."""
     scaling = known.get("scaling")
     if type(scaling) is not float or not (math.isfinite(scaling) and scaling > 0):
         raise ValueError(f"scaling: must be a number above 0, not {scaling!r}")
     numbers = {name: value for name, value in known.items() if name not in ("method", "scaling")}
-    how = (layer.method.channels, layer.method.evicts, layer.block_size)
-    layer.store = unpack(tensors, numbers, geometry, *how)
+    layer.store = unpack(tensors, numbers, geometry, device, layer.new_store)
     layer.method.check_numbers(layer.store.rows)
     if layer.store.batch_size != batch:
         raise ValueError(f"keys: has {layer.store.batch_size} rows, and batch is {batch}")

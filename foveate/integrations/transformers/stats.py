@@ -27,6 +27,10 @@ class LayerStats:
     a method that makes none. Of ``pages``, and of Kascade's layer 0 under ``first_layer=pages``: of the attention to
     full pages, what those read hold by their summaries."""
     indices_reused: int = 0
+    pages_hot_share: float | None = None
+    """Of a layer in host memory, the share of the pages chosen in decode steps that were on the GPU."""
+    fetched_bytes_per_step: float = 0.0
+    """Bytes of keys and values that a decode step fetched from host memory, of one sequence and all KV heads."""
     dense_steps: int = 0
     """Decode steps that read everything, because so short a context is not read faster in another way."""
     selections_lost: int = 0
@@ -43,6 +47,8 @@ class Stats:
     cache_peak_bytes: int
     """The most bytes that this cache has held at once: methods that evict hold more while they read a prompt. Layers
     left alone count with what they hold now."""
+    host_bytes: int = 0
+    """Bytes of keys and values that this cache has in host memory, with ``offload=True``."""
     graphs: Use = field(default_factory=Use)
     """Decode steps that were replayed as CUDA graphs, and why others were not."""
     dense_prompts: str = ""
@@ -62,7 +68,13 @@ class Stats:
         masses = [layer.mass_read_share for layer in handled if layer.mass_read_share is not None]
         available = sum(layer.keys_available_per_step for layer in handled)
         read = sum(layer.keys_read_per_step for layer in handled)
-        return {
+        asked = [layer.pages_hot_share for layer in handled if layer.pages_hot_share is not None]
+        offloaded = {
+            "host_bytes": self.host_bytes,
+            "pages_hot_share": sum(asked) / len(asked) if asked else None,
+            "fetched_bytes_per_step": sum(layer.fetched_bytes_per_step for layer in handled),
+        }
+        return (offloaded if self.host_bytes else {}) | {
             "decode_steps": max((layer.decode_steps for layer in handled), default=0),
             "keys_read_share": read / available if available else 1.0,
             "keys_read_per_step": read / len(handled) if handled else 0.0,
@@ -110,6 +122,16 @@ class Stats:
             lines.append(
                 f"pages read hold {100 * total['mass_read_share']:.1f} % of the attention to pages (estimated)"
             )
+        if self.host_bytes:
+            hot = (
+                ""
+                if total["pages_hot_share"] is None
+                else (
+                    f": {100 * total['pages_hot_share']:.1f} % of the pages chosen were on the GPU, "
+                    f"{total['fetched_bytes_per_step'] / 1e6:.2f} MB a token were fetched"
+                )
+            )
+            lines.append(f"{self.host_bytes / 1e6:.1f} MB in host memory{hot}")
         lines += filter(None, [self.chosen, self.short_contexts])
         if self.dense_prompts:
             lines.append(f"dense prompts by {self.dense_prompts}")

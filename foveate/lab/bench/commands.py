@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from foveate.errors import UserError
 from foveate.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Measure the speed of whole models.")
@@ -31,10 +32,13 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of the inputs.")]
 Device = Annotated[str, typer.Option(help="cuda or cpu.")]
 
 
+_DECODED = ("dense", "kascade", "luka")
+
+
 @app.command("decode-model")
 def decode_model(
     model: Model = "llama-3.1-8b",
-    methods: Methods = ("dense", "kascade", "luka"),
+    methods: Methods = _DECODED,
     contexts: Contexts = (32768,),
     batches: Batches = (1,),
     steps: Annotated[int, typer.Option(min=1, help="Timed tokens of a round.")] = 64,
@@ -46,12 +50,27 @@ def decode_model(
         str,
         typer.Option(help="Tokens of all sequences below which steps are dense, or auto: where methods are slower."),
     ] = "0",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keys and values in host memory, beside Transformers' offloaded cache.")
+    ] = False,
+    memory: Annotated[str, typer.Option(help="With --offload, GPU memory to take at most, as 24GB.")] = "",
+    gpu_budget: Annotated[str, typer.Option(help="With --offload, of the GPU for a cache: 4GB, or a share.")] = "",
     dtype: Dtype = "bfloat16",
     seed: Seed = 0,
     device: Device = "cuda",
     out: Out = None,
 ) -> None:
     """Tokens a second of a model's generate, dense and sparse, beside Transformers' own path."""
+    if offload:
+        from foveate.lab.bench import offloaded
+        from foveate.lab.bench.plan import measure
+
+        named = methods if tuple(methods) != _DECODED else ("pages",)
+        sizes = (model, named, contexts, batches, steps, memory, gpu_budget, dtype, seed, device)
+        measure(offloaded.BENCH, offloaded.run, offloaded.Plan(*sizes), out, offloaded.table)
+        return
+    if memory or gpu_budget:
+        raise UserError("memory and gpu-budget go with --offload")
     from foveate.lab.bench import decode_model as bench
     from foveate.lab.bench.plan import measure
     from foveate.lab.report.tables.decode import table

@@ -120,7 +120,7 @@ def load(plan: Plan) -> PreTrainedModel:
     return model
 
 
-class _Clock(StoppingCriteria):
+class Clock(StoppingCriteria):
     """Notes when each token is there: `generate` waits for every one before it asks for the next.
 
     And what kernels take in the last ``watched`` steps, after the first ``tokens``: ``kernels``, milliseconds a step.
@@ -160,7 +160,7 @@ class _Round(NamedTuple):
 
 def _generated(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, last: bool) -> _Round:
     """One call of `generate`; of the last one of a method some steps are watched."""
-    clock = _Clock(_WARM_UP + plan.steps + 1, plan.watched if last else 0)
+    clock = Clock(_WARM_UP + plan.steps + 1, plan.watched if last else 0)
     memory = circumstances.PeakMemory(plan.device)
     whole = False
     if spec != TRANSFORMERS:

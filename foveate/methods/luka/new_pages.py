@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.state import SlotCache
 from foveate.state.device_rows import DeviceRows
 
 
@@ -28,6 +29,12 @@ class UniformPages(NamedTuple):
         """Entries of the new pages' tokens: ``[B, Hkv, n, size, ...]``, from a field per slot ``[B, Hkv, L, ...]``."""
         number = self.last - self.first
         return x[:, :, self.start : self.start + number * self.size].unflatten(2, (number, self.size))
+
+    def fetched(self, cache: SlotCache) -> list[Tensor]:
+        """Keys and values of the new pages' tokens as :meth:`tokens`, of a cache in host memory."""
+        number = self.last - self.first
+        found = cache.read_slots(self.start, self.start + number * self.size)
+        return [x.unflatten(2, (number, self.size)) for x in found]
 
     def nodes(self, x: Tensor, pages_under: int, branch: int) -> Tensor:
         """Entries of the children of the new nodes of a level: ``[B, Hkv, n, branch, ...]``.
@@ -66,6 +73,13 @@ class RaggedPages(NamedTuple):
     def tokens(self, x: Tensor) -> Tensor:
         """See :meth:`UniformPages.tokens`."""
         return self._gather(x, 0, self.number * self.size, self.size)
+
+    def fetched(self, cache: SlotCache) -> list[Tensor]:
+        """See :meth:`UniformPages.fetched`."""
+        number = self.number * self.size
+        slots = self.start[:, None] + torch.arange(number, device=self.start.device)
+        slots = slots.clamp_max(cache.capacity - 1)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
+        return [x.unflatten(2, (self.number, self.size)) for x in cache.fetch_slots(slots)]
 
     def nodes(self, x: Tensor, pages_under: int, branch: int) -> Tensor:
         """See :meth:`UniformPages.nodes`."""

@@ -189,10 +189,15 @@ class PageLevels:
         """A field of the children of new nodes, ``[B, Hkv, n, branch, ...]``, for a level above the pages."""
         return new.nodes(cache.channel(self.channel(name, level - 1)), self.pages_under(level), self.branch(level))
 
-    def _made_of(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> ops.Nodes:
-        """The children of new nodes, fields ``[B, Hkv, n, S, ...]``: tokens, or nodes of the level below."""
+    def _made_of(
+        self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, tokens: list[Tensor]
+    ) -> ops.Nodes:
+        """The children of new nodes, fields ``[B, Hkv, n, S, ...]``: tokens, or nodes of the level below.
+
+        ``tokens``: keys and values of those under new pages, ``[B, Hkv, n, size, D(v)]``.
+        """
         if not level:
-            keys, values = (new.tokens(x) for x in (cache.keys, cache.values))
+            keys, values = tokens
             entropy = keys.new_zeros(keys.shape[:4], dtype=torch.float32) if self.entropy else None
             return ops.Nodes(keys, values, entropy=entropy)
         return ops.Nodes(
@@ -204,10 +209,14 @@ class PageLevels:
 
     def _make(self, cache: SlotCache, new: UniformPages | RaggedPages) -> None:
         """Compute the new nodes of each level from their children and write them to the cache."""
+        tokens = [new.tokens(x) for x in (cache.keys, cache.values)] if cache.at_hand else new.fetched(cache)
         for level in range(len(self.sizes)):
-            self._make_level(cache, level, new, self._made_of(cache, level, new))
+            self._make_level(cache, level, new, self._made_of(cache, level, new, tokens), tokens[0])
 
-    def _make_level(self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes) -> None:
+    def _make_level(
+        self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes, keys: Tensor
+    ) -> None:
+        """``keys``: of the tokens under the new nodes, ``[B, Hkv, n, size, D]`` by pages."""
         pages_under = self.pages_under(level)
         mass = self._attention("mass", cache, level, new) if self.mass else None
         recent = self._attention("recent", cache, level, new) if self.recent else None
@@ -215,8 +224,7 @@ class PageLevels:
         nodes = ops.summarise(children, weights, spread=self.spread)
         fields = dict(zip(ops.Nodes._fields, nodes))
         if self.records:  # made of raw keys on every level
-            keys = new.tokens(cache.keys).flatten(2, 3)
-            fields["records"] = ops.compress_pages(keys, self.record(level, cache.geometry))
+            fields["records"] = ops.compress_pages(keys.flatten(2, 3), self.record(level, cache.geometry))
         for name, attention in (("mass", mass), ("recent", recent)):
             if attention is not None and self.channel(name, level) in cache.specs:
                 fields[name] = attention.sum(-1)

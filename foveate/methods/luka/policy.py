@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, note_queries, observed_mass
+from foveate.methods._common import attend_all, attend_fetched, note_queries, observed_mass
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, register, setting
+from foveate.methods.budgets import budget, clamp
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import MakesPages, PageLevels
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 _LITTLE = 0.12
 """The largest share of refined pages of one level with which attention was measured to pay at 32,768 tokens."""
+
+
+_LEAST_PIECE = 4
+"""Tokens of a page that are fetched from host memory in one piece."""
 
 
 @register
@@ -174,6 +180,19 @@ class LuKA(Method):
         return out
 
     @property
+    def fetches(self) -> int:  # type: ignore[override]
+        """Pieces of pages that begin where pages do, unless sinks would make them tiny."""
+        piece = math.gcd(self.sizes[0], self.sinks)
+        return piece if piece >= min(_LEAST_PIECE, self.sizes[0]) else self.sizes[0]
+
+    def most_fetched(self, length: int) -> int:
+        """For sinks and tail, or for the pages that are refined, whichever are more."""
+        size, piece, pages = self.sizes[0], self.fetches, self.pages.most(length)
+        of_page = size // piece + (self.sinks % piece > 0)
+        raw = min(length, self.pages.most_raw)
+        return max(-(-raw // piece) + 3, clamp(budget(self.top_k, pages, 1), 0, pages) * of_page)
+
+    @property
     def sparse_from_tokens(self) -> int:  # type: ignore[override]
         """More tokens on several levels, and where many pages are refined or low-rank summaries scored: that takes more
         launches. So does the reference, which decodes with the options of the paper."""
@@ -198,7 +217,8 @@ class LuKA(Method):
 
     def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Dense attention while no row has a page yet; keeps the running sums of attention up to date."""
-        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass or self.tracks_recent)
+        need_mass = self.weighs_mass or self.tracks_recent
+        attended = (attend_fetched if cache.offloaded else attend_all)(cache, q, scaling, need_mass)
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
         if self.tracks_recent:
@@ -209,15 +229,15 @@ class LuKA(Method):
         """Attention of one query per row over its cover; updates the running sums of attention."""
         total = cache.channel("mass") if self.weighs_mass else None
         recent = cache.channel("recent") if self.tracks_recent else None
-        covered = ops.summaries.attend_summaries(
-            q,
-            cache.keys,
-            cache.values,
-            tree_of(self.pages, self.top_k, self.expand, cache),
-            self.refinement,
-            logits=cache.logits(scaling),
-            sums=ops.summaries.Sums(1 / self.window, total, recent) if self.weighs_mass or self.tracks_recent else None,
-        )
+        how = {"logits": cache.logits(scaling)}
+        if self.weighs_mass or self.tracks_recent:
+            how["sums"] = ops.summaries.Sums(1 / self.window, total, recent)
+        tree = tree_of(self.pages, self.top_k, self.expand, cache), self.refinement
+        if cache.offloaded:
+            heads = cache.geometry.num_kv_heads
+            covered = ops.summaries.attend_summaries_fetched(q, cache.fetch_slots, heads, *tree, **how)
+        else:
+            covered = ops.summaries.attend_summaries(q, cache.keys, cache.values, *tree, **how)
         cache.count_read(covered.read)
         cache.count("pages_refined", covered.refined)
         return covered.out

@@ -24,6 +24,7 @@ from foveate.ops.checks import check_logits_of
 from foveate.ops.dispatch import dispatch
 from foveate.ops.summaries import reference
 from foveate.ops.summaries.cover import Part, attend_cover, refine
+from foveate.ops.summaries.fetched import attend_summaries_fetched
 from foveate.ops.summaries.tree import Level, Rows, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums
 
@@ -39,5 +40,6 @@ __all__ = [
     "Tree",
     "attend_cover",
     "attend_summaries",
+    "attend_summaries_fetched",
     "refine",
 ]

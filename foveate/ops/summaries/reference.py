@@ -66,8 +66,12 @@ def with_masses(
     need_lse: bool = True,
 ) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
     """:func:`attend_summaries` without sums and sinks: ``(covered, masses, visited)``, see :func:`note_masses`."""
-    reader = _Reader(tree, how, k, v, fold_group(q, k.shape[1]), logits)
-    parts = [reader.raw()]
+    return read(Reader(tree, how, k, v, fold_group(q, k.shape[1]), logits), q.shape[1], need_lse)
+
+
+def read(reader: Reader, heads: int, need_lse: bool) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
+    """:func:`with_masses` of so many query heads."""
+    tree, how, parts = reader.tree, reader.how, [reader.raw()]
     others, read = parts[0].logits.logsumexp(-1, keepdim=True), tree.rows.raw
     nodes, visited = reader.top(), []
     while nodes.level >= 0:
@@ -94,7 +98,7 @@ def with_masses(
     out, masses = attend_cover(parts)
     lse = None
     if need_lse:
-        lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), q.shape[1])
+        lse = unfold_group(torch.cat([part.logits for part in parts], -1).logsumexp(-1), heads)
     masses = masses.sum(2).split([part.logits.shape[-1] for part in parts], -1)
     return Covered(out, lse, read, refined), masses, visited
 
@@ -135,7 +139,7 @@ class _Candidates:
         return dataclasses.replace(self, logits=log_weights, rank=rank)
 
 
-class _Reader:
+class Reader:
     """Reads a tree's levels for one query per row.
 
     Args:
@@ -158,17 +162,32 @@ class _Reader:
         """Sinks and tail, as a part of the cover."""
         rows, sinks = self.tree.rows, self.tree.sinks
         if rows.raw_slots is not None:
-            slots = rows.raw_slots.expand(-1, self.keys.shape[1], -1)
-            keys, values = gather_fields([self.keys, self.values], slots, complete=True)
+            slots = rows.raw_slots.expand(-1, self.queries.shape[1], -1)
+            keys, values = self._at(slots)
         else:
-            keys, values = (x[:, :, rows.start :] for x in (self.keys, self.values))
-            if sinks:
-                keys = torch.cat([self.keys[:, :, :sinks], keys], 2)
-                values = torch.cat([self.values[:, :, :sinks], values], 2)
+            keys, values = self._first_and_last(sinks, rows.start)
         logits = key_logits(self.queries, keys, self.logits)
         if rows.raw_slots is not None:
             logits.masked_fill_(rows.raw_hidden, float("-inf"))
         return Part(logits, values)
+
+    # Raw keys and values
+
+    def _first_and_last(self, sinks: int, start: int) -> tuple[Tensor, Tensor]:
+        """Those of the first ``sinks`` slots and of those from ``start`` on."""
+        parts = [[x[:, :, :sinks]] * (sinks > 0) + [x[:, :, start:]] for x in (self.keys, self.values)]
+        return tuple(torch.cat(part, 2) if sinks else part[0] for part in parts)
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Those at slots ``[B, Hkv, N]``."""
+        return tuple(gather_fields([self.keys, self.values], slots, complete=True))
+
+    def _of_pages(self, pages: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
+        """Those of pages ``[B, Hkv, K]``; ``complete``: none is -1, which gives anything finite."""
+        how = {"page_size": self.tree.width, "complete": complete}
+        return tuple(gather_pages(x[:, :, self.tree.sinks :], pages, **how) for x in (self.keys, self.values))
+
+    # Nodes
 
     def top(self) -> _Candidates:
         """All nodes of the top level."""
@@ -198,10 +217,8 @@ class _Reader:
 
     def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> _Candidates:
         """The tokens of pages, int64 ``[B, Hkv, K]``, -1 for none; ``number``: how many pages."""
-        sinks, width = self.tree.sinks, self.tree.width
-        keys, values = (
-            gather_pages(x[:, :, sinks:], pages, width, complete=complete) for x in (self.keys, self.values)
-        )
+        width = self.tree.width
+        keys, values = self._of_pages(pages, complete)
         logits = key_logits(self.queries, keys, self.logits)
         if not complete:
             hidden = (pages < 0).repeat_interleave(width, -1, output_size=keys.shape[2])
@@ -263,7 +280,7 @@ class _Reader:
         Args:
             others: fp32 ``[B, Hkv, G, 1]``: log-sum-exp of the rest of the cover.
         """
-        return self._by_mass(nodes, others).expand(-1, self.keys.shape[1], -1)
+        return self._by_mass(nodes, others).expand(-1, self.queries.shape[1], -1)
 
     def _by_mass(self, nodes: _Candidates, others: Tensor) -> Tensor:
         """:meth:`choose` as ``[B, Hkv or 1, K]``: by the estimated present mass, mixed with the recent attention."""

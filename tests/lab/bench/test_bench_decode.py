@@ -486,7 +486,7 @@ def test_layers_decode_token_after_token():
 
 def test_what_the_steps_of_a_model_go_to(monkeypatch):
     """Of those after the timed ones, which the watching does not slow down."""
-    events, look = [], decode_model._Clock.__call__
+    events, look = [], decode_model.Clock.__call__
 
     def start():
         events.append("start")
@@ -496,7 +496,7 @@ def test_what_the_steps_of_a_model_go_to(monkeypatch):
     monkeypatch.setattr(decode_model.breakdown, "start", start)
     monkeypatch.setattr(decode_model.Plan, "watched", 4)
     monkeypatch.setattr(
-        decode_model._Clock, "__call__", lambda *args, **how: (events.append("token"), look(*args, **how))[1]
+        decode_model.Clock, "__call__", lambda *args, **how: (events.append("token"), look(*args, **how))[1]
     )
     how = MODEL | {"rounds": 2}
     found = decode_model.run(decode_model.Plan("tiny", ("dense",), **how), say=lambda _: None)
@@ -514,7 +514,7 @@ def test_what_the_steps_of_a_model_go_to(monkeypatch):
 def test_methods_take_turns(monkeypatch):
     """So that what slows the host for a while falls on all of them."""
     attached, clocks = [], []
-    attach, clock = decode_model.foveate.attach, decode_model._Clock
+    attach, clock = decode_model.foveate.attach, decode_model.Clock
 
     class Clock(clock):
         """By which a step of the n-th time that a model generates takes n milliseconds."""
@@ -525,7 +525,7 @@ def test_methods_take_turns(monkeypatch):
             return found
 
     monkeypatch.setitem(models.SHAPES, "tiny", LlamaConfig(**TINY))
-    monkeypatch.setattr(decode_model, "_Clock", lambda *args: clocks.append(Clock(*args)) or clocks[-1])
+    monkeypatch.setattr(decode_model, "Clock", lambda *args: clocks.append(Clock(*args)) or clocks[-1])
     monkeypatch.setattr(
         decode_model.foveate, "attach", lambda model, spec, **how: attached.append(spec) or attach(model, spec, **how)
     )

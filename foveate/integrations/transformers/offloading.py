@@ -1,0 +1,78 @@
+"""Keys and values of a Transformers model in host memory: what `attach` checks, and what its caches share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from torch import nn
+
+from foveate.methods import Method
+from foveate.runtime.offload import LayerShape, Offload, parse_budget
+from foveate.state import Geometry
+
+
+def check(offload: bool, gpu_budget: Any, dense_below: int | str, block_size: int) -> int | float | None:
+    """The budget that was given, if any, as bytes or a share.
+
+    Raises:
+        ValueError: for a budget that is none, or without ``offload``, and for options that do not go with it.
+    """
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload must be True or False, not {offload!r}")
+    if not offload:
+        if gpu_budget is not None:
+            raise ValueError(f"gpu_budget={gpu_budget!r} needs offload=True")
+        return None
+    if block_size:
+        raise ValueError(f"offload=True keeps pages of its own: leave block_size={block_size} out")
+    if dense_below not in ("auto", 0):
+        raise ValueError(f"offload=True never decodes densely: leave dense_below={dense_below} out")
+    return parse_budget(gpu_budget)
+
+
+def check_methods(methods: Mapping[int, Method]) -> None:
+    """Refuse layers that would read all keys from host memory in each step, unless others read fewer.
+
+    Raises:
+        ValueError: with a method to take instead.
+    """
+    remedy = "take pages, luka, or kascade with score_keys=pages"
+    strange = [one for one in methods.values() if not one.fetches and not one.role.startswith("dense")]
+    if strange:
+        raise ValueError(
+            f"offload=True: a decode step of {strange[0].spec} reads or weighs all keys that it keeps; {remedy}"
+        )
+    if not any(one.fetches for one in methods.values()):
+        raise ValueError(f"offload=True: {next(iter(methods.values())).name} reads every key in each step; {remedy}")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is spread over devices.
+
+    Raises:
+        ValueError: for such a model.
+    """
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices |= {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"offload=True: the model is spread over {', '.join(sorted(devices))}; load it whole on one GPU, without "
+            "device_map, or leave offload out"
+        )
+
+
+def geometry(module: nn.Module, config: transformers.PreTrainedConfig) -> Geometry:
+    """The shapes of an attention layer."""
+    heads = config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
+    return Geometry(heads, heads // module.num_key_value_groups, head_dim, getattr(module, "v_head_dim", head_dim))
+
+
+def share(
+    model: nn.Module, budget: int | float | None, geometries: Mapping[int, Geometry], methods: Mapping[int, Method]
+) -> Offload:
+    """What the layers of a new cache of the model share; the shapes and methods are those of layers with a method."""
+    shapes = {index: LayerShape(method, geometries[index], model.dtype) for index, method in methods.items()}
+    return Offload(budget, shapes, model.device)

@@ -1,0 +1,209 @@
+"""Tokens a second of `generate` with keys and values in host memory, beside what is there without foveate.
+
+Each method decodes with ``offload=True``, and once more with its cache on the device, where that fits. Transformers'
+own offloaded cache (on a CPU its ordinary one) is the baseline. What is in host memory runs under a limit of device
+memory, if one is given; the caches on the device run without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+import foveate
+from foveate.errors import UserError
+from foveate.lab.bench import decode_model
+from foveate.lab.bench.models import TimedModel, generate
+from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
+from foveate.lab.results import circumstances
+from foveate.lab.results.measurements import speed_row
+from foveate.runtime.offload import parse_budget
+
+BENCH = "offload"
+TRANSFORMERS = "transformers-offloaded"
+"""The name of the baseline among the methods."""
+_CHUNK = 16384
+"""Tokens of a prompt, all sequences together, that are read at once."""
+_WARM_UP, _FEW = 8, 4
+"""Steps that are not timed, and those of the baseline that are: each of its tokens moves the whole cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    model: str
+    methods: Sequence[str]
+    contexts: Sequence[int]
+    batches: Sequence[int]
+    steps: int
+    memory: str
+    """Device memory that the process may take, such as ``24GB``; empty: all."""
+    gpu_budget: str
+    """As `attach` takes it; empty: what is free."""
+    dtype: str
+    seed: int
+    device: str
+
+    def check(self) -> None:
+        """Raise UserError that names an option, its value, and what is allowed."""
+        check(self)
+        self.of_model.check("context and steps need")
+        if self.memory and self.device != "cuda":
+            raise UserError(f"memory={self.memory} is a limit of a GPU's memory, and the device is {self.device}")
+        for name, given in (("memory", self.memory), ("gpu-budget", self.budget)):
+            try:
+                parse_budget(given or None)
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from None
+        if not any(parsed(one).name != "dense" for one in self.methods):
+            raise UserError("method: --offload needs a method that reads pages, such as pages")
+
+    @property
+    def of_model(self) -> TimedModel:
+        return TimedModel(
+            self.model, max(self.contexts) + _WARM_UP + self.steps + 1, self.dtype, self.seed, self.device
+        )
+
+    @property
+    def budget(self) -> str | float | None:
+        """A share where the text is a number up to 1."""
+        text = self.gpu_budget
+        return float(text) if text.startswith(("0.", "1.0")) and text.replace(".", "").isdecimal() else text or None
+
+
+@torch.inference_mode()
+def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
+    """A row for each method in host memory and on the device, and for the baseline, at every context and batch size.
+
+    Raises:
+        UserError: for a plan that cannot be.
+    """
+    plan.check()
+    model = plan.of_model.load()
+    specs = [spec for spec in plan.of_model.specs(plan.methods) if spec != "dense"]
+    cases = [(TRANSFORMERS, "host"), *((spec, where) for spec in specs for where in ("host", "device"))]
+    rows: list[Row] = []
+    for batch in plan.batches:
+        for context in plan.contexts:
+            generator = torch.Generator(plan.device).manual_seed(plan.seed)
+            shape = (batch, context)
+            ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
+            base = None
+            for spec, where in cases:
+                try:
+                    with _limited(plan.memory if where == "host" else ""):
+                        one = _generated(plan, model, spec, where, ids)
+                except torch.cuda.OutOfMemoryError:
+                    say(f"{spec} at {context:,} × {batch}, {where} memory: does not fit")
+                    continue
+                base = base or (spec, one["ms"])
+                rows.append(_row(plan, spec, where, context, batch, one, base))
+                keep(rows[-1:])
+                say(f"{spec} at {context:,} × {batch}, {where} memory: {one['ms']:.2f} ms a step")
+    return rows
+
+
+@contextmanager
+def _limited(memory: str) -> Iterator[None]:
+    """A block in which this process may take so much of the GPU."""
+    if not memory:
+        yield
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, parse_budget(memory) / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: torch.Tensor) -> dict[str, Any]:
+    """What one call of `generate` takes, with the prompt."""
+    own, steps, more = spec != TRANSFORMERS, plan.steps, {}
+    warm_up = _WARM_UP
+    if own:
+        how = {"offload": True, "gpu_budget": plan.budget} if where == "host" else {"dense_below": 0}
+        try:
+            foveate.attach(model, spec, **how)
+        except ValueError as error:
+            raise UserError(f"{plan.model}: {error}") from None
+    else:
+        warm_up, steps = 1, min(plan.steps, _FEW)
+        more = {"cache_implementation": "offloaded"} if plan.device == "cuda" else {}
+    memory, clock = circumstances.PeakMemory(plan.device), decode_model.Clock(warm_up + steps + 1, 0)
+    memory.start()
+    begin = time.perf_counter()
+    try:
+        chunk = max(1, _CHUNK // len(ids))
+        more["stopping_criteria"] = StoppingCriteriaList([clock])
+        try:
+            generate(model, ids, warm_up + steps + 1, chunk, **more)
+        except ValueError as error:
+            raise UserError(f"{plan.model}: {error}") from None
+        times = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])][warm_up:]
+        return {
+            "ms": statistics.fmean(times),
+            "ms_median": statistics.median(times),
+            "prefill_ms": 1e3 * (clock.ticks[0] - begin),
+            "peak_bytes": memory.peak(),
+            "peak_kind": memory.kind,
+            "stats": foveate.stats(model).summary() if own else None,
+        }
+    finally:
+        if own:
+            foveate.detach(model)
+
+
+def _row(
+    plan: Plan, spec: str, where: str, context: int, batch: int, one: dict[str, Any], base: tuple[str, float]
+) -> Row:
+    case = {"method": spec, "memory": where, "context": context, "batch": batch, "level": "model"}
+    case |= {"share": None if spec == TRANSFORMERS else share_of(spec), "limit": plan.memory if where == "host" else ""}
+    case |= {"gpu_budget": plan.gpu_budget if where == "host" else "", "weights": plan.of_model.weights}
+    return speed_row(
+        BENCH,
+        case | {"model": plan.of_model.name} | {name: getattr(plan, name) for name in ("dtype", "steps", "seed")},
+        plan.device,
+        baseline=base,
+        **one,
+        tokens_per_s=1e3 * batch / one["ms"],
+        command=command("foveate bench decode-model --offload", plan),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    from foveate.lab.report.markdown import columns, context_length
+
+    def stat(name: str, unit: float, digits: int) -> Any:
+        def cell(row: Row) -> str:
+            value = (row["stats"] or {}).get(name)
+            return "" if value is None else f"{value / unit:.{digits}f}"
+
+        return cell
+
+    return columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['case']['method']}`",
+            "keys in": lambda row: f"{row['case']['memory']} memory",
+            "tokens": lambda row: context_length(row["case"]["context"]),
+            "batch": lambda row: str(row["case"]["batch"]),
+            "ms a token": lambda row: f"{row['ms']:.2f}",
+            "over the baseline": lambda row: f"{row['speedup']:.2f}×",
+            "prompt, s": lambda row: f"{row['prefill_ms'] / 1e3:.2f}",
+            "pages on the GPU, %": stat("pages_hot_share", 0.01, 1),
+            "fetched, MB a token": stat("fetched_bytes_per_step", 1e6, 1),
+            "host, GB": stat("host_bytes", 1e9, 1),
+            "peak, GB": lambda row: f"{row['peak_bytes'] / 1e9:.2f}",
+        },
+    )

@@ -1,0 +1,239 @@
+"""Triton kernels of :mod:`foveate.ops.fetch`. They read and write pinned host memory by its addresses."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foveate.ops.fetch.reference import check_rows
+from foveate.ops.fetch.types import OLDEST, HostPages, HotPages, Placed
+
+_BLOCK = 1024
+"""Pages or slots that a program of :func:`place_pages` looks at at once."""
+
+
+def place_pages(pages: Tensor, hot: HotPages) -> Placed:
+    """See :func:`foveate.ops.fetch.reference.place_pages`. One launch; a program owns a row.
+
+    The age from which on slots are given away is found by bisection, since it is one of 256.
+    """
+    rows, size = hot.holds.shape
+    check_rows(pages, rows)
+    pages, number = pages.contiguous(), pages.shape[1]
+    with torch.inference_mode(False):
+        blocks, given = torch.empty_like(pages), torch.empty_like(pages)
+        counts = torch.empty(2, rows, dtype=torch.int32, device=pages.device)
+    tables = (hot.table, hot.holds, hot.chosen, hot.clock)
+    sizes = (number, hot.table.shape[1], size)
+    _place[rows,](pages, *tables, given, blocks, counts, rows, *sizes, OLDEST=OLDEST, BLOCK=_BLOCK, num_warps=8)
+    return Placed(blocks, *counts)
+
+
+def fetch_pages(pages: Tensor, blocks: Tensor, host: HostPages, hot: HotPages) -> None:
+    """See :func:`foveate.ops.fetch.reference.fetch_pages`. One launch; a program owns a place of a row."""
+    rows, number = blocks.shape
+    dims = hot.keys.shape[3], hot.values.shape[3]
+    entries = hot.page_size * max(dims)
+    if number:
+        _fetch[number, rows](
+            pages.contiguous(),
+            blocks,
+            host.addresses,
+            hot.keys,
+            hot.values,
+            number,
+            host.addresses.shape[1],
+            host.slots,
+            PAGE=hot.page_size,
+            DIM=dims[0],
+            VALUE_DIM=dims[1],
+            ALIGNED=all(dim * hot.keys.itemsize % 16 == 0 for dim in dims),
+            BLOCK=min(4096, triton.next_power_of_2(entries)),
+            num_warps=4,
+        )
+
+
+def put_both(
+    k: Tensor, v: Tensor, slots: Tensor, host: HostPages, hot: HotPages, open_keys: Tensor, open_values: Tensor
+) -> None:
+    """See :func:`foveate.ops.fetch.reference.put_both`. One launch; a program owns a KV head of a sequence."""
+    batch, heads, _, dim = k.shape
+    _put[batch * heads,](
+        k,
+        v,
+        slots,
+        host.addresses,
+        hot.table,
+        hot.keys,
+        hot.values,
+        open_keys,
+        open_values,
+        *(k.stride(axis) for axis in (0, 1, 3)),
+        *(v.stride(axis) for axis in (0, 1, 3)),
+        heads,
+        hot.table.shape[1],
+        host.addresses.shape[1],
+        host.slots,
+        PAGE=hot.page_size,
+        DIM=dim,
+        VALUE_DIM=v.shape[3],
+        BLOCK=triton.next_power_of_2(max(dim, v.shape[3])),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "number", "entries", "size"])
+def _place(
+    pages_ptr,
+    table_ptr,
+    holds_ptr,
+    chosen_ptr,
+    clock_ptr,
+    given_ptr,
+    blocks_ptr,
+    counts_ptr,
+    rows,
+    number,
+    entries,
+    size,
+    OLDEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``given [R, P]`` is scratch: the blocks of the slots that are given away, in their order."""
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    now = tl.load(clock_ptr + row) + 1
+    pages_ptr += row * number
+    given_ptr += row * number
+    blocks_ptr += row * number
+    table_ptr += row * entries
+    asked, missing = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for first in tl.range(0, number, BLOCK):
+        page = tl.load(pages_ptr + first + lanes, mask=first + lanes < number, other=-1)
+        block = tl.load(table_ptr + page, mask=page >= 0, other=-1)
+        tl.store(chosen_ptr + block, now, mask=block >= 0)
+        asked += tl.sum((page >= 0).to(tl.int32), 0)
+        missing += tl.sum(((page >= 0) & (block < 0)).to(tl.int32), 0)
+    tl.debug_barrier()  # this step's choice is noted, and no slot of it is given away
+    if missing > 0:
+        low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + (OLDEST + 1)
+        for _ in tl.range(0, 8):
+            middle, older = (low + high) // 2, tl.zeros([], tl.int32)
+            for first in tl.range(0, size, BLOCK):
+                there = first + lanes < size
+                last = tl.load(chosen_ptr + row * size + first + lanes, mask=there, other=now)
+                older += tl.sum((there & (tl.minimum(now - last, OLDEST) >= middle)).to(tl.int32), 0)
+            low, high = tl.where(older >= missing, middle, low), tl.where(older >= missing, high, middle)
+        older = tl.zeros([], tl.int32)
+        for first in tl.range(0, size, BLOCK):
+            last = tl.load(chosen_ptr + row * size + first + lanes, mask=first + lanes < size, other=now)
+            older += tl.sum((tl.minimum(now - last, OLDEST) > low).to(tl.int32), 0)
+        taken, alike = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        for first in tl.range(0, size, BLOCK):
+            there = first + lanes < size
+            last = tl.load(chosen_ptr + row * size + first + lanes, mask=there, other=now)
+            age = tl.minimum(now - last, OLDEST)
+            same = (there & (age == low)).to(tl.int32)
+            take = there & ((age > low) | ((same != 0) & (alike + tl.cumsum(same, 0) <= missing - older)))
+            turn = taken + tl.cumsum(take.to(tl.int32), 0) - 1
+            tl.store(given_ptr + turn, (row * size + first + lanes).to(tl.int32), mask=take)
+            taken += tl.sum(take.to(tl.int32), 0)
+            alike += tl.sum(same, 0)
+        tl.debug_barrier()
+    seen = tl.zeros([], tl.int32)
+    for first in tl.range(0, number, BLOCK):
+        page = tl.load(pages_ptr + first + lanes, mask=first + lanes < number, other=-1)
+        block = tl.load(table_ptr + page, mask=page >= 0, other=0)
+        miss = (page >= 0) & (block < 0)
+        turn = seen + tl.cumsum(miss.to(tl.int32), 0) - 1
+        into = tl.load(given_ptr + turn, mask=miss, other=-1)
+        replaced = tl.load(holds_ptr + into, mask=miss, other=-1)
+        tl.store(table_ptr + replaced, -1, mask=replaced >= 0)
+        tl.store(table_ptr + page, into, mask=miss)
+        tl.store(holds_ptr + into, page, mask=miss)
+        tl.store(chosen_ptr + into, now, mask=miss)
+        tl.store(blocks_ptr + first + lanes, into, mask=first + lanes < number)
+        seen += tl.sum(miss.to(tl.int32), 0)
+    tl.store(clock_ptr + row, now)
+    tl.store(counts_ptr + row, asked)
+    tl.store(counts_ptr + rows + row, missing)
+
+
+@triton.jit(do_not_specialize=["number", "segments", "segment_slots"])
+def _fetch(
+    pages_ptr,
+    blocks_ptr,
+    address_ptr,
+    k_ptr,
+    v_ptr,
+    number,
+    segments,
+    segment_slots,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = tl.load(blocks_ptr + row * number + place).to(tl.int64)
+    if block >= 0:
+        slot = tl.load(pages_ptr + row * number + place).to(tl.int64) * PAGE
+        segment, inside = slot // segment_slots, row * segment_slots + slot % segment_slots
+        lanes = tl.arange(0, BLOCK)
+        k_source = tl.load(address_ptr + segment).to(k_ptr.dtype) + inside * DIM
+        v_source = tl.load(address_ptr + segments + segment).to(v_ptr.dtype) + inside * VALUE_DIM
+        if ALIGNED:  # the compiler knows nothing of an address that was loaded, and would read it by halves
+            k_source, v_source = tl.multiple_of(k_source, 16), tl.multiple_of(v_source, 16)
+        for first in tl.static_range(0, PAGE * DIM, BLOCK):
+            there = first + lanes < PAGE * DIM
+            x = tl.load(k_source + first + lanes, mask=there, other=0.0)
+            tl.store(k_ptr + block * PAGE * DIM + first + lanes, x, mask=there)
+        for first in tl.static_range(0, PAGE * VALUE_DIM, BLOCK):
+            there = first + lanes < PAGE * VALUE_DIM
+            x = tl.load(v_source + first + lanes, mask=there, other=0.0)
+            tl.store(v_ptr + block * PAGE * VALUE_DIM + first + lanes, x, mask=there)
+
+
+@triton.jit(do_not_specialize=["heads", "entries", "segments", "segment_slots"])
+def _put(
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    address_ptr,
+    table_ptr,
+    hot_k_ptr,
+    hot_v_ptr,
+    open_k_ptr,
+    open_v_ptr,
+    k_stride_b,
+    k_stride_h,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_d,
+    heads,
+    entries,
+    segments,
+    segment_slots,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch, head, dims = row // heads, row % heads, tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + batch)
+    page, inside = slot // PAGE, slot % PAGE
+    block = tl.load(table_ptr + row * entries + page).to(tl.int64)
+    segment, at = slot // segment_slots, row * segment_slots + slot % segment_slots
+    k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + dims * k_stride_d, mask=dims < DIM)
+    v = tl.load(v_ptr + batch * v_stride_b + head * v_stride_h + dims * v_stride_d, mask=dims < VALUE_DIM)
+    tl.store(open_k_ptr + (row * PAGE + inside) * DIM + dims, k, mask=dims < DIM)
+    tl.store(open_v_ptr + (row * PAGE + inside) * VALUE_DIM + dims, v, mask=dims < VALUE_DIM)
+    hot = block >= 0
+    tl.store(hot_k_ptr + (block * PAGE + inside) * DIM + dims, k, mask=hot & (dims < DIM))
+    tl.store(hot_v_ptr + (block * PAGE + inside) * VALUE_DIM + dims, v, mask=hot & (dims < VALUE_DIM))
+    tl.store(tl.load(address_ptr + segment).to(k_ptr.dtype) + at * DIM + dims, k, mask=dims < DIM)
+    tl.store(
+        tl.load(address_ptr + segments + segment).to(v_ptr.dtype) + at * VALUE_DIM + dims, v, mask=dims < VALUE_DIM
+    )

@@ -1,0 +1,223 @@
+"""How much of a cache is on the device when its keys and values are in host memory, and whether that suffices."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from foveate.methods import Method
+from foveate.runtime.capture import ROOM
+from foveate.state import Channel, Geometry
+from foveate.state.offloaded import OffloadedCache
+from foveate.state.storage import capacity_for
+from foveate.state.transfers import Transfers
+
+MARGIN = 0.1
+"""Share of a device's memory that is left free where no budget is given: for activations and fragments."""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parse_budget(budget: Any) -> int | float | None:
+    """Bytes, a share of the pages, or None, of what a user gives as ``gpu_budget``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = budget
+    if isinstance(budget, str):
+        number = budget.strip().upper().rstrip("KMGIB ")
+        unit = budget.strip().upper()[len(number) :].strip()
+        try:
+            found = int(float(number) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            found = 0
+    whole = isinstance(found, int) and not isinstance(found, bool) and found >= 1
+    if budget is None or whole or (isinstance(found, float) and 0 < found <= 1):
+        return found
+    raise ValueError(
+        f"gpu_budget must be a size such as '8GB', a number of bytes, or the share of pages to keep on the GPU, above "
+        f"0 and at most 1.0, not {budget!r}"
+    )
+
+
+class LayerShape(NamedTuple):
+    """A layer, as far as its memory depends on it."""
+
+    method: Method
+    geometry: Geometry
+    dtype: torch.dtype
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its keys and values are in host memory; otherwise it reads all of them in each step."""
+        return self.method.fetches > 0
+
+    def kept(self, rows: int, slots: int) -> int:
+        """Bytes of keys and values of so many slots."""
+        shape = self.geometry
+        return rows * slots * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * self.dtype.itemsize
+
+    def summaries(self, rows: int, slots: int) -> int:
+        """Bytes of the method's state."""
+        channels = self.method.channels(self.geometry).values()
+        return sum(self._channel(one, rows, slots) for one in channels if isinstance(one, Channel))
+
+    def _channel(self, one: Channel, rows: int, slots: int) -> int:
+        entries = rows * (-(-slots // one.per) * self.geometry.num_kv_heads if one.per else 1)
+        return entries * math.prod(one.shape) * (one.dtype or self.dtype).itemsize
+
+    def pages(self, rows: int, number: int) -> int:
+        """Bytes of so many hot pages of each KV head."""
+        return self.kept(rows, number * self.method.fetches)
+
+    def least(self, slots: int) -> int:
+        """Pages that a step may choose of each KV head, where there are so many slots."""
+        return min(self.method.most_fetched(slots), -(-slots // self.method.fetches))
+
+
+class Needs(NamedTuple):
+    """Bytes that a cache of some tokens takes."""
+
+    fixed: int
+    """On the device throughout: summaries, and layers that read everything."""
+    prompt: int
+    """On the device while a prompt is read: the keys and values of two layers."""
+    least: int
+    """On the device in decode steps: the pages that one step may choose."""
+    host: int
+    """In host memory."""
+
+
+def needs(layers: Sequence[LayerShape], rows: int, slots: int) -> Needs:
+    """What a cache of so many rows takes."""
+    offloaded = [one for one in layers if one.offloaded]
+    fixed = sum(one.summaries(rows, slots) + (0 if one.offloaded else one.kept(rows, slots)) for one in layers)
+    largest = sorted(one.kept(rows, slots) for one in offloaded)[-2:]
+    least = sum(one.pages(rows, one.least(slots)) for one in offloaded)
+    return Needs(fixed, sum(largest), least, sum(one.kept(rows, slots) for one in offloaded))
+
+
+class Offload:
+    """What the layers of a cache share whose keys and values are in host memory.
+
+    Args:
+        budget: bytes on the device, or the share of pages kept there; None: what is free, minus a margin (on a CPU,
+            all pages).
+        layers: those with a method, by index.
+        device: that computes.
+    """
+
+    def __init__(self, budget: int | float | None, layers: Mapping[int, LayerShape], device: torch.device):
+        self.budget, self.device, self.layers = budget, device, list(layers.values())
+        self.transfers = Transfers(device)
+        self.rows, self.slots = 0, 0
+        """Of the tokens that were announced."""
+        self._bytes: int | None = None
+        """Of the device, once somebody has looked how much is free."""
+
+    def expect(self, rows: int, tokens: int, held: int = 0, in_host: int = 0) -> None:
+        """Announce that the cache will hold so many tokens of so many rows.
+
+        Args:
+            held: bytes that it holds on the device already.
+            in_host: bytes that it holds in host memory already.
+
+        Raises:
+            ValueError: where the device's share, or host memory, does not suffice.
+        """
+        slots = capacity_for(tokens + ROOM)
+        if (rows, slots) <= (self.rows, self.slots) and slots <= self.slots:
+            return
+        slots = max(slots, self.slots)
+        what = needs(self.layers, rows, slots)
+        named = f"{tokens:,} tokens" + (f" of {rows} sequences" if rows > 1 else "")
+        free = _free_host_memory()
+        if what.host > in_host + free:
+            raise ValueError(
+                f"offload=True: keys and values of {named} take {_size(what.host)} of host memory, and {_size(free)} "
+                "is free; read fewer tokens"
+            )
+        if isinstance(self._budget(held), int):
+            least = what.fixed + max(what.prompt, what.least)
+            if least > self._budget(held):
+                raise ValueError(
+                    f"gpu_budget is {self._named()}, and {named} need {_size(least)} on the GPU: "
+                    f"{_size(what.fixed)} for summaries, and {_size(what.prompt)} for two layers of the prompt, then "
+                    f"{_size(what.least)} for the pages of one step; give more, or choose fewer pages (top_k)"
+                )
+        else:
+            offloaded = [one for one in self.layers if one.offloaded]
+            if any(self._hot(one.method.fetches, rows, slots) < one.least(slots) for one in offloaded):
+                raise ValueError(self._too_few(slots))
+        self.rows, self.slots = rows, slots
+        self.transfers.room = slots
+
+    def hot_pages(self, store: OffloadedCache, capacity: int) -> int:
+        """See :class:`foveate.state.offloaded.Room`."""
+        found = self._hot(store.page_size, store.batch_size, max(self.slots, capacity))
+        if found < max(one.least(capacity) for one in self.layers if one.offloaded):
+            raise ValueError(self._too_few(capacity))
+        return found
+
+    def _hot(self, page_size: int, rows: int, slots: int) -> int:
+        """Pages of each KV head that a layer may keep, where there will be so many slots."""
+        pages, budget = -(-slots // page_size), self._budget(0)
+        if isinstance(budget, float):
+            found = math.ceil(budget * pages)
+        else:
+            left = budget - needs(self.layers, rows, slots).fixed
+            offloaded = sum(shape.kept(rows, 1) for shape in self.layers if shape.offloaded)
+            found = max(0, left) // (offloaded * page_size)  # the same share of each layer
+        return min(found, pages)
+
+    def _too_few(self, slots: int) -> str:
+        one = max((one for one in self.layers if one.offloaded), key=lambda one: one.least(slots))
+        pages, least = -(-slots // one.method.fetches), one.least(slots)
+        return (
+            f"gpu_budget is {self._named()}, and a step over {slots:,} tokens may choose {least:,} of {pages:,} pages: "
+            f"give a share of at least {least / pages:.2f}, or choose fewer pages (top_k)"
+        )
+
+    def _budget(self, held: int) -> int | float:
+        if self.budget is not None:
+            return self.budget
+        if self.device.type != "cuda":
+            return 1.0
+        if self._bytes is None:
+            self._bytes = max(0, free_memory(self.device) + held)
+        return self._bytes
+
+    def _named(self) -> str:
+        if isinstance(self.budget, float):
+            return f"{self.budget:g} of the pages"
+        return _size(self._budget(0)) + ("" if self.budget is not None else " (what is free, minus a margin)")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on a GPU, minus :data:`MARGIN` of what it may take in all."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return min(free + reserved, allowed) - allocated - int(MARGIN * allowed)
+
+
+def _free_host_memory() -> int:
+    """Bytes of host memory that this process may still take."""
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
+        group = [Path("/sys/fs/cgroup", name).read_text(encoding="ascii") for name in ("memory.max", "memory.current")]
+        found.append(int(group[0]) - int(group[1]))
+    except (OSError, ValueError, IndexError):  # not Linux, or no limit
+        pass
+    return max(0, min(found))
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"

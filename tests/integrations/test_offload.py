@@ -1,0 +1,308 @@
+"""Keys and values in host memory: `generate` gives the tokens and logits of a cache on the device, bit for bit."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+import transformers
+
+import foveate
+from foveate.integrations.transformers.layers import CacheLayer
+from foveate.runtime import offload
+from foveate.state import host_memory, offloaded
+from foveate.state.offloaded import OffloadedCache
+from tests.combinations import in_turn
+from tests.helpers import FAMILIES, cached, left_padded, repetitive, returned_cache, tiny_model
+from tests.recorded import record
+
+SPECS = {
+    "pages": "pages:top_k=24,page_size=4",
+    "unweighted": "pages:top_k=0.4,page_size=3,weighted=false",
+}
+READERS = [
+    "kascade_paper:anchors=[1],score_keys=pages,top_k=12,page_size=4,decode_only=true",
+    "kascade:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9",
+    "luka:page_size=4,sinks=2,tail=9,top_k=2",
+    "luka:page_size=[4, 8],sinks=4,tail=9,top_k=2,expand=2",
+]
+MODES = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "chunks": {"prefill_chunk_size": 20},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+pytestmark = pytest.mark.usefixtures("little_room", "small_segments")
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    """Many segments of host memory, and of few pages."""
+    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", 1 << 11)
+    monkeypatch.setattr(offload, "ROOM", 1)
+
+
+def run(model, mode="greedy", **options):
+    alone = mode == "prompt_lookup"
+    inputs = {"input_ids": repetitive(61)} if alone else left_padded([61, 23, 40])
+    how = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**inputs, **how, **MODES[mode], **options)
+
+
+def stores(out):
+    return [one.store for one in returned_cache(out).layers if isinstance(one, CacheLayer)]
+
+
+def equal(mine, its):
+    assert torch.equal(mine.sequences, its.sequences)
+    for a, b in zip(mine.logits, its.logits, strict=True):
+        assert torch.equal(a, b)
+
+
+@in_turn(("spec", SPECS), ("mode", MODES), ("budget", [0.5, 1.0, "1GB", None]), ("family", ["llama", "gemma3"]))
+def test_host_memory_gives_the_same_tokens_and_logits(spec, mode, budget, family):
+    model, found = tiny_model(family), []
+    for how in ({}, {"offload": True, "gpu_budget": budget}):
+        with foveate.attached(model, SPECS[spec], dense_below=0, **how):
+            found.append(run(model, mode))
+            kept, stats = stores(found[-1]), foveate.stats(model)
+            if how:
+                assert {type(store) for store in kept} == {OffloadedCache}
+                assert all(len(store.host.pages.keys) > 1 for store in kept)
+                assert stats.host_bytes == sum(store.host.nbytes for store in kept)
+                assert 0 < stats.summary()["pages_hot_share"] < 1
+                assert "in host memory" in str(stats)
+            else:
+                assert stats.host_bytes == 0
+                assert "host_bytes" not in stats.summary()
+    equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_host_memory(family):
+    model, found = tiny_model(family), []
+    for how in ({}, {"offload": True, "gpu_budget": 0.5}):
+        with foveate.attached(model, SPECS["pages"], **how):
+            found.append(run(model))
+    assert torch.equal(found[0].sequences, found[1].sequences)
+
+
+@pytest.mark.parametrize("spec", READERS)
+def test_layers_that_read_what_others_chose(spec):
+    """And dense ones, which stay on the device."""
+    model, found = tiny_model(), []
+    for how in ({}, {"offload": True, "gpu_budget": 1.0}):
+        with foveate.attached(model, spec, **how):
+            found.append(run(model))
+            kinds = [isinstance(store, OffloadedCache) for store in stores(found[-1])]
+    equal(found[1], found[0])
+    assert kinds == [not spec.startswith("kascade") or "first_layer" in spec, *[True] * (len(kinds) - 1)]
+
+
+def turn(model, cache, ids):
+    how = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **how, **cached(cache))
+
+
+@pytest.mark.parametrize("spec", [*SPECS.values(), *READERS])
+def test_turns_copies_crops_and_files(spec, tmp_path):
+    model, found, path = tiny_model(), [], tmp_path / "cache.safetensors"
+    more = torch.randint(3, 90, (1, 9))
+    for how in ({}, {"offload": True, "gpu_budget": 1.0}):
+        with foveate.attached(model, spec, **how):
+            first = turn(model, foveate.Cache(model), repetitive(61))
+            cache, outs = returned_cache(first), [first]
+            foveate.save_cache(model, cache, path)
+            both = torch.cat([first.sequences, more], 1)
+            outs += [turn(model, copy.deepcopy(cache), both), turn(model, foveate.load_cache(model, path), both)]
+            outs.append(turn(model, pickle.loads(pickle.dumps(cache)), both))
+            outs.append(turn(model, cache, both))
+            if "luka" not in spec:
+                cache.crop(-4)
+                outs.append(turn(model, cache, torch.cat([outs[-1].sequences[:, :-4], more], 1)))
+            found.append(outs)
+    for its, mine in zip(*found, strict=True):
+        equal(mine, its)
+
+
+def test_a_file_is_of_any_storage(tmp_path):
+    """What was saved on the device goes on in host memory, and the other way round."""
+    model, path, found = tiny_model(), tmp_path / "cache.safetensors", []
+    for how, other in (({}, {"offload": True}), ({"offload": True}, {})):
+        with foveate.attached(model, SPECS["pages"], **how):
+            first = turn(model, foveate.Cache(model), repetitive(61))
+            foveate.save_cache(model, returned_cache(first), path)
+        with foveate.attached(model, SPECS["pages"], **other):
+            ids = torch.cat([first.sequences, first.sequences[:, :9]], 1)
+            found.append(turn(model, foveate.load_cache(model, path), ids))
+    equal(*found)
+
+
+@pytest.mark.parametrize("spec", [SPECS["pages"], READERS[1], READERS[2]])
+def test_steps_are_replayed(spec):
+    """Over growth, and in another turn."""
+    model, found = tiny_model(), []
+    more = {"max_new_tokens": 18, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for replays in (False, True):
+        attachment = foveate.attach(model, spec, offload=True, cuda_graph=replays and "auto")
+        attachment.graphs.recorder = record
+        out = model.generate(**left_padded([40, 3]), **more)
+        ids, mask = out.sequences, left_padded([40, 3])["attention_mask"]
+        ids = torch.cat([ids, torch.arange(3, 12).expand(2, -1)], 1)
+        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+        found.append([out, model.generate(ids, attention_mask=mask, **more, **cached(returned_cache(out)))])
+    assert foveate.stats(model).graphs.replayed > 25
+    for mine, its in zip(*found, strict=True):
+        assert torch.equal(mine.sequences, its.sequences)
+        for a, b in zip(mine.logits, its.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("dense", {}, "dense reads every key in each step; take pages, luka, or kascade with score_keys=pages"),
+        ("kascade:anchors=[1]", {}, "reads or weighs all keys that it keeps; take pages"),
+        ("h2o", {}, "reads or weighs all keys"),
+        ("quest", {}, "reads or weighs all keys"),
+        ("pages", {"block_size": 16}, "leave block_size=16 out"),
+        ("pages", {"dense_below": 100}, "leave dense_below=100 out"),
+        ("pages", {"offload": 1}, "offload must be True or False, not 1"),
+        ("pages", {"offload": False, "gpu_budget": "1GB"}, "gpu_budget='1GB' needs offload=True"),
+        *(
+            ("pages", {"gpu_budget": budget}, "gpu_budget must be a size")
+            for budget in (0, 0.0, 1.5, -1, "8XB", "", True)
+        ),
+        (None, {"gpu_budget": "lots"}, "gpu_budget must be a size such as '8GB'.*not 'lots'"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_the_model_stays_as_it_was(method, options, message):
+    model = tiny_model()
+    foveate.attach(model, "streaming")
+    before = model.foveate
+    with pytest.raises(ValueError, match=message):
+        foveate.attach(model, method, **{"offload": True} | options)
+    assert model.foveate is before
+
+
+def test_a_model_on_several_devices_is_refused():
+    model = tiny_model()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+    with pytest.raises(ValueError, match="the model is spread over 0, cpu"):
+        foveate.attach(model, "pages", offload=True)
+
+
+@pytest.mark.filterwarnings("ignore:auto")
+def test_auto_is_pages():
+    model = tiny_model()
+    assert foveate.attach(model, offload=True).method.name == "pages"
+    assert "host memory" in foveate.stats(model).chosen
+
+
+@pytest.mark.parametrize("given", ["8GB", "8 gb", "8000MB", 8 * 10**9])
+def test_sizes(given):
+    assert offload.parse_budget(given) == 8 * 10**9
+
+
+def test_too_little_is_said_before_anything_is_read(monkeypatch):
+    model = tiny_model()
+    for budget, message in (
+        ("10KB", r"gpu_budget is 0\.0 MB, and 105 tokens.* need 0\.\d MB on the GPU: .* give more"),
+        (0.05, r"gpu_budget is 0\.05 of the pages, and a step over .* may choose .* give a share of at least 0\.\d"),
+    ):
+        foveate.attach(model, "pages:top_k=50,page_size=4", offload=True, gpu_budget=budget)
+        cache = foveate.Cache(model, prompt_length=105)
+        with pytest.raises(ValueError, match=message):
+            model(repetitive(61)[:, :50], **cached(cache))
+        assert cache.get_seq_length() == 0
+        cache.phase.check_whole()
+        with pytest.raises(ValueError, match="gpu_budget is"):
+            run(model, "prompt_lookup")
+    foveate.attach(model, "pages", offload=True)
+    monkeypatch.setattr(offload, "_free_host_memory", lambda: 1000)
+    cache = foveate.Cache(model)
+    with pytest.raises(ValueError, match=r"keys and values of 61 tokens take .* of host memory, and 0\.0 MB is free"):
+        model(repetitive(61), **cached(cache))
+    assert cache.get_seq_length() == 0
+    cache.phase.check_whole()
+
+
+def test_tokens_beyond_the_budget_are_refused_and_the_cache_stays(monkeypatch):
+    """What fitted goes on to be read."""
+    model = tiny_model()
+    foveate.attach(model, "pages:top_k=0.5,page_size=4", offload=True)
+    cache = returned_cache(turn(model, foveate.Cache(model), repetitive(61)))
+    cache.phase.offload.budget = 0.3
+    seen = cache.get_seq_length()
+    with pytest.raises(ValueError, match="gpu_budget"):
+        model(repetitive(120), **cached(cache))
+    assert cache.get_seq_length() == seen
+    cache.phase.check_whole()
+    cache.phase.offload.budget = None
+    model(repetitive(120), **cached(cache))
+
+
+@pytest.mark.parametrize("where", ["fetch_pages", "place_pages", "put_both"])
+def test_an_interrupted_fetch_leaves_no_wrong_token(where, monkeypatch):
+    model, spec = tiny_model(), SPECS["pages"]
+    with foveate.attached(model, spec):
+        expected = turn(model, foveate.Cache(model), repetitive(61))
+    foveate.attach(model, spec, offload=True)
+    cache, real, calls = foveate.Cache(model), getattr(offloaded, where), []
+
+    def stops(*given):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(offloaded, where, stops)
+    with pytest.raises(KeyboardInterrupt):
+        turn(model, cache, repetitive(61))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="was interrupted"):
+        model(repetitive(61)[:, :1], **cached(cache))
+    equal(turn(model, foveate.Cache(model), repetitive(61)), expected)
+
+
+def test_host_memory_goes_with_its_cache_and_with_the_method():
+    model = tiny_model()
+    foveate.attach(model, SPECS["pages"], offload=True)
+    caches = [returned_cache(turn(model, foveate.Cache(model), repetitive(61))) for _ in range(2)]
+    caches.append(copy.deepcopy(caches[1]))
+    segments = [weakref.ref(one) for cache in caches for layer in cache.layers for one in layer.store.host._segments]
+    first = len(segments) // 3
+    del caches[0]  # nothing refers to itself: no collection is needed
+    assert [one() for one in segments[:first]] == [None] * first
+    assert all(one() is not None for one in segments[first:])
+    foveate.detach(model)
+    assert [one() for one in segments] == [None] * len(segments)
+    with foveate.attached(model, "dense"), pytest.raises(ValueError, match="start a new cache"):
+        model(repetitive(61)[:, :1], **cached(caches[0]))
+
+
+def test_what_was_attached_before_goes_on_with_its_caches():
+    model = tiny_model()
+    foveate.attach(model, SPECS["pages"], offload=True)
+    cache = returned_cache(first := turn(model, foveate.Cache(model), repetitive(61)))
+    other = copy.deepcopy(cache)
+    with foveate.attached(model, "dense"):
+        pass
+    ids = torch.cat([first.sequences, repetitive(9)], 1)
+    equal(turn(model, cache, ids), turn(model, other, ids))
+
+
+def test_several_questions(tiny_folder, tokenizer):
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder), []
+    document = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
+    for how in ({}, {"offload": True}):
+        with foveate.attached(model, "pages:top_k=40", **how):
+            found.append(
+                foveate.ask(model, tokenizer, document, ["When?", "What did the clocks do?"], max_new_tokens=9)
+            )
+    assert found[0] == found[1]

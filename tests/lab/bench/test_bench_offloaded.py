@@ -1,0 +1,85 @@
+"""`foveate bench decode-model --offload`: rows of what is in host memory, on the device, and of Transformers' own."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foveate.cli import app
+from foveate.errors import UserError
+from foveate.lab.bench import offloaded
+
+SMALL = {"contexts": (160,), "batches": (1, 2), "steps": 3, "dtype": "float32", "seed": 0, "device": "cpu"}
+
+
+def plan(folder, **given):
+    how = {"methods": ("pages:top_k=64,page_size=4",), "memory": "", "gpu_budget": "0.5"}
+    return offloaded.Plan(str(folder), **SMALL | how | given)
+
+
+def test_rows(tiny_folder):
+    rows = offloaded.run(plan(tiny_folder), say=lambda _: None)
+    spec = "pages:top_k=64,page_size=4"
+    assert [(row["case"]["method"], row["case"]["memory"], row["case"]["batch"]) for row in rows] == [
+        (name, where, batch)
+        for batch in (1, 2)
+        for name, where in ((offloaded.TRANSFORMERS, "host"), (spec, "host"), (spec, "device"))
+    ]
+    for row in rows:
+        assert row["bench"] == "offload"
+        assert row["baseline"] == offloaded.TRANSFORMERS
+        assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["ms"])
+        assert row["command"].startswith("foveate bench decode-model --offload --model ")
+    host, device = rows[1], rows[2]
+    assert host["stats"]["host_bytes"] > 0
+    assert 0 < host["stats"]["pages_hot_share"] < 1
+    assert host["stats"]["fetched_bytes_per_step"] > 0
+    assert host["stats"]["keys_read_per_step"] == device["stats"]["keys_read_per_step"]
+    assert (host["case"]["gpu_budget"], device["case"]["gpu_budget"]) == ("0.5", "")
+    assert "host_bytes" not in device["stats"]
+    lines = offloaded.table(rows).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert "host memory" in lines[3]
+
+
+def test_the_command_writes_a_file(tiny_folder, tmp_path):
+    out = tmp_path / "offload.jsonl"
+    how = f"--context 96 --steps 2 --dtype float32 --device cpu --out {out} --method pages:top_k=64,page_size=4"
+    done = CliRunner().invoke(app, ["bench", "decode-model", "--offload", "--model", str(tiny_folder), *how.split()])
+    assert done.exit_code == 0, done.output
+    assert len([json.loads(line) for line in out.read_text().splitlines()]) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory": "24GB"}, "memory=24GB is a limit of a GPU's memory, and the device is cpu"),
+        ({"gpu_budget": "lots"}, "gpu-budget: gpu_budget must be a size"),
+        ({"methods": ("dense",)}, "--offload needs a method that reads pages"),
+        ({"methods": ("h2o",)}, "offload=True: .* take pages"),
+        ({"gpu_budget": "1KB"}, "gpu_budget is 0.0 MB"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny_folder, given, message):
+    with pytest.raises(UserError, match=message):
+        offloaded.run(plan(tiny_folder, **given), say=lambda _: None)
+
+
+def test_options_without_offload_are_refused():
+    done = CliRunner().invoke(app, ["bench", "decode-model", "--memory", "24GB", "--device", "cpu"])
+    assert done.exit_code != 0
+
+
+def test_what_does_not_fit_is_said_and_left_out(tiny_folder, monkeypatch):
+    generated, said = offloaded._generated, []
+
+    def fits(plan, model, spec, where, ids):
+        if where == "device":
+            raise torch.cuda.OutOfMemoryError
+        return generated(plan, model, spec, where, ids)
+
+    monkeypatch.setattr(offloaded, "_generated", fits)
+    rows = offloaded.run(plan(tiny_folder, batches=(1,)), say=said.append)
+    assert [row["case"]["memory"] for row in rows] == ["host", "host"]
+    assert any("device memory: does not fit" in line for line in said)

@@ -1,0 +1,156 @@
+"""Keys and values of one layer in host memory: the bits of a layer on the device, for every method that fetches."""
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import DIM, HEADS, KV_HEADS, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, padded
+
+from foveate import methods
+from foveate.runtime import offload, replay
+from foveate.runtime.offload import LayerShape, Offload
+from foveate.state import Geometry, host_memory
+from foveate.state.storage import capacity_for
+from tests.recorded import Replayed
+
+FETCHING = [(name, method) for name, method in VARIANTS if method.fetches]
+each_fetching = pytest.mark.parametrize("method", [m for _, m in FETCHING], ids=[name for name, _ in FETCHING])
+pytestmark = pytest.mark.usefixtures("little_room")
+FEW, ALL = 0.75, 1.0
+"""Of the pages on the device."""
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch):
+    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", 1 << 12)
+    monkeypatch.setattr(offload, "ROOM", 1)
+    monkeypatch.setattr(replay, "ROOM", 1)
+
+
+def drivers(method, budget=FEW):
+    """A layer on the device, and one in host memory: the device keeps this share of pages, or what a step needs."""
+    found = Driver(method), Driver(method)
+    shape = LayerShape(method, Geometry(HEADS, KV_HEADS, DIM, DIM), torch.float32)
+    needed = max(shape.least(slots) / -(-slots // method.fetches) for slots in range(PROMPT, 2 * PROMPT))
+    found[1].layer.phase.offload = Offload(max(budget, needed), {0: shape}, torch.device("cpu"))
+    return found
+
+
+def same_state(plain, offloaded):
+    assert plain.rows == offloaded.rows
+    for mine, its in zip(offloaded.contents(), plain.contents(), strict=True):
+        for row, count in enumerate(plain.rows["counts"]):
+            assert torch.equal(mine[row, :, :count], its[row, :, :count])
+    for name, spec in plain.specs.items():
+        used = None if not spec.per else min(plain.rows["counts"]) // spec.per
+        a, b = (store.tensors[name][:, :, :used] if spec.per else store.tensors[name] for store in (plain, offloaded))
+        assert torch.equal(a, b), name
+
+
+def test_methods_that_fetch():
+    assert {method.name for _, method in FETCHING} == {"pages", "luka", "luka_paper", "kascade"}
+
+
+@each_fetching
+@pytest.mark.parametrize(("budget", "chunk"), [(FEW, 20), (ALL, PROMPT)])
+def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
+    """Of a padded batch, and over growth of the cache."""
+    batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
+    steps = Tokens.random(len(LENGTHS), 50, seed=1)
+    cuts = [*range(0, PROMPT, chunk), PROMPT]
+    both, outs = drivers(method, budget), []
+    for driver in both:
+        outs.append([driver.feed(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
+        room = driver.store.capacity
+        outs[-1].append(driver.feed_steps(steps))
+        assert driver.store.capacity > room
+    for found, expected in zip(*outs, strict=True):
+        assert torch.equal(found, expected)
+    same_state(*(driver.store for driver in both))
+    counted = [driver.layer.counters for driver in both]
+    assert counted[0].keys_read == counted[1].keys_read
+    assert 0 < counted[1]["pages_fetched"] < counted[1]["pages_asked"]
+
+
+@each_fetching
+def test_host_memory_is_undone_and_rearranged_to_the_last_bit(method):
+    tokens, steps = Tokens.random(3, PROMPT + 8), Tokens.random(6, 5, seed=3)
+    outs, both = [[], []], drivers(method)
+    for driver, found in zip(both, outs):
+        driver.layer.activate_past_recording()
+        driver.feed(tokens[:PROMPT])
+        driver.feed(tokens[PROMPT:])
+        driver.layer.crop(-3)
+        for act in (
+            lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])),
+            lambda layer: layer.batch_repeat_interleave(2),
+            lambda layer: layer.batch_select_indices(torch.tensor([5, 1])),
+            lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
+        ):
+            act(driver.layer)
+            found.append(driver.feed_steps(steps.rows(slice(driver.store.batch_size))))
+    for mine, its in zip(*outs, strict=True):
+        assert torch.equal(mine, its)
+    same_state(*(driver.store for driver in both))
+
+
+@each_fetching
+def test_copies_and_another_turn(method):
+    """A copy goes on by itself, from memory of its own."""
+    tokens, more = Tokens.random(2, PROMPT + 9), Tokens.random(2, 30, seed=3)
+    outs, both = [[], []], drivers(method)
+    for driver, found in zip(both, outs):
+        driver.feed(tokens[:PROMPT])
+        found.append(driver.feed_steps(tokens[PROMPT:]))
+        layer = driver.layer
+        for turn in (layer, copy.deepcopy(layer), layer):
+            driver.layer = turn
+            turn.phase.prompt_end = turn.seen + 21
+            found += [driver.feed(more[:21]), driver.feed_steps(more[21:])]
+    for mine, its in zip(*outs, strict=True):
+        assert torch.equal(mine, its)
+
+
+@each_fetching
+@pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "ragged"])
+def test_replays_equal_ordinary_steps(method, lengths):
+    """Also over growth, after which the step is recorded anew: nothing is read on the host."""
+    batch, mask = padded([Tokens.random(1, length, seed=length) for length in lengths], PROMPT)
+    tokens = Tokens.random(len(lengths), 35, seed=1)
+    plain, driver = drivers(method, ALL)
+    for one in (plain, driver):
+        one.feed(batch, mask)
+    replayed = Replayed(driver)
+    close(replayed.feed_steps(tokens), plain.feed_steps(tokens))
+    assert replayed.use.replayed > 25
+    assert replayed.use.captured > 1
+    same_counts = ("decode_steps", "decode_rows", "keys_available")
+    assert [getattr(plain.layer.counters, name) for name in same_counts] == [
+        getattr(driver.layer.counters, name) for name in same_counts
+    ]
+    assert float(plain.layer.counters.keys_read) == pytest.approx(float(driver.layer.counters.keys_read))
+
+
+def tokens_that_fit(spec, free, offloaded):
+    """By bisection, in thousands of 1,024, and the GB of host memory that they take: of one sequence of an 8B."""
+    layers, most = [LayerShape(methods.make(spec), Geometry(32, 8, 128, 128), torch.bfloat16)] * 32, [0, 1 << 13]
+    while most[1] - most[0] > 1:
+        middle = sum(most) // 2
+        what = offload.needs(layers, 1, capacity_for(1024 * middle + 256))
+        taken = what.fixed + (max(what.prompt, what.least) if offloaded else what.host)
+        most[taken > free] = middle
+    return most[0], offload.needs(layers, 1, capacity_for(1024 * most[0] + 256)).host / 1e9
+
+
+def test_the_guide_says_how_many_tokens_fit(monkeypatch):
+    monkeypatch.setattr("foveate.state.storage.ALIGN", 64)
+    guide = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text(encoding="utf-8")
+    for gigabytes, weights in ((8, "5.5 (4 bits)"), (16, "5.5 (4 bits)"), (24, "16.1"), (48, "16.1"), (80, "16.1")):
+        free = 1e9 * (gigabytes * (1 - offload.MARGIN) - float(weights.split()[0]))
+        cells = [f"{tokens_that_fit('pages', free, False)[0]}K"]
+        for spec in ("pages", "pages:top_k=0.125"):
+            tokens, host = tokens_that_fit(spec, free, True)
+            cells.append(f"{tokens}K ({host:.0f})")
+        assert " | ".join((f"| {gigabytes}", weights, *cells)) + " |" in guide
