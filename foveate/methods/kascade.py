@@ -1,4 +1,4 @@
-"""Kascade: exact top-k keys in a few anchor layers, read again in later layers; and its oracle."""
+"""Kascade: exact top-k keys in a few anchor layers, read again in later layers."""
 
 from __future__ import annotations
 
@@ -102,15 +102,14 @@ class Kascade(TopKByMass):
             object.__setattr__(self, "dense_anchor_prefill", type(self).dense_anchor_prefill)
         self._check_choice("score_keys", "exact", "pages")
         self._check_choice("first_layer", "dense", "pages")
-        summarised = self.first_layer == "dense" or self.score_keys == "pages"
-        self._check("first_layer", summarised, "dense without score_keys=pages")
+        pages = self.score_keys == "pages"
+        self._check("first_layer", pages or self.first_layer == "dense", "dense without score_keys=pages")
         check_records(self)
-        summarised = self.score_keys == "pages" or self.page_size == _PAGE_SIZE
-        self._check("page_size", summarised, f"{_PAGE_SIZE} without score_keys=pages")
+        self._check("page_size", pages or self.page_size == _PAGE_SIZE, f"{_PAGE_SIZE} without score_keys=pages")
         self._check("weighted", isinstance(self.weighted, bool), "true or false")
-        self._check("weighted", self.score_keys == "pages" or self.weighted, "true without score_keys=pages")
+        self._check("weighted", pages or self.weighted, "true without score_keys=pages")
         check_every(self)
-        self._check("every", self.score_keys == "exact" or self.every == 1, "1 under score_keys=pages")
+        self._check("every", self.every == 1 or not pages, "1 under score_keys=pages")
         self._check("calibration", isinstance(self.calibration, str), "a file of `foveate calibrate`")
         if self.calibration and (not isinstance(self.anchors, (list, tuple)) or self.heads is None):
             self._read_calibration()
@@ -404,10 +403,7 @@ class Kascade(TopKByMass):
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
-
-        Returns:
-            int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer.
-        """
+        int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
         self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
         newest = cache.each_row(self.summaries.newest)
@@ -451,25 +447,3 @@ class Kascade(TopKByMass):
             return super().scored(tokens, geometry, dtype)
         keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0
         return self.summaries.scored(tokens, geometry, dtype) + geometry.key_share * keys
-
-
-@register
-class OracleTopK(TopKByMass):
-    """Every layer but the first ones reads the keys that its own queries attend to most: what top-k could reach.
-
-    It computes all attention in order to leave most of it out, and saves nothing.
-    """
-
-    name: ClassVar[str] = "oracle_topk"
-    source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, section 3.1 and figure 2"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "dense_layers": 0}
-
-    dense_layers: int = setting(1, "first layers that read all keys")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._check_count("dense_layers")
-
-    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
-        return LayerRole(layer, layer if layer >= self.dense_layers else None)

@@ -25,7 +25,7 @@ from foveate.hybrids.training.checks import check_sparsity
 from foveate.hybrids.training.configuration import TrainingConfig
 from foveate.hybrids.training.distributed import Parallel, Place, joined
 from foveate.hybrids.training.held_out import HeldOut
-from foveate.hybrids.training.mixture import IGNORED, Mixture, batches, open_store
+from foveate.hybrids.training.mixture import Mixture, batches, open_store
 from foveate.hybrids.training.opening import Opening, far_recall
 from foveate.hybrids.training.optim import adamw, learning_rate
 from foveate.hybrids.training.sparsity import SparsityFeedback
@@ -38,8 +38,6 @@ Progress = Callable[[int, int, dict[str, float]], None]
 MODEL = "model"
 """The folder of the finished model in a run's folder."""
 _FEEDBACK = "sparsity_feedback/"
-_PLASTIC = 0.7548776662
-"""Steps times this, modulo one, spread evenly; by rows the golden ratio does: both together fill the plane."""
 _WAITS = 0.2
 """A run says once that it waits for batches if that takes more than this share of its time."""
 
@@ -245,13 +243,12 @@ class _Run:
         parts = [
             {name: value.to(self.place.device, non_blocking=True) for name, value in part.items()} for part in made
         ]
-        weights = self._weights(parts)
+        weights = network.token_weights(parts, self.place)
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
         opened = self.opening.share > 0
         if self.opened is not None:
-            self.opened[0].fill_(self.opening.share)
-            self.opened[1].fill_(self.step * _PLASTIC % 1)
+            network.open_rows(self.opened, self.opening.share, self.step)
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
@@ -278,17 +275,6 @@ class _Run:
         self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
         self.opening.step()
         self.step += 1
-
-    def _weights(self, parts: list[dict[str, Tensor]]) -> list[Tensor | float]:
-        """What each micro-batch's mean loss is multiplied with, so that every counted token of a step weighs alike."""
-        if len(parts) == 1 and self.place.world == 1:
-            return [1.0]
-        counted = [(part["labels"][:, 1:] != IGNORED).float() for part in parts]
-        if "label_weights" in parts[0]:
-            counted = [some * part["label_weights"][:, 1:] for some, part in zip(counted, parts)]
-        counts = torch.stack([some.sum() for some in counted])
-        total = self.place.sum(counts.sum())
-        return list(counts * self.place.world / total)  # gradients are averaged over the processes
 
     def _read(self) -> dict[str, Any]:
         """Reads the losses since the last reading. Raises `DivergedError` at the first that is not finite."""

@@ -10,8 +10,12 @@ import torch
 
 from foveate.errors import UserError
 from foveate.hybrids.training.configuration import ModelSettings
+from foveate.hybrids.training.distributed import Place
+from foveate.hybrids.training.mixture import IGNORED
 from foveate.lab.inputs.model_folder import weight_files
 
+_PLASTIC = 0.7548776662
+"""Steps times this, modulo one, spread evenly; so do rows by the golden ratio, and both together fill the plane."""
 _PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
     ("H100 PCIe", 756e12),
     ("H100", 989e12),
@@ -147,6 +151,23 @@ def open_layers(network: Any) -> torch.Tensor:
     for layer in layers:
         layer.opened = opened
     return opened
+
+
+def open_rows(opened: torch.Tensor, share: float, step: int) -> None:
+    """Opens a share of the rows of a step; which ones, moves on evenly from step to step."""
+    opened[0].fill_(share)
+    opened[1].fill_(step * _PLASTIC % 1)
+
+
+def token_weights(parts: list[dict[str, torch.Tensor]], place: Place) -> list[torch.Tensor | float]:
+    """What each micro-batch's mean loss is multiplied with, so that every counted token of a step weighs alike."""
+    if len(parts) == 1 and place.world == 1:
+        return [1.0]
+    counted = [(part["labels"][:, 1:] != IGNORED).float() for part in parts]
+    if "label_weights" in parts[0]:
+        counted = [some * part["label_weights"][:, 1:] for some, part in zip(counted, parts)]
+    counts = torch.stack([some.sum() for some in counted])
+    return list(counts * place.world / place.sum(counts.sum()))  # gradients are averaged over the processes
 
 
 def peak_flops(device: torch.device) -> float | None:
