@@ -97,6 +97,22 @@ def test_host_memory_is_undone_and_rearranged_to_the_last_bit(method):
 
 
 @each_fetching
+@pytest.mark.parametrize("removed", [1, 6])
+def test_tokens_after_a_crop(method, removed):
+    """Also where it leaves the page that was being filled."""
+    tokens, steps = Tokens.random(2, PROMPT + 8), Tokens.random(2, 11, seed=3)
+    outs, both = [], drivers(method)
+    for driver in both:
+        driver.layer.activate_past_recording()
+        driver.feed(tokens[:PROMPT])
+        driver.feed_steps(tokens[PROMPT:])
+        driver.layer.crop(-removed)
+        outs.append(driver.feed_steps(steps))
+    assert torch.equal(*outs)
+    same_state(*(driver.store for driver in both))
+
+
+@each_fetching
 def test_copies_and_another_turn(method):
     """A copy goes on by itself, from memory of its own."""
     tokens, more = Tokens.random(2, PROMPT + 9), Tokens.random(2, 30, seed=3)
