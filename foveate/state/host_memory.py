@@ -31,8 +31,7 @@ class _Segment:
                 error = runtime.cudaHostRegister(x.data_ptr(), x.nbytes, 0)
                 if int(error):
                     raise RuntimeError(
-                        f"{x.nbytes / 1e6:.0f} MB of host memory could not be pinned ({error}): too little is free, "
-                        "or `ulimit -l` allows no more"
+                        f"{x.nbytes / 1e6:.0f} MB of host memory could not be pinned ({error}): too little is free"
                     )
                 weakref.finalize(self, _unpin, x.data_ptr(), x).atexit = False
 

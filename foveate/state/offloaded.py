@@ -252,6 +252,7 @@ class OffloadedCache(SlotCache):
     def start_decoding(self) -> None:
         """Give the buffers of the prompt back and get room for hot pages, unless that is done."""
         if self._decoding is None:
+            self.room.transfers.note(self)
             self.room.transfers.close(self.held)
             self._decoding = self._allocate(
                 self.room.hot_pages(self, self.capacity), -(-self.capacity // self.page_size)
@@ -325,7 +326,3 @@ class OffloadedCache(SlotCache):
     def truncate(self, tokens: int) -> None:
         self._open = False
         super().truncate(tokens)
-
-    def restore(self, clock: int) -> None:
-        self._open = False
-        super().restore(clock)

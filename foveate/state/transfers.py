@@ -21,6 +21,9 @@ class Reader(Protocol):
     held: Held
     used: int
 
+    def stop_decoding(self) -> None:
+        """Give back what decode steps have on the device."""
+
 
 @dataclass(eq=False)
 class _Buffer:
@@ -68,14 +71,24 @@ class Transfers:
         self._readers[self._next] = reader
         return self._next
 
+    def note(self, reader: Reader) -> None:
+        """Note a layer of a copied cache, unless that is done."""
+        self._readers.setdefault(reader.order, reader)
+
     def holds(self, order: int) -> tuple[Tensor, Tensor] | None:
         """Keys and values ``[B, Hkv, room, D(v)]`` of a layer, if it was opened and is not closed."""
         found = next((one for one in self._buffers if one.order == order), None)
         return None if found is None else (found.keys, found.values)
 
     def open(self, reader: Reader, slots: int) -> tuple[Tensor, Tensor]:
-        """Buffers of a layer with what it has read so far, and room for ``slots`` slots."""
-        self._readers.setdefault(reader.order, reader)
+        """Buffers of a layer with what it has read so far, and room for ``slots`` slots.
+
+        The first one of a prompt takes the place of what the layers have on the device for decode steps.
+        """
+        self.note(reader)
+        if not self._buffers:
+            for one in list(self._readers.values()):
+                one.stop_decoding()
         found = next((one for one in self._buffers if one.order == reader.order), None)
         if found is None or found.keys.shape[2] < slots:
             found = self._load(reader, slots)

@@ -97,6 +97,37 @@ def test_host_memory_is_undone_and_rearranged_to_the_last_bit(method):
 
 
 @each_fetching
+@pytest.mark.parametrize("removed", [1, 6])
+def test_tokens_after_a_crop(method, removed):
+    """Also where it leaves the page that was being filled."""
+    tokens, steps = Tokens.random(2, PROMPT + 8), Tokens.random(2, 11, seed=3)
+    outs, both = [], drivers(method)
+    for driver in both:
+        driver.layer.activate_past_recording()
+        driver.feed(tokens[:PROMPT])
+        driver.feed_steps(tokens[PROMPT:])
+        driver.layer.crop(-removed)
+        outs.append(driver.feed_steps(steps))
+    assert torch.equal(*outs)
+    same_state(*(driver.store for driver in both))
+
+
+@each_fetching
+def test_rows_change_before_anything_is_decoded(method):
+    """The buffers of the prompt are of other rows then."""
+    tokens, outs, both = Tokens.random(2, PROMPT + 20), [[], []], drivers(method)
+    for driver, found in zip(both, outs):
+        driver.feed(tokens[:PROMPT])
+        for rows in ([1, 0], [0, 1, 1]):
+            driver.layer.reorder_cache(torch.tensor(rows))
+            driver.layer.phase.prompt_end = driver.layer.seen + 9
+            found.append(driver.feed(tokens.rows(torch.arange(len(rows)) % 2)[PROMPT : PROMPT + 9]))
+        found.append(driver.feed_steps(tokens.rows([0, 1, 0])[PROMPT + 9 :]))
+    for mine, its in zip(*outs, strict=True):
+        assert torch.equal(mine, its)
+
+
+@each_fetching
 def test_copies_and_another_turn(method):
     """A copy goes on by itself, from memory of its own."""
     tokens, more = Tokens.random(2, PROMPT + 9), Tokens.random(2, 30, seed=3)

@@ -34,12 +34,12 @@ class CacheLayer(Layer, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """The keys held, ``[B, Hkv, n, D]``, of rows or heads that hold fewer first, then anything; None without."""
-        return None if self.store is None else self.store.keys
+        return None if self.store is None else self.store.contents()[0]
 
     @property
     def values(self) -> Tensor | None:
         """The values of :attr:`keys`, ``[B, Hkv, n, Dv]``."""
-        return None if self.store is None else self.store.values
+        return None if self.store is None else self.store.contents()[1]
 
     @keys.setter
     def keys(self, given: None) -> None:

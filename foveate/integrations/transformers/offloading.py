@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from foveate.integrations.transformers.facts import kv_heads
 from foveate.methods import Method
 from foveate.runtime.offload import LayerShape, Offload, parse_budget
 from foveate.state import Geometry
@@ -67,7 +68,8 @@ def geometry(module: nn.Module, config: transformers.PreTrainedConfig) -> Geomet
     """The shapes of an attention layer."""
     heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
-    return Geometry(heads, heads // module.num_key_value_groups, head_dim, getattr(module, "v_head_dim", head_dim))
+    groups = getattr(module, "num_key_value_groups", None) or heads // kv_heads(config)
+    return Geometry(heads, heads // groups, head_dim, getattr(module, "v_head_dim", head_dim))
 
 
 def share(
