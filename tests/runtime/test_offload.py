@@ -49,6 +49,15 @@ def same_state(plain, offloaded):
         assert torch.equal(a, b), name
 
 
+def check_table(hot):
+    """It names the block of each page that a slot holds, and no other."""
+    rows, slots = hot.holds.shape
+    blocks = torch.arange(rows * slots).view(rows, slots)
+    named = hot.table.gather(1, hot.holds.clamp_min(0).long())
+    assert torch.equal(named[hot.holds >= 0].long(), blocks[hot.holds >= 0])
+    assert (hot.table >= 0).sum() == (hot.holds >= 0).sum() > 0
+
+
 def test_methods_that_fetch():
     assert {method.name for _, method in FETCHING} == {"pages", "luka", "luka_paper", "kascade"}
 
@@ -56,11 +65,12 @@ def test_methods_that_fetch():
 @each_fetching
 @pytest.mark.parametrize(("budget", "chunk"), [(FEW, 20), (ALL, PROMPT)])
 def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
-    """Of a padded batch, and over growth of the cache."""
+    """Of a padded batch, and over growth of the cache: hot pages stay where their number was known before."""
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
     steps = Tokens.random(len(LENGTHS), 50, seed=1)
     cuts = [*range(0, PROMPT, chunk), PROMPT]
     both, outs = drivers(method, budget), []
+    both[1].layer.phase.offload.slots = 3 * PROMPT if budget == FEW else 0
     for driver in both:
         outs.append([driver.feed(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
         room = driver.store.capacity
@@ -69,6 +79,9 @@ def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
     for found, expected in zip(*outs, strict=True):
         assert torch.equal(found, expected)
     same_state(*(driver.store for driver in both))
+    check_table(both[1].store._decoding.hot)
+    for x in both[1].store.contents():  # what no token has is as in a cache on the device
+        assert all((x[row, :, count:] == 0).all() for row, count in enumerate(both[1].store.rows["counts"]))
     counted = [driver.layer.counters for driver in both]
     assert counted[0].keys_read == counted[1].keys_read
     assert 0 < counted[1]["pages_fetched"] < counted[1]["pages_asked"]
@@ -114,8 +127,9 @@ def test_tokens_after_a_crop(method, removed):
 
 @each_fetching
 def test_rows_change_before_anything_is_decoded(method):
-    """The buffers of the prompt are of other rows then."""
+    """The buffers of the prompt, which have room for more, are of other rows then."""
     tokens, outs, both = Tokens.random(2, PROMPT + 20), [[], []], drivers(method)
+    both[1].layer.phase.offload.transfers.room = 2 * PROMPT
     for driver, found in zip(both, outs):
         driver.feed(tokens[:PROMPT])
         for rows in ([1, 0], [0, 1, 1]):
