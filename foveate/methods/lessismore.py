@@ -102,7 +102,7 @@ def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
 
     They are not capped where a model caps its logits: each head's order of keys, all that they are for, is the same.
     """
-    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys, ops.Logits(scaling))
+    logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys.to(q.dtype), ops.Logits(scaling))
     holes = cache.holes()
     if holes is not None:
         logits.masked_fill_(~holes[:, :, None], float("-inf"))

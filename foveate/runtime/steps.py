@@ -97,7 +97,7 @@ class EngineSteps:
         for layer, counters in self._counters.items():
             counters.declare(self.methods[layer].counters).on_device(device)
         self._sparse_from = self._first_sparse(dense_below, geometry)
-        self._choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
+        self.choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, SlotCache] = {}
         self._rows: dict[int, DeviceRows] = {}
@@ -155,7 +155,7 @@ class EngineSteps:
         totals.rows += decoding
         totals.dense_rows += dense
         totals.keys_available += sum(tokens) * len(self.methods)
-        totals.selections += 0 if self.dense else decoding * self._choosing
+        totals.selections += 0 if self.dense else decoding * self.choosing
 
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
         """Start a step that an engine captures for so many rows; none of it is counted.
@@ -274,7 +274,7 @@ class EngineSteps:
         """Attention to all keys, after a method has noted that to those which it reads."""
         how = {"lengths": store.row_tensor("counts"), "block_table": store.block_table, "out": store.out}
         dense = ops.attend(q, *store.memory, logits=logits, need_lse=True, **how)
-        self._audit.append((store.audited[0] - dense.lse).exp().mean((1, 2)))
+        self._audit.append((store.audited[0] - dense.lse).exp().clamp_max(1).mean((1, 2)))
         return dense.out
 
     def read_by_engine(self, layer: int) -> None:

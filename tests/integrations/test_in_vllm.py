@@ -153,6 +153,7 @@ def test_keys_in_eight_bits_are_read_in_place(folder, own):
     assert full["tokens"] == dense["tokens"] != [own]
     assert small["tokens"] != dense["tokens"]
     assert small["read"]["keys_read"] < full["read"]["keys_read"]
+    assert run(folder, "lessismore:top_k=1.0", kv_cache_dtype="fp8", **CHUNKS)["tokens"] == dense["tokens"]
 
 
 def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
@@ -183,6 +184,12 @@ def test_an_audit_changes_no_token_and_tells_what_a_step_loses(folder, own, smal
         assert 0 < agreeing < rows
         assert kl / rows > 0.01
         assert 0.05 < mass / rows < 0.95
+
+
+def test_a_method_that_chooses_nothing_has_no_audits(folder, own):
+    found = run(folder, {"method": "dense", "audit": 1.0}, **CHUNKS)
+    assert found["tokens"] == [own]
+    assert not any(sum(numbers) for numbers in found["audits"].values())
 
 
 @pytest.mark.parametrize("program", ["serving", "serving_accuracy"])

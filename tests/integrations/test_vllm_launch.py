@@ -122,6 +122,8 @@ def test_the_plan_tells_what_summaries_take():
     record = -(-record // 16) * 16
     share = record / (8 * 2 * size * torch.bfloat16.itemsize)
     assert found[-1].startswith(f"summaries: {share:.1%} of the KV cache, beside it")
+    found = launch.told(engine("pages:weighted=false,page_size=8", **SIZES, cache_config__cache_dtype="fp8"))
+    assert found[-1].startswith(f"summaries: {2 * share:.1%} of the KV cache, beside it")
 
 
 CUSTOM = ["--attention-backend", "CUSTOM"]
@@ -165,3 +167,9 @@ def test_a_command_of_vllms_own_is_checked_before_an_engine_starts(folder, monke
 def test_what_a_command_does_not_tell_is_left_to_the_engine(folder, arguments):
     launch.check_command(["serve", folder, *arguments])
     launch.check_command(["serve", "some/name", *arguments])
+
+
+def test_a_folder_that_only_vllm_reads_is_left_to_it(tmp_path):
+    launch.check_command(["serve", str(tmp_path), *CUSTOM, *with_method(KASCADE)])
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        launch.arguments_of(str(tmp_path), KASCADE, None, [])

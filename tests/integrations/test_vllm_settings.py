@@ -243,6 +243,8 @@ def test_releases_that_are_not_supported_are_refused(version, ok, monkeypatch):
         ),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
         ({"kv_transfer_config": object()}, "a KV connector"),
+        ({"model_config__is_hybrid": True}, "recurrent layers"),
+        ({"model_config__has_inner_state": True}, "recurrent layers"),
     ],
 )
 def test_where_a_step_cannot_be_run_twice_audits_are_refused(changes, why):

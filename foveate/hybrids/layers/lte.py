@@ -17,7 +17,8 @@ THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""
 SOFT = 2.0
 """Temperature of the bias by whose gradient scores learn in open rows."""
-_GOLDEN = 0.6180339887
+GOLDEN = 0.6180339887
+"""Rows times this, modulo one, are spread evenly; those below a share are open."""
 SCORED = 65536
 """Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
 bf16."""
@@ -117,6 +118,11 @@ class LearnedEviction(SlidingWindowAttention):
         block = torch.arange(length, device=k.device) // self.window
         blocks = torch.arange(-(-length // self.window), device=k.device)
         size = 1 << (dim + len(blocks) - 1).bit_length()  # FlexAttention wants a power of two
+        if size > 256:
+            raise ValueError(
+                f"gradient must be value for {length:,} tokens with a window of {self.window} and heads of {dim} "
+                f"dimensions: logit takes {len(blocks)} more, and 256 are the most that attention takes"
+            )
         later = zero[..., None] * (blocks > block[:, None] + 1)
         own = (blocks == block[:, None]).to(q.dtype).expand(*q.shape[:2], -1, -1) / self.scaling
         rest = size - dim - len(blocks)
@@ -199,4 +205,4 @@ class LearnedEviction(SlidingWindowAttention):
 def _open_rows(opened: Tensor, rows: int) -> Tensor:
     """Bool ``[rows, 1, 1]``: as near to the share as can be, and evenly among the rows."""
     share, phase = opened
-    return ((torch.arange(rows, device=opened.device) * _GOLDEN + phase) % 1 < share)[:, None, None]
+    return ((torch.arange(rows, device=opened.device) * GOLDEN + phase) % 1 < share)[:, None, None]

@@ -19,7 +19,7 @@ _RESIDENT, _LONGEST = 3, 8
 
 
 def attend_gated(q, k, v, block_keys, block_values, gates, lengths, *, scaling, block, blocks, window):
-    """See :func:`foveate.ops.attend.gated.attend_gated`. Keys are read in place, once for all heads of a group.
+    """See :func:`foveate.hybrids.ops.gated.attend_gated`. Keys are read in place, once for all heads of a group.
 
     The first launch attends to the summaries and chooses blocks, a program for a row and a KV head; the second attends
     to the keys of these and of the window, several programs for each; the third merges and gates. Nothing waits for

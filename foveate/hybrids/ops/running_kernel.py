@@ -19,7 +19,7 @@ _EMPTY = tl.constexpr(-0x80000000)
 
 
 def running_best(kept: Tensor, kept_positions: Tensor, margins: Tensor, positions: Tensor) -> Leaving:
-    """See :func:`foveate.ops.retain.running.running_best`. Three launches, parallel in the tokens.
+    """See :func:`foveate.hybrids.ops.running.running_best`. Three launches, parallel in the tokens.
 
     A token leaves with the first turn by which as many better ones have come as the buffer holds. The second launch
     lists the tokens that may be let in: those above a floor, a value that a full buffer's tokens all reach before that
@@ -60,7 +60,7 @@ def running_best(kept: Tensor, kept_positions: Tensor, margins: Tensor, position
 
 
 def replace_weakest(keys, values, margins, positions, kept, *, slots, tokens, ring):
-    """See :func:`foveate.ops.retain.running.replace_weakest`. One launch; a program owns a row and a KV head."""
+    """See :func:`foveate.hybrids.ops.running.replace_weakest`. One launch; a program owns a row and a KV head."""
     batch, heads, number, dim = keys.shape
     size, value_dim = positions.shape[2], values.shape[3]
     _check_buffer(size, margins)

@@ -49,7 +49,7 @@ class Lists(NamedTuple):
 
 
 def attend_until(q, k, v, until, *, scaling, window=0, retained=0):
-    """See :func:`foveate.ops.attend.until.attend_until`. Two launches, and nothing waits for the device.
+    """See :func:`foveate.hybrids.ops.until.attend_until`. Two launches, and nothing waits for the device.
 
     A program owns a block of queries of all heads of a group, so that a key is read once for them. It reads the keys
     from its first query's window to its last query's own, a run of whole blocks without a mask; and before them those

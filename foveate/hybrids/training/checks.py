@@ -17,7 +17,7 @@ def check_sparsity(config: TrainingConfig) -> str | None:
     if round((config.sparsity.hold + config.sparsity.release) * config.steps) >= config.steps:
         raise UserError(
             f"sparsity.hold is {config.sparsity.hold:g} and sparsity.release {config.sparsity.release:g}: of "
-            f"{config.steps:,} steps none is left in which scores alone decide"
+            f"{config.steps:,} steps none is left after them"
         )
     if bound is not None and not (config.log.answers and any(kind in config.mixture for kind in MEASURED)):
         raise UserError(

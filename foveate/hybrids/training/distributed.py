@@ -148,7 +148,7 @@ class Parallel:
                         f"the checkpoint is of another model: {name} is {list(tensors[name].shape)} there, "
                         f"{list(value.shape)} here"
                     )
-                value.copy_(_like(tensors[name], value))
+                value.copy_(like(tensors[name], value))
 
     def load_moments(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
         names = {parameter: name for name, parameter in self.network.named_parameters()}
@@ -159,7 +159,7 @@ class Parallel:
             prefix = f"{names[parameter]}/"
             mine = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             state[number] = {
-                key: value if value.ndim == 0 and key == "step" else _like(value, parameter)
+                key: value if value.ndim == 0 and key == "step" else like(value, parameter)
                 for key, value in mine.items()
             }
         optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
@@ -202,7 +202,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return _whole(tensor).detach().to("cpu", copy=True).contiguous()
 
 
-def _like(tensor: Tensor, other: Tensor) -> Tensor:
+def like(tensor: Tensor, other: Tensor) -> Tensor:
     """A whole tensor, split as another one is."""
     if not hasattr(other, "device_mesh"):
         return tensor

@@ -246,19 +246,20 @@ class _Run:
         weights = network.token_weights(parts, self.place)
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
-        opened = self.opening.share > 0
-        if self.opened is not None:
-            network.open_rows(self.opened, self.opening.share, self.step)
+        opened, biased = self.opening.share > 0, self.opening.length > 0
         total, penalties = 0, torch.zeros((), device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
+            if self.opened is not None:
+                first = (self.place.rank * len(parts) + micro) * len(part["input_ids"])
+                network.open_rows(self.opened, self.opening.share, self.step, first)
             with self.parallel.accumulating(micro == len(parts) - 1):
                 with self._autocast():
                     made = self.parallel.model(**part, **self.forward_options)
                 loss = made.loss * weight
                 total = total + loss.detach()
                 if self.feedback:
-                    self.feedback.observe(made.retention, opened)
+                    self.feedback.observe(made.retention, biased)
                 if self.feedback and not opened:
                     penalty = self.feedback.penalty(made.retention) / len(parts)
                     penalties = penalties + penalty.detach()
@@ -270,7 +271,7 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         if self.feedback:
             self.feedback.step(opened)
-            if opened:
+            if biased:
                 network.lower_scores(self.parallel.network, self.feedback.excess)
         self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
         self.opening.step()

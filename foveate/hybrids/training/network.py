@@ -10,7 +10,7 @@ import torch
 
 from foveate.errors import UserError
 from foveate.hybrids.training.configuration import ModelSettings
-from foveate.hybrids.training.distributed import Place
+from foveate.hybrids.training.distributed import Place, like
 from foveate.hybrids.training.mixture import IGNORED
 from foveate.lab.inputs.model_folder import weight_files
 
@@ -136,7 +136,8 @@ def evicting_layers(network: Any) -> list[torch.nn.Module]:
 def lower_scores(network: Any, excess: torch.Tensor) -> None:
     """Lowers the scores of each layer's heads, before the sigmoid, by `[layers, heads]`: their last bias."""
     for layer, much in zip(evicting_layers(network), excess):
-        layer.scores.head.bias.sub_(much)
+        bias = layer.scores.head.bias
+        bias.sub_(like(much.to(bias.dtype), bias))
 
 
 def open_layers(network: Any) -> torch.Tensor:
@@ -153,10 +154,15 @@ def open_layers(network: Any) -> torch.Tensor:
     return opened
 
 
-def open_rows(opened: torch.Tensor, share: float, step: int) -> None:
-    """Opens a share of the rows of a step; which ones, moves on evenly from step to step."""
+def open_rows(opened: torch.Tensor, share: float, step: int, first: int) -> None:
+    """Opens a share of a step's rows, of which a micro-batch has those from `first` on.
+
+    Which ones, moves on evenly from step to step, and follows from the step and the row alone.
+    """
+    from foveate.hybrids.layers.lte import GOLDEN  # here, as other models need no layers of the hybrids
+
     opened[0].fill_(share)
-    opened[1].fill_(step * _PLASTIC % 1)
+    opened[1].fill_((step * _PLASTIC + first * GOLDEN) % 1)
 
 
 def token_weights(parts: list[dict[str, torch.Tensor]], place: Place) -> list[torch.Tensor | float]:

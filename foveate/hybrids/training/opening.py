@@ -24,7 +24,7 @@ MEASURED = ("needles", "recall")
 
 
 class Opening:
-    """How far layers are open, step by step: 1 in the hold, less and less in the release, then 0.
+    """The share of rows that are open, step by step: 1 in the hold, less and less in a release, then `STAYS`.
 
     Args:
         settings: `hold` and `release`, shares of the run; `recall`, the bound in percent, None: by the clock. With a

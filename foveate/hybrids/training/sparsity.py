@@ -63,8 +63,8 @@ class SparsitySettings:
     )
     release: float = _setting(
         0.0,
-        "share of the run after the hold in which ever fewer rows are open; one of eight stays so. From the hold on a "
-        "bias keeps the budget then, and λ rests",
+        "share of the run after the hold in which ever fewer rows are open; one of eight stays so. Where there is "
+        "one, a bias of the scores keeps the budget from the hold on, and λ is not used",
     )
     recall: float | None = _setting(
         None,
@@ -149,7 +149,7 @@ class SparsityFeedback:
         self._counts: Tensor | None = None
         self.excess: Tensor | None = None
         """By how much the scores of each head are too high for the budget, before the sigmoid, mean over the sequences;
-        fp32 `[layers, heads]` after a held step, else None."""
+        fp32 `[layers, heads]` after a step that observed it, else None."""
         self._slopes: Tensor | float = 0.0
         self._excess: Tensor | float = 0.0
         self._observed = 0
@@ -165,9 +165,9 @@ class SparsityFeedback:
         return (weights * excess).mean()
 
     @torch.no_grad()
-    def observe(self, retention: Sequence[Tensor], opened: bool = False) -> None:
-        """Counts the retained tokens of a micro-batch, mean over its sequences. Where rows are `opened`, also takes the
-        highest score of each sequence for which the budget has no room."""
+    def observe(self, retention: Sequence[Tensor], biased: bool = False) -> None:
+        """Counts the retained tokens of a micro-batch, mean over its sequences. Where a bias keeps the budget, also
+        takes the highest score of each sequence for which the budget has no room."""
         scores = _stacked(retention)
         self._weights_for(scores)
         if scores.shape[-1] <= SPARED:
@@ -175,9 +175,9 @@ class SparsityFeedback:
         counted = scores[..., : scores.shape[-1] - SPARED]
         counts = (counted > self._threshold).sum(-1, dtype=torch.float32).mean(1)
         self._counts = counts if self._counts is None else self._counts + counts
-        if opened:
+        if biased:
             first_left = max(1, counted.shape[-1] - self.settings.budget)
-            self._excess = self._excess + counted.logit().kthvalue(first_left).values.mean(1)
+            self._excess = self._excess + counted.logit(eps=1e-6).kthvalue(first_left).values.mean(1)
         self._slopes = self._slopes + (scores * (1 - scores)).mean((1, 3))
         self._observed += 1
 
@@ -191,7 +191,7 @@ class SparsityFeedback:
             raise RuntimeError("step() without observe(): no scores were counted in this step")
         counts, self._counts = _over_ranks(self._counts / self._observed), None
         self.slope, self._slopes = self._slopes / self._observed, 0.0
-        self.excess = _over_ranks(self._excess / self._observed) if held else None
+        self.excess = _over_ranks(self._excess / self._observed) if isinstance(self._excess, Tensor) else None
         self._excess, self._observed = 0.0, 0
         silent = 1 if self.silent is None else self.silent + 1
         self.silent = torch.where(counts > 0, 0, silent)

@@ -64,7 +64,7 @@ def audited_steps() -> list[Any]:
     metadata = get_forward_context().attn_metadata
     found = metadata.values() if isinstance(metadata, dict) else ()
     steps = {id(step): step for one in found if (step := getattr(one, "foveate", None)) is not None}
-    return list(steps.values()) if any(step.audited for step in steps.values()) else []
+    return list(steps.values()) if all(step.audited for step in steps.values()) else []
 
 
 @contextlib.contextmanager

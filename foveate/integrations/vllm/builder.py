@@ -143,7 +143,7 @@ class StepBuilder:
         how["launched"] = self.largest_graph > 0 and shown
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
-        comparable = not (mixed or found.prompts or self.steps.dense)
+        comparable = self.steps.choosing and not (mixed or found.prompts or self.steps.dense)
         audited = self.meter if comparable and self.audit.due() else None
         return Step(self.steps, common.slot_mapping, found.rows, prompts, audited, found.real)
 

@@ -14,6 +14,7 @@ import torch
 
 from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.settings import (
+    FP8,
     Settings,
     check_early,
     check_folder,
@@ -28,7 +29,8 @@ from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
 """Options of vLLM that are ours to give."""
-_OTHERWISE = {"--trust-remote-code", "--enable-lora", "--tensor-parallel-size", "-tp"}
+_OTHERWISE = {"--trust-remote-code", "--enable-lora", "--tensor-parallel-size", "-tp", "--hf-overrides"}
+_OTHERWISE |= {"--hf-config-path", "--config-format", "--load-format"}
 """Options with which a folder's configuration alone does not tell what an engine would do."""
 _LISTED = 12
 """Layers that are named one by one, at most."""
@@ -121,7 +123,7 @@ def told(config: Any) -> list[str]:
             f"graphs: scores of {requests:,} requests of {longest:,} tokens, {_bytes(requests * longest * each)}; less "
             "with a smaller --max-num-seqs or --max-model-len"
         )
-    size = config.model_config.dtype.itemsize
+    size = 1 if config.cache_config.cache_dtype in FP8 else config.model_config.dtype.itemsize
     if share := sum(_summaries(method, geometry, size) for method in methods.values()) / len(methods):
         lines.append(f"summaries: {share:.1%} of the KV cache, beside it: lower --gpu-memory-utilization by as much")
     return lines
@@ -150,7 +152,7 @@ def check_command(arguments: Sequence[str]) -> None:
         return
     settings, model = settings_of(config), Path(given.get("--model", ""))
     if given.get("--model") and model.is_dir() and not _OTHERWISE & given.keys():
-        check_folder(settings, model)
+        check_folder(settings, model, strict=False)
 
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:

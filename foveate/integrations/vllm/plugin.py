@@ -24,13 +24,6 @@ def register() -> None:
 
     from foveate.integrations.vllm import published
 
-    if multiprocessing.parent_process() is None:
-        from foveate.integrations.vllm.launch import check_command
-
-        try:
-            check_command(sys.argv[1:])
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
     if os.environ.get("FOVEATE_METHOD"):
         from foveate.integrations.vllm.settings import settings_of
 
@@ -43,6 +36,13 @@ def register() -> None:
     if custom.is_overridden() and custom.get_path() != BACKEND:
         _log.warning("foveate: another plugin has registered %s as the CUSTOM attention backend", custom.get_path())
         return
+    if multiprocessing.parent_process() is None:
+        from foveate.integrations.vllm.launch import check_command
+
+        try:
+            check_command(sys.argv[1:])
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
     register_backend(custom, BACKEND)
     if current_platform.is_cpu():  # its platform takes CPU_ATTN, whatever backend was chosen
         register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)

@@ -137,4 +137,7 @@ def write_tokens(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) ->
     size, real = kv_cache.shape[2], slots >= 0
     taken = slots[real].long()
     pairs = torch.cat([x[: len(slots)][real] for x in (key, value)], -1)
+    if kv_cache.dtype.itemsize == 1:  # as vLLM writes them: what is too large becomes the largest there is
+        most = torch.finfo(kv_cache.dtype).max
+        pairs = pairs.clamp(-most, most)
     kv_cache[taken // size, :, taken % size] = pairs.to(kv_cache.dtype)

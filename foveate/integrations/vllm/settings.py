@@ -62,9 +62,17 @@ class Settings:
         return replace(self, method=method)
 
 
-def check_folder(settings: Settings, folder: Path) -> None:
-    """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+def check_folder(settings: Settings, folder: Path, strict: bool = True) -> None:
+    """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported.
+
+    ``strict``: also for a folder that Transformers cannot read, as vLLM may read others.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        if strict:
+            raise
+        return
     shape = shape_of(config.get_text_config())
     facts = shape | {"weights": _weights(folder)}
     method = settings.settled(shape, lambda: facts).method
@@ -171,6 +179,9 @@ def check_audit(vllm_config: Any) -> None:
         ),
         "data parallelism, whose ranks step together": vllm_config.parallel_config.data_parallel_size > 1,
         "a KV connector, which would be handed each layer's keys twice": vllm_config.kv_transfer_config is not None,
+        "recurrent layers, whose states would advance twice": any(
+            getattr(vllm_config.model_config, name, False) for name in ("is_hybrid", "has_inner_state")
+        ),
     }
     for what, asked in refused.items():
         if asked:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foveate.errors import UserError
+from foveate.hybrids.layers import lte
 from foveate.hybrids.training import checkpoints, journal, loop, network, optim
 from foveate.hybrids.training.configuration import OptimSettings
 from foveate.hybrids.training.loop import DivergedError, train
@@ -524,7 +525,7 @@ def test_answers_are_measured_near_and_far(make, tmp_path):
         ),
         (
             {"model": TINY, "sparsity": {"budget": 9, "hold": 0.5, "release": 0.49}},
-            "sparsity.hold is 0.5 and sparsity.release 0.49: of 12 steps none is left in which scores alone decide",
+            "sparsity.hold is 0.5 and sparsity.release 0.49: of 12 steps none is left after them",
         ),
         ({"model.changes": {"vocab_size": 100}}, "the model has 100 tokens, the text 800; use its tokenizer"),
         ({"model.changes": {"max_position_embeddings": 100}}, "rows of 128 tokens are longer than .* 100 positions"),
@@ -625,3 +626,26 @@ def test_a_step_waits_for_nothing(make, tmp_path, monkeypatch, device_tokens):
         run._read()
     assert "_local_scalar_dense" in waits.names
     assert run.step == 2
+
+
+def test_which_rows_are_open_follows_from_step_and_row_alone(make, tmp_path, monkeypatch):
+    """Not from how many rows a micro-batch has; one of eight stays open to the end."""
+    found, opened = {}, network.open_rows
+    for rows in (1, 4):
+        seen = []
+
+        def noted(tensor, share, step, first, rows=rows, seen=seen):
+            opened(tensor, share, step, first)
+            seen.append(lte._open_rows(tensor, rows)[:, 0, 0].tolist())
+
+        monkeypatch.setattr(network, "open_rows", noted)
+        changes = {"model": TINY, "sparsity.budget": 9, "sparsity.hold": 0.25, "sparsity.release": 0.25, "steps": 8}
+        changes |= {"batch.length": 128, "batch.tokens": 512, "batch.device_tokens": 128 * rows}
+        train(make(changes), tmp_path / str(rows), say=quiet)
+        monkeypatch.setattr(network, "open_rows", opened)
+        found[rows] = list(zip(*4 * [itertools.chain.from_iterable(seen)]))
+    assert found[1] == found[4]
+    assert len(found[1]) == 8
+    assert all(map(all, found[1][:2]))
+    assert not any(map(all, found[1][2:]))
+    assert 1 <= sum(map(sum, found[1][4:])) <= 3

@@ -99,11 +99,11 @@ def test_the_penalty_pulls_at_retained_scores_alone():
     assert (leaves[0].grad > 0).tolist() == [[[True, False, True]]]
 
 
-def test_an_opened_step_says_by_how_much_scores_exceed_the_budget():
+def test_a_step_says_by_how_much_scores_exceed_the_budget():
     """It is the mean over sequences, of which one with many such tokens weighs no more."""
     logits = torch.randn(2, 4, 3, 46, generator=torch.Generator().manual_seed(0))
     feedback = SparsityFeedback(SparsitySettings(budget=10))
-    feedback.observe(list(logits.sigmoid()), opened=True)
+    feedback.observe(list(logits.sigmoid()), biased=True)
     feedback.step(held=True)
     highest_left = logits[..., :-SPARED].topk(11).values[..., -1]
     torch.testing.assert_close(feedback.excess, highest_left.mean(1))
