@@ -371,8 +371,8 @@ class Kascade(TopKByMass):
             return found if found.shape[1] == heads else found.mean(1, keepdim=True)
 
         scores, at = KeptScores(self.every).renew(cache, heads, cache.used, mass)
-        newer = torch.arange(cache.used, device=q.device) >= at[:, None, None]
-        return self._chosen(cache, scores.masked_fill(newer, torch.inf), lengths)
+        newer = torch.arange(cache.used, device=q.device) - at[:, None, None]
+        return self._chosen(cache, torch.where(newer < 0, scores, 1e30 * (1 + newer)), lengths)
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""

@@ -24,7 +24,8 @@ def attention(driver, head, last, keys):
 
 
 def expected_kascade(driver, every):
-    """In loops: the best keys by the attention to the keys that were there at the last scoring, newer ones before."""
+    """In loops: the best keys by the attention to the keys that were there at the last scoring, before them newer ones,
+    the newest first."""
     outs, scores, scored = [], None, -math.inf
     for last in range(PROMPT, TOTAL):
         if last - scored >= every:
@@ -35,7 +36,7 @@ def expected_kascade(driver, every):
                 scores.append(torch.stack(of_heads).mean(0).tolist())
         count, now = max(6, math.floor(0.3 * (last + 1) + 1e-9)), []
         for head in range(HEADS):
-            own = scores[head // GROUP] + [math.inf] * (last - scored)
+            own = scores[head // GROUP] + [1e30 * (1 + n) for n in range(last - scored)]
             best = sorted(range(last + 1), key=lambda key: (-own[key], key))[:count]
             now.append(attention(driver, head, last, sorted(best))[1])
         outs.append(torch.stack(now))
@@ -50,6 +51,16 @@ def test_keys_are_chosen_by_the_last_scores_and_newer_ones_first(every):
     torch.testing.assert_close(found, expected_kascade(driver, every))
     if every > 1:
         assert not torch.allclose(found, expected_kascade(driver, 1), atol=1e-3)
+
+
+def test_the_newest_key_is_always_read():
+    """Also where fewer keys are read than have come since the last scoring."""
+    driver = Driver(methods.parse("kascade_paper:top_k=2,min_k=1,anchors=[1],decode_only=true,every=16"))
+    driver.feed(0, PROMPT)
+    for n in range(PROMPT, PROMPT + 6):
+        found = driver.feed(n, n + 1)
+    for head in range(HEADS):
+        torch.testing.assert_close(found[0, head, 0], attention(driver, head, n, [n - 1, n])[1].float())
 
 
 @pytest.mark.parametrize("every", [2, 4])
