@@ -88,6 +88,7 @@ def zeros(monkeypatch):
 
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "kernel_of_zeros", SimpleNamespace(column_mass=column_mass))
+    monkeypatch.setattr(dispatch, "_verbs", dict(dispatch._verbs))
     monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: dispatch.kernels_wanted())
     return dispatch.dispatch(reference.column_mass, "kernel_of_zeros")
 

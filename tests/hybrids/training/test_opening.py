@@ -2,12 +2,12 @@
 
 import pytest
 
-from foveate.hybrids.training.opening import READINGS, Opening, far_recall
+from foveate.hybrids.training.opening import READINGS, STAYS, Opening, far_recall
 from foveate.hybrids.training.sparsity import SparsitySettings
 
 
 def shares(opening, steps, readings=None):
-    """How far each step is open; `readings` are taken after steps."""
+    """Of the rows of each step, the share that is open; `readings` are taken after steps."""
     found = []
     for step in range(steps):
         found.append(opening.share)
@@ -19,7 +19,7 @@ def shares(opening, steps, readings=None):
 
 def test_by_the_clock():
     opening = Opening(SparsitySettings(budget=6, hold=0.2, release=0.4), 10)
-    assert shares(opening, 10) == [1, 1, *(pytest.approx(x) for x in (0.8, 0.6, 0.4, 0.2)), 0, 0, 0, 0]
+    assert shares(opening, 10) == [1, 1, *(pytest.approx(x) for x in (0.825, 0.65, 0.475, 0.3)), *4 * [STAYS]]
     assert not opening.failed
     assert opening.missed is None
     assert shares(Opening(SparsitySettings(budget=6, hold=0.2), 10), 10) == 2 * [1] + 8 * [0]
@@ -34,8 +34,8 @@ def test_the_hold_ends_after_readings_in_a_row_and_the_release_waits_while_recal
     opening = by_recall()
     assert READINGS == 2
     found = shares(opening, 20, {2: 60, 3: 40, 4: 50, 5: 51, 6: 10, 9: 50})
-    released = [pytest.approx(x) for x in (2 / 3, 1 / 3, 1 / 3, 1 / 3, 1 / 3)]
-    assert found == [1] * 6 + released + [0] * 9
+    released = [pytest.approx(x) for x in [STAYS + (1 - STAYS) * x / 3 for x in (2, 1, 1, 1, 1)]]
+    assert found == [1] * 6 + released + [STAYS] * 9
     assert opening.missed is None
 
 
@@ -51,7 +51,7 @@ def test_a_model_that_never_recalls_is_told_apart_at_once():
 def test_what_a_whole_run_has_missed():
     opening = by_recall()
     shares(opening, 20, {2: 60, 3: 60, 4: 10})
-    assert opening.missed == "the release is not over: layers are still open by 33%"
+    assert opening.missed == "the release is not over: 42% of the rows are still open"
     forgot = by_recall()
     shares(forgot, 20, {2: 60, 3: 60, 19: 30})
     assert forgot.missed == "at the end far recall is 30 %; sparsity.recall asks for 50 %"
