@@ -50,6 +50,7 @@ VARIANTS = {
     "kascade_pages": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
     "pages_offloaded": "pages:top_k=32,page_size=4",
+    "pages_every_offloaded": "pages:top_k=32,page_size=4,every=2",
     "kascade_offloaded": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
     "luka_offloaded": "luka:page_size=4,sinks=2,tail=9,top_k=2",
 }

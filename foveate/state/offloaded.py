@@ -326,3 +326,7 @@ class OffloadedCache(SlotCache):
     def truncate(self, tokens: int) -> None:
         self._open = False
         super().truncate(tokens)
+
+    def restore(self, clock: int) -> None:
+        self._open = False
+        super().restore(clock)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import foveate
+from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.runtime import offload
 from foveate.state import host_memory, offloaded
@@ -236,9 +237,15 @@ def test_what_cannot_be_is_refused_and_the_model_stays_as_it_was(method, options
 
 def test_a_model_on_several_devices_is_refused():
     model = tiny_model()
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
-    with pytest.raises(ValueError, match="the model is spread over 0, cpu"):
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match="the model is spread over cpu, disk"):
         foveate.attach(model, "pages", offload=True)
+
+
+@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("cuda", 0)])
+def test_a_device_map_may_name_one_gpu_in_any_way(device):
+    parameters = [mock.Mock(device=torch.device("cuda", 0))]
+    offloading.check_model(mock.Mock(hf_device_map={"": device}, parameters=lambda: parameters, _tp_size=None))
 
 
 @pytest.mark.filterwarnings("ignore:auto")

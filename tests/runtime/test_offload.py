@@ -16,6 +16,7 @@ from foveate.state.storage import capacity_for
 from tests.recorded import Replayed
 
 FETCHING = [(name, method) for name, method in VARIANTS if method.fetches]
+FETCHING += [("pages/every2", methods.make("pages", page_size=8, top_k=40, every=2))]
 each_fetching = pytest.mark.parametrize("method", [m for _, m in FETCHING], ids=[name for name, _ in FETCHING])
 pytestmark = pytest.mark.usefixtures("little_room")
 FEW, ALL = 0.75, 1.0

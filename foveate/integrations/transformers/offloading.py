@@ -55,8 +55,9 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ValueError: for such a model.
     """
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    devices |= {str(parameter.device) for parameter in model.parameters()}
+    mapped = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}  # 0 may be cuda:0
+    devices = {str(parameter.device) for parameter in model.parameters() if parameter.device.type != "meta"}
+    devices |= mapped & {"cpu", "disk"}
     if len(devices) > 1 or (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError(
             f"offload=True: the model is spread over {', '.join(sorted(devices))}; load it whole on one GPU, without "
