@@ -19,6 +19,7 @@ from foveate.state.transfers import Transfers
 
 MARGIN = 0.1
 """Share of a device's memory that is left free where no budget is given: for activations and fragments."""
+_GROUP = ("max", "current", "stat")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -43,6 +44,10 @@ def parse_budget(budget: Any) -> int | float | None:
         f"gpu_budget must be a size such as '8GB', a number of bytes, or the share of pages to keep on the GPU, above "
         f"0 and at most 1.0, not {budget!r}"
     )
+
+
+class DoesNotFitError(ValueError):
+    """The device's share, or host memory, does not suffice."""
 
 
 class LayerShape(NamedTuple):
@@ -128,7 +133,7 @@ class Offload:
             in_host: bytes that it holds in host memory already.
 
         Raises:
-            ValueError: where the device's share, or host memory, does not suffice.
+            DoesNotFitError: where the device's share, or host memory, does not suffice.
         """
         slots = capacity_for(tokens + ROOM)
         if (rows, slots) <= (self.rows, self.slots) and slots <= self.slots:
@@ -136,16 +141,11 @@ class Offload:
         slots = max(slots, self.slots)
         what = needs(self.layers, rows, slots)
         named = f"{tokens:,} tokens" + (f" of {rows} sequences" if rows > 1 else "")
-        free = _free_host_memory()
-        if what.host > in_host + free:
-            raise ValueError(
-                f"offload=True: keys and values of {named} take {_size(what.host)} of host memory, and {_size(free)} "
-                "is free; read fewer tokens"
-            )
+        self.check_host(named, what.host, in_host)
         if isinstance(self._budget(held), int):
             least = what.fixed + max(what.prompt, what.least)
             if least > self._budget(held):
-                raise ValueError(
+                raise DoesNotFitError(
                     f"gpu_budget is {self._named()}, and {named} need {_size(least)} on the GPU: "
                     f"{_size(what.fixed)} for summaries, and {_size(what.prompt)} for two layers of the prompt, then "
                     f"{_size(what.least)} for the pages of one step; give more, or choose fewer pages (top_k)"
@@ -153,15 +153,33 @@ class Offload:
         else:
             offloaded = [one for one in self.layers if one.offloaded]
             if any(self._hot(one.method.fetches, rows, slots) < one.least(slots) for one in offloaded):
-                raise ValueError(self._too_few(slots))
+                raise DoesNotFitError(self._too_few(slots))
         self.rows, self.slots = rows, slots
         self.transfers.room = slots
+
+    def check_host(self, named: str, needed: int, in_host: int = 0) -> None:
+        """Refuse keys and values for which too little host memory is free.
+
+        Args:
+            named: of what, for the message.
+            needed: bytes.
+            in_host: bytes that the cache holds already.
+
+        Raises:
+            DoesNotFitError: for these.
+        """
+        free = _free_host_memory()
+        if needed > in_host + free:
+            raise DoesNotFitError(
+                f"offload=True: keys and values of {named} take {_size(needed)} of host memory, and {_size(free)} "
+                "is free; read fewer tokens"
+            )
 
     def hot_pages(self, store: OffloadedCache, capacity: int) -> int:
         """See :class:`foveate.state.offloaded.Room`."""
         found = self._hot(store.page_size, store.batch_size, max(self.slots, capacity))
         if found < max(one.least(capacity) for one in self.layers if one.offloaded):
-            raise ValueError(self._too_few(capacity))
+            raise DoesNotFitError(self._too_few(capacity))
         return found
 
     def _hot(self, page_size: int, rows: int, slots: int) -> int:
@@ -212,9 +230,11 @@ def _free_host_memory() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
-        group = [Path("/sys/fs/cgroup", name).read_text(encoding="ascii") for name in ("memory.max", "memory.current")]
-        found.append(int(group[0]) - int(group[1]))
-    except (OSError, ValueError, IndexError):  # not Linux, or no limit
+        group = [Path("/sys/fs/cgroup", f"memory.{name}").read_text(encoding="ascii") for name in _GROUP]
+        stat = dict(line.split() for line in group[2].splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])  # files, whose memory is given back
+        found.append(int(group[0]) - int(group[1]) + cached)
+    except (OSError, ValueError, LookupError):  # not Linux, or no limit
         pass
     return max(0, min(found))
 

@@ -436,11 +436,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         own["emptied"] = None if first is None else self.tensors[first]
         own |= {"freed": freed, "take": take, "block_table": self.block_table}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
-        for name in emptied:
-            if name != first:
-                index = slot.view(*slot.shape, 1, *[1] * len(self.specs[name].shape))
-                shape = (*slot.shape, 1, *self.specs[name].shape)
-                self.tensors[name].scatter_(2, index.expand(shape), 0)
+        self._clear_channels(slot, done=first)
 
     def _clear(self, slots: slice) -> None:
         """Zero the channels of new tokens."""

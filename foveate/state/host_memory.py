@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -13,6 +14,12 @@ SEGMENT_BYTES = 1 << 26
 """Bytes of a segment, about: memory of this size goes back to the system as soon as it is freed."""
 
 
+_LEAST_SLOTS, _LEAST_BYTES = 1 << 12, 1 << 23
+"""A segment has one of these at least, the smaller: the first prompt may be short."""
+_PORTABLE, _OUT_OF_MEMORY = 1, 2
+"""cudaHostRegisterPortable, and cudaErrorMemoryAllocation."""
+
+
 class _Segment:
     """Keys and values ``[B, Hkv, n, D(v)]`` of n slots, zeros at first, in memory that is pinned for a GPU.
 
@@ -22,24 +29,37 @@ class _Segment:
         RuntimeError: where there is not so much memory, or it cannot be pinned.
     """
 
-    def __init__(self, batch: int, heads: int, slots: int, dims: tuple[int, int], dtype: torch.dtype, pinned: bool):
+    def __init__(
+        self, batch: int, heads: int, slots: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ):
         with torch.inference_mode(False):
             self.keys, self.values = (torch.zeros(batch, heads, slots, dim, dtype=dtype) for dim in dims)
-        if pinned:
-            runtime = torch.cuda.cudart()
+        if device.type == "cuda":
             for x in (self.keys, self.values):
-                error = runtime.cudaHostRegister(x.data_ptr(), x.nbytes, 0)
-                if int(error):
-                    raise RuntimeError(
-                        f"{x.nbytes / 1e6:.0f} MB of host memory could not be pinned ({error}): too little is free"
-                    )
-                weakref.finalize(self, _unpin, x.data_ptr(), x).atexit = False
+                _pin(x, device)
+                weakref.finalize(self, _unpin, x.data_ptr(), x, device).atexit = False
 
 
-def _unpin(address: int, kept: Tensor) -> None:
-    """Give pinned memory back, once nothing on a GPU reads it; ``kept`` is that memory."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _pin(x: Tensor, device: torch.device) -> None:
+    """Pin memory for a GPU, and for others."""
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(x.data_ptr(), x.nbytes, _PORTABLE)
+        if not int(error):
+            return
+        with contextlib.suppress(RuntimeError):  # a launch raises the error, and so clears it
+            torch.ones(1, device=device)
+    reason = "too little is free; read fewer tokens" if int(error) == _OUT_OF_MEMORY else "read fewer tokens"
+    raise RuntimeError(
+        f"offload=True: {x.nbytes / 1e6:.0f} MB of host memory could not be pinned ({error}): {reason}, or leave "
+        "offload out"
+    )
+
+
+def _unpin(address: int, kept: Tensor, device: torch.device) -> None:
+    """Give pinned memory back, once nothing on the GPU reads it; ``kept`` is that memory."""
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostMemory:
@@ -84,13 +104,16 @@ class HostMemory:
         """
         if not self.slots:
             page = self.batch * self.heads * sum(self.dims) * self.dtype.itemsize * self.page_size
-            self.slots = self.page_size * max(1, min(SEGMENT_BYTES // page, -(-slots // self.page_size)))
+            least = max(-(-slots // self.page_size), min(_LEAST_SLOTS // self.page_size, _LEAST_BYTES // page))
+            self.slots = self.page_size * max(1, min(SEGMENT_BYTES // page, least))
         number = -(-slots // self.slots)
         if number <= len(self._segments):
             return
-        shape = (self.batch, self.heads, self.slots, self.dims, self.dtype, self.device.type == "cuda")
-        self._segments += [_Segment(*shape) for _ in range(number - len(self._segments))]
+        self._segments += [self._new_segment() for _ in range(number - len(self._segments))]
         self._write_addresses()
+
+    def _new_segment(self) -> _Segment:
+        return _Segment(self.batch, self.heads, self.slots, self.dims, self.dtype, self.device)
 
     def _write_addresses(self) -> None:
         """Tell kernels where the segments are; in the same tensor, unless it has become too small."""
@@ -137,16 +160,20 @@ class HostMemory:
 
     def take_rows(self, chosen: list[int]) -> None:
         """Replace the batch by its rows ``chosen``."""
-        self.batch, before = len(chosen), self._segments
-        shape = (self.batch, self.heads, self.slots, self.dims, self.dtype, self.device.type == "cuda")
-        self._segments = []
-        for old in before:  # the segment that is copied is freed before the next
-            new = _Segment(*shape)
+        self.batch, self.pages = len(chosen), HostPages((), (), None)
+        for number in range(len(self._segments)):  # the segment that is copied is freed before the next
+            old, new = self._segments[number], self._new_segment()
             for place, row in enumerate(chosen):
                 new.keys[place], new.values[place] = old.keys[row], old.values[row]
-            self._segments.append(new)
+            self._segments[number] = new
+            del old
         if self._segments:
             self._write_addresses()
+
+    def __deepcopy__(self, memo: dict) -> HostMemory:
+        made = memo[id(self)] = object.__new__(HostMemory)
+        made.__setstate__(self.__getstate__())  # copies once, into the segments that stay
+        return made
 
     def __getstate__(self) -> dict:
         tensors = [(one.keys, one.values) for one in self._segments]

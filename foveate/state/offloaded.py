@@ -114,6 +114,10 @@ class OffloadedCache(SlotCache):
         return super().resident_bytes + sum(x.nbytes for x in held)
 
     @property
+    def host_bytes(self) -> int:
+        return self.host.nbytes
+
+    @property
     def device_tensors(self) -> list[Tensor]:
         parts = [] if self._decoding is None else [*self._decoding.hot, *self._decoding[1:], self.host.pages.addresses]
         return [*super().device_tensors, *parts]
@@ -239,11 +243,7 @@ class OffloadedCache(SlotCache):
             self.start_decoding()
         slots = self.row_tensor("counts") if step is None else step.slots
         put_both(k, v, slots, self.host.pages, *self._decoding[:3])
-        for name, spec in self.specs.items():
-            if spec.per == 1 and not spec.recomputed:
-                index = slots.view(-1, 1, 1, *[1] * len(spec.shape))
-                shape = (self.batch_size, self.geometry.num_kv_heads, 1, *spec.shape)
-                self.tensors[name].scatter_(2, index.expand(shape), 0)
+        self._clear_channels(slots.view(-1, 1))
         if step is None:
             self._advance(1, 1)
 
@@ -316,6 +316,9 @@ class OffloadedCache(SlotCache):
         return one
 
     def take_rows(self, index: Tensor) -> None:
+        if index.tolist() == list(range(self.batch_size)):
+            self.snapshots = {}
+            return
         self.stop_decoding()
         self.room.transfers.wait()
         self.room.transfers.drop(self.order, self.held)

@@ -61,6 +61,11 @@ class Storage:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        return 0
+
+    @property
     def device_tensors(self) -> list[Tensor]:
         """The tensors whose addresses a captured step contains."""
         return list(self.tensors.values())
@@ -79,6 +84,11 @@ class Storage:
         self.counters.resident_bytes, self.counters.held = self.resident_bytes, self.held
         self.held.change(self.counters.resident_bytes - self._counted)
         self._counted = self.counters.resident_bytes
+
+    def count_anew(self) -> None:
+        """Count all that the layer holds in :attr:`held`, which counts it no more; for copies."""
+        self._counted = self.resident_bytes
+        self.held.change(self._counted)
 
     # What methods read
 
@@ -231,6 +241,14 @@ class Storage:
         block, slot = self.block_table.slots(slots, self.tensors["keys"])
         self.tensors["keys"][block, :, slot] = k.transpose(1, 2)
         self.tensors["values"][block, :, slot] = v.transpose(1, 2)
+
+    def _clear_channels(self, slot: Tensor, done: str | None = None) -> None:
+        """Zero the channels of one slot of each row, int64 ``[B, 1 or Hkv]``, apart from that of the name ``done``."""
+        for name, spec in self.specs.items():
+            if spec.per == 1 and not spec.recomputed and name != done:
+                index = slot.view(*slot.shape, 1, *[1] * len(spec.shape))
+                shape = (self.batch_size, self.geometry.num_kv_heads, 1, *spec.shape)
+                self.tensors[name].scatter_(2, index.expand(shape), 0)
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Write the first tokens of every row to a cache that was empty; k, v ``[B, Hkv, n, D(v)]``."""

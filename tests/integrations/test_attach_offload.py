@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import foveate
+from foveate import methods
 from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.runtime import offload
@@ -203,6 +204,72 @@ def test_a_turn_takes_the_place_of_hot_pages(copied):
     assert len(most) == len(cache.layers)
     assert cache.phase.held.bytes == sum(layer.store.resident_bytes for layer in cache.layers)
     assert cache.phase.held.peak >= max(most)
+
+
+# Memory
+
+
+def held_in(cache):
+    return sum(layer.store.resident_bytes for layer in cache.layers)
+
+
+def test_what_is_held_is_counted_after_a_reset_and_in_a_copy():
+    """Without the buffers of a prompt that was read before."""
+    model = tiny_model()
+    foveate.attach(model, SPECS["pages"], offload=True)
+    cache = foveate.Cache(model, prompt_length=61)
+    model(repetitive(61), **cached(cache))
+    twin = copy.deepcopy(cache)
+    assert twin.phase.held.bytes == held_in(twin)
+    cache.reset()
+    assert cache.phase.held.bytes == 0
+    for one in (cache, twin):
+        model(repetitive(61), **cached(one))
+        model(repetitive(61)[:, :1], **cached(one))
+        assert one.phase.held.bytes == held_in(one)
+    again = copy.deepcopy(cache)
+    assert again.phase.held.bytes == held_in(again)
+
+
+def test_copies_and_more_rows_and_files_that_do_not_fit_are_refused(monkeypatch, tmp_path):
+    model, path = tiny_model(), tmp_path / "cache.safetensors"
+    foveate.attach(model, SPECS["pages"], offload=True)
+    cache = returned_cache(first := turn(model, foveate.Cache(model), repetitive(61)))
+    foveate.save_cache(model, cache, path)
+    monkeypatch.setattr(offload, "_free_host_memory", lambda: 1000)
+    for grows in (
+        lambda: copy.deepcopy(cache),
+        lambda: cache.batch_repeat_interleave(3),
+        lambda: foveate.load_cache(model, path),
+    ):
+        with pytest.raises(ValueError, match=r"offload=True: keys and values of .* of host memory, and 0\.0 MB is"):
+            grows()
+    cache.reorder_cache(torch.tensor([0]))
+    monkeypatch.undo()
+    turn(model, cache, torch.cat([first.sequences, repetitive(9)], 1))
+
+
+def test_a_cache_counts_as_its_own_what_it_has_in_host_memory(monkeypatch):
+    """And not what another cache of the model has."""
+    model = tiny_model()
+    foveate.attach(model, SPECS["pages"], offload=True)
+    large, small = foveate.Cache(model), foveate.Cache(model)
+    model(repetitive(30), **cached(small))
+    model(repetitive(600), **cached(large))
+    assert large.host_bytes > 2 * small.host_bytes > 0
+    monkeypatch.setattr(offload, "_free_host_memory", lambda: 0)
+    with pytest.raises(ValueError, match="host memory"):
+        small.expect(1, 500)
+
+
+def test_a_branch_is_refused():
+    model = tiny_model()
+    foveate.attach(model, methods.SharedPrompt((methods.parse(SPECS["pages"]),)))
+    cache = foveate.Cache(model)
+    model(repetitive(61), **cached(cache))
+    foveate.attach(model, SPECS["pages"], offload=True)
+    with pytest.raises(ValueError, match="offload=True: a branch keeps its keys and values on the device"):
+        cache.branch(model)
 
 
 # Faults

@@ -27,7 +27,7 @@ from foveate.integrations.transformers.token_ids import TokenIds
 from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
 from foveate.runtime import Phase, ReplayedSteps
-from foveate.state import Held
+from foveate.state import Held, SlotCache
 
 _IN_HOST: weakref.WeakSet[Cache] = weakref.WeakSet()
 """Caches whose keys and values are in host memory."""
@@ -83,6 +83,16 @@ class Cache(transformers.Cache):
         self.__dict__.update(state)
         if self.phase.offload is not None:
             _IN_HOST.add(self)
+            self.phase.held.bytes = 0  # copies have no buffers of a prompt, and no hot pages
+            for store in self._stores:
+                store.count_anew()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        if self.phase.offload is not None:
+            self.phase.offload.check_host("a copy of the cache", self.host_bytes)
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def begin(self, prompt_end: int, assistant: bool, assisted: bool = False) -> None:
         """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
@@ -141,6 +151,8 @@ class Cache(transformers.Cache):
         if not self.get_seq_length() or self.get_seq_length() != self.phase.prompt_end:
             raise ValueError("the prompt is not complete: branches begin at its end")
         cache = Cache(model)
+        if cache.phase.offload is not None:
+            raise ValueError("offload=True: a branch keeps its keys and values on the device; attach without offload")
         cache.phase.prompt_end, cache.phase.prompt_end_known = self.phase.prompt_end, self.phase.prompt_end_known
         cache.ids, cache.offsets, held = copy.deepcopy(self.ids), self.offsets, []
         for index, layer in enumerate(self.layers):
@@ -165,8 +177,7 @@ class Cache(transformers.Cache):
         """
         offload = self.phase.offload
         if offload is not None:
-            in_host = sum(layer.counters.host_bytes for layer in self.layers if isinstance(layer, CacheLayer))
-            offload.expect(rows, tokens, self.resident_bytes, in_host if self.get_seq_length() else 0)
+            offload.expect(rows, tokens, self.resident_bytes, self.host_bytes)
 
     def release(self) -> None:
         """Give all memory back, of a cache that nobody can use any more: its method was detached."""
@@ -224,9 +235,8 @@ class Cache(transformers.Cache):
         unfinished = seen < (self.phase.prompt_end or 0)  # more of the prompt is to come
         with self.phase.change():
             super().crop(remove)
-            stores = [layer.store for layer in self.layers if isinstance(layer, CacheLayer) and layer.store is not None]
-            if stores and not unfinished:  # the end of an earlier prompt perhaps
-                self.phase.prompt_end = self.get_seq_length() - stores[0].decoded
+            if self._stores and not unfinished:  # the end of an earlier prompt perhaps
+                self.phase.prompt_end = self.get_seq_length() - self._stores[0].decoded
             self.ids.columns = min(self.ids.columns, self.get_seq_length())
 
     def activate_past_recording(self) -> None:
@@ -248,6 +258,8 @@ class Cache(transformers.Cache):
         rows = self.batch_size
         if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
             raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
+        if 0 <= rows < len(beam_idx):
+            self.expect(len(beam_idx), self.get_seq_length())
         with self.phase.change():
             self.ids.take_rows(beam_idx)
             if self.offsets is not None:
@@ -274,14 +286,24 @@ class Cache(transformers.Cache):
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
         self.phase.prompt_end_guessed, self.phase.changing = False, False
         self.phase.forward.clear()
+        if self.phase.offload is not None:
+            self.phase.offload.transfers.close(self.phase.held)
         self.phase.held = Held()
         self.steps, self.ids, self.offsets = None, TokenIds(), None
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of keys, values and method state held by all layers."""
-        stores = [layer.store for layer in self.layers if isinstance(layer, CacheLayer) and layer.store is not None]
-        return self.unchanged_bytes + sum(store.resident_bytes for store in stores)
+        return self.unchanged_bytes + sum(store.resident_bytes for store in self._stores)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of keys and values in host memory."""
+        return sum(store.host_bytes for store in self._stores)
+
+    @property
+    def _stores(self) -> list[SlotCache]:
+        return [layer.store for layer in self.layers if isinstance(layer, CacheLayer) and layer.store is not None]
 
     @property
     def unchanged_bytes(self) -> int:

@@ -37,6 +37,7 @@ _DECODED = ("dense", "kascade", "luka")
 
 @app.command("decode-model")
 def decode_model(
+    context: typer.Context,
     model: Model = "llama-3.1-8b",
     methods: Methods = _DECODED,
     contexts: Contexts = (32768,),
@@ -65,7 +66,11 @@ def decode_model(
         from foveate.lab.bench import offloaded
         from foveate.lab.bench.plan import measure
 
-        named = methods if tuple(methods) != _DECODED else ("pages",)
+        given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+        unused = sorted(given & {"rounds", "liger", "dense_below"})
+        if unused:
+            raise UserError(f"--offload does not go with --{unused[0].replace('_', '-')}: leave it out")
+        named = methods if "methods" in given else ("pages",)
         sizes = (model, named, contexts, batches, steps, memory, gpu_budget, dtype, seed, device)
         measure(offloaded.BENCH, offloaded.run, offloaded.Plan(*sizes), out, offloaded.table)
         return

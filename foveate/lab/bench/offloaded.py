@@ -24,7 +24,7 @@ from foveate.lab.bench.models import TimedModel, generate
 from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
-from foveate.runtime.offload import parse_budget
+from foveate.runtime.offload import DoesNotFitError, parse_budget
 
 BENCH = "offload"
 TRANSFORMERS = "transformers-offloaded"
@@ -101,8 +101,9 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
                 try:
                     with _limited(plan.memory if where == "host" else ""):
                         one = _generated(plan, model, spec, where, ids)
-                except torch.cuda.OutOfMemoryError:
-                    say(f"{spec} at {context:,} × {batch}, {where} memory: does not fit")
+                except (torch.cuda.OutOfMemoryError, DoesNotFitError) as error:
+                    why = f" ({error})" if isinstance(error, DoesNotFitError) else ""
+                    say(f"{spec} at {context:,} × {batch}, {where} memory: does not fit{why}")
                     continue
                 base = base or (spec, one["ms"])
                 rows.append(_row(plan, spec, where, context, batch, one, base))
@@ -147,6 +148,8 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: t
         more["stopping_criteria"] = StoppingCriteriaList([clock])
         try:
             generate(model, ids, warm_up + steps + 1, chunk, **more)
+        except DoesNotFitError:
+            raise
         except ValueError as error:
             raise UserError(f"{plan.model}: {error}") from None
         times = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])][warm_up:]

@@ -58,7 +58,6 @@ def test_the_command_writes_a_file(tiny_folder, tmp_path):
         ({"gpu_budget": "lots"}, "gpu-budget: gpu_budget must be a size"),
         ({"methods": ("dense",)}, "--offload needs a method that reads pages"),
         ({"methods": ("h2o",)}, "offload=True: .* take pages"),
-        ({"gpu_budget": "1KB"}, "gpu_budget is 0.0 MB"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny_folder, given, message):
@@ -83,3 +82,18 @@ def test_what_does_not_fit_is_said_and_left_out(tiny_folder, monkeypatch):
     rows = offloaded.run(plan(tiny_folder, batches=(1,)), say=said.append)
     assert [row["case"]["memory"] for row in rows] == ["host", "host"]
     assert any("device memory: does not fit" in line for line in said)
+
+
+def test_a_budget_that_is_too_small_is_said_and_left_out(tiny_folder):
+    said = []
+    rows = offloaded.run(plan(tiny_folder, batches=(1,), gpu_budget="1KB"), say=said.append)
+    assert [row["case"]["memory"] for row in rows] == ["host", "device"]
+    assert any("host memory: does not fit (gpu_budget is 0.0 MB" in line for line in said)
+
+
+@pytest.mark.parametrize("given", ["--rounds 2", "--liger", "--dense-below 0"])
+def test_options_that_offload_does_not_use_are_refused(given):
+    done = CliRunner().invoke(app, ["bench", "decode-model", "--offload", "--device", "cpu", *given.split()])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, UserError) or given.split()[0] in done.output
+    assert f"--offload does not go with {given.split()[0]}" in done.output + str(done.exception)
