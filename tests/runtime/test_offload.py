@@ -143,6 +143,21 @@ def test_rows_change_before_anything_is_decoded(method):
 
 
 @each_fetching
+def test_rows_that_stay_keep_their_hot_pages(method):
+    """As beams do at most steps."""
+    tokens, outs, both = Tokens.random(2, PROMPT + 20), [], drivers(method)
+    for driver in both:
+        driver.feed(tokens[:PROMPT])
+        driver.feed_steps(tokens[PROMPT : PROMPT + 9])
+        hot = getattr(driver.store, "_decoding", None)
+        driver.layer.reorder_cache(torch.tensor([0, 1]))
+        assert getattr(driver.store, "_decoding", None) is hot
+        outs.append(driver.feed_steps(tokens[PROMPT + 9 :]))
+    assert hot is not None
+    assert torch.equal(*outs)
+
+
+@each_fetching
 def test_copies_and_another_turn(method):
     """A copy goes on by itself, from memory of its own."""
     tokens, more = Tokens.random(2, PROMPT + 9), Tokens.random(2, 30, seed=3)
