@@ -10,15 +10,15 @@ from foveate import ops
 from foveate.calibration.retention_scores import RetentionScores
 from foveate.hybrids.layers.masked import attend_masked
 from foveate.hybrids.layers.rotary import rotate
-from foveate.hybrids.layers.window import PIECE, SlidingWindowAttention
+from foveate.hybrids.layers.window import PIECE, Retention, SlidingWindowAttention
 from foveate.hybrids.state import Packing, RetainedMemory
 
 THRESHOLD = 0.5
 """Tokens with a higher retention score are retained."""
-SOFT = 2.0
-"""Temperature of the bias by whose gradient scores learn in open rows."""
 GOLDEN = 0.6180339887
 """Rows times this, modulo one, are spread evenly; those below a share are open."""
+STAYS = 0.125
+"""Share of the rows that stay open after a release, and from which scores learn what a token is worth."""
 SCORED = 65536
 """Tokens that are scored at once, of all rows together: a kernel's scratch is 96 MB for 8 KV heads of 64 dimensions in
 bf16."""
@@ -41,16 +41,15 @@ class LearnedEviction(SlidingWindowAttention):
         scores: settings of :class:`RetentionScores`.
         whole_prompt: retain the best tokens of the first prompt for all of its queries, as the published code does;
             the prompt must then come in one piece.
-        gradient: what a score's gradient is before the sigmoid's slope. "value": equation 6's, the value's share in the
-            loss of every query that reads it, also of those in whose window it is. "logit": that of a bias on the key's
-            logit, for queries beyond its window only: from the next but one block of so many tokens on. Ours.
+        gradient: how scores learn. "value": equation 6's gradient, the value's share in the loss of every query that
+            reads it, also of those in whose window it is. "worth": by a lesson of their own (:func:`lesson`), and the
+            model's loss moves them not at all. Ours.
     """
 
     opened: Tensor | None = None
     """Which rows of training are open; fp32 ``[2]`` on the device, their share and a phase that moves them about; None:
-    no row. In an open row every token is retained, and scores give keys and values no gradient. They get that of a bias
-    ``log sigmoid(score / SOFT)`` on the keys' logits; in other rows a dropped token has none. A tensor, so that layers
-    stay compiled when it changes."""
+    no row. In an open row every token is retained, and scores give keys and values no gradient. A tensor, so that
+    layers stay compiled when it changes."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class LearnedEviction(SlidingWindowAttention):
         gradient: str = "value",
     ):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, window, rotary_base)
-        if gradient not in ("value", "logit"):
-            raise ValueError(f"gradient must be value or logit, not {gradient!r}")
+        if gradient not in ("value", "worth"):
+            raise ValueError(f"gradient must be value or worth, not {gradient!r}")
         self.gradient = gradient
         self.buffer, self.sinks, self.whole_prompt = buffer, sinks, whole_prompt
         self.scores = RetentionScores(num_kv_heads, 2 * head_dim, **(scores or {}))
@@ -84,21 +83,24 @@ class LearnedEviction(SlidingWindowAttention):
 
     def _train(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Retention]:
         opened = None if self.opened is None else _open_rows(self.opened, len(k))
-        scored = (k, v) if opened is None else (torch.where(opened[..., None], x.detach(), x) for x in (k, v))
+        scored = (k, v) if self.gradient == "value" else (k.detach(), v.detach())
+        if opened is not None:
+            scored = (torch.where(opened[..., None], x.detach(), x) for x in scored)
         logits = self.scores.capped(*scored, real)
-        scores = moved = logits.sigmoid()
+        scores = logits.sigmoid()
         retained = (scores > THRESHOLD).detach()
         retained[:, :, : self.sinks].fill_(True)
         if opened is not None:
-            moved = torch.where(opened, F.logsigmoid(logits / SOFT), scores)
             retained = retained | opened
-        q, k, moved = rotate(q, angles), rotate(k, angles), moved - moved.detach()
-        if self.gradient == "logit":
-            q, k = self._with_far_gradient(q, k, moved)
+        q, k, taught = rotate(q, angles), rotate(k, angles), None
+        if self.gradient == "worth":
+            rows = self._taught_rows(len(k))
+            worth = largest_far_share(q[rows], k[rows], self.scaling, self.window)
+            taught = lesson(logits[rows], worth, self.sinks, self.window)
         else:  # a value's share in the loss is the gradient of its score (equation 6), though the factor is 1
-            v = v * (1 + moved)[..., None].to(v.dtype)
+            v = v * (1 + scores - scores.detach())[..., None].to(v.dtype)
         length, window, group = k.shape[2], self.window, self.num_heads // self.num_kv_heads
         leaves = torch.arange(length, dtype=torch.int32, device=k.device) + window
         last = torch.where(retained, length, leaves)  # the last query that sees a key, int32 [B, Hkv, L]
@@ -106,27 +108,12 @@ class LearnedEviction(SlidingWindowAttention):
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return i <= last[b, h // group, j]
 
-        return attend_masked(q, k, v, sees, scaling=self.scaling), scores
+        return attend_masked(q, k, v, sees, scaling=self.scaling), Retention(scores, taught)
 
-    def _with_far_gradient(self, q: Tensor, k: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys with further dimensions that change no logit, and give ``zero`` a far bias's gradient.
-
-        A dimension stands for the queries of a block as long as the window. Such a query has a 1 there, and a key
-        ``zero`` if the block begins beyond its window: the gradient is the sum over the logits of these pairs alone.
-        """
-        length, dim = k.shape[2:]
-        block = torch.arange(length, device=k.device) // self.window
-        blocks = torch.arange(-(-length // self.window), device=k.device)
-        size = 1 << (dim + len(blocks) - 1).bit_length()  # FlexAttention wants a power of two
-        if size > 256:
-            raise ValueError(
-                f"gradient must be value for {length:,} tokens with a window of {self.window} and heads of {dim} "
-                f"dimensions: logit takes {len(blocks)} more, and 256 are the most that attention takes"
-            )
-        later = zero[..., None] * (blocks > block[:, None] + 1)
-        own = (blocks == block[:, None]).to(q.dtype).expand(*q.shape[:2], -1, -1) / self.scaling
-        rest = size - dim - len(blocks)
-        return torch.cat([q, F.pad(own, (0, rest))], 3), torch.cat([k, F.pad(later.to(k.dtype), (0, rest))], 3)
+    def _taught_rows(self, rows: int) -> Tensor:
+        """The rows that teach scores, int64: so many as stay open, and those that do."""
+        phase = 0 if self.opened is None else self.opened[1]
+        return _order(rows, phase, self.q_proj.weight.device).argsort()[: max(1, int(rows * STAYS))]
 
     def _scores(self, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         return self.scores(k, v, real)
@@ -202,7 +189,48 @@ class LearnedEviction(SlidingWindowAttention):
         return torch.cat(outs, 2)
 
 
+@torch.no_grad()
+def largest_far_share(q: Tensor, k: Tensor, scaling: float, window: int) -> Tensor:
+    """The largest probability that full attention gives a key of a query beyond its window: fp32 ``[B, Hkv, L]``.
+
+    Args:
+        q: ``[B, Hq, L, D]``.
+        k: ``[B, Hkv, L, D]``.
+        window: query i counts for key j where ``i - j > window``.
+    """
+    group, at = q.shape[1] // k.shape[1], torch.arange(k.shape[2], device=k.device)
+    logits = (q.unflatten(1, (-1, group)) @ k[:, :, None].mT).float() * scaling  # [B, Hkv, group, L, L]
+    later = at[:, None] - at
+    shares = logits.masked_fill(later < 0, float("-inf")).softmax(-1)
+    return shares.masked_fill(later <= window, 0).amax((2, 3))
+
+
+def lesson(logits: Tensor, worth: Tensor, sinks: int, window: int) -> Tensor:
+    """The loss by which scores learn what tokens are worth, a scalar.
+
+    For each sequence and head it is the cross-entropy of a softmax of the scores over the tokens with the square of
+    their worth, divided by its sum. The loss is the mean, weighted by the largest worth: where nothing far is looked
+    for, there is little to learn. It changes nothing in the scores' level, by which the budget is kept.
+
+    Args:
+        logits: scores before the sigmoid, fp32 ``[B, Hkv, L]``.
+        worth: of the same tokens, fp32 ``[B, Hkv, L]`` in 0 to 1; see :func:`largest_far_share`.
+        sinks: first tokens, which are retained anyway and left out; as are the last ``window + 1``, of which no query
+            is further away.
+    """
+    counted = slice(sinks, max(sinks + 1, logits.shape[2] - window - 1))
+    logits, worth = logits[:, :, counted], worth[:, :, counted]
+    squared = worth.square()
+    target = squared / squared.sum(2, keepdim=True).clamp_min(1e-20)
+    return -(worth.amax(2) * (target * logits.log_softmax(2)).sum(2)).mean()
+
+
 def _open_rows(opened: Tensor, rows: int) -> Tensor:
     """Bool ``[rows, 1, 1]``: as near to the share as can be, and evenly among the rows."""
     share, phase = opened
-    return ((torch.arange(rows, device=opened.device) * GOLDEN + phase) % 1 < share)[:, None, None]
+    return (_order(rows, phase, opened.device) < share)[:, None, None]
+
+
+def _order(rows: int, phase: Tensor | float, device: torch.device) -> Tensor:
+    """Numbers ``[rows]`` in 0 to 1; the lower a row's, the longer it stays open."""
+    return (torch.arange(rows, device=device) * GOLDEN + phase) % 1

@@ -20,6 +20,18 @@ LONG_PIECE = 32768
 """The same by kernels, which need no such tensors; of all rows together."""
 
 
+class Retention(NamedTuple):
+    """What a layer that evicts by learned scores tells beside its output.
+
+    Attributes:
+        scores: fp32 ``[B, Hkv, L]`` in (0, 1).
+        lesson: the loss by which they learn, a scalar; None where they learn by the model's own.
+    """
+
+    scores: Tensor
+    lesson: Tensor | None = None
+
+
 class SlidingWindowAttention(nn.Module):
     """Attention over the last tokens, and over what a subclass retains of those before them.
 
@@ -64,7 +76,7 @@ class SlidingWindowAttention(nn.Module):
         memory: RetainedMemory | None = None,
         packing: Packing | None = None,
         output_scores: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Retention | None]:
         """``[B, L, hidden_size]`` to the same, after what the memory holds.
 
         Args:
@@ -73,15 +85,16 @@ class SlidingWindowAttention(nn.Module):
             output_scores: return retention scores outside of training, too.
 
         Returns:
-            The output, and retention scores, fp32 ``[B, Hkv, L]``, of a layer that has such.
+            The output, and of a layer that has retention scores those.
         """
         q, k, v = (self._heads(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         angles = self.rotary.angles(positions)
-        real, scores = None if packing is None else packing.real, None
+        real, retention = None if packing is None else packing.real, None
         if self.training and memory is None:
-            out, scores = self._train(q, k, v, angles, real)
+            out, retention = self._train(q, k, v, angles, real)
         else:
             scores = self._scores(k, v, real) if output_scores else None
+            retention = None if scores is None else Retention(scores)
             q, k = rotate(q, angles), rotate(k, angles)
             if memory is None and torch.is_grad_enabled() and k.requires_grad:
                 out = self._differentiable(q, k, v, positions, real)
@@ -89,14 +102,14 @@ class SlidingWindowAttention(nn.Module):
                 memory = RetainedMemory(self.window, self.buffer) if memory is None else memory
                 memory.start(k, v, positions)
                 out = self._remember(q, k, v, memory, packing)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), scores
+        return self.o_proj(out.transpose(1, 2).flatten(2)), retention
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _train(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], real: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Retention | None]:
         """Attention of whole sequences ``[B, Hq, L, D]``, with gradients, and retention scores."""
         window = self.window
 

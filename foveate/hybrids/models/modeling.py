@@ -21,6 +21,7 @@ from foveate.hybrids.layers import (
     GatedDeltaNet,
     LearnedEviction,
     NativeSparseAttention,
+    Retention,
     Rotary,
     SlidingWindowAttention,
     rotate,
@@ -38,7 +39,9 @@ class HybridOutput(CausalLMOutputWithPast):
     """A causal language model's output, and what the lte layers scored."""
 
     retention: tuple[Tensor, ...] | None = None
-    """Retention scores of each lte layer, fp32 ``[B, Hkv, L]`` in (0, 1); in training, when asked for."""
+    """Retention scores of each lte layer, fp32 ``[B, Hkv, L]`` in (0, 1); when asked for."""
+    lesson: Tensor | None = None
+    """Mean over lte layers of the loss by which their scores learn, a scalar; in training, where they have one."""
 
 
 class HybridAttention(nn.Module):
@@ -122,7 +125,7 @@ class HybridLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = HybridMLP(config)
 
-    def forward(self, hidden: Tensor, inputs: _Inputs, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, inputs: _Inputs, cache: Cache | None = None) -> tuple[Tensor, Retention | None]:
         """The hidden states after the layer, and an lte layer's retention scores in training or when asked for."""
         x, retention = self.mixer_norm(hidden).to(hidden.dtype), None
         if self.kind == "attn":
@@ -251,16 +254,18 @@ class HybridModel(HybridPreTrainedModel):
         inputs = self._inputs(hidden, attention_mask, position_ids, cache, output_retention, kwargs)
         retention = []
         for layer in self.layers:
-            hidden, scores = layer(hidden, inputs, cache)
+            hidden, retained = layer(hidden, inputs, cache)
             if states is not None:
                 states.append(hidden)
-            if scores is not None:
-                retention.append(scores)
+            if retained is not None:
+                retention.append(retained)
         hidden = self.norm(hidden).to(hidden.dtype)
         states = None if states is None else (*states[:-1], hidden)
         out = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=states, **{_CACHE: cache})
         if output_retention:
-            out["retention"] = tuple(retention)
+            out["retention"] = tuple(one.scores for one in retention)
+            lessons = [one.lesson for one in retention if one.lesson is not None]
+            out["lesson"] = torch.stack(lessons).mean() if lessons else None
         return out
 
     def _check(self, cache: Cache | None, mask: Tensor | None, columns: int) -> None:
@@ -404,7 +409,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         retention, cache = outputs.get("retention"), outputs.get(_CACHE)
         states = outputs.hidden_states
-        return HybridOutput(loss=loss, logits=logits, hidden_states=states, retention=retention, **{_CACHE: cache})
+        told = {"retention": retention, "lesson": outputs.get("lesson"), _CACHE: cache}
+        return HybridOutput(loss=loss, logits=logits, hidden_states=states, **told)
 
     def _prepare_cache_for_generation(
         self,

@@ -247,7 +247,7 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(self.step, self.config.steps, self.config.optim)
         opened, biased = self.opening.share > 0, self.opening.length > 0
-        total, penalties = 0, torch.zeros((), device=self.place.device)
+        total, penalties, lessons = 0, *torch.zeros(2, device=self.place.device)
         for micro, (part, weight) in enumerate(zip(parts, weights)):
             torch.manual_seed(_seed(self.config.seed, self.step, micro, self.place.rank))  # dropout's
             if self.opened is not None:
@@ -264,6 +264,9 @@ class _Run:
                     penalty = self.feedback.penalty(made.retention) / len(parts)
                     penalties = penalties + penalty.detach()
                     loss = loss + penalty
+                if (lesson := getattr(made, "lesson", None)) is not None:
+                    lessons = lessons + lesson.detach() / len(parts)
+                    loss = loss + lesson / len(parts)
                 loss.backward()
         clip = self.config.optim.clip
         norm = self.parallel.clip(clip) if clip else torch.zeros((), device=self.place.device)
@@ -273,7 +276,7 @@ class _Run:
             self.feedback.step(opened)
             if biased:
                 network.lower_scores(self.parallel.network, self.feedback.excess)
-        self.stats.append(torch.stack([total.float(), norm.float(), penalties]))
+        self.stats.append(torch.stack([total.float(), norm.float(), penalties, lessons]))
         self.opening.step()
         self.step += 1
 
@@ -282,11 +285,11 @@ class _Run:
         rows = self.place.sum(torch.stack(self.stats)) / self.place.world
         self.stats.clear()
         values = rows.tolist()
-        for number, (loss, norm, _) in enumerate(values):
+        for number, (loss, norm, *_) in enumerate(values):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
                 self._diverged(self.step - len(values) + 1 + number, what)
-        losses, norms, penalties = zip(*values)
+        losses, norms, penalties, lessons = zip(*values)
         self.loss = statistics.fmean(losses)
         row = {
             "step": self.step,
@@ -296,7 +299,7 @@ class _Run:
             "tokens": self.step * self.tokens,
         }
         if self.feedback:
-            row["penalty"] = statistics.fmean(penalties)
+            row |= {"penalty": statistics.fmean(penalties), "lesson": statistics.fmean(lessons)}
             row |= self.feedback.summary()
             if warning := self.feedback.warning():
                 self.say(f"step {self.step}: {warning}")

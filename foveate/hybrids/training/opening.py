@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from foveate.hybrids.layers.lte import STAYS
 from foveate.hybrids.training.sparsity import SparsitySettings
 
-STAYS = 0.125
-"""Share of the rows that stay open after a release."""
 READINGS = 2
 """Readings in a row above the bound that end a hold."""
 MEASURED = ("needles", "recall")

@@ -1,5 +1,7 @@
 """Learnable token eviction, written out query by query."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.calibration.retention_scores import RetentionScores
 from foveate.hybrids.layers import LearnedEviction, rotate
+from foveate.hybrids.layers.lte import STAYS, _open_rows, largest_far_share, lesson
 from foveate.hybrids.state import Packing, RetainedMemory
 from tests.hybrids.layers.mixers import WIDTH, eviction, hidden, run
 from tests.retention import in_slots
@@ -53,7 +56,7 @@ def test_training_has_no_cap():
     layer = eviction(scores={"dropout": 0.0})
     x, at = hidden(90)
     layer.train()
-    out, scores = layer(x, at)
+    out, (scores, _) = layer(x, at)
     torch.testing.assert_close(out, written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(scores, scored(layer, x))
 
@@ -70,7 +73,7 @@ def test_the_gradient_of_a_score_is_its_value_s_share():
     """Equation 6: the score's gradient is that of a factor of 1 on the value."""
     layer = eviction(scores={"dropout": 0.0}).train()
     x, at = hidden(60)
-    out, scores = layer(x, at)
+    out, (scores, _) = layer(x, at)
     scores.retain_grad()
     out.square().sum().backward()
 
@@ -380,17 +383,17 @@ def test_heads_that_do_not_divide():
         LearnedEviction(WIDTH, 4, 3, 16, window=30, buffer=12)
 
 
-@pytest.mark.parametrize("gradient", ["value", "logit"])
-def test_the_gradient_of_scores(gradient):
-    """Of a factor of the values as equation 6 has it, or of a bias of the logits where queries are much later."""
-    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).double().train()
+def test_the_gradient_of_scores_is_that_of_a_factor_of_the_values():
+    """Equation 6."""
+    layer = eviction(scores={"dropout": 0.0}).double().train()
     x, at = hidden(120)
     x = x.double()
     taken = []
     capped = layer.scores.capped
     layer.scores.capped = lambda *given: taken.append(capped(*given)) or taken[0].retain_grad() or taken[0]
     wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    out, scores = layer(x, at)
+    out, (scores, taught) = layer(x, at)
+    assert taught is None
     (out * wanted).sum().backward()
     q, k, v = (layer._heads(proj(x)).detach() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
     angles = layer.rotary.angles(at)
@@ -401,21 +404,72 @@ def test_the_gradient_of_scores(gradient):
     k, v, kept = (t.repeat_interleave(group, 1) for t in (k, v, kept))
     i, j = torch.arange(120)[:, None], torch.arange(120)
     seen = (j <= i) & ((i - j <= layer.window) | kept[:, :, None])
-    bias = torch.zeros(scores.shape, dtype=torch.float64, requires_grad=True)
-    by_head = bias.repeat_interleave(group, 1)
-    far = i // layer.window > j // layer.window + 1
-    logits = q @ k.mT * layer.scaling + (by_head[:, :, None] * far if gradient == "logit" else 0)
-    values = v * (1 + by_head[..., None]) if gradient == "value" else v
-    expected = logits.masked_fill(~seen, float("-inf")).softmax(-1) @ values
+    factor = torch.ones(scores.shape, dtype=torch.float64, requires_grad=True)
+    values = v * factor.repeat_interleave(group, 1)[..., None]
+    expected = (q @ k.mT * layer.scaling).masked_fill(~seen, float("-inf")).softmax(-1) @ values
     expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, expected)
     (expected * wanted).sum().backward()
     slope = (scores * (1 - scores)).detach()
-    of_scores = taken[0].grad.double() / slope
-    torch.testing.assert_close(of_scores, bias.grad, atol=1e-5, rtol=1e-4)
-    if gradient == "logit":  # no query is so much later than these tokens
-        last = (119 // layer.window - 1) * layer.window
-        assert of_scores[:, :, last:].abs().max() < 1e-4 < of_scores.abs().max()
+    torch.testing.assert_close(taken[0].grad.double() / slope, factor.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_what_a_token_is_worth_written_out():
+    layer = eviction(gradient="worth")
+    x, at = hidden(60)
+    q, k = (rotate(layer._heads(proj(x)), layer.rotary.angles(at)) for proj in (layer.q_proj, layer.k_proj))
+    found = largest_far_share(q, k, layer.scaling, layer.window)
+    expected, group = torch.zeros(found.shape), layer.num_heads // layer.num_kv_heads
+    for b in range(len(x)):
+        for h in range(layer.num_heads):
+            for i in range(60):
+                shares = (q[b, h, i] @ k[b, h // group, : i + 1].T * layer.scaling).softmax(-1)
+                for j in range(i - layer.window):
+                    expected[b, h // group, j] = max(expected[b, h // group, j], shares[j])
+    torch.testing.assert_close(found, expected)
+    assert not found[:, :, 60 - layer.window - 1 :].any()
+    assert found[:, :, : 60 - layer.window - 1].all()
+
+
+def test_the_lesson_written_out_and_blind_to_the_level():
+    logits, worth = torch.randn(3, 2, 50), torch.rand(3, 2, 50)
+    found, expected = lesson(logits, worth, sinks=4, window=20), 0
+    for b in range(3):
+        for h in range(2):
+            s, w = logits[b, h, 4:29], worth[b, h, 4:29]
+            expected -= w.max() * (w**2 / (w**2).sum() * s.log_softmax(0)).sum() / 6
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lesson(logits + 3, worth, 4, 20), found)
+    assert lesson(logits, torch.zeros(3, 2, 50), 4, 20) == 0  # nothing is looked for
+    assert lesson(logits[..., :10], worth[..., :10], 4, 20).isfinite()  # no token has a query beyond its window
+
+
+def test_scores_learn_by_the_lesson_what_is_looked_for_and_nothing_else_does():
+    """Far queries look for tokens of one kind; after the lesson these have the highest scores."""
+    layer = eviction(scores={"dropout": 0.0}, gradient="worth").train()
+    layer.opened = torch.tensor([0.25, 0.3])
+    wide = layer.head_dim
+    with torch.no_grad():  # queries are alike, and keys of marked tokens meet them
+        layer.q_proj.weight.zero_()
+        layer.k_proj.weight.zero_()
+        layer.q_proj.weight.view(-1, wide, WIDTH)[:, wide // 2 - 1, 0] = 1  # a dimension that hardly turns
+        layer.k_proj.weight.view(-1, wide, WIDTH)[:, wide // 2 - 1, 1] = 12
+    x, at = hidden(160, batch=8)
+    marked = torch.rand(8, 160, generator=torch.Generator().manual_seed(3)) < 0.04
+    x[..., 0], x[..., 1] = 4, marked.float()
+    optimizer = torch.optim.AdamW(layer.scores.parameters(), lr=1e-2)
+    for step in range(60):
+        layer.opened[1] = 0.37 * step % 1  # another row each time
+        taught = layer(x, at)[1].lesson
+        optimizer.zero_grad()
+        taught.backward()
+        optimizer.step()
+    assert all(p.grad is None for name, p in layer.named_parameters() if "scores" not in name)
+    counted = slice(layer.sinks, 160 - layer.window - 1)
+    scores, marked = layer(x, at)[1].scores[..., counted], marked[:, None, counted].expand(-1, 2, -1)
+    assert scores[marked].mean() > scores[~marked].mean() + 0.3
+    right = (scores[marked][:, None] > scores[~marked]).float().mean()
+    assert right > 0.95
 
 
 def test_a_cap_bounds_scores_in_training_and_leaves_their_order():
@@ -429,18 +483,19 @@ def test_a_cap_bounds_scores_in_training_and_leaves_their_order():
     assert torch.equal(bounded > 0.5, scores > 0.5)
     with pytest.raises(ValueError, match="cap must be above 0 or None, not 0"):
         RetentionScores(2, 16, cap=0.0)
-    with pytest.raises(ValueError, match="gradient must be value or logit, not 'sum'"):
+    with pytest.raises(ValueError, match="gradient must be value or worth, not 'sum'"):
         eviction(gradient="sum")
 
 
-@pytest.mark.parametrize("gradient", ["value", "logit"])
+@pytest.mark.parametrize("gradient", ["value", "worth"])
 def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gradient):
     """The same compiled layer serves before and after; keys and values learn what full attention teaches."""
     layer = eviction(scores={"dropout": 0.0}, gradient=gradient).train()
     layer.opened = torch.ones(2)
     x, at = hidden(90)
     wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    (layer(x, at)[0] * wanted).sum().backward()
+    out, (_, taught) = layer(x, at)
+    ((out * wanted).sum() + (0 if taught is None else taught)).backward()
     moved = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     assert moved["scores.head.weight"].abs().max() > 0
     layer.zero_grad()
@@ -455,26 +510,27 @@ def test_while_opened_all_is_retained_and_scores_move_nothing_but_themselves(gra
         torch.testing.assert_close(layer(x, at)[0], written_out(layer, x, at, cap=False), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("gradient", ["value", "logit"])
-def test_a_share_of_the_rows_is_open(gradient):
-    """They read everything, and their scores learn though a dropped token gives the others nothing to learn from."""
-    layer = eviction(scores={"dropout": 0.0}, gradient=gradient).train()
+def test_a_share_of_the_rows_is_open():
+    layer = eviction(scores={"dropout": 0.0}).train()
     x, at = hidden(120, batch=8)
-    found, dropped, taken = {}, {}, []
-    capped = layer.scores.capped
-    layer.scores.capped = lambda *given: taken.append(capped(*given)) or taken[-1].retain_grad() or taken[-1]
-    wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    seen = (torch.arange(120) >= layer.sinks) & (torch.arange(120) < 120 - 2 * layer.window)
-    for share in (1.0, 0.25, 0.0):
-        layer.opened = torch.tensor([share, 0.4])
-        found[share], scores = layer(x, at)
-        (found[share] * wanted).sum().backward()
-        dropped[share] = taken[-1].grad.masked_fill((scores > 0.5) | ~seen, 0).abs().sum((1, 2))
-    same = [torch.equal(found[0.25][row], found[1.0][row]) for row in range(8)]
-    assert sum(same) == 2
-    assert [torch.equal(found[0.25][row], found[0.0][row]) for row in range(8)] == [not one for one in same]
-    if gradient == "logit":
-        assert [float(one) > 0 for one in dropped[0.25]] == same
-    layer.opened, layer.scores.capped = torch.tensor([0.25, 0.9]), capped
+    found = {}
     with torch.no_grad():
+        for share in (1.0, 0.25, 0.0):
+            layer.opened = torch.tensor([share, 0.4])
+            found[share] = layer(x, at)[0]
+        same = [torch.equal(found[0.25][row], found[1.0][row]) for row in range(8)]
+        assert sum(same) == 2
+        assert [torch.equal(found[0.25][row], found[0.0][row]) for row in range(8)] == [not one for one in same]
+        layer.opened = torch.tensor([0.25, 0.9])
         assert [torch.equal(layer(x, at)[0][row], found[1.0][row]) for row in range(8)] != same
+
+
+def test_the_rows_that_teach_are_those_that_stay_open():
+    layer = eviction(gradient="worth")
+    for rows, phase in itertools.product((1, 8, 20, 64), (0.0, 0.35, 0.8)):
+        layer.opened = torch.tensor([STAYS, phase])
+        taught, opened = layer._taught_rows(rows), _open_rows(layer.opened, rows).flatten()
+        assert len(taught) == max(1, rows // 8)
+        assert opened.sum() == 0 or set(taught.tolist()) & set(opened.nonzero().flatten().tolist())
+        if rows >= 8:
+            assert opened[taught].float().mean() > 0.8
