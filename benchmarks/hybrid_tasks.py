@@ -88,7 +88,7 @@ def train(preset: str, size: str, seed: int, given: argparse.Namespace) -> None:
         return
     changes = [f"model.preset={preset}", f"model.size={size}", f"seed={seed}", f"data.folder={given.text}"]
     if "lte" not in PRESETS[preset]["mixers"]:
-        changes += ["sparsity.hold=0", "sparsity.release=0", "sparsity.budget=none"]
+        changes += ["sparsity.hold=0", "sparsity.release=0", "sparsity.recall=none", "sparsity.budget=none"]
     changes += given.set
     command = ["-m", "foveate", "train", "--config", str(CONFIG), "--out", str(run), "--resume"]
     subprocess.run([sys.executable, *command, *(part for one in changes for part in ("--set", one))], check=True)

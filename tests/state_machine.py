@@ -384,7 +384,10 @@ class Machine(RuleBasedStateMachine):
         with contextlib.suppress(ValueError):  # the next call ends a pass that Ctrl-C has left before it wrote anything
             self.model(torch.zeros(1, 0, dtype=torch.long), **cached(cache))
         if self.whole(cache):
-            self.held[which % len(self.held)] = (cache, self.known(cache, before, history))
+            history = self.known(cache, before, history)
+            if (what, place, after) == ("taken", ("phase", "end_change"), True) and history.columns:
+                history.take(torch.tensor([row % len(history.ids) for row in rows]))  # all was done
+            self.held[which % len(self.held)] = (cache, history)
         else:
             self.refuses(cache, before, REFUSED)
             self.held.pop(which % len(self.held))
@@ -442,6 +445,11 @@ class Machine(RuleBasedStateMachine):
         assert cache.get_seq_length() == before + n + new - 1
 
     def cropped(self, cache: foveate.Cache, history: History, tokens: int) -> None:
+        end = history.prompts[-1][1] if history.prompts else 0
+        if any(getattr(one.method, "weighted", False) for one in self.attachment.policies.values()) and (
+            history.columns - tokens < end
+        ):
+            return  # channels stay weighted by the queries of the prompt that would be removed
         if tokens <= history.columns:
             cache.crop(-tokens)
             history.cut(history.columns - tokens)

@@ -80,12 +80,11 @@ class RetentionScores(nn.Module):
             v: ``[B, Hkv, L, Dv]``.
             real: bool ``[B, L]``: where there is a token; what is before the first one is zero in every layer.
         """
-        return self.capped(k, v, real).sigmoid()
+        return self.probabilities(self.logits(k, v, real))
 
-    def capped(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
-        """Scores before the sigmoid with the cap, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`."""
-        logits = self.logits(k, v, real)
-        return logits if self.cap is None else self.cap * (logits / self.cap).tanh()
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The scores in (0, 1) of those before cap and sigmoid."""
+        return (logits if self.cap is None else self.cap * (logits / self.cap).tanh()).sigmoid()
 
     def logits(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
         """Scores before cap and sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`.

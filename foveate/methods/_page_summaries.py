@@ -147,7 +147,8 @@ class LowRankPages(PageSummaries):
         rank: directions of a record.
         coefficient_bits: of a key's coefficients, 4 or 8.
         weighted: whether the channels of keys are weighted by a prompt's last queries before they are rounded. Each
-            prompt renews the weights, and with them the records of all pages.
+            prompt renews the weights, and with them the records of all pages. A crop into an earlier turn leaves them
+            as they are until the next prompt.
         pooling: what a page's score is: its share of the attention to full pages, the mean over the heads
             (``post_softmax``); or its mass over the largest of any page before the newest, summed (``of_largest``).
     """

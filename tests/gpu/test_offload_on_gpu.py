@@ -67,7 +67,7 @@ def test_steps_over_pinned_memory(dtype, size, dims, monkeypatch):
 @pytest.mark.parametrize("cuda_graph", [False, "auto"])
 def test_few_hot_pages_or_all_give_the_same_bits(spec, cuda_graph):
     """In chunks, of a padded batch; and close to a cache on the GPU, which adds in another order."""
-    model, found = prepare(tiny_model().cuda()), []
+    model, found = prepare(tiny_model()).cuda(), []
     batch = {name: x.cuda() for name, x in left_padded([300, 123]).items()}
     how = {"max_new_tokens": 40, "do_sample": False, "prefill_chunk_size": 64}
     how |= {"return_dict_in_generate": True, "output_logits": True}
@@ -86,11 +86,12 @@ def test_few_hot_pages_or_all_give_the_same_bits(spec, cuda_graph):
 
 
 def test_memory_of_the_gpu_that_is_free():
-    before = offload.free_memory(torch.device("cuda"))
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = offload.free_memory(device)
     kept = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
-    assert before - offload.free_memory(torch.device("cuda")) >= kept.nbytes
+    assert before - offload.free_memory(device) >= kept.nbytes
     torch.cuda.set_per_process_memory_fraction(0.5)
     try:
-        assert offload.free_memory(torch.device("cuda")) < before - kept.nbytes
+        assert offload.free_memory(device) < before - kept.nbytes
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

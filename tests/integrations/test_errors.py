@@ -613,6 +613,7 @@ class TestRefusedCallsLeaveTheCacheAsItWas:
     def test_another_batch_size(self, model):
         cache = returned_cache(model(tokens(20, batch=2)))
         refused(model, cache, says("the cache holds 2 sequences, but the batch has 3"), tokens(1, batch=3))
+        assert torch.equal(cache.ids.read(20), tokens(20, batch=2))
 
     def test_padding_after_the_prompt(self, model):
         cache = returned_cache(model(tokens(20, batch=2)))

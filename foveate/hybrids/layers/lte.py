@@ -88,8 +88,8 @@ class LearnedEviction(SlidingWindowAttention):
         scored = (k, v) if self.gradient == "value" else (k.detach(), v.detach())
         if opened is not None:
             scored = (torch.where(opened[..., None], x.detach(), x) for x in scored)
-        logits = self.scores.capped(*scored, real)
-        scores = logits.sigmoid()
+        logits = self.scores.logits(*scored, real)
+        scores = self.scores.probabilities(logits)
         retained = (scores > THRESHOLD).detach()
         retained[:, :, : self.sinks].fill_(True)
         if opened is not None:
@@ -213,7 +213,8 @@ def lesson(logits: Tensor, worth: Tensor, sinks: int, window: int) -> Tensor:
     for, there is little to learn. It changes nothing in the scores' level, by which the budget is kept.
 
     Args:
-        logits: scores before the sigmoid, fp32 ``[B, Hkv, L]``.
+        logits: scores before cap and sigmoid, fp32 ``[B, Hkv, L]``: a capped score has no gradient, and does not come
+            back.
         worth: of the same tokens, fp32 ``[B, Hkv, L]`` in 0 to 1; see :func:`largest_far_share`.
         sinks: first tokens, which are retained anyway and left out; as are the last ``window + 1``, of which no query
             is further away.

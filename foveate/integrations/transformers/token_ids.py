@@ -23,8 +23,13 @@ class TokenIds:
 
         Args:
             ids: ``[B, n]``; of another dtype than an integer one: embeddings ``[B, n, any]``, whose ids are unknown.
+
+        Raises:
+            ValueError: for another number of rows than before; nothing is noted then.
         """
         rows, n = ids.shape[:2]
+        if first and self._ids is not None and len(self._ids) != rows:
+            raise ValueError(f"the cache holds {len(self._ids)} sequences, but the batch has {rows}")
         end = first + n
         if self._ids is None or len(self._ids) != rows or end > self._ids.shape[1]:
             with torch.inference_mode(False):

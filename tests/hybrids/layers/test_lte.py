@@ -389,8 +389,8 @@ def test_the_gradient_of_scores_is_that_of_a_factor_of_the_values():
     x, at = hidden(120)
     x = x.double()
     taken = []
-    capped = layer.scores.capped
-    layer.scores.capped = lambda *given: taken.append(capped(*given)) or taken[0].retain_grad() or taken[0]
+    logits = layer.scores.logits
+    layer.scores.logits = lambda *given: taken.append(logits(*given)) or taken[0].retain_grad() or taken[0]
     wanted = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     out, (scores, taught) = layer(x, at)
     assert taught is None
@@ -523,6 +523,16 @@ def test_a_share_of_the_rows_is_open():
         assert [torch.equal(found[0.25][row], found[0.0][row]) for row in range(8)] == [not one for one in same]
         layer.opened = torch.tensor([0.25, 0.9])
         assert [torch.equal(layer(x, at)[0][row], found[1.0][row]) for row in range(8)] != same
+
+
+def test_a_lesson_reaches_scores_that_the_cap_has_saturated():
+    layer = eviction(scores={"dropout": 0.0, "cap": 4.0}, gradient="worth").train()
+    with torch.no_grad():
+        layer.scores.head.bias.fill_(100)
+    _, (scores, taught) = layer(*hidden(120))
+    taught.backward()
+    assert (scores == torch.tensor(4.0).sigmoid()).all()
+    assert layer.scores.head.weight.grad.abs().max() > 1e-3
 
 
 def test_the_rows_that_teach_are_those_that_stay_open():
