@@ -106,7 +106,7 @@ def prefill_model(
     """A model's time to the first token and its peak memory, dense and sparse."""
     from foveate.lab.bench import prefill_model as bench
     from foveate.lab.bench.plan import measure
-    from foveate.lab.report.tables.prefill import table
+    from foveate.lab.report.tables.general import tables
 
     plan = bench.Plan(model, methods, contexts, chunks, repeats, dtype, seed, device)
-    measure("prefill", bench.run, plan, out, table)
+    measure("prefill", bench.run, plan, out, tables)

@@ -48,7 +48,10 @@ def check(plan: Any) -> None:
         parsed(spec)
     if plan.dtype not in DTYPES:
         raise unknown("dtype", plan.dtype, DTYPES)
-    check_device(plan.device)
+    if plan.device not in ("cuda", "cpu"):
+        raise unknown("device", plan.device, ("cuda", "cpu"))
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
     if plan.heads % plan.kv_heads if hasattr(plan, "heads") else 0:
         raise UserError(f"heads must be a multiple of kv-heads, {plan.kv_heads}, not {plan.heads}")
 
@@ -76,8 +79,8 @@ def command(program: str, plan: Any) -> str:
 
 
 def share_of(spec: str) -> float | None:
-    """The share of the keys that a method reads, if its budget is a share."""
-    top_k = getattr(parse(spec), "top_k", None)
+    """The share of the keys that a method reads, if its budget is a share; None for Transformers' own attention."""
+    top_k = None if spec.startswith("transformers-") else getattr(parse(spec), "top_k", None)
     return top_k if isinstance(top_k, float) else None
 
 

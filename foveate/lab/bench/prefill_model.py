@@ -17,14 +17,14 @@ import torch
 from transformers import PreTrainedModel
 
 import foveate
-from foveate.lab.bench.models import TimedModel, generate
-from foveate.lab.bench.plan import Keep, Row, Say, check, command, share_of
+from foveate.lab.bench.models import ModelPlan, generate
+from foveate.lab.bench.plan import Keep, Row, Say, command
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(ModelPlan):
     """What to measure."""
 
     model: str
@@ -36,14 +36,7 @@ class Plan:
     seed: int
     device: str
 
-    def check(self) -> None:
-        """Raise UserError that names an option, its value, and what is allowed."""
-        check(self)
-        self.of_model.check("the longest context needs")
-
-    @property
-    def of_model(self) -> TimedModel:
-        return TimedModel(self.model, max(self.contexts), self.dtype, self.seed, self.device)
+    needs = "the longest context needs"
 
 
 class _Read(NamedTuple):
@@ -66,26 +59,22 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         UserError: for a plan that cannot be.
     """
     plan.check()
-    model = plan.of_model.load()
+    model = plan.load()
     rows: list[Row] = []
     for context in plan.contexts:
-        generator = torch.Generator(plan.device).manual_seed(plan.seed)
-        ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator, device=plan.device)
+        ids = plan.prompts(model, 1, context)
         for chunk in plan.chunks:
             found = {}
-            for spec in [*plan.of_model.specs(plan.methods), TRANSFORMERS]:
+            for spec in [*plan.specs(), TRANSFORMERS]:
                 if (one := _read(plan, model, spec, ids, chunk)) is None:
                     say(f"{spec}: left out in chunks of {chunk:,}, it reads a prompt in one piece")
                     continue
                 found[spec] = one
-                say(f"{spec} at {context:,}{_pieces(chunk)}: {one.ms:.1f} ms, peak {one.peak_bytes / 1e9:.2f} GB")
+                pieces = f" in chunks of {chunk:,}" if chunk else ""
+                say(f"{spec} at {context:,}{pieces}: {one.ms:.1f} ms, peak {one.peak_bytes / 1e9:.2f} GB")
             keep(fresh := [_row(plan, model, spec, context, chunk, one, found) for spec, one in found.items()])
             rows += fresh
     return rows
-
-
-def _pieces(chunk: int) -> str:
-    return f" in chunks of {chunk:,}" if chunk else ""
 
 
 def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chunk: int) -> _Read | None:
@@ -126,12 +115,10 @@ def _row(
     plan: Plan, model: PreTrainedModel, spec: str, context: int, chunk: int, one: _Read, found: dict[str, _Read]
 ) -> Row:
     flops = 2 * sum(parameter.numel() for parameter in model.parameters())
-    share = None if spec == TRANSFORMERS else share_of(spec)
-    case = {"method": spec, "context": context, "batch": 1, "share": share, "level": "model"}
-    case |= {"model": plan.of_model.name, "weights": plan.of_model.weights, "chunk": chunk}
+    more = {"chunk": chunk, "dtype": plan.dtype, "repeats": plan.repeats, "seed": plan.seed}
     return speed_row(
         "prefill",
-        case | {"dtype": plan.dtype, "repeats": plan.repeats, "seed": plan.seed},
+        plan.case(spec, context, 1, **more),
         plan.device,
         one.ms,
         ("dense", found["dense"].ms),

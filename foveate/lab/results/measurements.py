@@ -13,40 +13,15 @@ from foveate.json_text import parse_json
 from foveate.lab.results import circumstances
 
 FIELDS = (
-    "bench",
-    "case",
-    "ms",
-    "baseline",
-    "baseline_ms",
-    "speedup",
-    "gb_per_s",
-    "tflop_per_s",
-    "peak_bytes",
-    "device",
-    "versions",
-    "commit",
+    *("bench", "case", "ms", "baseline", "baseline_ms", "speedup", "gb_per_s", "tflop_per_s", "peak_bytes"),
+    *("device", "versions", "commit"),
 )
 """Fields of every row of a speed bench."""
-PAGE_SCORE_FIELDS = (
-    "bench",
-    "case",
-    "n",
-    "missed_mass",
-    "output_error",
-    "refined_share",
-    "read_share",
-    "baseline",
-    "item_values",
-    "device",
-    "versions",
-    "commit",
-)
-"""Fields of every row of the bench `page-scores`."""
-ANSWER_FIELDS = (
-    *("bench", "case", "n", "score", "low", "high", "baseline", "baseline_score", "diff", "diff_low", "diff_high"),
-    *("item_values", "device", "versions", "commit"),
-)
-"""Fields of every row of the bench `serving-accuracy`."""
+_OF_ANSWERS = {
+    "page-scores": ("missed_mass", "output_error", "refined_share", "read_share"),
+    "serving-accuracy": ("score", "low", "high", "baseline_score", "diff", "diff_low", "diff_high"),
+}
+"""What a row of the benches that are of no speed has, by its bench, beside what all of them have."""
 
 PARTS = ("score", "select", "attend", "other")
 """The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
@@ -60,7 +35,9 @@ SCHEMA = 2
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that a row must have, by its bench."""
-    return {"page-scores": PAGE_SCORE_FIELDS, "serving-accuracy": ANSWER_FIELDS}.get(row.get("bench"), FIELDS)
+    if row.get("bench") not in _OF_ANSWERS:
+        return FIELDS
+    return ("bench", "case", "n", *_OF_ANSWERS[row["bench"]], "baseline", "item_values", *FIELDS[-3:])
 
 
 def speed_row(
