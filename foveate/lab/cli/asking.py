@@ -19,10 +19,9 @@ from foveate import outfile
 from foveate.cli.imports import Import
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
-from foveate.lab.cli.progress import Progress
+from foveate.lab.cli.progress import Progress, resumable, sayer
 from foveate.outfile import announce
 
-_INTERRUPTED = 130
 _SHOWN_ANSWERS = 3
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
@@ -172,34 +171,26 @@ def compare(
     from foveate.lab.report import terminal
 
     notes = console(stderr=True)
+    say = sayer(notes)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
     if not fidelity and chosen_task.needs_dense(data):
-        notes.print("no answers in these documents: methods go along dense attention's (--fidelity)", style="dim")
+        say("no answers in these documents: methods go along dense attention's (--fidelity)")
         fidelity = True
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])
     quiet()
     how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()))
-    plan = Comparison(model, chosen_task, data, chosen, limit, out, *how)
-    prepared = prepare(plan)
+    prepared = prepare(Comparison(model, chosen_task, data, chosen, limit, out, *how))
     if method and added:
-        notes.print("dense runs too: every row is compared with it", style="dim")
+        say("dense runs too: every row is compared with it")
     total = len(prepared.items) * len(prepared.missing)
     if not prepared.missing:
-        notes.print(f"{out} is complete; nothing to run", style="dim", markup=False, soft_wrap=True)
+        say(f"{out} is complete; nothing to run")
     elif prepared.kept:
-        notes.print(f"resuming: {prepared.kept} of {total} answers are there", style="dim")
-    try:
-        with _Progress(notes, total) as progress:
-            rows = run(prepared, progress)
-    except KeyboardInterrupt:
-        notes.print(
-            f"interrupted; the answers so far are in {out}.partial, the same command goes on from there",
-            markup=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(_INTERRUPTED) from None
+        say(f"resuming: {prepared.kept} of {total} answers are there")
+    with resumable(say, f"the answers so far are in {out}.partial"), Progress(notes, total) as progress:
+        rows = run(prepared, progress.answered)
     console().print(terminal.results(rows, _SHOWN_ANSWERS if show_answers else 0))
 
 
@@ -271,6 +262,8 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
+    given = dict(locals())
+
     from foveate.calibration import kept_name
     from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
@@ -280,10 +273,7 @@ def calibrate(
     from foveate.lab.evaluation.tasks import probes
 
     notes = console(stderr=True)
-
-    def say(text: str) -> None:
-        notes.print(text, style="dim", markup=False, soft_wrap=True)
-
+    say = sayer(notes)
     if task:
         if data is None:
             raise UserError("--task reads files: give their folder as --data, or leave --task away")
@@ -295,40 +285,17 @@ def calibrate(
         read, data, usual_limit = without_data(model, length), probes.TEXT, 8
     chosen = None if method is None else parse_method(method)
     quiet()
-    plan = Plan(
-        model,
-        read[0],
-        data,
-        out or Path(),
-        tuple(read[1:]),
-        anchors,
-        usual_limit if limit is None else limit,
-        keys,
-        tile,
-        by,
-        over,
-        weights,
-        chosen,
-        answer_tokens,
-        batch_size,
-        rounds,
-        prompts,
-        time_share,
-        time_context,
-        time_batch,
-        seed,
-        dtype,
-        device,
-    )
+    settings = {field.name: given[field.name] for field in dataclasses.fields(Plan) if field.name in given}
+    settings |= {"task": read[0], "also": tuple(read[1:]), "data": data, "out": out or Path(), "method": chosen}
+    plan = Plan(**settings | {"limit": usual_limit if limit is None else limit})
     place = kept_at(plan)
     if out is None:
         plan = dataclasses.replace(plan, out=place, kept=True)
-    try:
-        with _Progress(notes, plan.limit * len(plan.tasks)) as progress:
-            found = run(plan, progress.at, say)
-    except KeyboardInterrupt:
-        say(f"interrupted; what is read so far is in {partial_folder(plan.out)}, the same command goes on from there")
-        raise typer.Exit(_INTERRUPTED) from None
+    with (
+        resumable(say, f"what is read so far is in {partial_folder(plan.out)}"),
+        Progress(notes, plan.limit * len(plan.tasks)) as progress,
+    ):
+        found = run(plan, progress.at, say)
     kept = f"kept in {place}"
     if out is not None:
         try:
@@ -345,27 +312,3 @@ def _pasted(method: Any, calibration: str) -> str:
     if re.fullmatch(r"[\w./+:@-]+", calibration):
         spec = spec.replace(json.dumps(calibration), calibration)
     return shlex.quote(spec)
-
-
-class _Progress(Progress):
-    """A bar over items times methods, or over the steps of a calibration; elsewhere a line for each tenth."""
-
-    _told = -1
-
-    def __call__(self, method: str, items: int) -> None:
-        (task,) = self._bar.tasks
-        done = task.completed + items
-        self.show(done, task.total, method)
-        if self._passes_a_tenth(done, task.total):
-            self.say(f"{done:,} of {task.total:,} answers, the last by {method}")
-
-    def at(self, done: int, of: int) -> None:
-        """So many steps are done: prompts read, answers compared."""
-        self.show(done, of, "calibrating")
-        if self._passes_a_tenth(done, of):
-            self.say(f"calibrating: {done:,} of at most {of:,} steps done")
-
-    def _passes_a_tenth(self, done: float, of: float) -> bool:
-        """Whether there is a line to print."""
-        before, self._told = self._told, int(10 * done // of)
-        return not self.on_terminal and self._told > before

@@ -18,8 +18,7 @@ from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.errors import UserError, check_text
 from foveate.lab.cli.asking import Device, Dtype, Model
-
-_INTERRUPTED = 130
+from foveate.lab.cli.progress import INTERRUPTED
 
 
 def chat(
@@ -71,7 +70,7 @@ def chat(
                 said = talk.answer(question, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
             except KeyboardInterrupt:
                 notes.print("interrupted: the conversation ends here", style="dim")
-                raise typer.Exit(_INTERRUPTED) from None
+                raise typer.Exit(INTERRUPTED) from None
             except UserError as error:
                 notes.print(str(error), style="dim", markup=False)
                 continue

@@ -12,9 +12,8 @@ from foveate.cli.imports import Import
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.lab.cli.asking import Device, Dtype, Model
+from foveate.lab.cli.progress import resumable, sayer
 from foveate.outfile import announce
-
-_INTERRUPTED = 130
 
 
 def tune(
@@ -48,18 +47,10 @@ def tune(
     from foveate.lab.evaluation import tasks
     from foveate.lab.evaluation.tune import Plan, search
 
-    notes = console(stderr=True)
-    chosen = tasks.parse(task, split="tune")
+    say, chosen = sayer(console(stderr=True)), tasks.parse(task, split="tune")
     quiet()
     how = (max_loss, objective, calibration, limit, minutes, batch_size, seed, dtype, device, tuple(imported or ()))
     plan = Plan(model, chosen, data, out, *how)
-
-    def say(text: str) -> None:
-        notes.print(text, style="dim", markup=False, soft_wrap=True)
-
-    try:
+    with resumable(say, f"the trials so far are in {plan.rows('tune')}"):
         found = search(plan, say)
-    except KeyboardInterrupt:
-        say(f"interrupted; the trials so far are in {plan.rows('tune')}, the same command goes on from there")
-        raise typer.Exit(_INTERRUPTED) from None
     typer.echo(f"{found.spec}; in Python: foveate.attach(model, {str(out)!r}), else --method {shlex.quote(str(out))}")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, some
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
 from foveate.lab.inputs import reading
 from foveate.prompting import encode_continued
 
@@ -30,13 +28,10 @@ _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/lang
 class Lambada(Task):
     """The last word of a passage of a novel. Score: words of which every token is the likeliest, percent."""
 
-    name: ClassVar[str] = "lambada"
-    splits: ClassVar[tuple[str, ...]] = ("openai",)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "accuracy": Mean("right"),
-        "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1)),
-    }
-    main: ClassVar[str] = "accuracy"
+    name = "lambada"
+    splits = ("openai",)
+    metrics = {"accuracy": Mean("right"), "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1))}
+    main = "accuracy"
 
     def files(self, data: Path) -> list[Path]:
         folder = reading.subfolder(data, "commonsense")
@@ -47,7 +42,7 @@ class Lambada(Task):
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
         some(records, "passages", path)
-        chosen = random.Random(f"lambada/{seed}").sample(records, len(records))[:limit]
+        chosen = drawn(records, limit, f"lambada/{seed}")
         return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:

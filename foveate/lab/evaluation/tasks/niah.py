@@ -11,18 +11,18 @@ import bisect
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, string_match
+from foveate.lab.evaluation.metrics import Mean, string_match
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert
 from foveate.lab.inputs.words import ADJECTIVES, NOUNS
-from foveate.prompting import Message, encode, encode_turns, question_of
+from foveate.prompting import Message, question_of
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 TEMPLATE = (
@@ -47,20 +47,19 @@ CHARS_PER_TOKEN = 8
 class NeedleInAHaystack(Task):
     """A magic number hidden in a novel, asked for with an answer prefix. Score: the number is in the answer."""
 
-    name: ClassVar[str] = "niah"
-    splits: ClassVar[tuple[str, ...]] = tuple(_NEEDLES)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {key: Mean(key) for key in ("string_match", "number_match")}
-    main: ClassVar[str] = "string_match"
+    name = "niah"
+    splits = tuple(_NEEDLES)
+    metrics = {key: Mean(key) for key in ("string_match", "number_match")}
+    main = "string_match"
+    least = {"max_new_tokens": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
-    max_new_tokens: int = dataclasses.field(default=16, metadata={"help": "longest answer (RULER: 128)"})
+    length: int = 4096  # tokens of the whole prompt
+    max_new_tokens: int = 16  # longest answer (RULER: 128)
     question: str = question_setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_question(self)
-        at_least(self, "length", _SHORTEST * (2 if self.split == "multi" else 1))
-        at_least(self, "max_new_tokens", 1)
+        self.at_least("length", _SHORTEST * (2 if self.split == "multi" else 1))
 
     def files(self, data: Path) -> list[Path]:
         return reading.novel_files(data)
@@ -85,33 +84,19 @@ class NeedleInAHaystack(Task):
         prefix = ANSWER_PREFIX.format(kind="number", key=keys[0])
         window = library.window(rng.random(), CHARS_PER_TOKEN * self.length)
 
-        def messages(chars: int) -> tuple[Message, ...]:
+        def prompt(chars: int) -> tuple[Message, ...]:
             context = insert(window[:chars], needles, places)
             return ({"role": "user", "content": TEMPLATE.format(kind="number", context=context, key=keys[0])},)
 
-        asked = question_of(TEMPLATE, kind="number", key=keys[0])
-
-        def encoded(chars: int) -> tuple[list[int], int]:
-            if self.question == "with":
-                return encode(tokenizer, messages(chars), prefix), 0
-            return encode_turns(tokenizer, messages(chars), asked, prefix)
-
-        chars, ids = fit(window, self.length, lambda chars: encoded(chars)[0])
+        asked = question_of(TEMPLATE, kind="number", key=keys[0]), prefix
+        chars, ids = fit(window, self.length, lambda chars: self.encoded(tokenizer, prompt(chars), *asked)[0])
         if len(ids) < 0.99 * self.length:
             raise UserError(
                 f"the novels give a prompt of {len(ids):,} tokens at most; a length of {self.length:,} needs more text"
             )
-        return Item(
-            id=f"{index}",
-            prompt=messages(chars),
-            prompt_ids=tuple(ids),
-            answers=(needles[0].rstrip(".").rsplit(" ", 1)[1],),
-            answer_prefix=prefix,
-            max_new_tokens=self.max_new_tokens,
-            stop="\n",
-            meta={"key": keys[0], "depth": depth},
-            context_tokens=encoded(chars)[1],
-        )
+        answer = needles[0].rstrip(".").rsplit(" ", 1)[1]
+        more = {"answers": (answer,), "stop": "\n", "meta": {"key": keys[0], "depth": depth}}
+        return self.posed(tokenizer, f"{index}", prompt(chars), *asked, **more)
 
 
 def depth_of(index: int) -> int:

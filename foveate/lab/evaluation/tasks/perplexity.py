@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Values
+from foveate.lab.evaluation.metrics import Values
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.inputs import reading
 from foveate.prompting import leading_ids
 
@@ -38,23 +37,19 @@ def _nll(values: Values) -> np.ndarray:
 class Perplexity(Task):
     """Likelihood of a text's continuation, fed in decode. Score: 100 / perplexity."""
 
-    name: ClassVar[str] = "perplexity"
-    splits: ClassVar[tuple[str, ...]] = ("books", "wikitext")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
+    name = "perplexity"
+    splits = ("books", "wikitext")
+    metrics = {
         "inverse_perplexity": lambda values: 100.0 * np.exp(-_nll(values)),
         "perplexity": lambda values: np.exp(_nll(values)),
         "nll": _nll,
         "bits_per_byte": lambda values: values["nll"].sum(axis=-1) / values["bytes"].sum(axis=-1) / math.log(2),
     }
-    main: ClassVar[str] = "inverse_perplexity"
+    main = "inverse_perplexity"
+    least = {"length": 1, "continuation": 1}
 
-    length: int = dataclasses.field(default=2048, metadata={"help": "prompt tokens before the continuation"})
-    continuation: int = dataclasses.field(default=512, metadata={"help": "tokens scored"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, "length", 1)
-        at_least(self, "continuation", 1)
+    length: int = 2048  # prompt tokens before the continuation
+    continuation: int = 512  # tokens scored
 
     def files(self, data: Path) -> list[Path]:
         if self.split == "books":

@@ -13,32 +13,23 @@ import itertools
 import random
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.evaluation.tasks.niah import longest
 from foveate.lab.inputs import reading
-from foveate.prompting import encode
+from foveate.prompting import Message, encode
 
 TEXT = Path(__file__).parents[1] / "text"
 """The folder of the novel: chapters 1 to 15 of Moby-Dick, from Project Gutenberg's text, in the public domain."""
 _COLOURS = ("amber", "black", "blue", "brown", "copper", "green", "grey", "ivory", "red", "violet", "white", "yellow")
 _PLACES = (
-    "archive",
-    "boathouse",
-    "cellar",
-    "chapel",
-    "foundry",
-    "greenhouse",
-    "harbour",
-    "mill",
-    "observatory",
-    "stable",
+    *("archive", "boathouse", "cellar", "chapel", "foundry", "greenhouse", "harbour", "mill", "observatory", "stable"),
 )
 _FACTS, _HOPS, _SHELVES = 6, 3, 90
 _TOKENS_PER_SENTENCE = 20
@@ -68,18 +59,14 @@ class Asked(NamedTuple):
 class Probes(Task):
     """Things that stand once in a novel. Score: prompts whose answer is in what the model says (`found`)."""
 
-    name: ClassVar[str] = "probes"
-    splits: ClassVar[tuple[str, ...]] = ("codes", "numbers", "chain", "passage", "ledger")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found")}
-    main: ClassVar[str] = "found"
+    name = "probes"
+    splits = ("codes", "numbers", "chain", "passage", "ledger")
+    metrics = {"found": Mean("found")}
+    main = "found"
+    least = {"length": SHORTEST, "max_new_tokens": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
-    max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, "length", SHORTEST)
-        at_least(self, "max_new_tokens", 1)
+    length: int = 4096  # tokens of the whole prompt
+    max_new_tokens: int = 32  # longest answer
 
     def files(self, data: Path) -> list[Path]:
         return reading.novel_files(data)
@@ -99,30 +86,25 @@ class Probes(Task):
         text = text if asked.text is None else asked.text
         depths = sorted((rng.random(), fact) for fact in asked.facts)
 
-        def prompt(count: int) -> str:
+        def prompt(count: int) -> list[Message]:
             parts, done = [], 0
             for depth, fact in depths:
                 upto = int(depth * count)
                 parts += [*text[done:upto], fact]
                 done = upto
-            return f"{' '.join([*parts, *text[done:count]])}\n\n{asked.question}"
+            content = f"{' '.join([*parts, *text[done:count]])}\n\n{asked.question}"
+            return [{"role": "user", "content": content}]
 
         def encoded(count: int) -> list[int]:
-            return encode(tokenizer, [{"role": "user", "content": prompt(count)}], asked.prefix)
+            return encode(tokenizer, prompt(count), asked.prefix)
 
         count, ids = longest(range(asked.sentences, len(text)), self.length, encoded, step=_TOKENS_PER_SENTENCE)
         if len(ids) < 0.8 * self.length:
             raise UserError(
                 f"the novel or ledger has text for {len(ids):,} tokens; ask for a shorter length than {self.length:,}"
             )
-        return Item(
-            id=f"{self.split}.{index}",
-            prompt=prompt(count),
-            prompt_ids=tuple(ids),
-            answers=(asked.answer,),
-            answer_prefix=asked.prefix,
-            max_new_tokens=self.max_new_tokens,
-        )
+        how = {"answer_prefix": asked.prefix, "max_new_tokens": self.max_new_tokens}
+        return Item(f"{self.split}.{index}", prompt(count)[0]["content"], tuple(ids), (asked.answer,), **how)
 
 
 def _codes(rng: random.Random, text: Sequence[str]) -> Asked:

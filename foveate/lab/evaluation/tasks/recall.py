@@ -15,16 +15,15 @@ differs from the published evaluation:
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, string_match_part
+from foveate.lab.evaluation.metrics import Mean, string_match_part
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, some
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.squad import find_squad, read_squad
 from foveate.prompting import encode
@@ -33,8 +32,7 @@ _TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 _DROP = re.compile(r"Passage: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """A question on a passage; `near` are texts of which the first occurrence says what to keep of a long passage."""
 
     id: str
@@ -99,8 +97,7 @@ def _answers(texts: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.strip() for text in texts))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Set:
+class _Set(NamedTuple):
     """A data set: its folder and file, what a line holds, where it is to be had, and how it is read."""
 
     folder: str
@@ -146,20 +143,18 @@ _SETS = {
 class Recall(Task):
     """A fact that stands in a passage. Score: answers that contain it, percent."""
 
-    name: ClassVar[str] = "recall"
-    splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": Mean("contains")}
-    main: ClassVar[str] = "contains"
+    name = "recall"
+    splits = tuple(_SETS)
+    metrics = {"contains": Mean("contains")}
+    main = "contains"
+    least = {"max_new_tokens": 1}
 
-    max_length: int = dataclasses.field(
-        default=4096, metadata={"help": "most tokens of prompt and answer; a longer passage is cut"}
-    )
-    max_new_tokens: int = dataclasses.field(default=48, metadata={"help": "longest answer (published: 48)"})
+    max_length: int = 4096  # most tokens of prompt and answer; a longer passage is cut
+    max_new_tokens: int = 48  # longest answer (published: 48)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "max_new_tokens", 1)
-        at_least(self, "max_length", self.max_new_tokens + 1)
+        self.at_least("max_length", self.max_new_tokens + 1)
 
     def files(self, data: Path) -> list[Path]:
         return [_SETS[self.split].find(data)]
@@ -168,8 +163,7 @@ class Recall(Task):
         (path,) = self.files(data)
         records = list(_SETS[self.split].read(path))
         some(records, "questions that can be asked", path)
-        chosen = random.Random(f"recall/{self.split}/{seed}").sample(records, len(records))[:limit]
-        return [self._item(tokenizer, record) for record in chosen]
+        return [self._item(tokenizer, one) for one in drawn(records, limit, f"recall/{self.split}/{seed}")]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         return {"contains": string_match_part(output.text, item.answers)}
@@ -180,14 +174,8 @@ class Recall(Task):
         ids, room = encode(tokenizer, prompt), self.max_length - self.max_new_tokens
         if len(ids) > room:
             prompt, ids = _cut(tokenizer, record, passage, len(ids), room)
-        return Item(
-            id=record.id,
-            prompt=prompt,
-            prompt_ids=tuple(ids),
-            answers=record.answers,
-            max_new_tokens=self.max_new_tokens,
-            stop="\n",
-        )
+        how = {"max_new_tokens": self.max_new_tokens, "stop": "\n"}
+        return Item(record.id, prompt, tuple(ids), record.answers, **how)
 
 
 def _prompt(passage: str, question: str) -> str:

@@ -15,12 +15,12 @@ import random
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import DataError, UserError
 from foveate.lab.evaluation.metrics import normalize
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, at_least
+from foveate.lab.evaluation.tasks.base import Item
 from foveate.lab.evaluation.tasks.wikisalad import ContextQuestions, messages
 from foveate.lab.inputs.squad import Paragraph, Question, find_squad, read_squad
 from foveate.prompting import encode
@@ -48,19 +48,18 @@ class Segment:
 class WikiSaladLong(ContextQuestions):
     """Answerable questions on interleaved articles, any length, no repeats. Score: as in `wikisalad` (`em_paper`)."""
 
-    name: ClassVar[str] = "wikisalad_long"
-    splits: ClassVar[tuple[str, ...]] = ("test", "dev")
+    name = "wikisalad_long"
+    splits = ("test", "dev")
     """`dev` is for choosing settings, `test` for reporting: no article is in both, whichever files they come from."""
+    least = {"max_new_tokens": 1, "length": SHORTEST, "questions": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt, at least 1500"})
-    pattern: str = dataclasses.field(default="ABCD", metadata={"help": "topics in turn, such as ABAB or AAABBBCCC"})
-    questions: int = dataclasses.field(default=5, metadata={"help": "questions of an example, an item each"})
-    squad: str = dataclasses.field(default="", metadata={"help": "name of the SQuAD file; a v2 dev file if left out"})
+    length: int = 4096  # tokens of the whole prompt, at least 1500
+    pattern: str = "ABCD"  # topics in turn, such as ABAB or AAABBBCCC
+    questions: int = 5  # questions of an example, an item each
+    squad: str = ""  # name of the SQuAD file; a v2 dev file if left out
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "length", SHORTEST)
-        at_least(self, "questions", 1)
         if not self.pattern.isalpha():
             raise UserError(f"task '{self.name}': pattern must be letters, such as ABAB, got '{self.pattern}'")
 
