@@ -26,12 +26,10 @@ from foveate.lab.bench.plan import Keep, Row, Say, command
 from foveate.lab.results import circumstances, timing
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
-_CHUNK = 8192
-"""Tokens of a prompt, all sequences together, that are read at once."""
+_CHUNK = 8192  # tokens of a prompt, all sequences together, that are read at once
 _WARM_UP = 40
 """Steps that are not timed: the first ones compile kernels and record graphs, also of what LuKA does every 16th."""
-_WATCHED = 16
-"""Steps after the timed ones whose kernels are watched."""
+_WATCHED = 16  # steps after the timed ones whose kernels are watched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +69,7 @@ class Plan(ModelPlan):
 def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method, at every context and batch size; the baseline is foveate's own dense.
 
-    Raises:
-        UserError: for a plan that cannot be.
+    Raises `UserError` for a plan that cannot be.
     """
     plan.check()
     timing.settle(plan.device)
@@ -109,11 +106,9 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
 class _Round(NamedTuple):
     """What a method did once."""
 
-    steps: list[float]
-    """Milliseconds from a token to the next."""
+    steps: list[float]  # milliseconds from a token to the next
     prefill_ms: float
-    kernels: dict[str, float] | None
-    """Milliseconds a watched step, by kernel."""
+    kernels: dict[str, float] | None  # milliseconds a watched step, by kernel
     peak_bytes: int
     peak_kind: str
     stats: dict[str, Any] | None

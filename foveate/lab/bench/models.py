@@ -37,10 +37,8 @@ class ModelPlan:
     """What plans of a whole model share: dataclasses with model, methods, contexts, dtype, seed (of random weights and
     of prompts) and device."""
 
-    tokens = 0
-    """What is generated after a prompt; a model needs positions for it."""
-    needs = "context and steps need"
-    """What the model's positions are for, in words."""
+    tokens = 0  # what is generated after a prompt; a model needs positions for it
+    needs = "context and steps need"  # what the model's positions are for, in words
 
     def check(self) -> None:
         """Raise UserError that names an option, its value, and what is allowed."""
@@ -96,8 +94,7 @@ class Clock(StoppingCriteria):
     """
 
     def __init__(self, tokens: int = 0, watched: int = 0) -> None:
-        self.ticks = [time.perf_counter()]
-        """Of the beginning, and of each token."""
+        self.ticks = [time.perf_counter()]  # of the beginning, and of each token
         self.kernels: dict[str, float] | None = None
         self._tokens, self._watched = tokens, watched
         self._goes_on: torch.Tensor | None = None

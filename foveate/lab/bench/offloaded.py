@@ -25,10 +25,8 @@ from foveate.lab.results.measurements import speed_row
 from foveate.runtime.offload import DoesNotFitError, parse_budget
 
 BENCH = "offload"
-TRANSFORMERS = "transformers-offloaded"
-"""The name of the baseline among the methods."""
-_CHUNK = 16384
-"""Tokens of a prompt, all sequences together, that are read at once."""
+TRANSFORMERS = "transformers-offloaded"  # the name of the baseline among the methods
+_CHUNK = 16384  # tokens of a prompt, all sequences together, that are read at once
 _WARM_UP, _FEW = 8, 4
 """Steps that are not timed, and those of the baseline that are: each of its tokens moves the whole cache."""
 
@@ -42,10 +40,8 @@ class Plan(ModelPlan):
     contexts: Sequence[int]
     batches: Sequence[int]
     steps: int
-    memory: str
-    """Device memory that the process may take, such as ``24GB``; empty: all."""
-    gpu_budget: str
-    """As `attach` takes it; empty: what is free."""
+    memory: str  # device memory that the process may take, such as ``24GB``; empty: all
+    gpu_budget: str  # as `attach` takes it; empty: what is free
     dtype: str
     seed: int
     device: str
@@ -77,8 +73,7 @@ class Plan(ModelPlan):
 def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method in host memory and on the device, and for the baseline, at every context and batch size.
 
-    Raises:
-        UserError: for a plan that cannot be.
+    Raises `UserError` for a plan that cannot be.
     """
     plan.check()
     model = plan.load()

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 Row = dict[str, Any]
-Say = Callable[[str], None]
-"""Receives progress, line by line."""
-Keep = Callable[[list[Row]], None]
-"""Receives rows as soon as they are complete."""
+Say = Callable[[str], None]  # receives progress, line by line
+Keep = Callable[[list[Row]], None]  # receives rows as soon as they are complete
 
 _FLAGS = {"methods": "method", "contexts": "context", "batches": "batch", "chunks": "chunk"}
 """Fields of plans with several values, and the options that give one each."""
@@ -99,8 +97,7 @@ def measure(
         out: file for the rows, or None.
         table: gives the Markdown to print.
 
-    Raises:
-        UserError: before anything is measured, if the file cannot be written or holds rows of another bench.
+    Raises `UserError` before anything is measured, if the file cannot be written or holds rows of another bench.
     """
     from foveate.cli.terminal import console
 

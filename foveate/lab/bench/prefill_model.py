@@ -43,8 +43,7 @@ class _Read(NamedTuple):
     """What a method takes for a prompt."""
 
     ms: float
-    first_ms: float
-    """Of the first prompt of this length, with what is compiled and planned for it."""
+    first_ms: float  # of the first prompt of this length, with what is compiled and planned for it
     peak_bytes: int
     peak_kind: str
     resident_bytes: int
@@ -55,8 +54,7 @@ class _Read(NamedTuple):
 def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method, context and chunk; the baseline is foveate's own dense, read alike.
 
-    Raises:
-        UserError: for a plan that cannot be.
+    Raises `UserError` for a plan that cannot be.
     """
     plan.check()
     model = plan.load()

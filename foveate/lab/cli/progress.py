@@ -8,8 +8,7 @@ from typing import Any
 
 import typer
 
-INTERRUPTED = 130
-"""The exit code of a command that the user has interrupted."""
+INTERRUPTED = 130  # the exit code of a command that the user has interrupted
 
 
 class Progress:

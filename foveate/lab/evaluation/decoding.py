@@ -21,12 +21,9 @@ from foveate.lab.evaluation.tasks.base import Item
 class Trace:
     """Answers to a batch of items, and the distributions that they were chosen from."""
 
-    tokens: torch.Tensor
-    """int64 [B, T], padded after a row's end."""
-    lengths: torch.Tensor
-    """int64 [B]: tokens of each answer, its end among them."""
-    logits: list[torch.Tensor]
-    """T of them, [B, vocabulary]."""
+    tokens: torch.Tensor  # int64 [B, T], padded after a row's end
+    lengths: torch.Tensor  # int64 [B]: tokens of each answer, its end among them
+    logits: list[torch.Tensor]  # T of them, [B, vocabulary]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,7 @@ from foveate.prompting import answer_text, end_tokens, pad_token
 
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
-ALONG = "tokens given, decode not timed"
-"""The same for a batch decoded along answers given before."""
+ALONG = "tokens given, decode not timed"  # the same for a batch decoded along answers given before
 _FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
 """Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]

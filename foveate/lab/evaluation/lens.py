@@ -18,10 +18,8 @@ from foveate.ops.attend.gather import among
 from foveate.ops.dispatch import reference_only, watched
 from foveate.ops.summaries.reference import with_masses
 
-STEPS = 8
-"""Decoded tokens that are recorded."""
-MOST_TOKENS = 16384
-"""Tokens of the longest prompt that is recorded."""
+STEPS = 8  # decoded tokens that are recorded
+MOST_TOKENS = 16384  # tokens of the longest prompt that is recorded
 _EVICTED, _UNREAD, _SUMMARISED, _READ, _REUSED = range(len(STATES))
 
 
@@ -50,8 +48,7 @@ class Recorder:
     def steps(self) -> list[list[list[str]]]:
         """A pattern for each step, layer and KV head, as :func:`foveate.lab.results.lens.write` takes them.
 
-        Raises:
-            UserError: when no token was decoded, or a layer attended without the verbs of :mod:`foveate.ops`.
+        Raises `UserError` when no token was decoded, or a layer attended without the verbs of :mod:`foveate.ops`.
         """
         numbers = sorted({step for step, _ in self._found})
         if not numbers:
@@ -74,8 +71,7 @@ class Recorder:
             prompt_tokens: how many of them are prompt.
             facts: as :func:`foveate.lab.results.lens.write` takes them.
 
-        Raises:
-            UserError: as :meth:`steps`, and for a file that cannot be written.
+        Raises `UserError` as :meth:`steps`, and for a file that cannot be written.
         """
         steps = self.steps()
         words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])

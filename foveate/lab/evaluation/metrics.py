@@ -18,8 +18,7 @@ RESAMPLES = 2000
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BLOCK = 4_000_000  # resampled values held at once
-_TAIL = 0.025
-"""Probability beyond each end of an interval."""
+_TAIL = 0.025  # probability beyond each end of an interval
 
 Values = Mapping[str, np.ndarray]
 Aggregate = Callable[[Values], np.ndarray]

@@ -36,8 +36,7 @@ _EXAMPLE_CHARS = 200
 _WARM_UP = 64  # prompt tokens of the unmeasured first call
 
 Record = dict[str, Any]
-Progress = Callable[[str, int], None]
-"""Called with a method's spec and the number of items that it has just answered."""
+Progress = Callable[[str, int], None]  # called with a method's spec and the number of items that it has just answered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,7 @@ from foveate import outfile
 from foveate.errors import DataError, UserError
 from foveate.lab.inputs.squad import Article, read_squad
 
-SEED = 42
-"""The seed of the published files."""
+SEED = 42  # the seed of the published files
 _SENTENCES = 3
 
 
@@ -62,8 +61,7 @@ SETS = {
 _EXAMPLE = Recipe(
     "wikisalad_eval_example.json", "AABBAABB", 50, "2ea98356388ca2d765cdec452a11a553773cedf362276b81eee64a3430ad244a"
 )
-FILES = {"example": _EXAMPLE, **SETS}
-"""All published files, in the order in which they are drawn."""
+FILES = {"example": _EXAMPLE, **SETS}  # all published files, in the order in which they are drawn
 
 
 def make_sets(articles: Sequence[Article], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:

@@ -28,19 +28,14 @@ from foveate.methods import REGISTRY, Method
 from foveate.methods.spec import SETTING, SETTING_SCHEMA
 
 OBJECTIVES = ("latency", "throughput", "memory")
-KEEPING = ("pages", "luka", "quest")
-"""Methods that keep the whole cache and read a share of it."""
-PRUNING = ("snapkv", "adakv")
-"""Methods that keep a share of the prompt."""
-EVICTING = (*PRUNING, "h2o", "tova")
-"""And those that keep no more as they go on, which matters for memory alone."""
+KEEPING = ("pages", "luka", "quest")  # methods that keep the whole cache and read a share of it
+PRUNING = ("snapkv", "adakv")  # methods that keep a share of the prompt
+EVICTING = (*PRUNING, "h2o", "tova")  # and those that keep no more as they go on, which matters for memory alone
 KASCADE = "kascade:top_k={share},calibration={file}"
 _LEAST, _FIRST, _MOST = 0.02, 0.12, 0.8
 """Shares of a context: the least, that with which each method is tried first, and the largest."""
-_CLOSE = 1.25
-"""A share is looked for no closer than within this factor."""
-_FALLING = 0.7
-"""A loss falls about as this power of the share (measured with `pages` and `kascade` on novels)."""
+_CLOSE = 1.25  # a share is looked for no closer than within this factor
+_FALLING = 0.7  # a loss falls about as this power of the share (measured with `pages` and `kascade` on novels)
 _FAILURES = (ValueError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model; a user's own method may raise anything."""
 _TOGETHER, _CONFIRMED = 4, 6
@@ -128,19 +123,16 @@ class Trial:
     """A setting, what it costs and what it loses."""
 
     spec: str
-    cost: float
-    """In the objective's unit, see :func:`cost_of`."""
-    loss: float
-    """Points below dense attention."""
+    cost: float  # in the objective's unit, see :func:`cost_of`
+    loss: float  # points below dense attention
     row: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
 
 
 def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     """Searches, writes the best setting and returns it, as measured on the held-back split.
 
-    Raises:
-        UserError: where there is nothing to recommend: dense attention scores no more than may be lost, the items are
-            too few to tell the loss, or no setting that keeps it costs less than dense attention; else as `compare`.
+    Raises `UserError` where there is nothing to recommend: dense attention scores no more than may be lost, the items
+    are too few to tell the loss, or no setting that keeps it costs less than dense attention; else as `compare`.
     """
     outfile.check(plan.out)
     if not plan.task.needs_dense(plan.data):

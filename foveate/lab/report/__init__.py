@@ -18,8 +18,7 @@ def to_dataframe(paths: str | Path | Iterable[str | Path]) -> Any:
         ``settings.top_k``, ``metrics.f1.low``, ``case.context`` and ``versions.torch``. Lists, such as
         ``item_values.f1``, stay lists.
 
-    Raises:
-        UserError: if pandas is not installed, or a file is not of rows.
+    Raises `UserError` if pandas is not installed, or a file is not of rows.
     """
     from foveate.lab.report import frame
 

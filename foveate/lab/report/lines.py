@@ -11,10 +11,8 @@ from typing import Any
 from foveate.lab.report.markdown import context_length
 from foveate.lab.report.rows import Row, grouped
 
-Cell = tuple
-"""Names the items that rows have in common."""
-Line = tuple[str, tuple[tuple[str, str], ...]]
-"""A method, and those of its settings that do not differ along the line."""
+Cell = tuple  # names the items that rows have in common
+Line = tuple[str, tuple[tuple[str, str], ...]]  # a method, and those of its settings that do not differ along the line
 
 _SPEAKING = ("compressor", "mass")  # settings whose values say what they are
 _STANDS_FOR = {"calibration": ("anchors", "heads")}  # settings that a calibration's file determines

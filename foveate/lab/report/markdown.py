@@ -7,8 +7,7 @@ from typing import Any
 
 from foveate.lab.report.rows import Row
 
-NONE = "–"
-"""The cell of a value that is missing or does not apply."""
+NONE = "–"  # the cell of a value that is missing or does not apply
 
 
 def made_with(rows: Sequence[Row], commits: bool = True) -> str:

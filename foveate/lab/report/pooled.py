@@ -40,8 +40,7 @@ def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     Returns:
         The rows, and a line on each method that was left out because a split lacks it. Other splits stay as they are.
 
-    Raises:
-        UserError: when a split has no row of dense or several comparisons, or a metric that is no mean over items.
+    Raises `UserError` when a split has no row of dense or several comparisons, or a metric that is no mean over items.
     """
     kept, notes = [], []
     for (model, task, family, length, _), pool in grouped(rows, _pool).items():

@@ -39,8 +39,7 @@ def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Ro
     Args:
         check: is given a row, and its file and line; raises DataError that begins with these.
 
-    Raises:
-        DataError: also for a file without rows, or a row that is there twice.
+    Raises `DataError` also for a file without rows, or a row that is there twice.
     """
     rows = []
     for file in files:
@@ -128,10 +127,8 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
 
     Of several conditions on one name one has to be met, and the rows come in the order of these; spaces in values do
     not count, and a ``spec`` may be written in any way. Rows of ``dense`` are there to compare with, and need not meet
-    conditions on methods.
-
-    Raises:
-        UserError: for a condition of another form, a name, spec or method that no row has, or when no row is left.
+    conditions on methods. Raises `UserError` for a condition of another form, a name, spec or method that no row has,
+    or when no row is left.
     """
 
     def fields(row: Row) -> tuple[Row, ...]:
@@ -143,8 +140,7 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
 def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows of a bench whose cases meet the conditions ``NAME=VALUE``; several on one name are as in :func:`chosen`.
 
-    Raises:
-        UserError: for a condition of another form, a name, spec or method that no case has, or when no row is left.
+    Raises `UserError` for a condition of another form, a name, spec or method that no case has, or when no row is left.
     """
 
     return _meeting(rows, conditions, lambda row: (row["case"],), "condition")

@@ -17,8 +17,7 @@ from foveate.lab.report.markdown import NONE, context_length, number, percent
 from foveate.lab.report.rows import Row
 
 _DIM = "dim"
-_LONG = 20
-"""Characters of a spec above which a method goes by a shorter name, and the spec is below the table."""
+_LONG = 20  # characters of a spec above which a method goes by a shorter name, and the spec is below the table
 _MEANING = {
     "keys\nread": "share of the keys that a decode step reads",
     "KV/step": "bytes of the keys and values that it reads",

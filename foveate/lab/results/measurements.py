@@ -26,11 +26,9 @@ _OF_ANSWERS = {
 PARTS = ("score", "select", "attend", "other")
 """The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
 attention libraries count as ``attend``."""
-TRANSFORMERS = "transformers-sdpa"
-"""The name of Transformers' own attention among the methods of a bench."""
+TRANSFORMERS = "transformers-sdpa"  # the name of Transformers' own attention among the methods of a bench
 
-SCHEMA = 2
-"""Version of the rows of benches."""
+SCHEMA = 2  # version of the rows of benches
 
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -78,8 +76,7 @@ def speed_row(
 def check_out(out: Path, bench: str) -> None:
     """Check, before anything is measured, that rows of a bench can be written to a file.
 
-    Raises:
-        UserError: if the file cannot be written or holds other rows; it names the file and what it holds.
+    Raises `UserError` if the file cannot be written or holds other rows; it names the file and what it holds.
     """
     outfile.check(out)
     if not out.exists():
@@ -101,8 +98,7 @@ def check_out(out: Path, bench: str) -> None:
 def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows as JSON lines in one step; rows of other cases that the file already has stay first.
 
-    Raises:
-        ValueError: when a row lacks a field of :func:`needed`.
+    Raises `ValueError` when a row lacks a field of :func:`needed`.
     """
     for row in rows:
         missing = [field for field in needed(row) if field not in row]

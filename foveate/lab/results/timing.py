@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-_GRAPHS, _LAUNCHES = 8, 4
-"""How many CUDA graphs settle a process, and how many kernels each has."""
+_GRAPHS, _LAUNCHES = 8, 4  # how many CUDA graphs settle a process, and how many kernels each has
 
 
 def milliseconds(work: Callable[[], Any], device: str) -> float:

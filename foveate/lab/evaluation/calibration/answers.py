@@ -33,10 +33,8 @@ _UNMOVED = "no prediction moves, whichever layer reads another's choice: are all
 class Tried(NamedTuple):
     """Anchors, as indices into the layers, with what is lost with each: nats a token."""
 
-    alone: list[tuple[list[int], float]]
-    """Added one by one."""
-    moved: list[tuple[list[int], float]]
-    """What the last of these came to when they were moved; the last are the best."""
+    alone: list[tuple[list[int], float]]  # added one by one
+    moved: list[tuple[list[int], float]]  # what the last of these came to when they were moved; the last are the best
     seconds: float
 
 
@@ -51,8 +49,7 @@ class Answers:
     def __init__(self, plan: Plan, items: Sequence[Item], about: dict[str, Any] | None):
         self._plan, self._folder, self._how = plan, partial_folder(plan.out), json.dumps(about)
         self._batches = generation.batches(items, plan.batch_size) if plan.diverges else []
-        self.paths: list[Path] = []
-        """A file of each batch, if pairs of layers are compared; not all need be there."""
+        self.paths: list[Path] = []  # a file of each batch, if pairs of layers are compared; not all need be there
         if plan.by == "divergence":
             self.paths = [self._folder / _PAIRS.format(number) for number in range(len(self._batches))]
             drop_others(self._folder.glob(_ALL_PAIRS), self._how)

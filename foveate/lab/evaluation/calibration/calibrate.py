@@ -48,9 +48,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         progress: called with the steps done, and all of them: prompts read, pairs of layers compared, anchors tried.
         say: called with what a user should know.
 
-    Raises:
-        UserError: for prompts that are too few, too short or beyond the model, more anchors than layers, an `out` that
-            cannot be written to, results of another run in the way, or attention or predictions that are not finite.
+    Raises `UserError` for prompts that are too few, too short or beyond the model, more anchors than layers, an `out`
+    that cannot be written to, results of another run in the way, or attention or predictions that are not finite.
     """
     outfile.check(plan.out)
     facts = model_folder.model_facts(plan.model)
@@ -106,8 +105,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
 def keep(plan: Plan, artefact: Calibration) -> Path:
     """Writes an artefact to the user's cache folder as well, and returns where.
 
-    Raises:
-        UserError: if it cannot be written there.
+    Raises `UserError` if it cannot be written there.
     """
     place = kept_at(plan)
     outfile.write(place, artefact.text().encode())
@@ -155,25 +153,19 @@ def _calibrated(
     if plan.by == "together":
         tried = answers.search(model, tokenizer, layers, choice, number, beyond)
         found["seconds"] = _number(found["seconds"] + tried.seconds)
-        found["by_number"] = [
-            {"anchors": [layers[one] for one in anchors], "objective": _number(-lost)} for anchors, lost in tried.alone
-        ]
-        found["together"] = [
-            {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in tried.moved
-        ]
+        found["by_number"] = _listed(layers, tried.alone, "objective", -1)
+        found["together"] = _listed(layers, tried.moved, "divergence")
         choice = choice.at(tried.moved[-1][0])
     progress(steps, steps)
-    artefact = Calibration(
-        shape, tuple(layers[one] for one in choice.anchors), named(choice, layers), found, plan.settings
-    )
-    about = {
+    found |= {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
         "chosen_by": chosen_by,
         **circumstances.of(plan.device),
         "command": plan.command(),
     }
-    artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
+    anchors = tuple(layers[one] for one in choice.anchors)
+    artefact = Calibration(shape, anchors, named(choice, layers), found, plan.settings)
     outfile.write(plan.out, artefact.text().encode(), f"; {GOES_ON}")
     shutil.rmtree(folder)
     return artefact
@@ -280,28 +272,23 @@ def _chosen(
         "mean_similarity": _rounded(choice.mean_similarity),
         "divergence": None if diverged is None else _rounded(diverged),
         "layers": layers,
-        "by_number": [
-            {"anchors": [layers[one] for one in anchors], "objective": _number(value)}
-            for anchors, value in choice.by_number
-        ],
+        "by_number": _listed(layers, choice.by_number, "objective"),
         "coverage_keys": COVERAGE_KEYS,
         "coverage": _rounded(coverage.nanmean(0)),
         "seconds": _number(float(seconds.sum())),
     }
 
 
+def _listed(layers: list[int], path: list[tuple[list[int], float]], name: str, sign: int = 1) -> list[dict[str, Any]]:
+    """Anchors by the layers' own numbers, with a value of this name."""
+    return [{"anchors": [layers[one] for one in anchors], name: _number(sign * value)} for anchors, value in path]
+
+
 def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
+    how = {name: shape[name] for name in ("heads", "kv_heads", "head_dim")}
+    how |= {"context": plan.time_context, "batch": plan.time_batch, "device": plan.device}
     try:
-        return layer_costs.measure(
-            plan.method,
-            heads=shape["heads"],
-            kv_heads=shape["kv_heads"],
-            head_dim=shape["head_dim"],
-            context=plan.time_context,
-            batch=plan.time_batch,
-            dtype=getattr(torch, plan.dtype),
-            device=plan.device,
-        )
+        return layer_costs.measure(plan.method, dtype=getattr(torch, plan.dtype), **how)
     except torch.OutOfMemoryError:
         raise UserError(
             f"out of memory: the keys of {plan.time_batch:,} sequences of {plan.time_context:,} tokens, which "

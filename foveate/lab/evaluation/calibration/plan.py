@@ -15,19 +15,14 @@ from foveate.lab.inputs.model_folder import model_digest, model_facts
 from foveate.methods.kascade import SETTLED_BY, Kascade
 from foveate.methods.kascade_paper import KascadePaper
 
-KEYS, TILE = 64, 128
-"""Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
+KEYS, TILE = 64, 128  # keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)
 FEWEST_PROMPTS = 2
 _FEWEST_TOKENS, _ANSWER_TOKENS, _BATCH_SIZE = 2, 16, 8
-_ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5
-"""Anchors among the layers, and by similarity (docs/guide/calibrate.md)."""
-_LENGTH, _ROOM = 4096, 64
-"""Without data: tokens of a prompt and of an answer."""
-PROMPTS = ("dense", "sparse")
-"""How prompts are read before answers are compared."""
+_ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5  # anchors among the layers, and by similarity (docs/guide/calibrate.md)
+_LENGTH, _ROOM = 4096, 64  # without data: tokens of a prompt and of an answer
+PROMPTS = ("dense", "sparse")  # how prompts are read before answers are compared
 _OF_PROMPTS = ("tile", "dense_anchor_prefill")
-TIMES = ("time_share", "time_context", "time_batch")
-"""The settings of a budget of time."""
+TIMES = ("time_share", "time_context", "time_batch")  # the settings of a budget of time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +187,7 @@ class Plan:
 def kept_at(plan: Plan) -> Path:
     """The file in the user's cache folder by which `attach` finds a plan's calibration again.
 
-    Raises:
-        UserError: for a folder that holds no model.
+    Raises `UserError` for a folder that holds no model.
     """
     return kept_path(model_facts(plan.model), model_digest(plan.model), plan.settings)
 
@@ -205,8 +199,7 @@ def without_data(model: Path, length: int | None = None) -> list[Task]:
         model: a model folder.
         length: tokens of a prompt; None: 4,096, or as many as the model has positions for, with an answer.
 
-    Raises:
-        UserError: for a folder that holds no model.
+    Raises `UserError` for a folder that holds no model.
     """
     facts = model_facts(model)
     room = facts.get("max_positions") or _LENGTH + _ROOM

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from foveate import ops
 
-COVERAGE_KEYS = 256
-"""Keys whose share of the attention is measured for each query head (Kascade, figure 1)."""
+COVERAGE_KEYS = 256  # keys whose share of the attention is measured for each query head (Kascade, figure 1)
 _COVERAGE_QUERIES = 64
-_BLOCK = 1 << 24
-"""Elements of a block of logits, or of what the keys that earlier layers would choose hold."""
+_BLOCK = 1 << 24  # elements of a block of logits, or of what the keys that earlier layers would choose hold
 
 
 class Measured(NamedTuple):
@@ -58,8 +56,7 @@ class Similarity:
     def look(self, layer: int, q: Tensor, k: Tensor, logits: ops.Logits) -> None:
         """One layer's rotated queries ``[1, Hq, n, D]`` and keys ``[1, H, n, D]`` of the whole prompt.
 
-        Raises:
-            ValueError: for a prompt shorter than :func:`least_tokens`, or attention that is not finite.
+        Raises `ValueError` for a prompt shorter than :func:`least_tokens`, or attention that is not finite.
         """
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         span, least = max(1, self.tile // group), least_tokens(self.k, self.tile, group)

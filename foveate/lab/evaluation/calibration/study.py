@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from foveate.integrations.transformers.support import Watch
 from foveate.lab.evaluation.calibration.similarity import Measured, Similarity
-from foveate.ops import Logits
 from foveate.runtime import Policy
 
 
@@ -43,7 +42,7 @@ class Study:
         for layer, module in modules.items():
             self._watch_block(layer, blocks[id(module)], module)
         for policy in policies.values():
-            policy.look = self._look
+            policy.look = self._similarity.look
 
     @property
     def complete(self) -> bool:
@@ -64,9 +63,6 @@ class Study:
             layer = self._similarity.layers[int((~torch.isfinite(importance)).nonzero()[0])]
             raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
-
-    def _look(self, layer: int, q: Tensor, k: Tensor, logits: Logits) -> None:
-        self._similarity.look(layer, q, k, logits)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
@@ -116,10 +112,8 @@ class _Passing:
 
     def __init__(self, before: Tensor):
         self.before = before
-        self.added: Tensor | None = None
-        """Attention's output."""
-        self.aside: list[Any] = []
-        """Attention's input and output, and what was made of these alone."""
+        self.added: Tensor | None = None  # attention's output
+        self.aside: list[Any] = []  # attention's input and output, and what was made of these alone
 
 
 def _first(out: Any) -> Any:

@@ -106,10 +106,8 @@ class Task:
     name: ClassVar[str]
     splits: ClassVar[tuple[str, ...]]
     metrics: ClassVar[Mapping[str, Aggregate]]
-    main: ClassVar[str]
-    """The metric that is the row's `score`, in 0..100."""
-    least: ClassVar[Mapping[str, int]] = {}
-    """The least value of settings that are numbers."""
+    main: ClassVar[str]  # the metric that is the row's `score`, in 0..100
+    least: ClassVar[Mapping[str, int]] = {}  # the least value of settings that are numbers
     along_dense: ClassVar[bool] = False
     """Whether methods go along dense attention's answers instead of giving their own."""
 

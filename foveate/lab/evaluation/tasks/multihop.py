@@ -45,8 +45,7 @@ class MultiHop(ContextQuestions):
 
     splits = ("dev", "train")
     main = "f1"
-    sources: ClassVar[Mapping[str, tuple[str, str]]]
-    """The file of each split, and where it is to be had."""
+    sources: ClassVar[Mapping[str, tuple[str, str]]]  # the file of each split, and where it is to be had
     title: ClassVar[str]
 
     length: int = 0  # tokens of the whole prompt; 0: its own passages

@@ -30,16 +30,14 @@ TEMPLATE = (
     "I will quiz you about the {kind} afterwards.\n{context}\n"
     "What is the special magic {kind} for {key} mentioned in the provided text?"
 )
-ANSWER_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"
-"""`kind`: number, word or uuid."""
+ANSWER_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"  # `kind`: number, word or uuid
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """RULER's 40 depths, in percent; here of the text (there of its sentences), to the nearest start of a sentence."""
 _FIRST, _STRIDE = 20, 23  # any run of items is spread over the depths, 40 in a row visit each once
 _NEEDLES = {"single": 1, "multi": 10}
 _SHORTEST = 256
-CHARS_PER_TOKEN = 8
-"""More than enough for English prose."""
+CHARS_PER_TOKEN = 8  # more than enough for English prose
 
 
 @register

@@ -33,12 +33,9 @@ _PLACES = (
 )
 _FACTS, _HOPS, _SHELVES = 6, 3, 90
 _TOKENS_PER_SENTENCE = 20
-_SHORTEST_SENTENCE, _SHOWN = 14, 7
-"""Words of a sentence that is asked for, and those of them that the question gives."""
-_FIRST_WORDS = 100
-"""A sentence that is asked for begins within so many first words, which every prompt holds."""
-SHORTEST = 512
-"""Tokens of the shortest prompt."""
+_SHORTEST_SENTENCE, _SHOWN = 14, 7  # words of a sentence that is asked for, and those of them that the question gives
+_FIRST_WORDS = 100  # a sentence that is asked for begins within so many first words, which every prompt holds
+SHORTEST = 512  # tokens of the shortest prompt
 
 
 class Asked(NamedTuple):
@@ -48,10 +45,8 @@ class Asked(NamedTuple):
     question: str
     prefix: str
     answer: str
-    sentences: int = 1
-    """First ones of the text that a prompt must hold."""
-    text: Sequence[str] | None = None
-    """What they are put into; None: the novel."""
+    sentences: int = 1  # first ones of the text that a prompt must hold
+    text: Sequence[str] | None = None  # what they are put into; None: the novel
 
 
 @register
@@ -167,8 +162,7 @@ def _ledger(rng: random.Random, text: Sequence[str]) -> Asked:
 
 
 _MAKERS = {"codes": _codes, "numbers": _numbers, "chain": _chain, "passage": _passage, "ledger": _ledger}
-USUAL = ("codes", "numbers", "chain", "passage")
-"""The splits of a calibration without data."""
+USUAL = ("codes", "numbers", "chain", "passage")  # the splits of a calibration without data
 
 
 def _places(rng: random.Random) -> list[str]:

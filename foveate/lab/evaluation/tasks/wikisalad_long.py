@@ -27,8 +27,7 @@ from foveate.prompting import encode
 
 QUESTION = 'According to the article "{topic}": {question}'
 SHORTEST = 1500
-FULLNESS = 0.97
-"""The least share of `length` that a prompt has."""
+FULLNESS = 0.97  # the least share of `length` that a prompt has
 _BREAK = "\n\n"
 _ATTEMPTS = 300
 

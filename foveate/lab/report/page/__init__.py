@@ -42,9 +42,8 @@ def write(files: Sequence[Path], out: Path) -> None:
         files: rows of `foveate compare` and `foveate bench` (JSON Lines), and lenses of `foveate generate` (.json).
         out: HTML file.
 
-    Raises:
-        UserError: as :func:`check` does; for files that are neither; and for two rows of one method on the same items
-            that differ.
+    Raises `UserError` as :func:`check` does; for files that are neither; and for two rows of one method on the same
+    items that differ.
     """
     check(out, files)
     lenses = [lens.read(file) for file in files if file.suffix == ".json"]

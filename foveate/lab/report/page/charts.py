@@ -18,12 +18,9 @@ from foveate.lab.report.rows import Row, grouped
 from foveate.lab.report.tables import general
 from foveate.lab.report.tables.decode import how, mean_parts
 
-AMOUNTS = ("keys_read_share", "kv_bytes_per_step")
-"""What a frontier can be drawn against: fields of the rows."""
-MOST_LINES = 6
-"""Lines of a panel, and maps of needles, that are drawn at first; the others are there to be chosen."""
-_DEPTHS = 10
-"""Rows of a map of needles."""
+AMOUNTS = ("keys_read_share", "kv_bytes_per_step")  # what a frontier can be drawn against: fields of the rows
+MOST_LINES = 6  # lines of a panel, and maps of needles, that are drawn at first; the others are there to be chosen
+_DEPTHS = 10  # rows of a map of needles
 
 
 def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -31,10 +28,8 @@ def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     comes first.
 
     They have the same items, model, number format, seed, device and versions; the words name those of these that tell
-    comparisons apart. Rows that repeat others are left out.
-
-    Raises:
-        UserError: for two rows of one method on the same items that differ.
+    comparisons apart. Rows that repeat others are left out. Raises `UserError` for two rows of one method on the same
+    items that differ.
     """
     alike: dict[str, list[list[Row]]] = {}
     place = {id(row): number for number, row in enumerate(rows)}

@@ -35,8 +35,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
         rows: of the bench `decode`; those of other levels, or without a profile of their kernels, are left out.
         level: ``kernel``, the mean layer's kernels; ``model``, a step of a model, with the time that none runs.
 
-    Raises:
-        UserError: for another level, when no row has a profile, and as :func:`figure.check` does.
+    Raises `UserError` for another level, when no row has a profile, and as :func:`figure.check` does.
     """
     if level not in LEVELS:
         raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{level}'")

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from foveate import outfile
 from foveate.errors import UserError
 
-WIDTH = 10.0
-"""Inches; with the resolution below about twice the width at which a README shows a picture."""
+WIDTH = 10.0  # inches; with the resolution below about twice the width at which a README shows a picture
 DPI = 170
 INK, FAINT = "#222222", "#8A8A8A"
 _STYLE = {

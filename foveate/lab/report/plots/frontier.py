@@ -23,14 +23,11 @@ class _Read(NamedTuple):
     """How much a decode step reads, as an axis."""
 
     name: str
-    words: str
-    """In the title."""
+    words: str  # in the title
     unit: str
-    scale: float
-    """Of the unit in the rows' own."""
+    scale: float  # of the unit in the rows' own
     ticks: Sequence[float]
-    finer: Sequence[float]
-    """Ticks where the others are too few."""
+    finer: Sequence[float]  # ticks where the others are too few
 
 
 _MEGABYTES = [10.0**power for power in range(-3, 7)]
@@ -80,8 +77,8 @@ def frontier(
     Returns:
         What was left out, a line each.
 
-    Raises:
-        UserError: for an unknown spec, setting or field, when nothing is to be drawn, and as :func:`figure.check` does.
+    Raises `UserError` for an unknown spec, setting or field, when nothing is to be drawn, and as :func:`figure.check`
+    does.
     """
     if against not in _READ:
         raise unknown("field", against, _READ, "--against")

@@ -17,10 +17,8 @@ def table(found: Sequence[Calibration]) -> str:
     """A line for each calibration: its data, its anchors, and what they reach on the data of each.
 
     What anchors reach is the sum that the best ones of as many were chosen by, as a share of what those reach; of those
-    chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone.
-
-    Raises:
-        UserError: for calibrations of different models or without a record of how they were found, or none with a sum.
+    chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone. Raises
+    `UserError` for calibrations of different models or without a record of how they were found, or none with a sum.
     """
     first = found[0]
     try:

@@ -16,11 +16,8 @@ def summary(rows: Sequence[Row]) -> str:
     """A Markdown table: a line a method, a column a comparison (its score), and at the end the pooled difference.
 
     Only methods that every comparison has are listed. Comparisons of several models or number formats are tables of
-    their own, and those of several seeds columns.
-
-    Raises:
-        ValueError: when a comparison has no row of `dense`, two rows of one method that differ, or a metric that is not
-            the mean of its items'.
+    their own, and those of several seeds columns. Raises `ValueError` when a comparison has no row of `dense`, two rows
+    of one method that differ, or a metric that is not the mean of its items'.
     """
     if not all(map(pooled.averages, rows)):
         raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")

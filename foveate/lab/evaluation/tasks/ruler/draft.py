@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A line of the noise haystack."""
-NOISE_TOKENS = 20
-"""Fewest tokens of such a line: its words."""
+NOISE_TOKENS = 20  # fewest tokens of such a line: its words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +40,7 @@ Draw: TypeAlias = Callable[[random.Random, int], Draft | None]
 class Kind(Protocol):
     """A kind of RULER task with its settings."""
 
-    new_tokens: ClassVar[int]
-    """The longest answer, as published."""
+    new_tokens: ClassVar[int]  # the longest answer, as published
 
     def files(self, data: Path) -> list[Path]:
         """The files of the data folder that drafts are made of. Raises `DataError` if one that is needed is missing."""
