@@ -205,7 +205,7 @@ def _promising(
     for name, trials in tried.items():
         wanted = next_share({share: one.loss for share, one in trials.items()}, max_loss)
         if wanted is not None:
-            near, share = min(trials, key=lambda one: abs(one - wanted)), _rounded(min(wanted, _MOST))
+            near, share = min(trials, key=lambda one: abs(one - wanted)), float(f"{min(wanted, _MOST):.2g}")
             slope = (dense.cost - trials[near].cost) / (1 - near)  # a part of what a token costs depends on no share
             costs = (trials[near].cost + (one - near) * slope for one in (wanted, share))
             expected.append((*costs, name, share))
@@ -231,10 +231,6 @@ def next_share(losses: Mapping[float, float], most: float) -> float | None:
     if less is None:
         return max(_LEAST, enough / 3) if enough > _LEAST else None
     return math.sqrt(less * enough) if enough > _CLOSE * less else None
-
-
-def _rounded(share: float) -> float:
-    return float(f"{share:.2g}")
 
 
 def _together(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str], None]) -> None:
@@ -268,7 +264,7 @@ def _failure(error: Exception) -> str:
 
 def _spec(plan: Plan, name: str, share: float) -> str:
     file = json.dumps(None if plan.calibration is None else str(plan.calibration.resolve()))
-    return plan.methods[name].format(share=_rounded(share), file=file)
+    return plan.methods[name].format(share=float(f"{share:.2g}"), file=file)
 
 
 def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial | None:
@@ -304,14 +300,11 @@ def _times(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _rows(
-    plan: Plan,
-    split: str,
-    specs: Sequence[str],
-    progress: Progress = lambda method, items: None,
-    timed: bool = False,
+    plan: Plan, split: str, specs: Sequence[str], progress: Progress | None = None, timed: bool = False
 ) -> dict[str, dict[str, Any]]:
     """The rows of a split by their specs, those of these settings among them."""
-    return {row["spec"]: row for row in run(prepare(_comparison(plan, split, specs, timed)), progress)}
+    prepared = prepare(_comparison(plan, split, specs, timed))
+    return {row["spec"]: row for row in (run(prepared, progress) if progress else run(prepared))}
 
 
 def _comparison(plan: Plan, split: str, specs: Sequence[str], timed: bool = False) -> Comparison:
@@ -320,20 +313,10 @@ def _comparison(plan: Plan, split: str, specs: Sequence[str], timed: bool = Fals
     `timed`: their answers in any case.
     """
     task = dataclasses.replace(plan.task, split=split)
-    along = not timed and task.needs_dense(plan.data)
-    return Comparison(
-        plan.model,
-        Fidelity(of=task) if along else task,
-        plan.data,
-        tuple(map(parse_method, specs)),
-        plan.limit,
-        plan.rows(f"{split}-times" if timed else split),
-        plan.batch_size,
-        plan.seed,
-        plan.dtype,
-        plan.device,
-        imports=plan.imports,
-    )
+    task = Fidelity(of=task) if not timed and task.needs_dense(plan.data) else task
+    out, methods = plan.rows(f"{split}-times" if timed else split), tuple(map(parse_method, specs))
+    how = (plan.batch_size, plan.seed, plan.dtype, plan.device)
+    return Comparison(plan.model, task, plan.data, methods, plan.limit, out, *how, imports=plan.imports)
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:

@@ -61,17 +61,21 @@ def measure(
     found, first = {}, kascade.for_layer(0, len(layers), layers)
     for name, (kind, layer) in kinds.items():
         one = kind.for_layer(layer, len(layers), layers)
-        first.decode(after_prompt(first, caches[0]), q, scaling)  # what a reuse layer reads
+        _decode(first, after_prompt(first, caches[0]), q, scaling)  # what a reuse layer reads
         own = [after_prompt(one, cache) for cache in caches]
 
         def step(one: Method = one, own: list[SlotCache] = own) -> None:
             for cache in own:
-                one.decode(cache, q, scaling)
+                _decode(one, cache, q, scaling)
 
         for _ in range(_WARM_UP):
             step()
         found[name] = statistics.median(timing.milliseconds(step, device) for _ in range(_REPEATS)) / number
     return found
+
+
+def _decode(method: Method, cache: SlotCache, q: torch.Tensor, scaling: float) -> None:
+    method.decode(cache, q, scaling)
 
 
 def total(costs: dict[str, float], anchors: int, layers: int) -> float:
