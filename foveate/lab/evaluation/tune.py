@@ -220,8 +220,7 @@ def next_share(losses: Mapping[float, float], most: float) -> float | None:
         losses: what it has lost, by the share; not empty.
         most: what it may lose.
 
-    Returns:
-        A share; more than the largest where even that is not expected to do, and None where it did not.
+    Returns a share; more than the largest where even that is not expected to do, and None where it did not.
     """
     enough = min((share for share, loss in losses.items() if loss <= most), default=None)
     less = max((share for share in losses if enough is None or share < enough), default=None)

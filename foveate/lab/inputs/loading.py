@@ -51,8 +51,11 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # KeyError, TypeError and what tokenizers raises: a damaged file leads to any of them
         for name, needed in _TOKENIZER_FILES.items():
-            if (Path(folder) / name).exists():
-                _check_object(Path(folder) / name, needed)
+            if (path := Path(folder) / name).exists():
+                if not isinstance(value := reading.read_json(path), dict):
+                    raise DataError(f"{path}: expected an object") from None
+                if needed is not None:
+                    reading.field(value, needed, dict, str(path))
         raise UserError(f"{folder}: no usable tokenizer in the model folder ({_first_line(error)})") from None
 
 
@@ -98,15 +101,6 @@ def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
         faults.append(f"{len(others)} of another shape, such as {name}, {list(there)} and not {list(wanted)}")
     if faults:
         raise UserError(f"{folder}: the weights are not those of config.json: {'; '.join(faults)}")
-
-
-def _check_object(path: Path, needed: str | None) -> None:
-    """Raises `DataError` if a file is no JSON object, or has no object `needed`."""
-    value = reading.read_json(path)
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected an object")
-    if needed is not None:
-        reading.field(value, needed, dict, str(path))
 
 
 def _first_line(error: Exception) -> str:

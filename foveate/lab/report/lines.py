@@ -61,7 +61,8 @@ def names(rows: Sequence[Row], along: Sequence[str]) -> dict[Line, str]:
     named = {}
     for method, settings in lines:
         own = [name for name, _ in settings if (method, name) in differ]
-        words = [_word(name, dict(settings)[name]) for name in own]
+        values_of = dict(settings)
+        words = [values_of[name] if name in _SPEAKING else f"{name}={values_of[name]}" for name in own]
         named[method, settings] = f"{method}: {', '.join(words)}" if words else method
     return named
 
@@ -120,7 +121,3 @@ def _fixed(row: Row, along: Sequence[str]) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _word(name: str, value: str) -> str:
-    return value if name in _SPEAKING else f"{name}={value}"

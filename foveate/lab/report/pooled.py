@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from foveate.errors import UserError
 from foveate.lab.evaluation.metrics import Interval, Mean, estimate, paired_bootstrap
+from foveate.lab.evaluation.tasks.perplexity import nats_a_token
 from foveate.lab.report.rows import Row, grouped
 
 _AVERAGE = Mean("value")
@@ -26,6 +28,13 @@ def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
     return paired_bootstrap(_AVERAGE, ours, theirs)
 
 
+def perplexity_ratio(row: Row, dense: Row) -> Interval:
+    """Perplexity of a row over that of the dense row of the same run, with its 95 % paired-bootstrap interval."""
+    ours, theirs = ({key: np.array(column) for key, column in one["item_values"].items()} for one in (row, dense))
+    log = paired_bootstrap(nats_a_token, ours, theirs, row["seed"])
+    return Interval(*(math.exp(value) for value in (log.value, log.low, log.high)))
+
+
 def averages(row: Row) -> bool:
     """Whether a row's score is the mean of its items' values, as perplexity is not."""
     return _main(row) in row["item_values"]
@@ -34,13 +43,9 @@ def averages(row: Row) -> bool:
 def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Rows as if splits that differ in a last number, at one length and on one model, were one comparison.
 
-    Args:
-        rows: of `foveate compare`, one a method on the same items.
-
-    Returns:
-        The rows, and a line on each method that was left out because a split lacks it. Other splits stay as they are.
-
-    Raises `UserError` when a split has no row of dense or several comparisons, or a metric that is no mean over items.
+    `rows`: of `foveate compare`, one a method on the same items. Returns the rows, and a line on each method that was
+    left out because a split lacks it. Other splits stay as they are. Raises `UserError` when a split has no row of
+    dense or several comparisons, or a metric that is no mean over items.
     """
     kept, notes = [], []
     for (model, task, family, length, _), pool in grouped(rows, _pool).items():

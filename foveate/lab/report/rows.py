@@ -36,10 +36,8 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Ro
 def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Row]:
     """The rows of some files, each of which passes a check.
 
-    Args:
-        check: is given a row, and its file and line; raises DataError that begins with these.
-
-    Raises `DataError` also for a file without rows, or a row that is there twice.
+    `check`: is given a row, and its file and line; raises DataError that begins with these. Raises `DataError` also for
+    a file without rows, or a row that is there twice.
     """
     rows = []
     for file in files:
@@ -55,7 +53,7 @@ def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Ro
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Rows hold no cycles: looking for some among all that was read took a fifth of the time of a report of 20,000."""
+    """Rows hold no cycles: looking for some took a fifth of the time of a report of 20,000 rows."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -77,7 +77,7 @@ class Comparison:
         rows = self._rows
         digits = 1 if max(row["high"] for row in rows) >= 10 else 2
         compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
-        held = "resident\n/peak" if _peaks(rows) else "resident"
+        held = "resident\n/peak" if any(row.get("cache_peak_bytes") for row in rows) else "resident"
         return {
             "score": [_interval(row["score"], row["low"], row["high"], digits) for row in rows],
             "Δ to dense": [
@@ -201,11 +201,6 @@ def _resident(row: Row) -> Text:
     """What the cache holds after an answer, over the most that it held."""
     text, peak = Text(size(row["resident_bytes"])), row.get("cache_peak_bytes")
     return text if peak is None else text.append(f"\n{size(peak)}", _DIM)
-
-
-def _peaks(rows: Sequence[Row]) -> bool:
-    """Whether some row says how much its cache held at most."""
-    return any(row.get("cache_peak_bytes") for row in rows)
 
 
 def _interval(value: float, low: float, high: float, digits: int, sign: str = "") -> Text:

@@ -30,8 +30,7 @@ def layer_similarity(captured: Tensor, maps: Tensor | None) -> tuple[Tensor, Ten
     The attention of layer b's heads on the keys that their counterparts in layer a choose, over that on the keys that
     they would choose themselves; 0 for a > b.
 
-    Args:
-        maps: ``[L, L, H]``: each head's counterpart; None for that of its own number.
+    `maps`: ``[L, L, H]``: each head's counterpart; None for that of its own number.
     """
     layers, heads = captured.shape[1:3]
     if maps is None:
@@ -53,13 +52,9 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
 
     The first layer is always an anchor. Each layer reads the choice of the last anchor up to itself.
 
-    Args:
-        similarity: ``[L, L]``: what layer j is worth if it reads the choice of layer i, for i <= j.
-
-    Returns:
-        For each number of anchors their indices, ascending, and the sum over layers that they reach.
-
-    Raises `ValueError` unless ``1 <= most <= L``, or for similarities that are not finite.
+    `similarity`: ``[L, L]``: what layer j is worth if it reads the choice of layer i, for i <= j. Returns for each
+    number of anchors their indices, ascending, and the sum over layers that they reach. Raises `ValueError` unless ``1
+    <= most <= L``, or for similarities that are not finite.
     """
     layers = similarity.shape[0]
     check_number(most, layers)

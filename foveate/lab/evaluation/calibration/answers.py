@@ -72,8 +72,7 @@ class Answers:
     ) -> tuple[Tensor, Tensor]:
         """What is lost when one layer reads another's choice; `maps` as in :func:`divergence.measure`.
 
-        Returns:
-            The divergence, fp32 ``[L, L]``, mean over the prompts, and the seconds of each batch.
+        Returns the divergence, fp32 ``[L, L]``, mean over the prompts, and the seconds of each batch.
         """
         pairs = len(divergence.pairs(layers))
         for index, (path, batch) in enumerate(zip(self.paths, self._batches)):

@@ -58,15 +58,12 @@ def parse(spec: str, **settings: Any) -> Task:
     for key, value in given.items():
         if key not in fields:
             raise unknown("setting", key, fields, f"task '{name}'")
-        given[key] = _convert(name, key, value, type(fields[key].default))
+        kind = type(fields[key].default)
+        try:
+            given[key] = kind(value)
+        except ValueError:
+            raise UserError(f"task '{name}': {key} must be of type {kind.__name__}, got '{value}'") from None
     return task(**given)
-
-
-def _convert(task: str, key: str, value: Any, kind: type) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise UserError(f"task '{task}': {key} must be of type {kind.__name__}, got '{value}'") from None
 
 
 @functools.cache

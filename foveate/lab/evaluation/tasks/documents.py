@@ -95,7 +95,8 @@ class Documents(Task):
         """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
         have answers and others none."""
         files = self.files(data)
-        read = {path: _read(path, _name(data, path)) for path in files}
+        names = {path: path.name if path == Path(data) else path.relative_to(data).as_posix() for path in files}
+        read = {path: _read(path, name) for path, name in names.items()}
         if empty := [path for path in files if not read[path]]:
             if len(empty) == len(files):
                 raise DataError(f"{empty[0]}: an empty document")
@@ -161,10 +162,6 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".xz")).suffix.lower()
-
-
-def _name(data: Path, path: Path) -> str:
-    return path.name if path == Path(data) else path.relative_to(data).as_posix()
 
 
 def _half(item: Item) -> str:

@@ -76,7 +76,7 @@ class NeedleInAHaystack(Task):
     def _item(self, tokenizer: Any, library: Library, index: int, seed: int) -> Item:
         rng = random.Random(f"niah/{seed}/{index}")
         depth = depth_of(index)
-        keys = _keys(rng, _NEEDLES[self.split])
+        keys = distinct(_NEEDLES[self.split], lambda: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}")
         needles = [NEEDLE.format(kind="number", key=key, value=rng.randint(1_000_000, 9_999_999)) for key in keys]
         places = [depth / 100, *(rng.random() for _ in needles[1:])]
         prefix = ANSWER_PREFIX.format(kind="number", key=keys[0])
@@ -156,10 +156,11 @@ def longest(
     return sizes[low], best
 
 
-def _keys(rng: random.Random, count: int) -> list[str]:
-    keys: list[str] = []
-    while len(keys) < count:
-        key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-        if key not in keys:
-            keys.append(key)
-    return keys
+def distinct(count: int, draw: Callable[[], str], taken: Sequence[str] = ()) -> list[str]:
+    """`count` different draws, in their order, none of them in `taken`."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        drawn = draw()
+        if drawn not in taken:
+            found[drawn] = None
+    return list(found)

@@ -27,7 +27,7 @@ _SOURCE = "https://huggingface.co/datasets/Salesforce/wikitext, wikitext-2-raw-v
 _CHARS_PER_TOKEN = 8  # more than enough for English prose; a window that turns out short is read again, longer
 
 
-def _nll(values: Values) -> np.ndarray:
+def nats_a_token(values: Values) -> np.ndarray:
     """Nats a token."""
     return values["nll"].sum(axis=-1) / values["tokens"].sum(axis=-1)
 
@@ -40,9 +40,9 @@ class Perplexity(Task):
     name = "perplexity"
     splits = ("books", "wikitext")
     metrics = {
-        "inverse_perplexity": lambda values: 100.0 * np.exp(-_nll(values)),
-        "perplexity": lambda values: np.exp(_nll(values)),
-        "nll": _nll,
+        "inverse_perplexity": lambda values: 100.0 * np.exp(-nats_a_token(values)),
+        "perplexity": lambda values: np.exp(nats_a_token(values)),
+        "nll": nats_a_token,
         "bits_per_byte": lambda values: values["nll"].sum(axis=-1) / values["bytes"].sum(axis=-1) / math.log(2),
     }
     main = "inverse_perplexity"
@@ -78,7 +78,9 @@ class Perplexity(Task):
         draw = random.Random(f"perplexity/{seed}/{index}").random()
         chars = min(len(novel.text), _CHARS_PER_TOKEN * wanted)
         while True:
-            start = _word_start(novel.text, int(draw * (len(novel.text) - chars)))
+            start = int(draw * (len(novel.text) - chars))
+            while 0 < start < len(novel.text) and not novel.text[start - 1].isspace():  # where a word begins
+                start += 1
             window = novel.text[start : start + chars]
             coded = tokenizer(window, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = coded["input_ids"], coded["offset_mapping"]
@@ -98,12 +100,3 @@ class Perplexity(Task):
             target_ids=tuple(ids[cut:wanted]),
             meta={"novel": novel.name, "start": start, "bytes": len(window[begin:end].encode())},
         )
-
-
-def _word_start(text: str, position: int) -> int:
-    """The first word's beginning at or after `position`."""
-    if position == 0:
-        return 0
-    while position < len(text) and not text[position - 1].isspace():
-        position += 1
-    return position

@@ -13,7 +13,7 @@ import itertools
 import random
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,20 +104,24 @@ class Probes(Task):
 
 def _codes(rng: random.Random, text: Sequence[str]) -> Asked:
     places = _places(rng)
-    codes = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in places]
-    facts = [f"The door code of the {place} is {code}." for place, code in zip(places, codes)]
-    chosen = rng.randrange(_FACTS)
-    question = f"Which code opens the door of the {places[chosen]}? Reply with the code alone."
-    return Asked(facts, question, "The code is", codes[chosen])
+    facts = {place: str(uuid.UUID(int=rng.getrandbits(128), version=4)) for place in places}
+    question = "Which code opens the door of the {}? Reply with the code alone."
+    lines = [f"The door code of the {place} is {code}." for place, code in facts.items()]
+    return Asked(lines, *_one_of(rng, facts, question, "The code is"))
 
 
 def _numbers(rng: random.Random, text: Sequence[str]) -> Asked:
     places = _places(rng)
-    numbers = [str(number) for number in rng.sample(range(10_000, 1_000_000), _FACTS)]
-    facts = [f"In the year's accounts {number} bricks went to the {place}." for place, number in zip(places, numbers)]
-    chosen = rng.randrange(_FACTS)
-    question = f"By the accounts, how many bricks went to the {places[chosen]}? Reply with the number alone."
-    return Asked(facts, question, "The number is", numbers[chosen])
+    facts = dict(zip(places, map(str, rng.sample(range(10_000, 1_000_000), _FACTS))))
+    question = "By the accounts, how many bricks went to the {}? Reply with the number alone."
+    lines = [f"In the year's accounts {number} bricks went to the {place}." for place, number in facts.items()]
+    return Asked(lines, *_one_of(rng, facts, question, "The number is"))
+
+
+def _one_of(rng: random.Random, facts: Mapping[str, str], question: str, prefix: str) -> tuple[str, str, str]:
+    """What is asked about one of the places, how the answer begins, and the answer."""
+    place = list(facts)[rng.randrange(_FACTS)]
+    return question.format(place), prefix, facts[place]
 
 
 def _chain(rng: random.Random, text: Sequence[str]) -> Asked:

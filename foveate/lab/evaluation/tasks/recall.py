@@ -52,37 +52,41 @@ def _squad(path: Path) -> Iterator[_Record]:
                     yield _Record(question.id, paragraph.text, asked, answers, answers)
 
 
-def _drop(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        match = _DROP.fullmatch(reading.field(value, "context", str, where))
-        if match is None:
-            raise DataError(f"{where}: expected 'context' to hold a passage, a question and 'Answer:'")
-        passage, question = match.groups()
-        answers = _answers(reading.field(value, "ref_text", str, where).split("|"), "ref_text", where)
-        if any(re.search(rf"\b{re.escape(answer)}\b", passage, re.IGNORECASE) for answer in answers):
-            yield _Record(f"{line}", passage, _asked(question, where), answers)
+def _lines(read: Callable[[Any, str], Sequence[Any] | None]) -> Callable[[Path], Iterator[_Record]]:
+    """Reads files of lines: `read` gives passage, question, answers and what is near, or None, of an object."""
+
+    def records(path: Path) -> Iterator[_Record]:
+        for line, value in reading.read_jsonl(path):
+            if found := read(value, f"{path}:{line}"):
+                passage, question, *more = found
+                yield _Record(f"{line}", passage, _asked(question, f"{path}:{line}"), *more)
+
+    return records
 
 
-def _nq(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        passages = reading.field(value, "ctxs", list, where)
-        gold = [one for one in passages if isinstance(one, dict) and one.get("isgold")]
-        if not gold:
-            raise DataError(f"{where}: expected a passage with 'isgold' in 'ctxs'")
-        answers = _answers(reading.field(value, "answers", list, where), "answers", where)
-        text = reading.field(gold[0], "text", str, f"{where}: ctxs")
-        question = _asked(reading.field(value, "question", str, where), where)
-        yield _Record(f"{line}", text, question, answers, answers)
+def _drop(value: Any, where: str) -> Sequence[Any] | None:
+    match = _DROP.fullmatch(reading.field(value, "context", str, where))
+    if match is None:
+        raise DataError(f"{where}: expected 'context' to hold a passage, a question and 'Answer:'")
+    answers = _answers(reading.field(value, "ref_text", str, where).split("|"), "ref_text", where)
+    stands = any(re.search(rf"\b{re.escape(answer)}\b", match[1], re.IGNORECASE) for answer in answers)
+    return (*match.groups(), answers) if stands else None
 
 
-def _triviaqa(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
-        answers = _answers(reading.field(value, "answers", list, where), "answers", where)
-        yield _Record(f"{line}", _TRIVIAQA_MARKS.sub("", passage), _asked(question, where), answers)
+def _nq(value: Any, where: str) -> Sequence[Any]:
+    passages = reading.field(value, "ctxs", list, where)
+    gold = [one for one in passages if isinstance(one, dict) and one.get("isgold")]
+    if not gold:
+        raise DataError(f"{where}: expected a passage with 'isgold' in 'ctxs'")
+    answers = _answers(reading.field(value, "answers", list, where), "answers", where)
+    text = reading.field(gold[0], "text", str, f"{where}: ctxs")
+    return text, reading.field(value, "question", str, where), answers, answers
+
+
+def _triviaqa(value: Any, where: str) -> Sequence[Any]:
+    passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
+    answers = _answers(reading.field(value, "answers", list, where), "answers", where)
+    return _TRIVIAQA_MARKS.sub("", passage), question, answers
 
 
 def _asked(question: str, where: str) -> str:
@@ -119,21 +123,21 @@ _SETS = {
         "drop_v0_dev.jsonl",
         "an object a line, with the texts 'context' and 'ref_text'",
         "https://openaipublic.blob.core.windows.net/simple-evals/drop_v0_dev.jsonl.gz, unpacked",
-        _drop,
+        _lines(_drop),
     ),
     "nq": _Set(
         "nq",
         "nq-open-oracle.jsonl",
         "an object a line, with 'question' (text), 'answers' (texts) and 'ctxs' (passages)",
         "https://github.com/nelson-liu/lost-in-the-middle, qa_data/nq-open-oracle.jsonl.gz, unpacked",
-        _nq,
+        _lines(_nq),
     ),
     "triviaqa": _Set(
         "evaporate",
         "triviaqa.jsonl",
         "an object a line, with 'context', 'question' (texts) and 'answers' (texts)",
         "https://huggingface.co/datasets/hazyresearch/based_triviaqa, its validation split as JSON Lines",
-        _triviaqa,
+        _lines(_triviaqa),
     ),
 }
 

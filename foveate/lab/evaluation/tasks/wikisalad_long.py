@@ -135,7 +135,8 @@ def read_articles(path: Path, split: str, tokenizer: Any) -> list[list[Segment]]
 
 def interleave(articles: Sequence[Sequence[Segment]], pattern: str, rng: random.Random) -> Iterator[Segment]:
     """Every segment of all articles once, the topics in turn as the letters of the pattern."""
-    fresh = (_circle(article, rng) for article in rng.sample(articles, len(articles)))
+    drawn = ((article, rng.randrange(len(article))) for article in rng.sample(articles, len(articles)))
+    fresh = ([*article[start:], *article[:start]] for article, start in drawn)  # in a circle
     topics = {letter: itertools.chain.from_iterable(fresh) for letter in pattern}  # an exhausted one takes a fresh one
     while turn := [segment for letter in pattern if (segment := next(topics[letter], None))]:
         yield from turn
@@ -159,11 +160,6 @@ def spread(segments: Sequence[Segment], count: int, rng: random.Random) -> list[
         [place for place in range(*stretch) if segments[place].questions] for stretch in itertools.pairwise(bounds)
     ]
     return [rng.choice(stretch) for stretch in stretches] if all(stretches) else []
-
-
-def _circle(article: Sequence[Segment], rng: random.Random) -> list[Segment]:
-    start = rng.randrange(len(article))
-    return [*article[start:], *article[:start]]
 
 
 def _segments(path: Path, topic: str, paragraphs: Sequence[Paragraph], tokenizer: Any) -> list[Segment]:

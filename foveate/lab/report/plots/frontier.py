@@ -74,11 +74,8 @@ def frontier(
         over_splits: show splits whose names differ in a last number as one.
         against: ``keys_read_share``, or ``kv_bytes_per_step``: bytes of keys and values, of a sequence and all layers.
 
-    Returns:
-        What was left out, a line each.
-
-    Raises `UserError` for an unknown spec, setting or field, when nothing is to be drawn, and as :func:`figure.check`
-    does.
+    Returns what was left out, a line each. Raises `UserError` for an unknown spec, setting or field, when nothing is to
+    be drawn, and as :func:`figure.check` does.
     """
     if against not in _READ:
         raise unknown("field", against, _READ, "--against")

@@ -25,7 +25,8 @@ def table(found: Sequence[Calibration]) -> str:
         summed = [one for one in found if one.found["chosen_by"]["by"] != "together"]
         weighted = [_worth(one) for one in summed]
         layers, run = first.found["layers"], first.found["run"]
-        data, ways = [_data(one) for one in found], [_way(one) for one in found]
+        data = [f"{tasks(one.found['run'])} ({len(one.found['run']['tokens'])})" for one in found]
+        ways = [_way(one) for one in found]
         best = [{len(entry["anchors"]): entry["objective"] for entry in one.found["by_number"]} for one in summed]
         commits = ", ".join(dict.fromkeys(one.found["commit"] for one in found))
     except (KeyError, TypeError) as error:
@@ -79,10 +80,6 @@ def _way(one: Calibration) -> str:
         prompts = f", {answers['prompts']} prompts" if "prompts" in answers else ""
         return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{prompts}"
     return f"{by['over']}, weights {by['weights']}"
-
-
-def _data(one: Calibration) -> str:
-    return f"{tasks(one.found['run'])} ({len(one.found['run']['tokens'])})"
 
 
 def tasks(run: Mapping[str, Any]) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.errors import UserError
+from foveate.lab.evaluation.tasks.niah import distinct
 from foveate.lab.evaluation.tasks.ruler import wordlists
-from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, distinct
+from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw
 from foveate.prompting import question_of
 
 COMMON_TEMPLATE = (

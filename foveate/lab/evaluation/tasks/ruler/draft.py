@@ -59,13 +59,3 @@ def at_random(where: int, lines: Sequence[str], pieces: Sequence[str]) -> list[s
     for place, piece in reversed(list(zip(places, pieces))):
         mixed.insert(place, piece)
     return mixed
-
-
-def distinct(count: int, draw: Callable[[], str], taken: Sequence[str] = ()) -> list[str]:
-    """`count` different draws, in their order, none of them in `taken`."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        drawn = draw()
-        if drawn not in taken:
-            found[drawn] = None
-    return list(found)

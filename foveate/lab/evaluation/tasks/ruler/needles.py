@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.tasks.niah import ANSWER_PREFIX, CHARS_PER_TOKEN, DEPTHS, NEEDLE, TEMPLATE, word_ends
+from foveate.lab.evaluation.tasks.niah import (
+    ANSWER_PREFIX,
+    CHARS_PER_TOKEN,
+    DEPTHS,
+    NEEDLE,
+    TEMPLATE,
+    distinct,
+    word_ends,
+)
 from foveate.lab.evaluation.tasks.ruler import wordlists
-from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, distinct
+from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert
 from foveate.prompting import question_of

@@ -12,7 +12,8 @@ import string
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, distinct
+from foveate.lab.evaluation.tasks.niah import distinct
+from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random
 from foveate.prompting import question_of
 
 TEMPLATE = (
