@@ -51,11 +51,7 @@ class FoveateLM(HFLM):
     """
 
     def __init__(
-        self,
-        pretrained: Any,
-        method: str | methods.Method = "dense",
-        dense_below: int | str = 0,
-        **options: Any,
+        self, pretrained: Any, method: str | methods.Method = "dense", dense_below: int | str = 0, **options: Any
     ) -> None:
         """Load a model and attach a method to it.
 

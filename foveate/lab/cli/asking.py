@@ -24,7 +24,7 @@ from foveate.outfile import announce
 
 _SHOWN_ANSWERS = 3
 
-Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
+Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
 ]
@@ -34,8 +34,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is
 def generate(
     model: Model,
     method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
-    prompt: Annotated[str | None, typer.Option(help="The prompt's text.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt's text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     lens: Annotated[
@@ -43,7 +43,6 @@ def generate(
         typer.Option(
             help="File (.json) for what each of the first 8 decoded tokens reads, token by token: foveate report "
             "FILE --out page.html shows it.",
-            show_default=False,
             callback=announce,
         ),
     ] = None,
@@ -131,14 +130,12 @@ def compare(
     data: Annotated[
         Path,
         typer.Option(
-            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file.",
-            show_default=False,
+            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
+    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", callback=announce)],
     method: Annotated[
-        list[str] | None,
-        typer.Option(help="A method, or own: the model as it is; may be repeated.", show_default=False),
+        list[str] | None, typer.Option(help="A method, or own: the model as it is; may be repeated.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
@@ -146,8 +143,7 @@ def compare(
     question: Annotated[
         str | None,
         typer.Option(
-            help="with: read with its context; after: as a second turn, when methods have evicted what they evict.",
-            show_default=False,
+            help="with: read with its context; after: as a second turn, when methods have evicted what they evict."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(help="Items at most (wikisalad: examples of several questions).")] = 10,
@@ -200,21 +196,13 @@ def calibrate(
         list[str] | None,
         typer.Option(
             help="Whose prompts to read: documents, musique, ruler, …, with settings; repeatable. Left out: prompts "
-            "made of a novel that comes with foveate.",
-            show_default=False,
+            "made of a novel that comes with foveate."
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="The tasks' data (docs/guide/data.md lists the files).", show_default=False),
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The tasks' data (docs/guide/data.md lists the files).")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="A file for the calibration (JSON), besides the one in the cache folder.",
-            show_default=False,
-            callback=announce,
-        ),
+        typer.Option(help="A file for the calibration (JSON), besides the one in the cache folder.", callback=announce),
     ] = None,
     anchors: Annotated[
         int | None,
@@ -231,17 +219,14 @@ def calibrate(
         str,
         typer.Option(
             help="Choose by divergence of predictions with all layers together, or of pairs of layers (divergence); or "
-            "by similarity of layers (the paper, for kascade_paper).",
+            "by similarity of layers (the paper, for kascade_paper)."
         ),
     ] = "together",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
         str | None,
-        typer.Option(
-            help="kascade with the settings that divergence and time are measured under: pool, top_k, …",
-            show_default=False,
-        ),
+        typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …"),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
     batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 8,
@@ -252,8 +237,7 @@ def calibrate(
         str, typer.Option(help="Together: how prompts are read, dense, or sparse by --method as in use.")
     ] = "dense",
     time_share: Annotated[
-        float | None,
-        typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
+        float | None, typer.Option(help="Instead of --anchors: share of dense attention's decode time.")
     ] = None,
     time_context: Annotated[int, typer.Option(help="Tokens at which that time is measured.")] = 32768,
     time_batch: Annotated[int, typer.Option(help="Sequences at which that time is measured.")] = 1,

@@ -24,9 +24,7 @@ from foveate.lab.cli.progress import INTERRUPTED
 def chat(
     model: Model,
     method: Annotated[str, typer.Option(help='Such as pages or "luka:page_size=16".')] = "dense",
-    file: Annotated[
-        Path | None, typer.Option(help="A document to talk about (.txt, .md, .xz).", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A document to talk about (.txt, .md, .xz).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",

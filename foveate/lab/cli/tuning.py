@@ -18,7 +18,7 @@ from foveate.outfile import announce
 
 def tune(
     model: Model,
-    data: Annotated[Path, typer.Option(help="Folder or file of documents (docs/guide/data.md).", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Folder or file of documents (docs/guide/data.md).")],
     out: Annotated[
         Path, typer.Option(help="File for the setting, which attach takes in the place of a method.", callback=announce)
     ] = Path("foveate.json"),
@@ -26,14 +26,13 @@ def tune(
     objective: Annotated[str, typer.Option(help="What is to be small: latency, throughput or memory.")] = "latency",
     task: Annotated[str, typer.Option(help="documents with settings, such as documents:length=8192.")] = "documents",
     calibration: Annotated[
-        Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.", show_default=False)
+        Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.")
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
             help="Items to choose on at most, and as many to check on; if left out, as many as tell --max-loss, or 20 "
-            "of documents without answers.",
-            show_default=False,
+            "of documents without answers."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Time after which nothing new is tried.")] = 15.0,

@@ -68,10 +68,7 @@ class NeedleInAHaystack(Task):
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         said = re.findall(r"\d+", output.text)  # RULER's metric takes 12345677 for 1234567, this one does not
-        return {
-            "string_match": string_match(output.text, item.answers),
-            "number_match": float(item.answers[0] in said),
-        }
+        return {"string_match": string_match(output.text, item.answers), "number_match": float(item.answers[0] in said)}
 
     def _item(self, tokenizer: Any, library: Library, index: int, seed: int) -> Item:
         rng = random.Random(f"niah/{seed}/{index}")
