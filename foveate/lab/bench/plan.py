@@ -89,15 +89,10 @@ def measure(
     out: Path | None,
     table: Callable[[list[Row]], str],
 ) -> None:
-    """Run a plan, write its rows as they come, and print them. An interrupted run keeps what it has measured.
+    """Run a plan of a bench of this name, write its rows to `out` as they come, and print them as `table` makes them.
 
-    Args:
-        bench: what the rows name as their bench.
-        run: gives the rows of the plan.
-        out: file for the rows, or None.
-        table: gives the Markdown to print.
-
-    Raises `UserError` before anything is measured, if the file cannot be written or holds rows of another bench.
+    An interrupted run keeps what it has measured. Raises `UserError` before anything is measured, if the file cannot be
+    written or holds rows of another bench.
     """
     from foveate.cli.terminal import console
 

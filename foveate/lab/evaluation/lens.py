@@ -66,14 +66,9 @@ class Recorder:
         return [[[] if "unchanged" in one else patterns(step, one["layer"]) for one in layers] for step in numbers]
 
     def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
-        """Write what was recorded as a lens.
+        """Write what was recorded as a lens: of these ids, of which so many are prompt.
 
-        Args:
-            tokens: ids of the prompt and the answer.
-            prompt_tokens: how many of them are prompt.
-            facts: as :func:`foveate.lab.results.lens.write` takes them.
-
-        Raises `UserError` as :meth:`steps`, and for a file that cannot be written.
+        `facts` and errors are as of :func:`foveate.lab.results.lens.write`, and errors as of :meth:`steps`.
         """
         steps = self.steps()
         words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])

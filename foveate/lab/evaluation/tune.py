@@ -48,38 +48,23 @@ _ITEMS, _TIMED = 20, 3
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to search.
-
-    Args:
-        model: a model folder.
-        task: with splits `tune` and `test`, such as `documents`.
-        data: the task's data.
-        out: the file for the setting; rows go beside it, to `.tune.jsonl` and `.test.jsonl`, and times that are
-            measured apart to `.tune-times.jsonl` and `.test-times.jsonl`.
-        max_loss: points of the task's score that a method may lose against dense attention, 0 to 100.
-        objective: what is to be small: time of a token (latency), time of a token at `batch_size` over the batch
-            (throughput), or what stays in memory (memory).
-        calibration: a file of `foveate calibrate`, with which kascade is among the methods; None: it is not.
-        limit: items of each split at most; None: as many as tell a loss of `max_loss`, or 20 where methods go along
-            dense attention's answers, whose every token counts.
-        minutes: no trial starts after so many, but for the first of each method. A few start together.
-        imports: files that define methods (:func:`foveate.cli.imports.run`); these are searched by their top_k.
-    """
+    """What to search."""
 
     model: Path
-    task: Task
+    task: Task  # with splits `tune` and `test`, such as `documents`
     data: Path
-    out: Path
-    max_loss: float = 1.0
-    objective: str = OBJECTIVES[0]
-    calibration: Path | None = None
+    out: Path  # for the setting; rows go beside it, `.tune.jsonl` and `.test.jsonl`, times to `.tune-times.jsonl`, …
+    max_loss: float = 1.0  # points of the task's score that may be lost against dense attention, 0 to 100
+    objective: str = OBJECTIVES[0]  # is to be small: time of a token, that over `batch_size`, or what stays in memory
+    calibration: Path | None = None  # of `foveate calibrate`, with which kascade is among the methods
     limit: int | None = None
-    minutes: float = 15.0
+    """Items of each split at most; None: as many as tell a loss of `max_loss`, or 20 of dense attention's answers."""
+    minutes: float = 15.0  # no trial starts after so many, but for the first of each method
     batch_size: int = 1
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
-    imports: tuple[Path, ...] = ()
+    imports: tuple[Path, ...] = ()  # files whose methods (:func:`foveate.cli.imports.run`) are searched by their top_k
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -96,9 +81,8 @@ class Plan:
             raise UserError(f"task '{self.task.name}' has no splits tune and test; use documents")
         for method in self._imported:
             if "top_k" not in method.__dataclass_fields__:
-                raise UserError(
-                    f"method '{method.name}' of {method.__module__} has no top_k, the share that is searched"
-                )
+                who = f"method '{method.name}' of {method.__module__}"
+                raise UserError(f"{who} has no top_k, the share that is searched")
 
     def rows(self, split: str) -> Path:
         """The file of a split's rows."""

@@ -48,14 +48,10 @@ def speed_row(
     tflop_per_s: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A row of a speed bench, measured here and now.
+    """A row of a speed bench, measured here and now; a later row of the same case replaces this one in a file.
 
-    Args:
-        case: what was measured; a later row of the same case replaces this one in a file.
-        device: as torch calls it.
-        ms: milliseconds.
-        baseline: name and milliseconds of what the speed-up is over.
-        more: other fields, ``peak_bytes`` among them.
+    `ms` are milliseconds, `baseline` the name and milliseconds of what the speed-up is over, `more` other fields,
+    ``peak_bytes`` among them.
     """
     name, baseline_ms = baseline
     return {

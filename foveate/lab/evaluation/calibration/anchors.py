@@ -194,16 +194,13 @@ def choose(
     weights: str = "importance",
     divergence: Tensor | None = None,
 ) -> AnchorChoice:
-    """The best ``number`` anchors for some prompts (Kascade, section 3).
+    """The best ``number`` anchors, from 1 to L, for some prompts (Kascade, section 3).
 
     Args:
         prompts: gives ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`); called twice.
         importance: fp32 ``[L]``: 1 - cosine of a layer's input and the same with its attention added.
-        number: anchors, from 1 to L.
-        over: "least" or "mean": what of a prompt's tiles is compared.
-        weights: "importance": a layer counts by it (the paper); "none": all layers count alike.
-        divergence: ``[L, L]``: what is lost if layer j alone reads the choice of layer i, for i <= j. Chosen by instead
-            of similarity: the anchors lose least in sum.
+        over, weights: of :data:`OVER` (of a prompt's tiles) and :data:`WEIGHTS` (of layers).
+        divergence: ``[L, L]``, instead of similarity: what is lost if layer j alone reads the choice of layer i <= j.
 
     Raises `ValueError` for a number out of range, or values that are not finite.
     """

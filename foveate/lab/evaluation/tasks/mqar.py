@@ -6,9 +6,8 @@ pairs. A prompt is text, the pairs, more text and the first key that is asked fo
 theirs are fed in decode, in an order of their own, and each value that the model finds the likeliest token is right.
 Zoology asks near keys more often than far ones and has no text; here every pair is asked for once.
 
-The mixture `recall` of `foveate.hybrids.training` makes rows of this form from the same halves. It draws other pairs,
-and takes its text from the training data. A model has met neither the pairs nor the text of this task unless it was
-trained on the same novels, as the example `benchmarks/hybrids/cpu.toml` is.
+The mixture `recall` of `foveate.hybrids.training` makes rows of this form from the same halves, of other pairs and of
+its own text.
 """
 
 from __future__ import annotations

@@ -63,8 +63,6 @@ def frontier(
     Keys that are read to choose others count, so that their share is also that of the cache's bytes.
 
     Args:
-        rows: of `foveate compare`.
-        out: PNG file.
         along: settings beside the budgets that may differ along one line.
         recommended: spec of the point that gets a star.
         margin: points below dense at which to draw a line.
