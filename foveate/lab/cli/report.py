@@ -39,8 +39,6 @@ def report(
         if out is not None:
             page.check(out, files)
         if csv is not None:
-            frame.check(csv)
-        if csv is not None:
             frame.write_csv([file for file in files if file.suffix != ".json"], csv)
         if out is not None:
             page.write(files, out)
@@ -52,10 +50,7 @@ def report(
         typer.echo(calibrations.table([load(file) for file in files]) + "\n")
         return
     if summary:
-        try:
-            typer.echo(summaries.summary(rows.read(files)) + "\n")
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        typer.echo(summaries.summary(rows.read(files)) + "\n")
         return
     for file in files:
         found = rows.read_any(file)

@@ -32,10 +32,7 @@ _DROPPED = ("prefill", "KV/step", "resident\n/peak", "resident", "time\n/token",
 
 def results(rows: Sequence[Row], answers: int = 0) -> RenderableType:
     """The comparison table of one run's rows (one per method), and below it the answers to the first items."""
-    parts: list[RenderableType] = [Comparison(rows)]
-    if answers:
-        parts += ["", answer_table(rows, answers)]
-    return Group(*parts)
+    return Group(Comparison(rows), *(("", answer_table(rows, answers)) if answers else ()))
 
 
 class Comparison:
@@ -77,15 +74,16 @@ class Comparison:
         rows = self._rows
         digits = 1 if max(row["high"] for row in rows) >= 10 else 2
         compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
+
+        def beside(row: Row) -> Text | str:
+            if row["method"] == "dense" or not compared:
+                return NONE
+            return _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+")
+
         held = "resident\n/peak" if any(row.get("cache_peak_bytes") for row in rows) else "resident"
         return {
             "score": [_interval(row["score"], row["low"], row["high"], digits) for row in rows],
-            "Δ to dense": [
-                NONE
-                if row["method"] == "dense" or not compared
-                else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+")
-                for row in rows
-            ],
+            "Δ to dense": [beside(row) for row in rows],
             "keys\nread": [percent(row["keys_read_share"]) for row in rows],
             "KV/step": [size(row["kv_bytes_per_step"]) for row in rows],
             held: [_resident(row) for row in rows],
@@ -99,21 +97,16 @@ class Comparison:
 def short_names(rows: Sequence[Row]) -> list[str]:
     """A name for each row's method: its spec, or of a long one the method's name, with a number if rows share it."""
     long = Counter(row["method"] for row in rows if len(row["spec"]) > _LONG)
-    taken, names = {row["spec"] for row in rows}, []
-    number: Counter[str] = Counter()
-    for row in rows:
-        method, spec = row["method"], row["spec"]
-        if len(spec) <= _LONG:
-            names.append(spec)
-            continue
-        number[method] += 1
-        names.append(method if long[method] == 1 and method not in taken else f"{method} #{number[method]}")
+    taken, names, number = {row["spec"] for row in rows}, [], Counter()
+    for method, spec in ((row["method"], row["spec"]) for row in rows):
+        number[method] += len(spec) > _LONG
+        alone = long[method] == 1 and method not in taken
+        names.append(spec if len(spec) <= _LONG else method if alone else f"{method} #{number[method]}")
     return names
 
 
 def _table(title: str | None = None) -> Table:
-    how = {"title_style": "bold", "title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0}
-    return Table(title=title, **how)
+    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
 
 
 def answer_table(rows: Sequence[Row], limit: int) -> Table:
