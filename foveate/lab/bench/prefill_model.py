@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 import foveate
 from foveate.lab.bench.models import ModelPlan, generate
 from foveate.lab.bench.plan import Keep, Row, Say, command
+from foveate.lab.evaluation.decoding import Clock
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
@@ -82,24 +82,18 @@ def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chun
         return None
     times, memory, library = [], circumstances.PeakMemory(plan.device), None
     for _ in range(plan.repeats + 1):
-        _wait(plan.device)
+        clock = Clock(model.device)
         memory.start()
-        begin = time.perf_counter()
+        clock.tick()
         made = generate(model, ids, 1, chunk, return_dict_in_generate=True)
-        _wait(plan.device)
-        times.append(1e3 * (time.perf_counter() - begin))
+        clock.tick()
+        times.append(clock.elapsed_ms)
         peak, resident = memory.peak(), _resident(made.past_key_values)
         del made
     if spec != TRANSFORMERS:
         library = foveate.stats(model).dense_prompts
         foveate.detach(model)
     return _Read(statistics.median(times[1:]), times[0], peak, memory.kind, resident, library)
-
-
-def _wait(device: str) -> None:
-    """Until a GPU has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _resident(cache: Any) -> int:

@@ -96,7 +96,7 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
 
 def spelled(row: Row) -> Row:
     """A row in whose settings methods are written as specs."""
-    return {**row, "settings": _with_specs(row)}
+    return all_spelled([row])[0]
 
 
 def all_spelled(rows: Iterable[Row]) -> list[Row]:
@@ -104,20 +104,13 @@ def all_spelled(rows: Iterable[Row]) -> list[Row]:
     known: dict[tuple[str, str], dict[str, Any]] = {}
     found = []
     for row in rows:
-        key = (row["method"], json.dumps(row["settings"], sort_keys=True))
+        settings = row["settings"]
+        key = (row["method"], json.dumps(settings, sort_keys=True))
         if key not in known:
-            known[key] = _with_specs(row)
+            method, named = method_of(row), [name for name, value in settings.items() if isinstance(value, dict)]
+            known[key] = settings | ({} if method is None else {name: getattr(method, name) for name in named})
         found.append({**row, "settings": known[key]})
     return found
-
-
-def _with_specs(row: Row) -> dict[str, Any]:
-    """The settings of a row's method, with specs in place of methods."""
-    method = method_of(row)
-    if method is None:
-        return row["settings"]
-    short = {name: getattr(method, name) for name, value in row["settings"].items() if isinstance(value, dict)}
-    return {**row["settings"], **short}
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:

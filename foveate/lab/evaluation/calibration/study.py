@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Study:
         if passing is None or passing.added is None or not isinstance(stream, Tensor):
             return
         if any(stream is one for one in passing.aside):
-            passing.aside.append(_first(out))
+            passing.aside = [*passing.aside, _first(out)]
         elif stream.shape == passing.before.shape:
             self._leave(layer, stream)
 
@@ -107,13 +108,13 @@ class Study:
             self.end()
 
 
+@dataclasses.dataclass
 class _Passing:
     """What is known of a block while it runs."""
 
-    def __init__(self, before: Tensor):
-        self.before = before
-        self.added: Tensor | None = None  # attention's output
-        self.aside: list[Any] = []  # attention's input and output, and what was made of these alone
+    before: Tensor
+    added: Tensor | None = None  # attention's output
+    aside: Sequence[Any] = ()  # attention's input and output, and what was made of these alone
 
 
 def _first(out: Any) -> Any:

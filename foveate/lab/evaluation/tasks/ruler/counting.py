@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from foveate.errors import UserError
 from foveate.lab.evaluation.tasks.niah import distinct
-from foveate.lab.evaluation.tasks.ruler import wordlists
-from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw
+from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, read_words, word_files
 from foveate.prompting import question_of
 
 COMMON_TEMPLATE = (
@@ -60,14 +59,14 @@ class CommonWords:
     new_tokens: ClassVar[int] = 120
 
     def files(self, data: Path) -> list[Path]:
-        return wordlists.files(data)
+        return word_files(data)
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
-        words = sorted({word for words in wordlists.read(data) for word in words})
+        words = sorted({word for words in read_words(data) for word in words})
         counts = _FULL if length >= _FULL_LENGTH else _SMALL
         if len(words) < counts.example_words:
             raise UserError(f"the word lists have {len(words)} different words; the example of cwe needs more")
-        lists = "RULER's word lists" if wordlists.files(data) else "the built-in words (RULER's lists go into ruler/)"
+        lists = "RULER's word lists" if word_files(data) else "the built-in words (RULER's lists go into ruler/)"
 
         def draw(rng: random.Random, index: int) -> Draft:
             shown, drawn = rng.sample(words, counts.example_words), rng.sample(words, len(words))

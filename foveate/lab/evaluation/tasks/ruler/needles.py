@@ -20,8 +20,7 @@ from foveate.lab.evaluation.tasks.niah import (
     distinct,
     word_ends,
 )
-from foveate.lab.evaluation.tasks.ruler import wordlists
-from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random
+from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, read_words, word_files
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert
 from foveate.prompting import question_of
@@ -66,11 +65,11 @@ class Needles:
     def files(self, data: Path) -> list[Path]:
         return [
             *(reading.novel_files(data) if self.haystack == "essay" else ()),
-            *(wordlists.files(data) if self.key_kind == "word" else ()),
+            *(word_files(data) if self.key_kind == "word" else ()),
         ]
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
-        words = wordlists.read(data)[:2] if self.key_kind == "word" else ()
+        words = read_words(data)[:2] if self.key_kind == "word" else ()
         others = length // _NEEDLE_TOKENS if self.haystack == "needles" else 0  # as many as could be needed
         possible = math.prod(len(set(part)) for part in words)
         if words and possible < 2 * (self.keys + others):  # at least half stay free, so that drawing ends soon
