@@ -6,17 +6,15 @@ import functools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import typer
 
 from foveate.errors import UserError, unknown
+from foveate.lab.evaluation.runner import parse_method as parsed
 from foveate.lab.results import measurements
 from foveate.methods import parse
-
-if TYPE_CHECKING:
-    from foveate.methods import Method
 
 DTYPES = ("bfloat16", "float16", "float32")
 Row = dict[str, Any]
@@ -25,14 +23,6 @@ Keep = Callable[[list[Row]], None]  # receives rows as soon as they are complete
 
 _FLAGS = {"methods": "method", "contexts": "context", "batches": "batch", "chunks": "chunk"}
 """Fields of plans with several values, and the options that give one each."""
-
-
-def parsed(spec: str) -> Method:
-    """The method of a spec. Raises UserError for one that cannot be."""
-    try:
-        return parse(spec)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def specs(methods: Sequence[str]) -> list[str]:
@@ -52,14 +42,6 @@ def check(plan: Any) -> None:
         raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
     if plan.heads % plan.kv_heads if hasattr(plan, "heads") else 0:
         raise UserError(f"heads must be a multiple of kv-heads, {plan.kv_heads}, not {plan.heads}")
-
-
-def check_device(device: str) -> None:
-    """Raise UserError for a device that is none, or not here."""
-    if device not in ("cuda", "cpu"):
-        raise unknown("device", device, ("cuda", "cpu"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
 
 
 def command(program: str, plan: Any) -> str:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.errors import UserError
+
 
 def pair_similarity(captured: Tensor) -> Tensor:
     """Equation 3 for pairs of heads, mean over tiles: ``[T, L, H, L, H] -> [L, H, L, H]``, 0 for a > b."""
@@ -53,13 +55,13 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
     The first layer is always an anchor. Each layer reads the choice of the last anchor up to itself.
 
     `similarity`: ``[L, L]``: what layer j is worth if it reads the choice of layer i, for i <= j. Returns for each
-    number of anchors their indices, ascending, and the sum over layers that they reach. Raises `ValueError` unless ``1
+    number of anchors their indices, ascending, and the sum over layers that they reach. Raises `UserError` unless ``1
     <= most <= L``, or for similarities that are not finite.
     """
     layers = similarity.shape[0]
     check_number(most, layers)
     if not bool(torch.isfinite(similarity).all()):
-        raise ValueError("the similarity or divergence of layers is not finite")
+        raise UserError("the similarity or divergence of layers is not finite")
     upto = torch.cat([similarity.new_zeros(layers, 1, dtype=torch.float64), similarity.double().triu().cumsum(1)], 1)
     segment = upto - upto.gather(1, torch.arange(layers)[:, None])  # [i, j]: layers i .. j - 1 read the choice of i
     best = torch.full((layers + 1,), float("-inf"), dtype=torch.float64)  # of the layers before j
@@ -136,9 +138,9 @@ BY, OVER, WEIGHTS = ("together", "divergence", "similarity"), ("least", "mean"),
 
 
 def check_number(number: int, layers: int) -> None:
-    """Raises `ValueError` unless a model of so many layers can have this number of anchors."""
+    """Raises `UserError` unless a model of so many layers can have this number of anchors."""
     if not 1 <= number <= layers:
-        raise ValueError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
+        raise UserError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
 
 
 def objective(similarity: Tensor, anchors: Sequence[int]) -> float:
@@ -202,7 +204,7 @@ def choose(
         over, weights: of :data:`OVER` (of a prompt's tiles) and :data:`WEIGHTS` (of layers).
         divergence: ``[L, L]``, instead of similarity: what is lost if layer j alone reads the choice of layer i <= j.
 
-    Raises `ValueError` for a number out of range, or values that are not finite.
+    Raises `UserError` for a number out of range, or values that are not finite.
     """
     check_number(number, len(importance))
     maps, count = counterparts(prompts()), 0

@@ -80,7 +80,7 @@ class Answers:
             if not path.exists():
                 start = time.perf_counter()
                 how = (self._plan.method, layers, maps, lambda begun=begun: progress(next(begun)))
-                lost = _told(divergence.measure, model, tokenizer, batch, *how)
+                lost = divergence.measure(model, tokenizer, batch, *how)
                 write(path, {"divergence": lost * len(batch)}, start, self._how)
         summed, seconds = (
             torch.stack(one) for one in zip(*(read(path, "divergence", "seconds") for path in self.paths))
@@ -111,7 +111,7 @@ class Answers:
             if index not in held:
                 held.clear()
                 held[index] = divergence.answer(model, tokenizer, self._batches[index])
-            return _told(divergence.together, model, held[index], methods, lambda: progress(next(begun)))
+            return divergence.together(model, held[index], methods, lambda: progress(next(begun)))
 
         def losses(turn: int, tried: list[list[int]]) -> Tensor:
             method = self._plan.in_use
@@ -144,11 +144,3 @@ class Answers:
 def named(choice: AnchorChoice, layers: Sequence[int]) -> dict[str, list[int]]:
     """The heads' maps by the layers' own numbers."""
     return {str(layers[layer]): heads for layer, heads in choice.heads.items()}
-
-
-def _told(work: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """What it returns; predictions that are not finite are the user's to know."""
-    try:
-        return work(*arguments)
-    except ValueError as error:
-        raise UserError(str(error)) from None

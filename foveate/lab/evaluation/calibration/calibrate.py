@@ -57,7 +57,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
     plan = plan.with_anchors(number := model_folder.attention_layers(plan.model))
-    _check_anchors(plan, number)
+    if plan.time_share is None:
+        check_number(plan.anchors, number)
     files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
     tokenizer = loading.load_tokenizer(plan.model)
     items = [item for task in plan.tasks for item in _items(plan, task, tokenizer, facts)]
@@ -125,16 +126,21 @@ def _calibrated(
     folder = partial_folder(plan.out)
     paths = [folder / _PROMPT.format(number) for number in range(len(items))]
     answers = Answers(plan, items, mark.get("answers"))
-    _say_what_is_kept(paths, answers, say)
+    files, tried = [*paths, *answers.paths], len(answers.tried())
+    if kept := sum(path.exists() for path in files):
+        what = "files of prompts and answers" if answers.paths else "prompts"
+        more = f" and {tried} files of anchors tried" if tried else ""
+        say(f"resuming: {kept} of {len(files)} {what}{more} are there")
     model = loading.load_model(plan.model, plan.dtype, plan.device)
     with foveate.attached(model, "dense") as attachment:
         layers = sorted(attachment.policies)
-        _check_anchors(plan, len(layers))
+        if plan.time_share is None:
+            check_number(plan.anchors, len(layers))
         shape = model_facts(attachment.config, attention_modules(model, layers))
-        costs = None if plan.time_share is None else _costs(plan, shape)
-        number = (
-            plan.anchors if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
-        )
+        costs, number = None, plan.anchors
+        if plan.time_share is not None:
+            costs = _costs(plan, shape)
+            number = layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
         steps = len(items) + answers.steps(layers, number)
         for done, (path, item) in enumerate(zip(paths, items)):
             progress(done, steps)
@@ -171,24 +177,6 @@ def _calibrated(
     return artefact
 
 
-def _say_what_is_kept(paths: list[Path], answers: Answers, say: Say) -> None:
-    """Tells what there is of an earlier run."""
-    files, tried = [*paths, *answers.paths], len(answers.tried())
-    kept = sum(path.exists() for path in files)
-    if kept:
-        what = "files of prompts and answers" if answers.paths else "prompts"
-        more = f" and {tried} files of anchors tried" if tried else ""
-        say(f"resuming: {kept} of {len(files)} {what}{more} are there")
-
-
-def _check_anchors(plan: Plan, layers: int) -> None:
-    if plan.time_share is None:
-        try:
-            check_number(plan.anchors, layers)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-
-
 def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[Item]:
     """A task's prompts, each once."""
     items = task.items(plan.data, tokenizer, plan.limit, plan.seed)
@@ -221,8 +209,6 @@ def _studied(
     try:
         model(torch.tensor([prompt], device=model.device), use_cache=False, logits_to_keep=1)
         return study.result()
-    except ValueError as error:
-        raise UserError(str(error)) from None
     finally:
         study.end()
 
@@ -259,13 +245,10 @@ def _chosen(
     if lost is not None:
         diverged, more = lost
         seconds = torch.cat([seconds, more])
-    try:
-        choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
-        if plan.time_share is not None:  # the best that time allows: more anchors may lose more
-            worth = [value for _, value in choice.by_number[:number]]
-            choice = choice.of(worth.index(max(worth)) + 1)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
+    if plan.time_share is not None:  # the best that time allows: more anchors may lose more
+        worth = [value for _, value in choice.by_number[:number]]
+        choice = choice.of(worth.index(max(worth)) + 1)
     return choice, {
         "importance": _rounded(importance),
         "similarity": _rounded(choice.similarity),

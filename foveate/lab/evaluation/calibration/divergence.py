@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import foveate
+from foveate.errors import UserError
 from foveate.lab.evaluation import decoding, generation
 from foveate.lab.evaluation.tasks.base import Item
 from foveate.methods import SharedPrompt
@@ -77,7 +78,7 @@ def measure(
         step: called when the items are answered, and after each pair.
 
     Returns fp32 ``[L, L]``: KL divergence, nats a token, mean over an answer's tokens and over the items; 0 where the
-    reader comes first. Raises `ValueError` where it is not finite.
+    reader comes first. Raises `UserError` where it is not finite.
     """
     answered = answer(model, tokenizer, items)
     found = torch.zeros(len(layers), len(layers))
@@ -97,7 +98,7 @@ def together(
     """The divergence from dense attention's predictions with each of N methods, all layers reading what they would.
 
     As :func:`measure`, fp32 ``[N]``. Prompts are dense for a method with `decode_only`; any other one reads them, too,
-    and the first token of an answer counts then. `step` is called after each method. Raises `ValueError` where the
+    and the first token of an answer counts then. `step` is called after each method. Raises `UserError` where the
     divergence is not finite.
     """
     found = torch.zeros(len(methods))
@@ -113,7 +114,7 @@ def _moved(model: Any, answered: Answered, method: Any, dense_prompt: bool, word
         read = answered.prompt if dense_prompt else answered.again()
         found = read.divergence(model, answered.trace, shared=dense_prompt).mean()
     if not bool(torch.isfinite(found)):
-        raise ValueError(words.replace("{}", "the predictions of the model are not finite (NaN or infinite)"))
+        raise UserError(words.replace("{}", "the predictions of the model are not finite (NaN or infinite)"))
     return found
 
 

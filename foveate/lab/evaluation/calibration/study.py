@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foveate.errors import UserError
 from foveate.integrations.transformers.support import Watch
 from foveate.lab.evaluation.calibration.similarity import Measured, Similarity
 from foveate.runtime import Policy
@@ -62,7 +63,7 @@ class Study:
         importance = torch.stack([self._importance[layer].cpu() for layer in self._similarity.layers])
         if not bool(torch.isfinite(importance).all()):
             layer = self._similarity.layers[int((~torch.isfinite(importance)).nonzero()[0])]
-            raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
+            raise UserError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
