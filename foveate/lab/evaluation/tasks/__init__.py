@@ -18,11 +18,14 @@ T = TypeVar("T", bound=type[Task])
 
 
 def register(task: T) -> T:
-    """Class decorator: makes a task known by its `name`. Raises ValueError if the name is taken."""
+    """Class decorator: makes a task, as a frozen dataclass, known by its `name`.
+
+    Raises ValueError if the name is taken.
+    """
     if task.name in _TASKS:
         raise ValueError(f"task '{task.name}' is registered twice")
-    _TASKS[task.name] = task
-    return task
+    _TASKS[task.name] = task if "__dataclass_params__" in vars(task) else dataclasses.dataclass(frozen=True)(task)
+    return _TASKS[task.name]
 
 
 def names() -> list[str]:

@@ -100,7 +100,7 @@ class Output:
 class Task:
     """A kind of item and its grading; the fields are the task's settings.
 
-    A new task is one file in this folder: a frozen dataclass derived from `Task` and decorated by `tasks.register`.
+    A new task is one file in this folder: a class derived from `Task` and decorated by `tasks.register`.
     """
 
     name: ClassVar[str]

@@ -7,7 +7,6 @@ from the files of llm-foundry. Its SIQA has two of the three answers, so that ch
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +122,6 @@ _SETS = {
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class MultipleChoice(Task):
     """Multiple choice by likelihood. Score: right answers, percent; by length for `arc_challenge` and `hellaswag`."""
 

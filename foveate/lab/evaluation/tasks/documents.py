@@ -6,7 +6,6 @@ method follows dense attention (:class:`~foveate.lab.evaluation.tasks.fidelity.F
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import random
@@ -37,7 +36,6 @@ class Document(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Documents(Task):
     """Your own texts (.txt, .md) and records (.jsonl: `context`, and, if you have them, `question` and `answer`).
 

@@ -6,7 +6,6 @@ perplexity is of the word, not of its tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/lang
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Lambada(Task):
     """The last word of a passage of a novel. Score: words of which every token is the likeliest, percent."""
 

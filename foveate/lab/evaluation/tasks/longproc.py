@@ -12,7 +12,6 @@ code makes; here they are the worked solutions of the last two records, which ar
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +36,6 @@ _EQUATION = re.compile(r"(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)")
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class LongProc(Task):
     """Procedures carried out step by step. Score: answers that are right as a whole (`exact`)."""
 

@@ -7,7 +7,6 @@ Its interval is over items: it does not tell of other problems if each problem h
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from pathlib import Path
@@ -29,7 +28,6 @@ _ANSWER_CHARS = 500  # more than any answer has; what a model repeats without en
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Mathematics(Task):
     """Mathematics problems, answered step by step. Score: right final answers (`correct`); `limit` counts problems."""
 

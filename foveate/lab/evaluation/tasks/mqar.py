@@ -12,7 +12,6 @@ its own text.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from foveate.prompting import leading_ids
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class AssociativeRecall(Task):
     """Values of keys, all pairs in one prompt. Score: queries whose value is the likeliest token, percent."""
 

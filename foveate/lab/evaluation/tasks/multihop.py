@@ -120,7 +120,6 @@ class MultiHop(ContextQuestions):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class HotpotQA(MultiHop):
     """HotpotQA (Yang et al. 2018), ten passages a question, two of them gold. Score: token F1."""
 
@@ -133,7 +132,6 @@ class HotpotQA(MultiHop):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class MuSiQue(MultiHop):
     """MuSiQue (Trivedi et al. 2022), twenty passages a question, two to four of them gold. Score: token F1."""
 
@@ -146,7 +144,6 @@ class MuSiQue(MultiHop):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class TwoWiki(MultiHop):
     """2WikiMultihopQA (Ho et al. 2020), ten passages a question, two to four of them gold. Score: token F1."""
 

@@ -8,7 +8,6 @@ fitted to `length` tokens: never above, and within 1 % below.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ CHARS_PER_TOKEN = 8  # more than enough for English prose
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class NeedleInAHaystack(Task):
     """A magic number hidden in a novel, asked for with an answer prefix. Score: the number is in the answer."""
 

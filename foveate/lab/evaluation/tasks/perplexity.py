@@ -7,7 +7,6 @@ LuKA's ablations. Bits per byte make models with different vocabularies comparab
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from pathlib import Path
@@ -33,7 +32,6 @@ def nats_a_token(values: Values) -> np.ndarray:
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Perplexity(Task):
     """Likelihood of a text's continuation, fed in decode. Score: 100 / perplexity."""
 

@@ -7,7 +7,6 @@ is asked for. Wording and forms are not those of RULER and of question sets, so 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -50,7 +49,6 @@ class Asked(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Probes(Task):
     """Things that stand once in a novel. Score: prompts whose answer is in what the model says (`found`)."""
 

@@ -14,7 +14,6 @@ differs from the published evaluation:
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -143,7 +142,6 @@ _SETS = {
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Recall(Task):
     """A fact that stands in a passage. Score: answers that contain it, percent."""
 

@@ -59,7 +59,6 @@ class ContextQuestions(Task):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class WikiSalad(ContextQuestions):
     """Questions on interleaved Wikipedia segments. Score: lenient exact match as published (`em_paper`)."""
 

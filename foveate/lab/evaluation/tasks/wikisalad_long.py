@@ -43,7 +43,6 @@ class Segment:
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class WikiSaladLong(ContextQuestions):
     """Answerable questions on interleaved articles, any length, no repeats. Score: as in `wikisalad` (`em_paper`)."""
 

@@ -57,7 +57,6 @@ _BEGINNING = 3
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Ruler(Task):
     """RULER: needles, variable tracking, word counting, questions. Score: the references found in the answer.
 
