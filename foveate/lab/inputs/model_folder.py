@@ -76,8 +76,14 @@ def _decoder_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return config.get_text_config(decoder=True)
     except Exception as error:  # a damaged configuration leads to any of them, those of Transformers' checks included
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+        raise UserError(
+            f"{folder / 'config.json'}: not the configuration of a known model ({first_line(error)})"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:

@@ -36,6 +36,11 @@ class Question:
     def is_impossible(self) -> bool:
         return not self.answers
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Those of the answers, each once."""
+        return tuple(dict.fromkeys(answer.text for answer in self.answers))
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -94,9 +99,8 @@ def read_squad(path: Path) -> Squad:
 
 def _article(article: Any, where: str) -> Article:
     title, paragraphs = reading.field(article, "title", str, where), reading.field(article, "paragraphs", list, where)
-    return Article(
-        title, tuple(_paragraph(part, f"{where}.paragraphs[{number}]") for number, part in enumerate(paragraphs))
-    )
+    parts = (_paragraph(part, f"{where}.paragraphs[{number}]") for number, part in enumerate(paragraphs))
+    return Article(title, tuple(parts))
 
 
 def _paragraph(paragraph: Any, where: str) -> Paragraph:

@@ -45,10 +45,9 @@ def _squad(path: Path) -> Iterator[_Record]:
     for article in read_squad(path).articles:
         for paragraph in article.paragraphs:
             for question in paragraph.questions:
-                answers = tuple(dict.fromkeys(answer.text for answer in question.answers))
-                if answers:
+                if question.answers:
                     asked = _asked(question.text, f"{path}: question {question.id}")
-                    yield _Record(question.id, paragraph.text, asked, answers, answers)
+                    yield _Record(question.id, paragraph.text, asked, question.texts, question.texts)
 
 
 def _lines(read: Callable[[Any, str], Sequence[Any] | None]) -> Callable[[Path], Iterator[_Record]]:

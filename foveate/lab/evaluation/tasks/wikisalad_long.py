@@ -109,7 +109,7 @@ class WikiSaladLong(ContextQuestions):
             name,
             context=_BREAK.join(part.text for part in segments),
             question=QUESTION.format(topic=segment.topic, question=question.text.strip()),
-            answers=tuple(dict.fromkeys(answer.text for answer in question.answers)),
+            answers=question.texts,
             topic=segment.topic,
             depth=round(100 * before / whole),
         )

@@ -123,17 +123,10 @@ def read_squad_questions(path: Path) -> tuple[list[Question], list[str]]:
     questions = []
     for article in articles:
         own = [documents.number(paragraph.text) for paragraph in article.paragraphs]
-        questions += [
-            Question(
-                question.text,
-                tuple(dict.fromkeys(answer.text for answer in question.answers)),
-                (number,),
-                tuple(dict.fromkeys(other for other in own if other != number)),
-            )
-            for number, paragraph in zip(own, article.paragraphs)
-            for question in paragraph.questions
-            if question.answers
-        ]
+        for number, paragraph in zip(own, article.paragraphs):
+            near = tuple(dict.fromkeys(other for other in own if other != number))
+            asked = [question for question in paragraph.questions if question.answers]
+            questions += [Question(question.text, question.texts, (number,), near) for question in asked]
     return questions, list(documents)
 
 
