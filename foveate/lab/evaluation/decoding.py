@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -17,8 +17,7 @@ from foveate.integrations.transformers import releases
 from foveate.lab.evaluation.tasks.base import Item
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """Answers to a batch of items, and the distributions that they were chosen from."""
 
     tokens: torch.Tensor  # int64 [B, T], padded after a row's end

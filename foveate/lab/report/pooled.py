@@ -23,7 +23,12 @@ def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
 
     Whatever their order: items are drawn by their numbers, which they have by task, split and length.
     """
-    pairs = sorted(zip(rows, dense, strict=True), key=lambda pair: _place(*pair), reverse=True)
+
+    def place(pair: tuple[Row, Row]) -> tuple[Any, ...]:
+        row, _ = pair
+        return row["task"], row["split"], -row["length"], row["run"]["items"], *map(_values, pair)
+
+    pairs = sorted(zip(rows, dense, strict=True), key=place, reverse=True)
     ours, theirs = ({"value": _items(side)} for side in zip(*pairs))
     return paired_bootstrap(_AVERAGE, ours, theirs)
 
@@ -114,10 +119,6 @@ def _items(rows: Sequence[Row]) -> np.ndarray:
 
 def _values(row: Row) -> list[float]:
     return row["item_values"][_main(row)]
-
-
-def _place(row: Row, dense: Row) -> tuple[Any, ...]:
-    return row["task"], row["split"], -row["length"], row["run"]["items"], _values(row), _values(dense)
 
 
 def _main(row: Row) -> str:

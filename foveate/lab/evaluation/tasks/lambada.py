@@ -40,16 +40,16 @@ class Lambada(Task):
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
         some(records, "passages", path)
-        chosen = drawn(records, limit, f"lambada/{seed}")
-        return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
+        items = []
+        for line, value in drawn(records, limit, f"lambada/{seed}"):
+            texts = (reading.field(value, name, str, f"{path}:{line}") for name in ("context", "continuation"))
+            context, word = map(str.strip, texts)
+            prompt, target = encode_continued(tokenizer, context, f" {word}")
+            items.append(Item(f"{line}", context, tuple(prompt), answers=(word,), target_ids=tuple(target)))
+        return items
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         return {"right": float(all(output.hits)), "nll": output.nll}
 
     def said(self, item: Item, output: Output) -> str:
         return f"{'right' if all(output.hits) else 'wrong'}, perplexity {math.exp(min(output.nll, 700)):.2f}"
-
-    def _item(self, tokenizer: Any, value: Any, where: str, line: int) -> Item:
-        context, word = (reading.field(value, name, str, where).strip() for name in ("context", "continuation"))
-        prompt, target = encode_continued(tokenizer, context, f" {word}")
-        return Item(f"{line}", context, tuple(prompt), answers=(word,), target_ids=tuple(target))

@@ -56,13 +56,13 @@ class MultiHop(ContextQuestions):
             self.at_least("length", SHORTEST)
 
     def files(self, data: Path) -> list[Path]:
-        folder = reading.subfolder(data, "multihop")
-        return [self._file(folder, split) for split in dict.fromkeys((self.split, "dev"))]
-
-    def _file(self, folder: Path, split: str) -> Path:
-        name, source = self.sources[split]
-        form = "an object a line" if name.endswith(".jsonl") else "a list of objects"
-        return reading.find_data_file(folder, name, f"{self.title}, {split}: its records as JSON, {form}", source)
+        folder, found = reading.subfolder(data, "multihop"), []
+        for split in dict.fromkeys((self.split, "dev")):
+            name, source = self.sources[split]
+            form = "an object a line" if name.endswith(".jsonl") else "a list of objects"
+            content = f"{self.title}, {split}: its records as JSON, {form}"
+            found.append(reading.find_data_file(folder, name, content, source))
+        return found
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         path, *others = self.files(data)

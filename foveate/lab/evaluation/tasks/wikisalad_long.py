@@ -9,13 +9,12 @@ the context, and name their article. Protocol and grading are those of `wikisala
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
 from foveate.lab.evaluation.metrics import normalize
@@ -32,8 +31,7 @@ _BREAK = "\n\n"
 _ATTEMPTS = 300
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A paragraph under its article's title, the questions that it answers, and the tokens that it adds to a prompt."""
 
     topic: str

@@ -8,7 +8,7 @@ import random
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from foveate.errors import UserError
 from foveate.lab.evaluation.tasks.niah import distinct
@@ -35,8 +35,7 @@ _CODED_LETTERS = 6
 _FEWEST_CODED = 53
 
 
-@dataclasses.dataclass(frozen=True)
-class _Counts:
+class _Counts(NamedTuple):
     """How often a common and another word stands in the list; the same of the example, and its different words."""
 
     common: int

@@ -8,7 +8,7 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from foveate.errors import UserError
 from foveate.lab.evaluation.tasks.niah import (
@@ -35,8 +35,7 @@ _NEEDLE_TOKENS = 14  # fewest tokens of a needle: its words and stops
 _SAMPLE = 20_000  # characters of a novel that tell how many tokens a character has
 
 
-@dataclasses.dataclass(frozen=True)
-class _Haystack:
+class _Haystack(NamedTuple):
     """`context(size)` is that much of it, needles included; the other fields are those of a draft."""
 
     context: Callable[[int], str]

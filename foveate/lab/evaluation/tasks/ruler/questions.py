@@ -13,7 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from foveate.errors import DataError, UserError
 from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw
@@ -33,8 +33,7 @@ _DOCUMENT = "Document {number}:\n{text}"
 _TRIES = 1000  # documents tried for the room that is left by those taken
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question, its answers, its own documents and those to be added first, as indices."""
 
     text: str
