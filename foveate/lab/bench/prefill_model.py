@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -39,17 +39,6 @@ class Plan(ModelPlan):
     needs = "the longest context needs"
 
 
-class _Read(NamedTuple):
-    """What a method takes for a prompt."""
-
-    ms: float
-    first_ms: float  # of the first prompt of this length, with what is compiled and planned for it
-    peak_bytes: int
-    peak_kind: str
-    resident_bytes: int
-    dense_prompts: str | None
-
-
 @torch.inference_mode()
 def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method, context and chunk; the baseline is foveate's own dense, read alike.
@@ -69,14 +58,16 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
                     continue
                 found[spec] = one
                 pieces = f" in chunks of {chunk:,}" if chunk else ""
-                say(f"{spec} at {context:,}{pieces}: {one.ms:.1f} ms, peak {one.peak_bytes / 1e9:.2f} GB")
-            keep(fresh := [_row(plan, model, spec, context, chunk, one, found) for spec, one in found.items()])
+                say(f"{spec} at {context:,}{pieces}: {one['ms']:.1f} ms, peak {one['peak_bytes'] / 1e9:.2f} GB")
+            cases = {spec: plan.case(spec, context, 1, chunk=chunk) for spec in found}
+            fresh = [_row(plan, model, cases[spec], one, found["dense"]) for spec, one in found.items()]
+            keep(fresh)
             rows += fresh
     return rows
 
 
-def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chunk: int) -> _Read | None:
-    """Median milliseconds to the first token, peak bytes, and bytes that the cache holds; None if it cannot be."""
+def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chunk: int) -> dict[str, Any] | None:
+    """What a method takes for a prompt, the first of its length apart; None if it cannot be read in chunks."""
     if spec != TRANSFORMERS and foveate.attach(model, spec).whole_prompt and chunk:
         foveate.detach(model)
         return None
@@ -93,7 +84,8 @@ def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chun
     if spec != TRANSFORMERS:
         library = foveate.stats(model).dense_prompts
         foveate.detach(model)
-    return _Read(statistics.median(times[1:]), times[0], peak, memory.kind, resident, library)
+    found = {"ms": statistics.median(times[1:]), "first_ms": times[0], "dense_prompts": library}
+    return found | {"peak_bytes": peak, "peak_kind": memory.kind, "resident_bytes": resident}
 
 
 def _resident(cache: Any) -> int:
@@ -103,24 +95,16 @@ def _resident(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def _row(
-    plan: Plan, model: PreTrainedModel, spec: str, context: int, chunk: int, one: _Read, found: dict[str, _Read]
-) -> Row:
+def _row(plan: Plan, model: PreTrainedModel, case: dict[str, Any], one: dict[str, Any], dense: dict[str, Any]) -> Row:
     flops = 2 * sum(parameter.numel() for parameter in model.parameters())
-    more = {"chunk": chunk, "dtype": plan.dtype, "repeats": plan.repeats, "seed": plan.seed}
     return speed_row(
         "prefill",
-        plan.case(spec, context, 1, **more),
+        case | {name: getattr(plan, name) for name in ("dtype", "repeats", "seed")},
         plan.device,
-        one.ms,
-        ("dense", found["dense"].ms),
-        first_ms=one.first_ms,
-        dense_prompts=one.dense_prompts,
-        tflop_per_s=flops * context / one.ms / 1e9,
+        baseline=("dense", dense["ms"]),
+        **one,
+        tflop_per_s=flops * case["context"] / one["ms"] / 1e9,
         tflop_counts="weights only, attention left out",
-        peak_bytes=one.peak_bytes,
-        peak_kind=one.peak_kind,
-        peak_over_dense=one.peak_bytes / found["dense"].peak_bytes,
-        resident_bytes=one.resident_bytes,
+        peak_over_dense=one["peak_bytes"] / dense["peak_bytes"],
         command=command("foveate bench prefill-model", plan),
     )

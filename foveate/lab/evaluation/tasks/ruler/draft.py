@@ -9,7 +9,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from foveate.errors import DataError
 from foveate.lab.inputs import reading
@@ -45,16 +45,18 @@ Draw: TypeAlias = Callable[[random.Random, int], Draft | None]
 """The draft of an item by a generator and the item's index; None beyond the last that the data can give."""
 
 
-class Kind(Protocol):
+class Kind:
     """A kind of RULER task with its settings."""
 
     new_tokens: ClassVar[int]  # the longest answer, as published
 
     def files(self, data: Path) -> list[Path]:
         """The files of the data folder that drafts are made of. Raises `DataError` if one that is needed is missing."""
+        return []
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         """Reads the data and returns what draws an item's draft. Raises `DataError` for malformed data."""
+        raise NotImplementedError
 
 
 def at_random(where: int, lines: Sequence[str], pieces: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from foveate.errors import UserError
 from foveate.lab.evaluation.tasks.niah import (
@@ -20,7 +20,16 @@ from foveate.lab.evaluation.tasks.niah import (
     distinct,
     word_ends,
 )
-from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, read_words, word_files
+from foveate.lab.evaluation.tasks.ruler.draft import (
+    NOISE,
+    NOISE_TOKENS,
+    Draft,
+    Draw,
+    Kind,
+    at_random,
+    read_words,
+    word_files,
+)
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert
 from foveate.prompting import question_of
@@ -45,14 +54,14 @@ class _Haystack(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Needles:
+class Needles(Kind):
     """`keys` needles with `values` values each, of which `queries` keys are asked for.
 
     `haystack`: noise, essay, or needles (of other keys and values). Keys are a word or a uuid, values a number or a
     uuid. In an essay the needles are at different ones of RULER's 40 depths, elsewhere before random lines.
     """
 
-    new_tokens: ClassVar[int] = 128
+    new_tokens = 128
 
     haystack: str
     key_kind: str = "word"

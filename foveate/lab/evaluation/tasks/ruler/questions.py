@@ -13,10 +13,10 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw
+from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, Kind
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.multihop import read_records
 from foveate.lab.inputs.squad import find_squad, read_squad
@@ -43,10 +43,10 @@ class Question(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Questions:
+class Questions(Kind):
     """Questions on documents; `dataset` is squad or hotpotqa."""
 
-    new_tokens: ClassVar[int] = 32
+    new_tokens = 32
 
     dataset: str
 
