@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.axes import log_if_wide
 from benchmarks.csa_tables import PAPER
 from foveate.lab.report.plots import figure
 from foveate.lab.report.plots.figure import Look, Point
@@ -85,8 +86,8 @@ def tiles(rows: Sequence[Row], out: Path) -> None:
                 _lengths_axis(axis, ticks, axis is below)
             held = [point.y for point in _points(of_held, _tile, field)]
             both = [point.y for point in _points(of_keys, _tile, field)] + [y for _, y in published]
-            figure.log_if_wide(above.yaxis, above.set_yscale, both)
-            figure.log_if_wide(below.yaxis, below.set_yscale, held)
+            log_if_wide(above.yaxis, above.set_yscale, both)
+            log_if_wide(below.yaxis, below.set_yscale, held)
             if below.get_yscale() != "log":
                 below.set_ylim(0, 1.1 * max(held))
         figure.legend(page, axes)

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import decode_layer, dense_peers
+from benchmarks import breakdown, decode_layer, dense_peers
+from benchmarks import cold_cache_timing as cold
 from benchmarks.decode_layer import TimedLayer
 from benchmarks.layer_kinds import Kind, kinds
 from foveate import ops
 from foveate.errors import UserError, unknown
-from foveate.lab.bench import breakdown
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
 from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method, replay_obstacle

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import cold_cache_timing as cold
 from foveate import ops
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.methods import Method
 from foveate.runtime import capture
 from foveate.state import SlotCache

@@ -18,13 +18,13 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import dense_peers, hybrid_tables
 from benchmarks.indexer import matmul_rate
 from foveate import ops
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
 from foveate.hybrids.ops import attend_gated, attend_until, running_best
 from foveate.hybrids.state import BlockMemory, RetainedMemory
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row

@@ -22,6 +22,7 @@ import typer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import hybrid_tables
 from foveate.hybrids.models import HybridConfig
 from foveate.hybrids.training import network
@@ -31,7 +32,7 @@ from foveate.hybrids.training.optim import adamw
 from foveate.hybrids.training.sparsity import SparsityFeedback, SparsitySettings
 from foveate.lab.bench import breakdown
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
 from foveate.ops.recur import rule_in_use
 
@@ -103,7 +104,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place, say: Say) -> dict
     step = functools.partial(_step, parallel, adamw(made, OptimSettings()), feedback, ids)
     for _ in range(_WARM_UP):
         step()
-    mark, between = timing.marks(str(place.device))
+    mark, between = cold.marks(str(place.device))
     moments = [mark()]
     for _ in range(plan.steps):  # the device is not waited for
         step()

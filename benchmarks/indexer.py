@@ -19,6 +19,7 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import csa_tables, peers
 from foveate import csa, ops
 from foveate.csa import indexer
@@ -246,7 +247,7 @@ def _parts(plan: Plan, inputs: _Inputs, ranks: _Ranks) -> tuple[float, float]:
     """Median milliseconds of scoring alone and of selection alone, over the blocks that the fused path makes: each
     block is scored and then selected from, and the times of either are added up."""
     q, k, weights, key_scales, pieces = inputs
-    mark, between = timing.marks(plan.device)
+    mark, between = cold.marks(plan.device)
 
     def once() -> tuple[float, float]:
         times, before = [], 0

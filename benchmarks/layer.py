@@ -39,11 +39,11 @@ def decode(
 ) -> None:
     """A decode step's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
     from benchmarks import decode as bench
+    from benchmarks.layer_tables import decode_table
     from foveate.lab.bench.plan import measure
-    from foveate.lab.report.tables.decode import table
 
     plan = bench.Plan(methods, contexts, batches, heads, kv_heads, head_dim, layers, level, dtype, seed, device)
-    measure("decode", bench.run, plan, out, table)
+    measure("decode", bench.run, plan, out, decode_table)
 
 
 @app.command()
@@ -64,11 +64,11 @@ def prefill(
 ) -> None:
     """A prompt's attention, beside the fastest dense there is; by default a layer of Llama-3.1-8B."""
     from benchmarks import prefill as bench
+    from benchmarks.layer_tables import prefill_table
     from foveate.lab.bench.plan import measure
-    from foveate.lab.report.tables.prefill import table
 
     plan = bench.Plan(methods, contexts, heads, kv_heads, head_dim, layers, repeats, dtype, seed, device)
-    measure("prefill", bench.run, plan, out, table)
+    measure("prefill", bench.run, plan, out, prefill_table)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.axes import log_if_wide
 from foveate.lab.report import lines
 from foveate.lab.report.plots import figure
 from foveate.lab.report.plots.figure import Look, Point
 from foveate.lab.report.plots.frontier import facts, is_dense
-from foveate.lab.report.ratio import perplexity_ratio
+from foveate.lab.report.pooled import perplexity_ratio
 from foveate.lab.report.rows import Row, chosen, grouped, read
 
 app = typer.Typer()
@@ -57,7 +58,7 @@ def refined(file: Path, out: Path, where: Where = None) -> None:
                     of_kind = [row for row in own if _zeroed(row) == zero]
                     points = sorted(value(row)._replace(x=_share(row) + aside) for row in of_kind)
                     figure.line(axis, points, words, looks[line], int(zero))
-            figure.log_if_wide(axis.yaxis, axis.set_yscale, [value(row).y for row in cell])
+            log_if_wide(axis.yaxis, axis.set_yscale, [value(row).y for row in cell])
             axis.set_title(lines.place(cell[0], rows))
         figure.name_axes(axes, "share of the pages refined", _NAME)
         figure.legend(page, axes)
@@ -79,7 +80,7 @@ def modes(file: Path, out: Path, where: Where = None) -> None:
             for row in cell:
                 if not is_dense(row):
                     _dot(axis, value(row), specs.index(row["spec"]), figure.look(row["method"]))
-            figure.log_if_wide(axis.xaxis, axis.set_xscale, [value(row).y for row in cell])
+            log_if_wide(axis.xaxis, axis.set_xscale, [value(row).y for row in cell])
             axis.set_yticks(range(len(specs)), specs)
             axis.set_ylim(len(specs) - 0.5, -0.7)
             axis.grid(False, axis="y")

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import dense_peers
+from benchmarks import breakdown, dense_peers
+from benchmarks import cold_cache_timing as cold
 from benchmarks.layer_kinds import Kind, in_prompt, kinds
 from foveate import ops
-from foveate.lab.bench import breakdown
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
 from foveate.lab.results import circumstances, timing
 from foveate.lab.results.measurements import speed_row

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import age, csa_tables, hybrid_tables, hybrid_task_tables, recheck, table_kinds
+from benchmarks import age, csa_tables, hybrid_tables, hybrid_task_tables, layer_tables, recheck, table_kinds
 from foveate.calibration import load
 from foveate.lab.report import pooled
 from foveate.lab.report.lines import once
 from foveate.lab.report.rows import Row, chosen, of_cases, spelled
-from foveate.lab.report.tables import calibrations, decode, prefill
+from foveate.lab.report.tables import calibrations
 from foveate.lab.report.tables.general import tables
 from foveate.lab.report.tables.summary import summary
 
@@ -44,13 +44,13 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "indexer-ablations": csa_tables.indexer_ablations,
     "csa-layer": csa_tables.csa_layer,
     "csa-model": csa_tables.csa_model,
-    "decode-table": decode.table,
+    "decode-table": layer_tables.decode_table,
     "decode-models": table_kinds.decode_models,
     "decode-speedups": table_kinds.decode_speedups,
     "decode-kascade": csa_tables.decode_kascade,
     "decode-kinds": table_kinds.decode_kinds,
     "prefill-lengths": table_kinds.prefill_lengths,
-    "prefill-layers": prefill.layers,
+    "prefill-layers": layer_tables.prefill_layers,
     "hybrid-tasks": hybrid_task_tables.table,
     "hybrid-caches": hybrid_task_tables.caches,
     "hybrid-seeds": hybrid_task_tables.by_seed,

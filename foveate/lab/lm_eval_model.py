@@ -51,11 +51,7 @@ class FoveateLM(HFLM):
     """
 
     def __init__(
-        self,
-        pretrained: Any,
-        method: str | methods.Method = "dense",
-        dense_below: int | str = 0,
-        **options: Any,
+        self, pretrained: Any, method: str | methods.Method = "dense", dense_below: int | str = 0, **options: Any
     ) -> None:
         """Load a model and attach a method to it.
 
@@ -65,8 +61,7 @@ class FoveateLM(HFLM):
             dense_below: as of :func:`foveate.attach`.
             options: as of HFLM; weights are read from safetensors alone by default.
 
-        Raises:
-            ValueError: as :func:`foveate.attach`; a bad method is refused before anything is loaded.
+        Raises `ValueError` as :func:`foveate.attach`; a bad method is refused before anything is loaded.
         """
         method = methods.make(method.replace(";", ",") if isinstance(method, str) else method)
         split = {field.name for field in dataclasses.fields(method)} & options.keys() - _OF_HFLM
@@ -102,10 +97,8 @@ class FoveateLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods (nats) of whole texts, as HFLM cuts them into windows.
 
-        A method that acts in decoding alone decodes a text from its first token on.
-
-        Raises:
-            ValueError: for a method that evicts when a prompt ends: what it keeps depends on a prompt.
+        A method that acts in decoding alone decodes a text from its first token on. Raises `ValueError` for a method
+        that evicts when a prompt ends: what it keeps depends on a prompt.
         """
         evicting = [one.method for one in self.attachment.policies.values() if one.method.evicts]
         if evicting and (self.attachment.decodes_alone or self.attachment.evicts_in_prompt):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import hybrid_attention as hybrids
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.results.measurements import FIELDS
 
 SMALL = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import decode, decode_layer, layer_kinds
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.methods import parse
 from foveate.runtime import capture
 from foveate.state import Counters

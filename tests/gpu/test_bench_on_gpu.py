@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import decode, hybrid_attention, hybrid_memory, hybrid_training, prefill
 from foveate import ops
-from foveate.lab.bench import cold_cache_timing as cold
 from foveate.lab.bench import models, prefill_model
 from foveate.ops.attend import prompt_path
 

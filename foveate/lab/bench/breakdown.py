@@ -15,32 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from foveate import ops
 from foveate.lab.results.measurements import PARTS
 
-_REPEATS = 5
 _SUMMARIES = {"score": "score", "select": "select"}
 """Parts of LuKA's fused operation, by the module in ``ops.summaries``; its other modules attend."""
 _ATTENTION = ("flash", "fmha", "sdpa")
 """What the names of such kernels contain: FlashAttention's, cuDNN's and PyTorch's."""
-
-
-def parts(step: Callable[[], Any], device: str, repeats: int = _REPEATS) -> dict[str, float] | None:
-    """Milliseconds of a step's kernels by :data:`PARTS`, without the gaps between them; None on a CPU."""
-    if device != "cuda":
-        return None
-    step()
-    return by_part({kernel: ms / repeats for kernel, ms in _profiled(step, repeats).items()})
-
-
-def total(step: Callable[[], Any]) -> float:
-    """Milliseconds of the kernels of one step on a GPU."""
-    return sum(_profiled(step, 1).values())
-
-
-def _profiled(step: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Milliseconds by kernel."""
-    stop = start()
-    for _ in range(repeats):
-        step()
-    return stop()
 
 
 def start() -> Callable[[], dict[str, float]]:

@@ -17,9 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure the speed of whole models.
 
 Out = Annotated[
     Path | None,
-    typer.Option(
-        help="File for the rows (JSON Lines), those of other cases stay in it.", show_default=False, callback=announce
-    ),
+    typer.Option(help="File for the rows (JSON Lines), those of other cases stay in it.", callback=announce),
 ]
 Methods = Annotated[list[str], typer.Option("--method", help="A method. May be repeated.")]
 Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens so far. May be repeated.")]
@@ -106,7 +104,7 @@ def prefill_model(
     """A model's time to the first token and its peak memory, dense and sparse."""
     from foveate.lab.bench import prefill_model as bench
     from foveate.lab.bench.plan import measure
-    from foveate.lab.report.tables.prefill import table
+    from foveate.lab.report.tables.general import tables
 
     plan = bench.Plan(model, methods, contexts, chunks, repeats, dtype, seed, device)
-    measure("prefill", bench.run, plan, out, table)
+    measure("prefill", bench.run, plan, out, tables)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,24 +18,21 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import foveate
 from foveate.errors import UserError
-from foveate.lab.bench import decode_model
-from foveate.lab.bench.models import TimedModel, generate
-from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
+from foveate.lab.bench.models import Clock, ModelPlan, attach, generate
+from foveate.lab.bench.plan import Keep, Row, Say, command, parsed
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
 from foveate.runtime.offload import DoesNotFitError, parse_budget
 
 BENCH = "offload"
-TRANSFORMERS = "transformers-offloaded"
-"""The name of the baseline among the methods."""
-_CHUNK = 16384
-"""Tokens of a prompt, all sequences together, that are read at once."""
+TRANSFORMERS = "transformers-offloaded"  # the name of the baseline among the methods
+_CHUNK = 16384  # tokens of a prompt, all sequences together, that are read at once
 _WARM_UP, _FEW = 8, 4
 """Steps that are not timed, and those of the baseline that are: each of its tokens moves the whole cache."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(ModelPlan):
     """What to measure."""
 
     model: str
@@ -44,18 +40,14 @@ class Plan:
     contexts: Sequence[int]
     batches: Sequence[int]
     steps: int
-    memory: str
-    """Device memory that the process may take, such as ``24GB``; empty: all."""
-    gpu_budget: str
-    """As `attach` takes it; empty: what is free."""
+    memory: str  # device memory that the process may take, such as ``24GB``; empty: all
+    gpu_budget: str  # as `attach` takes it; empty: what is free
     dtype: str
     seed: int
     device: str
 
     def check(self) -> None:
-        """Raise UserError that names an option, its value, and what is allowed."""
-        check(self)
-        self.of_model.check("context and steps need")
+        super().check()
         if self.memory and self.device != "cuda":
             raise UserError(f"memory={self.memory} is a limit of a GPU's memory, and the device is {self.device}")
         for name, given in (("memory", self.memory), ("gpu-budget", self.budget)):
@@ -67,10 +59,8 @@ class Plan:
             raise UserError("method: --offload needs a method that reads pages, such as pages")
 
     @property
-    def of_model(self) -> TimedModel:
-        return TimedModel(
-            self.model, max(self.contexts) + _WARM_UP + self.steps + 1, self.dtype, self.seed, self.device
-        )
+    def tokens(self) -> int:
+        return _WARM_UP + self.steps + 1
 
     @property
     def budget(self) -> str | float | None:
@@ -83,32 +73,27 @@ class Plan:
 def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method in host memory and on the device, and for the baseline, at every context and batch size.
 
-    Raises:
-        UserError: for a plan that cannot be.
+    Raises `UserError` for a plan that cannot be.
     """
     plan.check()
-    model = plan.of_model.load()
-    specs = [spec for spec in plan.of_model.specs(plan.methods) if spec != "dense"]
+    model = plan.load()
+    specs = [spec for spec in plan.specs() if spec != "dense"]
     cases = [(TRANSFORMERS, "host"), *((spec, where) for spec in specs for where in ("host", "device"))]
     rows: list[Row] = []
-    for batch in plan.batches:
-        for context in plan.contexts:
-            generator = torch.Generator(plan.device).manual_seed(plan.seed)
-            shape = (batch, context)
-            ids = torch.randint(0, model.config.vocab_size, shape, generator=generator, device=plan.device)
-            base = None
-            for spec, where in cases:
-                try:
-                    with _limited(plan.memory if where == "host" else ""):
-                        one = _generated(plan, model, spec, where, ids)
-                except (torch.cuda.OutOfMemoryError, DoesNotFitError) as error:
-                    why = f" ({error})" if isinstance(error, DoesNotFitError) else ""
-                    say(f"{spec} at {context:,} × {batch}, {where} memory: does not fit{why}")
-                    continue
-                base = base or (spec, one["ms"])
-                rows.append(_row(plan, spec, where, context, batch, one, base))
-                keep(rows[-1:])
-                say(f"{spec} at {context:,} × {batch}, {where} memory: {one['ms']:.2f} ms a step")
+    for batch, context in ((batch, context) for batch in plan.batches for context in plan.contexts):
+        ids, base = plan.prompts(model, batch, context), None
+        for spec, where in cases:
+            at = f"{spec} at {context:,} × {batch}, {where} memory"
+            try:
+                with _limited(plan.memory if where == "host" else ""):
+                    one = _generated(plan, model, spec, where, ids)
+            except (torch.cuda.OutOfMemoryError, DoesNotFitError) as error:
+                say(f"{at}: does not fit{f' ({error})' if isinstance(error, DoesNotFitError) else ''}")
+                continue
+            base = base or (spec, one["ms"])
+            rows.append(_row(plan, spec, where, context, batch, one, base))
+            keep(rows[-1:])
+            say(f"{at}: {one['ms']:.2f} ms a step")
     return rows
 
 
@@ -129,34 +114,28 @@ def _limited(memory: str) -> Iterator[None]:
 
 def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: torch.Tensor) -> dict[str, Any]:
     """What one call of `generate` takes, with the prompt."""
-    own, steps, more = spec != TRANSFORMERS, plan.steps, {}
-    warm_up = _WARM_UP
+    own, warm_up, steps, more = spec != TRANSFORMERS, _WARM_UP, plan.steps, {}
     if own:
         how = {"offload": True, "gpu_budget": plan.budget} if where == "host" else {"dense_below": 0}
-        try:
-            foveate.attach(model, spec, **how)
-        except ValueError as error:
-            raise UserError(f"{plan.model}: {error}") from None
+        attach(model, plan, spec, **how)
     else:
         warm_up, steps = 1, min(plan.steps, _FEW)
         more = {"cache_implementation": "offloaded"} if plan.device == "cuda" else {}
-    memory, clock = circumstances.PeakMemory(plan.device), decode_model.Clock(warm_up + steps + 1, 0)
+    memory = circumstances.PeakMemory(plan.device)
     memory.start()
-    begin = time.perf_counter()
     try:
-        chunk = max(1, _CHUNK // len(ids))
-        more["stopping_criteria"] = StoppingCriteriaList([clock])
+        more["stopping_criteria"] = StoppingCriteriaList([clock := Clock()])
         try:
-            generate(model, ids, warm_up + steps + 1, chunk, **more)
+            generate(model, ids, warm_up + steps + 1, max(1, _CHUNK // len(ids)), **more)
         except DoesNotFitError:
             raise
         except ValueError as error:
             raise UserError(f"{plan.model}: {error}") from None
-        times = [1e3 * (after - before) for before, after in zip(clock.ticks, clock.ticks[1:])][warm_up:]
+        times = clock.steps(warm_up, steps)
         return {
             "ms": statistics.fmean(times),
             "ms_median": statistics.median(times),
-            "prefill_ms": 1e3 * (clock.ticks[0] - begin),
+            "prefill_ms": clock.prefill_ms,
             "peak_bytes": memory.peak(),
             "peak_kind": memory.kind,
             "stats": foveate.stats(model).summary() if own else None,
@@ -169,12 +148,12 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: t
 def _row(
     plan: Plan, spec: str, where: str, context: int, batch: int, one: dict[str, Any], base: tuple[str, float]
 ) -> Row:
-    case = {"method": spec, "memory": where, "context": context, "batch": batch, "level": "model"}
-    case |= {"share": None if spec == TRANSFORMERS else share_of(spec), "limit": plan.memory if where == "host" else ""}
-    case |= {"gpu_budget": plan.gpu_budget if where == "host" else "", "weights": plan.of_model.weights}
+    host = where == "host"
+    more = {"memory": where, "limit": plan.memory if host else "", "gpu_budget": plan.gpu_budget if host else ""}
+    more |= {name: getattr(plan, name) for name in ("dtype", "steps", "seed")}
     return speed_row(
         BENCH,
-        case | {"model": plan.of_model.name} | {name: getattr(plan, name) for name in ("dtype", "steps", "seed")},
+        plan.case(spec, context, batch, **more),
         plan.device,
         baseline=base,
         **one,

@@ -6,35 +6,23 @@ import functools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import typer
 
 from foveate.errors import UserError, unknown
+from foveate.lab.evaluation.runner import parse_method as parsed
 from foveate.lab.results import measurements
 from foveate.methods import parse
 
-if TYPE_CHECKING:
-    from foveate.methods import Method
-
 DTYPES = ("bfloat16", "float16", "float32")
 Row = dict[str, Any]
-Say = Callable[[str], None]
-"""Receives progress, line by line."""
-Keep = Callable[[list[Row]], None]
-"""Receives rows as soon as they are complete."""
+Say = Callable[[str], None]  # receives progress, line by line
+Keep = Callable[[list[Row]], None]  # receives rows as soon as they are complete
 
 _FLAGS = {"methods": "method", "contexts": "context", "batches": "batch", "chunks": "chunk"}
 """Fields of plans with several values, and the options that give one each."""
-
-
-def parsed(spec: str) -> Method:
-    """The method of a spec. Raises UserError for one that cannot be."""
-    try:
-        return parse(spec)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def specs(methods: Sequence[str]) -> list[str]:
@@ -48,17 +36,12 @@ def check(plan: Any) -> None:
         parsed(spec)
     if plan.dtype not in DTYPES:
         raise unknown("dtype", plan.dtype, DTYPES)
-    check_device(plan.device)
+    if plan.device not in ("cuda", "cpu"):
+        raise unknown("device", plan.device, ("cuda", "cpu"))
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
     if plan.heads % plan.kv_heads if hasattr(plan, "heads") else 0:
         raise UserError(f"heads must be a multiple of kv-heads, {plan.kv_heads}, not {plan.heads}")
-
-
-def check_device(device: str) -> None:
-    """Raise UserError for a device that is none, or not here."""
-    if device not in ("cuda", "cpu"):
-        raise unknown("device", device, ("cuda", "cpu"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is here; --device cpu runs the references, at small sizes")
 
 
 def command(program: str, plan: Any) -> str:
@@ -76,8 +59,8 @@ def command(program: str, plan: Any) -> str:
 
 
 def share_of(spec: str) -> float | None:
-    """The share of the keys that a method reads, if its budget is a share."""
-    top_k = getattr(parse(spec), "top_k", None)
+    """The share of the keys that a method reads, if its budget is a share; None for Transformers' own attention."""
+    top_k = None if spec.startswith("transformers-") else getattr(parse(spec), "top_k", None)
     return top_k if isinstance(top_k, float) else None
 
 
@@ -88,16 +71,10 @@ def measure(
     out: Path | None,
     table: Callable[[list[Row]], str],
 ) -> None:
-    """Run a plan, write its rows as they come, and print them. An interrupted run keeps what it has measured.
+    """Run a plan of a bench of this name, write its rows to `out` as they come, and print them as `table` makes them.
 
-    Args:
-        bench: what the rows name as their bench.
-        run: gives the rows of the plan.
-        out: file for the rows, or None.
-        table: gives the Markdown to print.
-
-    Raises:
-        UserError: before anything is measured, if the file cannot be written or holds rows of another bench.
+    An interrupted run keeps what it has measured. Raises `UserError` before anything is measured, if the file cannot be
+    written or holds rows of another bench.
     """
     from foveate.cli.terminal import console
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import foveate
-from foveate.lab.bench.models import TimedModel, generate
-from foveate.lab.bench.plan import Keep, Row, Say, check, command, share_of
+from foveate.lab.bench.models import ModelPlan, generate
+from foveate.lab.bench.plan import Keep, Row, Say, command
+from foveate.lab.evaluation.decoding import Clock
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(ModelPlan):
     """What to measure."""
 
     model: str
@@ -36,83 +36,56 @@ class Plan:
     seed: int
     device: str
 
-    def check(self) -> None:
-        """Raise UserError that names an option, its value, and what is allowed."""
-        check(self)
-        self.of_model.check("the longest context needs")
-
-    @property
-    def of_model(self) -> TimedModel:
-        return TimedModel(self.model, max(self.contexts), self.dtype, self.seed, self.device)
-
-
-class _Read(NamedTuple):
-    """What a method takes for a prompt."""
-
-    ms: float
-    first_ms: float
-    """Of the first prompt of this length, with what is compiled and planned for it."""
-    peak_bytes: int
-    peak_kind: str
-    resident_bytes: int
-    dense_prompts: str | None
+    needs = "the longest context needs"
 
 
 @torch.inference_mode()
 def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Row]:
     """A row for each method, context and chunk; the baseline is foveate's own dense, read alike.
 
-    Raises:
-        UserError: for a plan that cannot be.
+    Raises `UserError` for a plan that cannot be.
     """
     plan.check()
-    model = plan.of_model.load()
+    model = plan.load()
     rows: list[Row] = []
     for context in plan.contexts:
-        generator = torch.Generator(plan.device).manual_seed(plan.seed)
-        ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator, device=plan.device)
+        ids = plan.prompts(model, 1, context)
         for chunk in plan.chunks:
             found = {}
-            for spec in [*plan.of_model.specs(plan.methods), TRANSFORMERS]:
+            for spec in [*plan.specs(), TRANSFORMERS]:
                 if (one := _read(plan, model, spec, ids, chunk)) is None:
                     say(f"{spec}: left out in chunks of {chunk:,}, it reads a prompt in one piece")
                     continue
                 found[spec] = one
-                say(f"{spec} at {context:,}{_pieces(chunk)}: {one.ms:.1f} ms, peak {one.peak_bytes / 1e9:.2f} GB")
-            keep(fresh := [_row(plan, model, spec, context, chunk, one, found) for spec, one in found.items()])
+                pieces = f" in chunks of {chunk:,}" if chunk else ""
+                say(f"{spec} at {context:,}{pieces}: {one['ms']:.1f} ms, peak {one['peak_bytes'] / 1e9:.2f} GB")
+            cases = {spec: plan.case(spec, context, 1, chunk=chunk) for spec in found}
+            fresh = [_row(plan, model, cases[spec], one, found["dense"]) for spec, one in found.items()]
+            keep(fresh)
             rows += fresh
     return rows
 
 
-def _pieces(chunk: int) -> str:
-    return f" in chunks of {chunk:,}" if chunk else ""
-
-
-def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chunk: int) -> _Read | None:
-    """Median milliseconds to the first token, peak bytes, and bytes that the cache holds; None if it cannot be."""
+def _read(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor, chunk: int) -> dict[str, Any] | None:
+    """What a method takes for a prompt, the first of its length apart; None if it cannot be read in chunks."""
     if spec != TRANSFORMERS and foveate.attach(model, spec).whole_prompt and chunk:
         foveate.detach(model)
         return None
     times, memory, library = [], circumstances.PeakMemory(plan.device), None
     for _ in range(plan.repeats + 1):
-        _wait(plan.device)
+        clock = Clock(model.device)
         memory.start()
-        begin = time.perf_counter()
+        clock.tick()
         made = generate(model, ids, 1, chunk, return_dict_in_generate=True)
-        _wait(plan.device)
-        times.append(1e3 * (time.perf_counter() - begin))
+        clock.tick()
+        times.append(clock.elapsed_ms)
         peak, resident = memory.peak(), _resident(made.past_key_values)
         del made
     if spec != TRANSFORMERS:
         library = foveate.stats(model).dense_prompts
         foveate.detach(model)
-    return _Read(statistics.median(times[1:]), times[0], peak, memory.kind, resident, library)
-
-
-def _wait(device: str) -> None:
-    """Until a GPU has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    found = {"ms": statistics.median(times[1:]), "first_ms": times[0], "dense_prompts": library}
+    return found | {"peak_bytes": peak, "peak_kind": memory.kind, "resident_bytes": resident}
 
 
 def _resident(cache: Any) -> int:
@@ -122,26 +95,16 @@ def _resident(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def _row(
-    plan: Plan, model: PreTrainedModel, spec: str, context: int, chunk: int, one: _Read, found: dict[str, _Read]
-) -> Row:
+def _row(plan: Plan, model: PreTrainedModel, case: dict[str, Any], one: dict[str, Any], dense: dict[str, Any]) -> Row:
     flops = 2 * sum(parameter.numel() for parameter in model.parameters())
-    share = None if spec == TRANSFORMERS else share_of(spec)
-    case = {"method": spec, "context": context, "batch": 1, "share": share, "level": "model"}
-    case |= {"model": plan.of_model.name, "weights": plan.of_model.weights, "chunk": chunk}
     return speed_row(
         "prefill",
-        case | {"dtype": plan.dtype, "repeats": plan.repeats, "seed": plan.seed},
+        case | {name: getattr(plan, name) for name in ("dtype", "repeats", "seed")},
         plan.device,
-        one.ms,
-        ("dense", found["dense"].ms),
-        first_ms=one.first_ms,
-        dense_prompts=one.dense_prompts,
-        tflop_per_s=flops * context / one.ms / 1e9,
+        baseline=("dense", dense["ms"]),
+        **one,
+        tflop_per_s=flops * case["context"] / one["ms"] / 1e9,
         tflop_counts="weights only, attention left out",
-        peak_bytes=one.peak_bytes,
-        peak_kind=one.peak_kind,
-        peak_over_dense=one.peak_bytes / found["dense"].peak_bytes,
-        resident_bytes=one.resident_bytes,
+        peak_over_dense=one["peak_bytes"] / dense["peak_bytes"],
         command=command("foveate bench prefill-model", plan),
     )

@@ -3,7 +3,7 @@
 import typer
 
 from foveate.lab.bench.commands import app as bench
-from foveate.lab.cli import asking, chat, doctor, fetching, report, tuning
+from foveate.lab.cli import asking, chat, doctor, fetching, report
 from foveate.lab.report.commands import app as plot
 
 app = typer.Typer()
@@ -13,7 +13,7 @@ for _command in (
     chat.chat,
     asking.compare,
     asking.calibrate,
-    tuning.tune,
+    asking.tune,
     report.report,
     fetching.salad,
     fetching.fetch,

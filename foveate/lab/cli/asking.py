@@ -1,4 +1,4 @@
-"""`foveate generate · compare · calibrate`: a model answers with methods, or is read for a method.
+"""`foveate generate · compare · calibrate · tune`: a model answers with methods, or is read for a method.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -19,13 +19,12 @@ from foveate import outfile
 from foveate.cli.imports import Import
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
-from foveate.lab.cli.progress import Progress
+from foveate.lab.cli.progress import Progress, resumable, sayer
 from foveate.outfile import announce
 
-_INTERRUPTED = 130
 _SHOWN_ANSWERS = 3
 
-Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", show_default=False)]
+Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
 ]
@@ -35,8 +34,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is
 def generate(
     model: Model,
     method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
-    prompt: Annotated[str | None, typer.Option(help="The prompt's text.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt's text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     lens: Annotated[
@@ -44,7 +43,6 @@ def generate(
         typer.Option(
             help="File (.json) for what each of the first 8 decoded tokens reads, token by token: foveate report "
             "FILE --out page.html shows it.",
-            show_default=False,
             callback=announce,
         ),
     ] = None,
@@ -132,14 +130,12 @@ def compare(
     data: Annotated[
         Path,
         typer.Option(
-            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file.",
-            show_default=False,
+            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", show_default=False, callback=announce)],
+    out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", callback=announce)],
     method: Annotated[
-        list[str] | None,
-        typer.Option(help="A method, or own: the model as it is; may be repeated.", show_default=False),
+        list[str] | None, typer.Option(help="A method, or own: the model as it is; may be repeated.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="The task's split; its first if left out.")] = None,
     length: Annotated[int | None, typer.Option(help="Prompt tokens, for tasks that can choose.")] = None,
@@ -147,8 +143,7 @@ def compare(
     question: Annotated[
         str | None,
         typer.Option(
-            help="with: read with its context; after: as a second turn, when methods have evicted what they evict.",
-            show_default=False,
+            help="with: read with its context; after: as a second turn, when methods have evicted what they evict."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(help="Items at most (wikisalad: examples of several questions).")] = 10,
@@ -172,34 +167,26 @@ def compare(
     from foveate.lab.report import terminal
 
     notes = console(stderr=True)
+    say = sayer(notes)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
     if not fidelity and chosen_task.needs_dense(data):
-        notes.print("no answers in these documents: methods go along dense attention's (--fidelity)", style="dim")
+        say("no answers in these documents: methods go along dense attention's (--fidelity)")
         fidelity = True
     if fidelity:
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])
     quiet()
     how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()))
-    plan = Comparison(model, chosen_task, data, chosen, limit, out, *how)
-    prepared = prepare(plan)
+    prepared = prepare(Comparison(model, chosen_task, data, chosen, limit, out, *how))
     if method and added:
-        notes.print("dense runs too: every row is compared with it", style="dim")
+        say("dense runs too: every row is compared with it")
     total = len(prepared.items) * len(prepared.missing)
     if not prepared.missing:
-        notes.print(f"{out} is complete; nothing to run", style="dim", markup=False, soft_wrap=True)
+        say(f"{out} is complete; nothing to run")
     elif prepared.kept:
-        notes.print(f"resuming: {prepared.kept} of {total} answers are there", style="dim")
-    try:
-        with _Progress(notes, total) as progress:
-            rows = run(prepared, progress)
-    except KeyboardInterrupt:
-        notes.print(
-            f"interrupted; the answers so far are in {out}.partial, the same command goes on from there",
-            markup=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(_INTERRUPTED) from None
+        say(f"resuming: {prepared.kept} of {total} answers are there")
+    with resumable(say, f"the answers so far are in {out}.partial"), Progress(notes, total) as progress:
+        rows = run(prepared, progress.answered)
     console().print(terminal.results(rows, _SHOWN_ANSWERS if show_answers else 0))
 
 
@@ -209,21 +196,13 @@ def calibrate(
         list[str] | None,
         typer.Option(
             help="Whose prompts to read: documents, musique, ruler, …, with settings; repeatable. Left out: prompts "
-            "made of a novel that comes with foveate.",
-            show_default=False,
+            "made of a novel that comes with foveate."
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="The tasks' data (docs/guide/data.md lists the files).", show_default=False),
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The tasks' data (docs/guide/data.md lists the files).")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="A file for the calibration (JSON), besides the one in the cache folder.",
-            show_default=False,
-            callback=announce,
-        ),
+        typer.Option(help="A file for the calibration (JSON), besides the one in the cache folder.", callback=announce),
     ] = None,
     anchors: Annotated[
         int | None,
@@ -240,17 +219,14 @@ def calibrate(
         str,
         typer.Option(
             help="Choose by divergence of predictions with all layers together, or of pairs of layers (divergence); or "
-            "by similarity of layers (the paper, for kascade_paper).",
+            "by similarity of layers (the paper, for kascade_paper)."
         ),
     ] = "together",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
     weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
         str | None,
-        typer.Option(
-            help="kascade with the settings that divergence and time are measured under: pool, top_k, …",
-            show_default=False,
-        ),
+        typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …"),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
     batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 8,
@@ -261,8 +237,7 @@ def calibrate(
         str, typer.Option(help="Together: how prompts are read, dense, or sparse by --method as in use.")
     ] = "dense",
     time_share: Annotated[
-        float | None,
-        typer.Option(help="Instead of --anchors: share of dense attention's decode time.", show_default=False),
+        float | None, typer.Option(help="Instead of --anchors: share of dense attention's decode time.")
     ] = None,
     time_context: Annotated[int, typer.Option(help="Tokens at which that time is measured.")] = 32768,
     time_batch: Annotated[int, typer.Option(help="Sequences at which that time is measured.")] = 1,
@@ -271,6 +246,8 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
+    given = dict(locals())
+
     from foveate.calibration import kept_name
     from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
@@ -280,10 +257,7 @@ def calibrate(
     from foveate.lab.evaluation.tasks import probes
 
     notes = console(stderr=True)
-
-    def say(text: str) -> None:
-        notes.print(text, style="dim", markup=False, soft_wrap=True)
-
+    say = sayer(notes)
     if task:
         if data is None:
             raise UserError("--task reads files: give their folder as --data, or leave --task away")
@@ -295,40 +269,17 @@ def calibrate(
         read, data, usual_limit = without_data(model, length), probes.TEXT, 8
     chosen = None if method is None else parse_method(method)
     quiet()
-    plan = Plan(
-        model,
-        read[0],
-        data,
-        out or Path(),
-        tuple(read[1:]),
-        anchors,
-        usual_limit if limit is None else limit,
-        keys,
-        tile,
-        by,
-        over,
-        weights,
-        chosen,
-        answer_tokens,
-        batch_size,
-        rounds,
-        prompts,
-        time_share,
-        time_context,
-        time_batch,
-        seed,
-        dtype,
-        device,
-    )
+    settings = {field.name: given[field.name] for field in dataclasses.fields(Plan) if field.name in given}
+    settings |= {"task": read[0], "also": tuple(read[1:]), "data": data, "out": out or Path(), "method": chosen}
+    plan = Plan(**settings | {"limit": usual_limit if limit is None else limit})
     place = kept_at(plan)
     if out is None:
         plan = dataclasses.replace(plan, out=place, kept=True)
-    try:
-        with _Progress(notes, plan.limit * len(plan.tasks)) as progress:
-            found = run(plan, progress.at, say)
-    except KeyboardInterrupt:
-        say(f"interrupted; what is read so far is in {partial_folder(plan.out)}, the same command goes on from there")
-        raise typer.Exit(_INTERRUPTED) from None
+    with (
+        resumable(say, f"what is read so far is in {partial_folder(plan.out)}"),
+        Progress(notes, plan.limit * len(plan.tasks)) as progress,
+    ):
+        found = run(plan, progress.at, say)
     kept = f"kept in {place}"
     if out is not None:
         try:
@@ -339,33 +290,48 @@ def calibrate(
     typer.echo(_pasted(plan.in_use, str(out) if out is not None else kept_name(place)))
 
 
+def tune(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Folder or file of documents (docs/guide/data.md).")],
+    out: Annotated[
+        Path, typer.Option(help="File for the setting, which attach takes in the place of a method.", callback=announce)
+    ] = Path("foveate.json"),
+    max_loss: Annotated[float, typer.Option(help="Points of the score that may be lost against dense.")] = 1.0,
+    objective: Annotated[str, typer.Option(help="What is to be small: latency, throughput or memory.")] = "latency",
+    task: Annotated[str, typer.Option(help="documents with settings, such as documents:length=8192.")] = "documents",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help="Items to choose on at most, and as many to check on; if left out, as many as tell --max-loss, or 20 "
+            "of documents without answers."
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Time after which nothing new is tried.")] = 15.0,
+    batch_size: Annotated[int, typer.Option(help="Items answered at once.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the items.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    imported: Import = None,
+) -> None:
+    """Search methods and budgets on one half of your documents, check the best on the other, write it: resumable."""
+    from foveate.lab.evaluation import tasks
+    from foveate.lab.evaluation.tune import Plan, search
+
+    say, chosen = sayer(console(stderr=True)), tasks.parse(task, split="tune")
+    quiet()
+    how = (max_loss, objective, calibration, limit, minutes, batch_size, seed, dtype, device, tuple(imported or ()))
+    plan = Plan(model, chosen, data, out, *how)
+    with resumable(say, f"the trials so far are in {plan.rows('tune')}"):
+        found = search(plan, say)
+    typer.echo(f"{found.spec}; in Python: foveate.attach(model, {str(out)!r}), else --method {shlex.quote(str(out))}")
+
+
 def _pasted(method: Any, calibration: str) -> str:
     """A spec with a calibration as a shell takes it, without quotes where it needs none."""
     spec = dataclasses.replace(method, calibration=calibration).spec
     if re.fullmatch(r"[\w./+:@-]+", calibration):
         spec = spec.replace(json.dumps(calibration), calibration)
     return shlex.quote(spec)
-
-
-class _Progress(Progress):
-    """A bar over items times methods, or over the steps of a calibration; elsewhere a line for each tenth."""
-
-    _told = -1
-
-    def __call__(self, method: str, items: int) -> None:
-        (task,) = self._bar.tasks
-        done = task.completed + items
-        self.show(done, task.total, method)
-        if self._passes_a_tenth(done, task.total):
-            self.say(f"{done:,} of {task.total:,} answers, the last by {method}")
-
-    def at(self, done: int, of: int) -> None:
-        """So many steps are done: prompts read, answers compared."""
-        self.show(done, of, "calibrating")
-        if self._passes_a_tenth(done, of):
-            self.say(f"calibrating: {done:,} of at most {of:,} steps done")
-
-    def _passes_a_tenth(self, done: float, of: float) -> bool:
-        """Whether there is a line to print."""
-        before, self._told = self._told, int(10 * done // of)
-        return not self.on_terminal and self._told > before

@@ -18,16 +18,13 @@ from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.errors import UserError, check_text
 from foveate.lab.cli.asking import Device, Dtype, Model
-
-_INTERRUPTED = 130
+from foveate.lab.cli.progress import INTERRUPTED
 
 
 def chat(
     model: Model,
     method: Annotated[str, typer.Option(help='Such as pages or "luka:page_size=16".')] = "dense",
-    file: Annotated[
-        Path | None, typer.Option(help="A document to talk about (.txt, .md, .xz).", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A document to talk about (.txt, .md, .xz).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -71,7 +68,7 @@ def chat(
                 said = talk.answer(question, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
             except KeyboardInterrupt:
                 notes.print("interrupted: the conversation ends here", style="dim")
-                raise typer.Exit(_INTERRUPTED) from None
+                raise typer.Exit(INTERRUPTED) from None
             except UserError as error:
                 notes.print(str(error), style="dim", markup=False)
                 continue

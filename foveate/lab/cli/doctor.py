@@ -17,19 +17,29 @@ def doctor(as_json: AsJson = False) -> None:
     from foveate.integrations.transformers import releases
     from foveate.lab.report import terminal
     from foveate.lab.results import circumstances
+    from foveate.ops.attend import PromptHeads, dense_obstacles, prompt_path
     from foveate.ops.dispatch import kernel_status
+    from foveate.ops.recur import rule_in_use
 
-    devices = [circumstances.device_name("cpu")]
-    devices += [circumstances.device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    on_gpu = torch.cuda.is_available()
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    first = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    kinds = [(kind, name) for kind in ("cpu", *(["cuda"] if on_gpu else [])) for name in dtypes]
+    prompts = [f"{kind} {name}: {prompt_path(PromptHeads(torch.device(kind), dtypes[name]))}" for kind, name in kinds]
+    libraries = "none but PyTorch: no GPU"
+    if on_gpu:
+        found = dense_obstacles(PromptHeads(first, torch.bfloat16, 128, 128, 4))
+        libraries = ", ".join(f"{name}: {reason or 'used'}" for name, reason in found.items())
     facts = {
-        "devices": devices,
+        "devices": [circumstances.device_name(device) for device in devices],
         "versions": circumstances.versions(),
         "commit": circumstances.commit(),
-        "prompts": _prompt_paths(["cpu", *(["cuda"] if torch.cuda.is_available() else [])]),
-        "dense libraries": _dense_libraries() if torch.cuda.is_available() else "none but PyTorch: no GPU",
+        "prompts": ", ".join(prompts),
+        "dense libraries": libraries,
         "decode": "references (torch), gathering what they read",
         "kernels": kernel_status(),
-        "gated delta rule": _delta_rule(torch.cuda.is_available()),
+        "gated delta rule": rule_in_use(first, 128, 128, torch.bfloat16),
         "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",
         "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/guide/models.md)",
     }
@@ -37,33 +47,3 @@ def doctor(as_json: AsJson = False) -> None:
         typer.echo(json.dumps(facts, indent=2))
     else:
         console().print(terminal.facts(facts))
-
-
-def _delta_rule(on_gpu: bool) -> str:
-    """Which code runs the hybrids' recurrent layers."""
-    import torch
-
-    from foveate.ops.recur import rule_in_use
-
-    return rule_in_use(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), 128, 128, torch.bfloat16)
-
-
-def _prompt_paths(devices: list[str]) -> str:
-    """Which code attends in prompts, by device and number format."""
-    import torch
-
-    from foveate.ops.attend import PromptHeads, prompt_path
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    heads = {(one, name): PromptHeads(torch.device(one), dtype) for one in devices for name, dtype in dtypes.items()}
-    return ", ".join(f"{device} {name}: {prompt_path(one)}" for (device, name), one in heads.items())
-
-
-def _dense_libraries() -> str:
-    """Which libraries attend densely to prompts on the first GPU, and why others do not."""
-    import torch
-
-    from foveate.ops.attend import PromptHeads, dense_obstacles
-
-    heads = PromptHeads(torch.device("cuda", 0), torch.bfloat16, 128, 128, 4)
-    return ", ".join(f"{name}: {reason or 'used'}" for name, reason in dense_obstacles(heads).items())

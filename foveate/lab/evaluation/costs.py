@@ -12,29 +12,27 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Shares and bytes a step are weighted by the decode steps, times are medians, memory is the largest.
     """
-    read = dense = steps = counted = kv_bytes = 0.0
-    for batch in batches:
-        stats = batch["stats"]
-        steps += stats["decode_steps"]
-        if stats["keys_read_per_step"] is None:  # reads were not counted
-            continue
-        counted += stats["decode_steps"]
-        keys = stats["keys_read_per_step"] * stats["decode_steps"]
-        read += keys
-        dense += keys / stats["keys_read_share"] if stats["keys_read_share"] else 0.0
-        kv_bytes += stats["kv_bytes_per_step"] * stats["decode_steps"]
+    stats = [batch["stats"] for batch in batches]
+    counted = [one for one in stats if one["keys_read_per_step"] is not None]
+    steps = sum(one["decode_steps"] for one in counted)
+    read = [one["keys_read_per_step"] * one["decode_steps"] for one in counted]
+    dense = sum(keys / one["keys_read_share"] for keys, one in zip(read, counted) if one["keys_read_share"])
+    kv_bytes = sum(one["kv_bytes_per_step"] * one["decode_steps"] for one in counted)
+    peaks = [one.get("cache_peak_bytes") for one in stats]
+    known = [one for one in stats if one.get("mass_read_share") is not None and one["decode_steps"]]
+    mass = sum(one["mass_read_share"] * one["decode_steps"] for one in known)
     return {
-        "keys_read_share": read / dense if dense else None,
-        "kv_bytes_per_step": kv_bytes / counted if counted else None,
-        "resident_bytes": max(batch["stats"]["resident_bytes"] for batch in batches),
-        "cache_peak_bytes": _largest(batch["stats"].get("cache_peak_bytes") for batch in batches),
-        "decode_steps": int(steps),
+        "keys_read_share": sum(read) / dense if dense else None,
+        "kv_bytes_per_step": kv_bytes / steps if steps else None,
+        "resident_bytes": max(one["resident_bytes"] for one in stats),
+        "cache_peak_bytes": None if None in peaks else max(peaks),
+        "decode_steps": int(sum(one["decode_steps"] for one in stats)),
         **{
-            counter: sum(batch["stats"].get(counter, 0) for batch in batches)
+            counter: sum(one.get(counter, 0) for one in stats)
             for counter in ("tokens_evicted", "pages_refined", "indices_reused")
         },
-        "mass_read_share": _mean_share(batches),
-        "notes": list(dict.fromkeys(note for batch in batches for note in batch["stats"]["notes"])),
+        "mass_read_share": mass / sum(one["decode_steps"] for one in known) if known else None,
+        "notes": list(dict.fromkeys(note for one in stats for note in one["notes"])),
         "prefill_ms": _median(batch["prefill_ms"] for batch in batches),
         "decode_ms_per_token": _median(batch["decode_ms_per_token"] for batch in batches),
         "timing": _joined(batch["timing"] for batch in batches),
@@ -42,19 +40,6 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_kind": _joined(batch["peak_kind"] for batch in batches),
         "commit": ", ".join(sorted({batch["commit"] for batch in batches})),
     }
-
-
-def _mean_share(batches: Sequence[Mapping[str, Any]]) -> float | None:
-    """The share of attention that the keys read hold by a method's own estimate; weighted by the decode steps."""
-    shares = [(batch["stats"].get("mass_read_share"), batch["stats"]["decode_steps"]) for batch in batches]
-    known = [(share, steps) for share, steps in shares if share is not None and steps]
-    return sum(share * steps for share, steps in known) / sum(steps for _, steps in known) if known else None
-
-
-def _largest(values: Iterable[int | None]) -> int | None:
-    """The largest value; None where one is not known."""
-    known = list(values)
-    return None if None in known else max(known)
 
 
 def _joined(values: Iterable[str]) -> str:

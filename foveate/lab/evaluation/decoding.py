@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -17,16 +17,12 @@ from foveate.integrations.transformers import releases
 from foveate.lab.evaluation.tasks.base import Item
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """Answers to a batch of items, and the distributions that they were chosen from."""
 
-    tokens: torch.Tensor
-    """int64 [B, T], padded after a row's end."""
-    lengths: torch.Tensor
-    """int64 [B]: tokens of each answer, its end among them."""
-    logits: list[torch.Tensor]
-    """T of them, [B, vocabulary]."""
+    tokens: torch.Tensor  # int64 [B, T], padded after a row's end
+    lengths: torch.Tensor  # int64 [B]: tokens of each answer, its end among them
+    logits: list[torch.Tensor]  # T of them, [B, vocabulary]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -31,8 +25,7 @@ from foveate.prompting import answer_text, end_tokens, pad_token
 
 GENERATE, TEACHER_FORCED, SHARED = "generate", "teacher-forced", ", shared prompt"
 """How a batch was timed, and what is added where its prompt was read for several methods at once."""
-ALONG = "tokens given, decode not timed"
-"""The same for a batch decoded along answers given before."""
+ALONG = "tokens given, decode not timed"  # the same for a batch decoded along answers given before
 _FORWARD_TOKENS, _SHORTEST_CHUNK = 1 << 18, 512
 """Tokens of a forward pass over prompts: more are read in chunks, whose activations fit beside a large cache."""
 _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, vocabulary]
@@ -94,15 +87,15 @@ class Prompt:
         cache = self.cache.branch(model) if shared else self.cache
         clock = Clock(model.device)
         if along is None:
-            outputs, steps = self._follow(model, cache, clock)
+            (outputs, steps), timing = self._follow(model, cache, clock), self.timing
         else:
-            outputs, steps = self._compare(model, cache, along), 0
+            outputs, steps, timing = self._compare(model, cache, along), along.tokens.shape[1] - 1, ALONG
         return Batch(
             outputs=outputs,
             prefill_ms=None if shared else self.prefill_ms,
-            decode_ms_per_token=clock.elapsed_ms / steps if steps else None,
-            decode_steps=steps if along is None else along.tokens.shape[1] - 1,
-            timing=(self.timing if along is None else ALONG) + (SHARED if shared else ""),
+            decode_ms_per_token=clock.elapsed_ms / steps if steps and along is None else None,
+            decode_steps=steps,
+            timing=timing + (SHARED if shared else ""),
             cache=cache,
         )
 
@@ -119,10 +112,6 @@ class Prompt:
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: Clock) -> tuple[list[Output], int]:
         """Outputs and the number of decode steps; the clock ticks when the first step begins and when the last ends."""
-        raise NotImplementedError
-
-    def _compare(self, model: PreTrainedModel, cache: Any, trace: Trace) -> list[Output]:
-        """Outputs along a trace."""
         raise NotImplementedError
 
 
@@ -150,15 +139,15 @@ class _Questions(Prompt):
         cuts = [item.context_tokens for item in items]
         contexts = [item.prompt_ids[: cut or None] for item, cut in zip(items, cuts)]
         ids, mask = _padded(contexts, self._pad, model.device)
-        self._context = ids, mask
         self._asked: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._width = ids.shape[1]
         if any(cuts):  # columns of both turns, each padded on its left
             more = _padded([item.prompt_ids[cut:] for item, cut in zip(items, cuts)], self._pad, model.device)
             self._asked = torch.cat([ids, more[0]], 1), torch.cat([mask, more[1]], 1)
-        self._width = (self._context if self._asked is None else self._asked)[0].shape[1]
+            self._width = self._asked[0].shape[1]
         clock = Clock(model.device)
         clock.tick()
-        self._paused = self._read(model, *self._context)
+        self._paused = self._read(model, ids, mask)
         clock.tick()
         self.prefill_ms, self.cache = clock.elapsed_ms, self._paused.cache
 
@@ -177,7 +166,7 @@ class _Questions(Prompt):
         )
 
     def _ask(self, model: PreTrainedModel, cache: Any) -> Paused:
-        """Before the first token of the answers: a question that comes after the context is read now, on `cache`."""
+        """Before the first token of the answers: a question after the context is read now, on `cache`."""
         if self._asked is None:
             return dataclasses.replace(self._paused, cache=cache)
         return self._read(model, *self._asked, cache)
@@ -198,9 +187,8 @@ class _Questions(Prompt):
             return of_prompt
         ids, kwargs = torch.cat([paused.ids, trace.tokens[:, :steps]], 1), dict(paused.kwargs)
         out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: paused.cache})
-        kwargs = model._update_model_kwargs_for_generation(out, kwargs, num_new_tokens=steps) | {
-            "logits_to_keep": steps
-        }
+        kwargs = model._update_model_kwargs_for_generation(out, kwargs, num_new_tokens=steps)
+        kwargs["logits_to_keep"] = steps
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=steps, **kwargs)
         with model._optimize_model_for_decode():
             out = model(**inputs, return_dict=True)
@@ -227,9 +215,7 @@ class _Questions(Prompt):
         ]
 
     def _chooser(self, paused: Paused, keep: bool = False) -> Greedy:
-        if self._items[0].sampling is None:
-            return Greedy(paused, keep)
-        return Sampled(paused, self._items, keep)
+        return Greedy(paused, keep) if self._items[0].sampling is None else Sampled(paused, self._items, keep)
 
     def _text(self, row: list[int]) -> str:
         return answer_text(self._tokenizer, row, self._ends, self._stop)
@@ -268,13 +254,11 @@ class _Texts(Prompt):
         pad, device = pad_token(model, tokenizer), model.device
         self._lengths = torch.tensor([len(text.prompt_ids) for text in texts], device=device)
         self._counts = [len(text.target_ids) for text in texts]
-        width, count = max(len(text.prompt_ids) for text in texts), max(self._counts)
-        rows = [[pad] * (width - len(text.prompt_ids)) + list(text.prompt_ids) for text in texts]
+        prompt, self._mask = _padded([text.prompt_ids for text in texts], pad, device)
+        width, count = prompt.shape[1], max(self._counts)
         targets = [list(text.target_ids) + [pad] * (count - len(text.target_ids)) for text in texts]
         self._target = torch.tensor(targets, device=device)
-        self._mask = torch.arange(width, device=device) >= width - self._lengths[:, None]
-        self._padded = any(len(text.prompt_ids) < width for text in texts)
-        prompt = torch.tensor(rows, device=device)
+        self._uneven = any(len(text.prompt_ids) < width for text in texts)
         clock, fed = Clock(device), {"use_cache": True, **self._placed(-width, 0)}
         if isinstance(getattr(model, "foveate", None), Attachment):
             fed[releases.CACHE] = Cache(model, prompt_length=width)
@@ -285,11 +269,11 @@ class _Texts(Prompt):
 
     def _placed(self, start: int, end: int) -> dict[str, torch.Tensor]:
         """Mask and positions of tokens `start` to `end` after the prompts; nothing where no prompt is padded."""
-        if not self._padded:
+        if not self._uneven:
             return {}
         mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), max(end, 0))], 1)
         positions = self._lengths[:, None] + torch.arange(start, end, device=mask.device)
-        return {"attention_mask": mask.long(), "position_ids": positions.clamp_min(0)}
+        return {"attention_mask": mask, "position_ids": positions.clamp_min(0)}
 
     def _follow(self, model: PreTrainedModel, cache: Any, clock: Clock) -> tuple[list[Output], int]:
         target, steps = self._target, self._target.shape[1] - 1
@@ -306,14 +290,13 @@ class _Texts(Prompt):
         by_item = [[next(sums) for _ in item.texts] for item in self._items]
         finite = [all(math.isfinite(nll) for nll, _ in of_item) for of_item in by_item]
         check_finite(model, self._items, torch.tensor(finite))
-        return [_scored(item, of_item) for item, of_item in zip(self._items, by_item)], steps
-
-
-def _scored(item: Item, texts: Sequence[tuple[float, tuple[bool, ...]]]) -> Output:
-    """The output of an item by the likelihood (nats) and hits of each of its texts."""
-    if item.options:
-        return Output(option_nlls=tuple(nll for nll, _ in texts))
-    return Output(nll=texts[0][0], hits=texts[0][1])
+        outputs = [
+            Output(option_nlls=tuple(nll for nll, _ in of_item))
+            if item.options
+            else Output(nll=of_item[0][0], hits=of_item[0][1])
+            for item, of_item in zip(self._items, by_item)
+        ]
+        return outputs, steps
 
 
 def _scores(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

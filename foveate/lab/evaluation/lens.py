@@ -18,18 +18,15 @@ from foveate.ops.attend.gather import among
 from foveate.ops.dispatch import reference_only, watched
 from foveate.ops.summaries.reference import with_masses
 
-STEPS = 8
-"""Decoded tokens that are recorded."""
-MOST_TOKENS = 16384
-"""Tokens of the longest prompt that is recorded."""
+STEPS = 8  # decoded tokens that are recorded
+MOST_TOKENS = 16384  # tokens of the longest prompt that is recorded
 _EVICTED, _UNREAD, _SUMMARISED, _READ, _REUSED = range(len(STATES))
 
 
 class Recorder:
     """What the decode steps of one sequence read on an attached model; :func:`recording` makes it.
 
-    Args:
-        model: the attached model.
+    `model`: the attached model.
     """
 
     def __init__(self, model: nn.Module):
@@ -50,8 +47,7 @@ class Recorder:
     def steps(self) -> list[list[list[str]]]:
         """A pattern for each step, layer and KV head, as :func:`foveate.lab.results.lens.write` takes them.
 
-        Raises:
-            UserError: when no token was decoded, or a layer attended without the verbs of :mod:`foveate.ops`.
+        Raises `UserError` when no token was decoded, or a layer attended without the verbs of :mod:`foveate.ops`.
         """
         numbers = sorted({step for step, _ in self._found})
         if not numbers:
@@ -61,30 +57,23 @@ class Recorder:
             if any((step, index) not in self._found for step in numbers):
                 name = policy.method.name
                 raise UserError(f"layer {index} ({name}) attends without foveate's verbs, of which the lens is made")
-        return [
-            [self._patterns(step, one["layer"]) if "unchanged" not in one else [] for one in self.layers()]
-            for step in numbers
-        ]
+        names = "".join(STATES)
+
+        def patterns(step: int, layer: int) -> list[str]:
+            return [pattern("".join(names[code] for code in head)) for head in self._found[step, layer].tolist()]
+
+        layers = self.layers()
+        return [[[] if "unchanged" in one else patterns(step, one["layer"]) for one in layers] for step in numbers]
 
     def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
-        """Write what was recorded as a lens.
+        """Write what was recorded as a lens: of these ids, of which so many are prompt.
 
-        Args:
-            tokens: ids of the prompt and the answer.
-            prompt_tokens: how many of them are prompt.
-            facts: as :func:`foveate.lab.results.lens.write` takes them.
-
-        Raises:
-            UserError: as :meth:`steps`, and for a file that cannot be written.
+        `facts` and errors are as of :func:`foveate.lab.results.lens.write`, and errors as of :meth:`steps`.
         """
         steps = self.steps()
         words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])
         facts = {"method": self._attachment.method.spec} | facts
         write(out, words, prompt_tokens, self.layers(), steps, **facts)
-
-    def _patterns(self, step: int, layer: int) -> list[str]:
-        names = "".join(STATES)
-        return [pattern("".join(names[code] for code in head)) for head in self._found[step, layer].tolist()]
 
     def look(self, layer: int, *_: Any) -> None:
         """Called before a layer attends: note which layer it is, and whether it decodes."""
@@ -114,8 +103,7 @@ class Recorder:
 def recording(model: nn.Module) -> Iterator[Recorder]:
     """Record the decode steps inside the block, of one sequence, by the references of all verbs.
 
-    Args:
-        model: an attached model, whose decode steps are not replayed as CUDA graphs.
+    `model`: an attached model, whose decode steps are not replayed as CUDA graphs.
     """
     recorder = Recorder(model)
     policies = model.foveate.policies.values()

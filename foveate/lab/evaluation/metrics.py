@@ -18,8 +18,7 @@ RESAMPLES = 2000
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BLOCK = 4_000_000  # resampled values held at once
-_TAIL = 0.025
-"""Probability beyond each end of an interval."""
+_TAIL = 0.025  # probability beyond each end of an interval
 
 Values = Mapping[str, np.ndarray]
 Aggregate = Callable[[Values], np.ndarray]
@@ -89,22 +88,12 @@ def estimate(aggregate: Aggregate, values: Values, seed: int = 0, resamples: int
     Exact (Clopper and Pearson's) for a share of items with value 1 where the others have 0; else by the percentile
     bootstrap, which resamples items with replacement.
     """
-    n = _count(values)
-    if (exact := exact_interval(aggregate, values)) is not None:
-        return exact
+    n, of_items = _count(values), values.get(aggregate.key) if isinstance(aggregate, Mean) else None
+    if of_items is not None and aggregate.scale == 100.0 and np.isin(of_items, (0.0, 1.0)).all():
+        hits = int(of_items.sum())
+        return Interval(float(aggregate(values)), 100 * _least_share(hits, n), 100 * (1 - _least_share(n - hits, n)))
     draws = _resampled(lambda index: aggregate(_take(values, index)), n, seed, resamples)
     return _interval(float(aggregate(values)), draws)
-
-
-def exact_interval(aggregate: Aggregate, values: Values) -> Interval | None:
-    """A share of items in percent with its exact 95 % interval; None where values are not there, or not 0 or 1."""
-    if not isinstance(aggregate, Mean) or aggregate.scale != 100.0 or aggregate.key not in values:
-        return None
-    of_items = values[aggregate.key]
-    if not np.isin(of_items, (0.0, 1.0)).all():
-        return None
-    n, hits = len(of_items), int(of_items.sum())
-    return Interval(float(aggregate(values)), 100 * _least_share(hits, n), 100 * (1 - _least_share(n - hits, n)))
 
 
 def paired_bootstrap(

@@ -8,6 +8,7 @@ slows down slows all methods alike. A batch's prompt is read once for all method
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shlex
@@ -36,8 +37,7 @@ _EXAMPLE_CHARS = 200
 _WARM_UP = 64  # prompt tokens of the unmeasured first call
 
 Record = dict[str, Any]
-Progress = Callable[[str, int], None]
-"""Called with a method's spec and the number of items that it has just answered."""
+Progress = Callable[[str, int], None]  # called with a method's spec and the number of items that it has just answered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,23 +203,20 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
             for method in missing:
                 if method not in waiting:
                     progress(method.spec, len(group))
-        for record in _measured(prepared, todo) if todo else ():
-            records[record["key"], record["first"]] = record
-            partial.append(record)
-            progress(record["spec"], len(record["values"]))
-        of_methods = [[records[_method_key(method), group[0].id] for group in groups] for method in missing]
-        rows = _rows(prepared, of_methods)
+        if todo:
+            needed = [method for method in missing if any(method in waiting for waiting, _ in todo)]
+            examiner = _Examiner(prepared, needed)
+            for record in itertools.chain.from_iterable(examiner.measure(*one) for one in todo):
+                records[record["key"], record["first"]] = record
+                partial.append(record)
+                progress(record["spec"], len(record["values"]))
+        rows = list(prepared.rows)
+        for method in missing:
+            own = [records[_method_key(method), group[0].id] for group in groups]
+            rows.append(_row(prepared, method, own, next((row for row in rows if row["method"] == "dense"), None)))
         finished = {_row_key(row) for row in rows}
         resultfile.write_rows(plan.out, rows, keep_partial=any(key not in finished for key, _ in records))
     return rows
-
-
-def _measured(prepared: Prepared, todo: Sequence[tuple[Sequence[Any], Sequence[Item]]]) -> Iterator[Record]:
-    """A record for every method of every batch in `todo`."""
-    needed = [method for method in prepared.missing if any(method in methods for methods, _ in todo)]
-    examiner = _Examiner(prepared, needed)
-    for methods, items in todo:
-        yield from examiner.measure(methods, items)
 
 
 class _Examiner:
@@ -267,50 +264,42 @@ class _Examiner:
     def measure(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
         """Each method on one batch: graded values, texts, times, memory and the method's own counters."""
         together = [method for method in methods if method in self._sharing]
-        trace = None
+        along, trace, prompt, peak = self._plan.task.along_dense, None, None, 0
         if together:
-            prompt, peak = self._read_together(together, items)
-            if self._plan.task.along_dense:
-                with foveate.attached(self._model, self._dense):
-                    trace = prompt.trace(self._model, shared=True)
-            for method in together:
-                yield self._decode_from(method, items, prompt, peak, trace)
-            del prompt
-        elif self._plan.task.along_dense:
+            readers = (self._dense, *(method for method in together if method != self._dense))
+            with foveate.attached(self._model, foveate.methods.SharedPrompt(readers)):
+                self._memory.start()
+                prompt, peak = generation.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
+        if along:
             with foveate.attached(self._model, self._dense):
-                trace = generation.read_prompt(self._model, self._tokenizer, items).trace(self._model)
+                read = prompt or generation.read_prompt(self._model, self._tokenizer, items)
+                trace = read.trace(self._model, shared=prompt is not None)
+            del read
+        for method in together:
+            yield self._answers(method, items, trace, prompt, peak)
+        del prompt
         for method in methods:
             if method not in together:
-                yield self._measure_alone(method, items, trace)
+                yield self._answers(method, items, trace)
 
-    def _measure_alone(self, method: Any, items: Sequence[Item], trace: decoding.Trace | None) -> Record:
+    def _answers(
+        self,
+        method: Any,
+        items: Sequence[Item],
+        trace: decoding.Trace | None,
+        prompt: generation.Prompt | None = None,
+        peak: int = 0,
+    ) -> Record:
+        """What a method makes of a prompt that was read for several at once, with this peak, or that it reads."""
         torch.manual_seed(self._plan.seed)
+        shared = prompt is not None
         with applied(self._model, method):
             self._memory.start()
-            prompt = generation.read_prompt(self._model, self._tokenizer, items)
-            batch = prompt.decode(self._model, along=trace)
-            return self._record(method, items, batch, self._memory.peak(), self._memory_kind)
-
-    def _read_together(self, methods: Sequence[Any], items: Sequence[Item]) -> tuple[generation.Prompt, int]:
-        """The prompt, read once for all of these methods and for dense, and the peak of memory."""
-        readers = (self._dense, *(method for method in methods if method != self._dense))
-        with foveate.attached(self._model, foveate.methods.SharedPrompt(readers)):
-            self._memory.start()
-            return generation.read_prompt(self._model, self._tokenizer, items), self._memory.peak()
-
-    def _decode_from(
-        self, method: Any, items: Sequence[Item], prompt: generation.Prompt, peak: int, trace: decoding.Trace | None
-    ) -> Record:
-        torch.manual_seed(self._plan.seed)
-        with foveate.attached(self._model, method, dense_below=0):
-            self._memory.start()
-            batch = prompt.decode(self._model, shared=True, along=trace)
-            peak = max(peak, self._memory.peak())
-            return self._record(method, items, batch, peak, f"{self._memory_kind}{generation.SHARED}")
-
-    @property
-    def _memory_kind(self) -> str:
-        return self._memory.kind + (", dense's logits included" if self._plan.task.along_dense else "")
+            prompt = prompt or generation.read_prompt(self._model, self._tokenizer, items)
+            batch = prompt.decode(self._model, shared=shared, along=trace)
+            kind = self._memory.kind + (", dense's logits included" if self._plan.task.along_dense else "")
+            kind += generation.SHARED if shared else ""
+            return self._record(method, items, batch, max(peak, self._memory.peak()), kind)
 
     def _record(self, method: Any, items: Sequence[Item], batch: generation.Batch, peak: int, peak_kind: str) -> Record:
         values = [self._plan.task.grade(item, output) for item, output in zip(items, batch.outputs)]
@@ -339,20 +328,10 @@ class _Examiner:
             return attachment.sparse_prompt
 
 
-def _rows(prepared: Prepared, new: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
-    """Finished rows: the earlier ones, and one per method made from its records, in the order of the items."""
-    rows = list(prepared.rows)
-    for method, records in zip(prepared.missing, new):
-        values = columns(value for record in records for value in record["values"])
-        dense = next((row for row in rows if row["method"] == "dense"), None)
-        rows.append(_row(prepared, method, records, values, dense))
-    return rows
-
-
-def _row(
-    prepared: Prepared, method: Any, records: Sequence[Record], values: dict[str, Any], dense: dict[str, Any] | None
-) -> dict[str, Any]:
+def _row(prepared: Prepared, method: Any, records: Sequence[Record], dense: dict[str, Any] | None) -> dict[str, Any]:
+    """A finished row, made from a method's records, in the order of the items."""
     plan, task, items = prepared.plan, prepared.plan.task, prepared.items
+    values = columns(value for record in records for value in record["values"])
     names = sorted(task.metrics, key=lambda name: name != task.main)  # the main one first
     metrics = {name: estimate(task.metrics[name], values, plan.seed) for name in names}
     main, aggregate = metrics[task.main], task.metrics[task.main]
@@ -403,12 +382,8 @@ def _row(
 
 
 def _row_key(row: Mapping[str, Any]) -> str:
-    return _key(row["method"], row["settings"])
+    return json.dumps([row["method"], row["settings"]], sort_keys=True)
 
 
 def _method_key(method: Any) -> str:
-    return _key(method.name, method.settings())
-
-
-def _key(name: str, settings: dict[str, Any]) -> str:
-    return json.dumps([name, settings], sort_keys=True)
+    return _row_key({"method": method.name, "settings": method.settings()})

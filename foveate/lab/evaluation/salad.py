@@ -26,8 +26,7 @@ from foveate import outfile
 from foveate.errors import DataError, UserError
 from foveate.lab.inputs.squad import Article, read_squad
 
-SEED = 42
-"""The seed of the published files."""
+SEED = 42  # the seed of the published files
 _SENTENCES = 3
 
 
@@ -38,32 +37,25 @@ class Recipe:
     file: str
     pattern: str
     examples: int
-    sha256: str = ""
+    sha256: str
 
 
-SETS = {
-    "easy": Recipe(
-        "easy_2topic_short.json", "ABAB", 100, "3e006bad8264096cefd6ff3a7d986cc0be97da7fc360b51ca1b95f76569c3924"
-    ),
-    "medium": Recipe(
-        "medium_2topic_medium.json", "AABBAABB", 100, "d22dd273ea9573d390441226113236bf323258a5ed6282792bb7f3e745a0c5a8"
-    ),
-    "hard": Recipe(
-        "hard_3topic_short.json", "ABCABC", 100, "3b12c3c732970d241c563fd8f250c4e7fd2c601f1e299203832809013f940ef2"
-    ),
-    "very_hard": Recipe(
-        "very_hard_3topic_long.json",
-        "AAABBBCCCAAABBBCCC",
-        50,
-        "27ee978cfa134c4684a017e703906761af16894891410c6738fa871cee78a08c",
-    ),
+_PUBLISHED = {
+    "example": "2ea98356388ca2d765cdec452a11a553773cedf362276b81eee64a3430ad244a",
+    "easy": "3e006bad8264096cefd6ff3a7d986cc0be97da7fc360b51ca1b95f76569c3924",
+    "medium": "d22dd273ea9573d390441226113236bf323258a5ed6282792bb7f3e745a0c5a8",
+    "hard": "3b12c3c732970d241c563fd8f250c4e7fd2c601f1e299203832809013f940ef2",
+    "very_hard": "27ee978cfa134c4684a017e703906761af16894891410c6738fa871cee78a08c",
 }
-"""The published sets, in the order in which they are drawn."""
-_EXAMPLE = Recipe(
-    "wikisalad_eval_example.json", "AABBAABB", 50, "2ea98356388ca2d765cdec452a11a553773cedf362276b81eee64a3430ad244a"
-)
-FILES = {"example": _EXAMPLE, **SETS}
+FILES = {
+    "example": Recipe("wikisalad_eval_example.json", "AABBAABB", 50, _PUBLISHED["example"]),
+    "easy": Recipe("easy_2topic_short.json", "ABAB", 100, _PUBLISHED["easy"]),
+    "medium": Recipe("medium_2topic_medium.json", "AABBAABB", 100, _PUBLISHED["medium"]),
+    "hard": Recipe("hard_3topic_short.json", "ABCABC", 100, _PUBLISHED["hard"]),
+    "very_hard": Recipe("very_hard_3topic_long.json", "AAABBBCCCAAABBBCCC", 50, _PUBLISHED["very_hard"]),
+}
 """All published files, in the order in which they are drawn."""
+SETS = {name: recipe for name, recipe in FILES.items() if name != "example"}
 
 
 def make_sets(articles: Sequence[Article], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:

@@ -28,19 +28,14 @@ from foveate.methods import REGISTRY, Method
 from foveate.methods.spec import SETTING, SETTING_SCHEMA
 
 OBJECTIVES = ("latency", "throughput", "memory")
-KEEPING = ("pages", "luka", "quest")
-"""Methods that keep the whole cache and read a share of it."""
-PRUNING = ("snapkv", "adakv")
-"""Methods that keep a share of the prompt."""
-EVICTING = (*PRUNING, "h2o", "tova")
-"""And those that keep no more as they go on, which matters for memory alone."""
+KEEPING = ("pages", "luka", "quest")  # methods that keep the whole cache and read a share of it
+PRUNING = ("snapkv", "adakv")  # methods that keep a share of the prompt
+EVICTING = (*PRUNING, "h2o", "tova")  # and those that keep no more as they go on, which matters for memory alone
 KASCADE = "kascade:top_k={share},calibration={file}"
 _LEAST, _FIRST, _MOST = 0.02, 0.12, 0.8
 """Shares of a context: the least, that with which each method is tried first, and the largest."""
-_CLOSE = 1.25
-"""A share is looked for no closer than within this factor."""
-_FALLING = 0.7
-"""A loss falls about as this power of the share (measured with `pages` and `kascade` on novels)."""
+_CLOSE = 1.25  # a share is looked for no closer than within this factor
+_FALLING = 0.7  # a loss falls about as this power of the share (measured with `pages` and `kascade` on novels)
 _FAILURES = (ValueError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model; a user's own method may raise anything."""
 _TOGETHER, _CONFIRMED = 4, 6
@@ -53,38 +48,23 @@ _ITEMS, _TIMED = 20, 3
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to search.
-
-    Args:
-        model: a model folder.
-        task: with splits `tune` and `test`, such as `documents`.
-        data: the task's data.
-        out: the file for the setting; rows go beside it, to `.tune.jsonl` and `.test.jsonl`, and times that are
-            measured apart to `.tune-times.jsonl` and `.test-times.jsonl`.
-        max_loss: points of the task's score that a method may lose against dense attention, 0 to 100.
-        objective: what is to be small: time of a token (latency), time of a token at `batch_size` over the batch
-            (throughput), or what stays in memory (memory).
-        calibration: a file of `foveate calibrate`, with which kascade is among the methods; None: it is not.
-        limit: items of each split at most; None: as many as tell a loss of `max_loss`, or 20 where methods go along
-            dense attention's answers, whose every token counts.
-        minutes: no trial starts after so many, but for the first of each method. A few start together.
-        imports: files that define methods (:func:`foveate.cli.imports.run`); these are searched by their top_k.
-    """
+    """What to search."""
 
     model: Path
-    task: Task
+    task: Task  # with splits `tune` and `test`, such as `documents`
     data: Path
-    out: Path
-    max_loss: float = 1.0
-    objective: str = OBJECTIVES[0]
-    calibration: Path | None = None
+    out: Path  # for the setting; rows go beside it, `.tune.jsonl` and `.test.jsonl`, times to `.tune-times.jsonl`, …
+    max_loss: float = 1.0  # points of the task's score that may be lost against dense attention, 0 to 100
+    objective: str = OBJECTIVES[0]  # is to be small: time of a token, that over `batch_size`, or what stays in memory
+    calibration: Path | None = None  # of `foveate calibrate`, with which kascade is among the methods
     limit: int | None = None
-    minutes: float = 15.0
+    """Items of each split at most; None: as many as tell a loss of `max_loss`, or 20 of dense attention's answers."""
+    minutes: float = 15.0  # no trial starts after so many, but for the first of each method
     batch_size: int = 1
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
-    imports: tuple[Path, ...] = ()
+    imports: tuple[Path, ...] = ()  # files whose methods (:func:`foveate.cli.imports.run`) are searched by their top_k
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -101,9 +81,8 @@ class Plan:
             raise UserError(f"task '{self.task.name}' has no splits tune and test; use documents")
         for method in self._imported:
             if "top_k" not in method.__dataclass_fields__:
-                raise UserError(
-                    f"method '{method.name}' of {method.__module__} has no top_k, the share that is searched"
-                )
+                who = f"method '{method.name}' of {method.__module__}"
+                raise UserError(f"{who} has no top_k, the share that is searched")
 
     def rows(self, split: str) -> Path:
         """The file of a split's rows."""
@@ -128,19 +107,16 @@ class Trial:
     """A setting, what it costs and what it loses."""
 
     spec: str
-    cost: float
-    """In the objective's unit, see :func:`cost_of`."""
-    loss: float
-    """Points below dense attention."""
+    cost: float  # in the objective's unit, see :func:`cost_of`
+    loss: float  # points below dense attention
     row: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
 
 
 def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     """Searches, writes the best setting and returns it, as measured on the held-back split.
 
-    Raises:
-        UserError: where there is nothing to recommend: dense attention scores no more than may be lost, the items are
-            too few to tell the loss, or no setting that keeps it costs less than dense attention; else as `compare`.
+    Raises `UserError` where there is nothing to recommend: dense attention scores no more than may be lost, the items
+    are too few to tell the loss, or no setting that keeps it costs less than dense attention; else as `compare`.
     """
     outfile.check(plan.out)
     if not plan.task.needs_dense(plan.data):
@@ -213,7 +189,7 @@ def _promising(
     for name, trials in tried.items():
         wanted = next_share({share: one.loss for share, one in trials.items()}, max_loss)
         if wanted is not None:
-            near, share = min(trials, key=lambda one: abs(one - wanted)), _rounded(min(wanted, _MOST))
+            near, share = min(trials, key=lambda one: abs(one - wanted)), float(f"{min(wanted, _MOST):.2g}")
             slope = (dense.cost - trials[near].cost) / (1 - near)  # a part of what a token costs depends on no share
             costs = (trials[near].cost + (one - near) * slope for one in (wanted, share))
             expected.append((*costs, name, share))
@@ -228,8 +204,7 @@ def next_share(losses: Mapping[float, float], most: float) -> float | None:
         losses: what it has lost, by the share; not empty.
         most: what it may lose.
 
-    Returns:
-        A share; more than the largest where even that is not expected to do, and None where it did not.
+    Returns a share; more than the largest where even that is not expected to do, and None where it did not.
     """
     enough = min((share for share, loss in losses.items() if loss <= most), default=None)
     less = max((share for share in losses if enough is None or share < enough), default=None)
@@ -239,10 +214,6 @@ def next_share(losses: Mapping[float, float], most: float) -> float | None:
     if less is None:
         return max(_LEAST, enough / 3) if enough > _LEAST else None
     return math.sqrt(less * enough) if enough > _CLOSE * less else None
-
-
-def _rounded(share: float) -> float:
-    return float(f"{share:.2g}")
 
 
 def _together(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str], None]) -> None:
@@ -276,7 +247,7 @@ def _failure(error: Exception) -> str:
 
 def _spec(plan: Plan, name: str, share: float) -> str:
     file = json.dumps(None if plan.calibration is None else str(plan.calibration.resolve()))
-    return plan.methods[name].format(share=_rounded(share), file=file)
+    return plan.methods[name].format(share=float(f"{share:.2g}"), file=file)
 
 
 def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial | None:
@@ -312,14 +283,11 @@ def _times(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _rows(
-    plan: Plan,
-    split: str,
-    specs: Sequence[str],
-    progress: Progress = lambda method, items: None,
-    timed: bool = False,
+    plan: Plan, split: str, specs: Sequence[str], progress: Progress | None = None, timed: bool = False
 ) -> dict[str, dict[str, Any]]:
     """The rows of a split by their specs, those of these settings among them."""
-    return {row["spec"]: row for row in run(prepare(_comparison(plan, split, specs, timed)), progress)}
+    prepared = prepare(_comparison(plan, split, specs, timed))
+    return {row["spec"]: row for row in (run(prepared, progress) if progress else run(prepared))}
 
 
 def _comparison(plan: Plan, split: str, specs: Sequence[str], timed: bool = False) -> Comparison:
@@ -328,20 +296,10 @@ def _comparison(plan: Plan, split: str, specs: Sequence[str], timed: bool = Fals
     `timed`: their answers in any case.
     """
     task = dataclasses.replace(plan.task, split=split)
-    along = not timed and task.needs_dense(plan.data)
-    return Comparison(
-        plan.model,
-        Fidelity(of=task) if along else task,
-        plan.data,
-        tuple(map(parse_method, specs)),
-        plan.limit,
-        plan.rows(f"{split}-times" if timed else split),
-        plan.batch_size,
-        plan.seed,
-        plan.dtype,
-        plan.device,
-        imports=plan.imports,
-    )
+    task = Fidelity(of=task) if not timed and task.needs_dense(plan.data) else task
+    out, methods = plan.rows(f"{split}-times" if timed else split), tuple(map(parse_method, specs))
+    how = (plan.batch_size, plan.seed, plan.dtype, plan.device)
+    return Comparison(plan.model, task, plan.data, methods, plan.limit, out, *how, imports=plan.imports)
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:

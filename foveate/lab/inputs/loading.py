@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from foveate.errors import DataError, UserError, unknown
 from foveate.lab.inputs import reading
-from foveate.lab.inputs.model_folder import read_config, weight_files
+from foveate.lab.inputs.model_folder import first_line, read_config, weight_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -51,9 +51,12 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # KeyError, TypeError and what tokenizers raises: a damaged file leads to any of them
         for name, needed in _TOKENIZER_FILES.items():
-            if (Path(folder) / name).exists():
-                _check_object(Path(folder) / name, needed)
-        raise UserError(f"{folder}: no usable tokenizer in the model folder ({_first_line(error)})") from None
+            if (path := Path(folder) / name).exists():
+                if not isinstance(value := reading.read_json(path), dict):
+                    raise DataError(f"{path}: expected an object") from None
+                if needed is not None:
+                    reading.field(value, needed, dict, str(path))
+        raise UserError(f"{folder}: no usable tokenizer in the model folder ({first_line(error)})") from None
 
 
 def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
@@ -68,7 +71,7 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
             with safe_open(path, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: a damaged file of weights ({_first_line(error)})") from None
+            raise UserError(f"{path}: a damaged file of weights ({first_line(error)})") from None
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -80,7 +83,7 @@ def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # refused below, by name
         )
     except Exception as error:  # such as ImportError: what a quantised model needs is not installed
-        raise UserError(f"{folder}: not loadable as a causal language model ({_first_line(error)})") from None
+        raise UserError(f"{folder}: not loadable as a causal language model ({first_line(error)})") from None
     _check_loaded(folder, loaded)
     ends = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=ends, do_sample=False)
@@ -98,16 +101,3 @@ def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
         faults.append(f"{len(others)} of another shape, such as {name}, {list(there)} and not {list(wanted)}")
     if faults:
         raise UserError(f"{folder}: the weights are not those of config.json: {'; '.join(faults)}")
-
-
-def _check_object(path: Path, needed: str | None) -> None:
-    """Raises `DataError` if a file is no JSON object, or has no object `needed`."""
-    value = reading.read_json(path)
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected an object")
-    if needed is not None:
-        reading.field(value, needed, dict, str(path))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

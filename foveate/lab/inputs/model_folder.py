@@ -76,8 +76,14 @@ def _decoder_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return config.get_text_config(decoder=True)
     except Exception as error:  # a damaged configuration leads to any of them, those of Transformers' checks included
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+        raise UserError(
+            f"{folder / 'config.json'}: not the configuration of a known model ({first_line(error)})"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
@@ -101,19 +107,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         elif len(folder.parts) == 2 and not folder.parent.is_dir():  # as the hub names models
             hint = f" (to use a model of the Hugging Face hub: hf download {folder} --local-dir DIR, and give DIR)"
         raise UserError(f"{folder}: no such model folder{hint}")
+    path = folder / "config.json"
     try:
-        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder}: not a model folder (no config.json)") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / 'config.json'}: malformed JSON: {error}") from None
+        raise UserError(f"{path}: malformed JSON: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(f"{folder / 'config.json'}: expected an object")
+        raise UserError(f"{path}: expected an object")
     if named := config.get("transformers_weights"):
-        raise UserError(
-            f"{folder / 'config.json'}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}"
-        )
-    _check_implementations(folder / "config.json", config)
+        raise UserError(f"{path}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}")
+    _check_implementations(path, config)
     if not weight_files(folder):
         raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
     if config.get("model_type") == HYBRID:

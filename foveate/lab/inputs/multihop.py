@@ -6,24 +6,21 @@ Errors name the file and the place in it, as in `[3].context[2]`, or the line.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError
 from foveate.lab.inputs import reading
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A paragraph under its title, which is the first line of `text`; `gold` if the answer rests on it."""
 
     text: str
     gold: bool
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A question, its answer with the aliases after it, and the passages to read, none of them twice."""
 
     id: str
@@ -50,12 +47,10 @@ def read_records(path: Path) -> list[Record]:
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
     """Each record with its place in the file."""
     if path.name.removesuffix(".xz").endswith(".jsonl"):
-        yield from ((f"{path}:{line}", value) for line, value in reading.read_jsonl(path))
-        return
-    document = reading.read_json(path)
-    if not isinstance(document, list):
+        return ((f"{path}:{line}", value) for line, value in reading.read_jsonl(path))
+    if not isinstance(document := reading.read_json(path), list):
         raise DataError(f"{path}: expected a list of records")
-    yield from ((f"{path}: [{number}]", value) for number, value in enumerate(document))
+    return ((f"{path}: [{number}]", value) for number, value in enumerate(document))
 
 
 def _record(value: Any, where: str) -> Record:

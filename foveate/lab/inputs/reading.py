@@ -10,9 +10,8 @@ import lzma
 import re
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError
 from foveate.json_text import parse_json
@@ -22,8 +21,7 @@ _END = re.compile(r"^\*\*\*\s?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", r
 _KINDS = {str: "text", list: "list", dict: "object", int: "number", bool: "true or false"}
 
 
-@dataclass(frozen=True)
-class Novel:
+class Novel(NamedTuple):
     """One book: its name (the file's stem) and its text, without licence blocks, lines ended by a newline."""
 
     name: str

@@ -5,9 +5,8 @@ Errors name the file and the place in it, as in `data[3].paragraphs[0].qas[2]`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError
 from foveate.lab.inputs import reading
@@ -16,16 +15,14 @@ _SOURCE = "https://rajpurkar.github.io/SQuAD-explorer/, such as dev-v2.0.json"
 _VERSIONS = {"1.1": "1.1", "v1.1": "1.1", "2.0": "2.0", "v2.0": "2.0"}
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """An answer, and the character of its paragraph where it begins (not checked by the reader)."""
 
     text: str
     start: int
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question on a paragraph; without answers it is one that the paragraph does not answer (SQuAD 2.0 only)."""
 
     id: str
@@ -36,23 +33,25 @@ class Question:
     def is_impossible(self) -> bool:
         return not self.answers
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Those of the answers, each once."""
+        return tuple(dict.fromkeys(answer.text for answer in self.answers))
 
-@dataclass(frozen=True)
-class Paragraph:
+
+class Paragraph(NamedTuple):
     text: str
     questions: tuple[Question, ...]
 
 
-@dataclass(frozen=True)
-class Article:
+class Article(NamedTuple):
     """An article; titles are Wikipedia's, with underscores for spaces."""
 
     title: str
     paragraphs: tuple[Paragraph, ...]
 
 
-@dataclass(frozen=True)
-class Squad:
+class Squad(NamedTuple):
     """A whole file; `version` is "1.1" or "2.0"."""
 
     version: str
@@ -94,9 +93,8 @@ def read_squad(path: Path) -> Squad:
 
 def _article(article: Any, where: str) -> Article:
     title, paragraphs = reading.field(article, "title", str, where), reading.field(article, "paragraphs", list, where)
-    return Article(
-        title, tuple(_paragraph(part, f"{where}.paragraphs[{number}]") for number, part in enumerate(paragraphs))
-    )
+    parts = (_paragraph(part, f"{where}.paragraphs[{number}]") for number, part in enumerate(paragraphs))
+    return Article(title, tuple(parts))
 
 
 def _paragraph(paragraph: Any, where: str) -> Paragraph:
@@ -108,12 +106,11 @@ def _question(question: Any, where: str) -> Question:
     answers = reading.field(question, "answers", list, where)
     if "is_impossible" in question and reading.field(question, "is_impossible", bool, where) == bool(answers):
         raise DataError(f"{where}: 'is_impossible' contradicts the {len(answers)} 'answers'")
-    return Question(
-        reading.field(question, "id", str, where),
-        reading.field(question, "question", str, where),
-        tuple(_answer(answer, f"{where}.answers[{number}]") for number, answer in enumerate(answers)),
-    )
-
-
-def _answer(answer: Any, where: str) -> Answer:
-    return Answer(reading.field(answer, "text", str, where), reading.field(answer, "answer_start", int, where))
+    name, text = (reading.field(question, field, str, where) for field in ("id", "question"))
+    found = []
+    for number, answer in enumerate(answers):
+        place = f"{where}.answers[{number}]"
+        found.append(
+            Answer(reading.field(answer, "text", str, place), reading.field(answer, "answer_start", int, place))
+        )
+    return Question(name, text, tuple(found))

@@ -10,16 +10,10 @@ from typing import Any
 def to_dataframe(paths: str | Path | Iterable[str | Path]) -> Any:
     """Rows of `foveate compare` and `foveate bench` as a pandas DataFrame, one line a row.
 
-    Args:
-        paths: a file of rows (JSON Lines), or several.
-
-    Returns:
-        The DataFrame. Columns are the rows' fields, and ``file``; a field within a field has both names, as
-        ``settings.top_k``, ``metrics.f1.low``, ``case.context`` and ``versions.torch``. Lists, such as
-        ``item_values.f1``, stay lists.
-
-    Raises:
-        UserError: if pandas is not installed, or a file is not of rows.
+    `paths`: a file of rows (JSON Lines), or several. Returns the DataFrame. Columns are the rows' fields, and ``file``;
+    a field within a field has both names, as ``settings.top_k``, ``metrics.f1.low``, ``case.context`` and
+    ``versions.torch``. Lists, such as ``item_values.f1``, stay lists. Raises `UserError` if pandas is not installed, or
+    a file is not of rows.
     """
     from foveate.lab.report import frame
 

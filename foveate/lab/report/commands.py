@@ -12,8 +12,8 @@ from foveate.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Draw rows of results, or a calibration, as PNG.")
 
-Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).", show_default=False)]
-Out = Annotated[Path, typer.Option(help="PNG file to write.", show_default=False, callback=announce)]
+Files = Annotated[list[Path], typer.Argument(help="Files of rows (JSON Lines).")]
+Out = Annotated[Path, typer.Option(help="PNG file to write.", callback=announce)]
 Where = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,9 +63,7 @@ def decode(
 
 
 @app.command()
-def calibration(
-    file: Annotated[Path, typer.Argument(help="File of `foveate calibrate`.", show_default=False)], out: Out
-) -> None:
+def calibration(file: Annotated[Path, typer.Argument(help="File of `foveate calibrate`.")], out: Out) -> None:
     """A calibration of Kascade: similarity of layers, their importance, attention on few keys by head."""
     from foveate.calibration import load
     from foveate.lab.report.plots.calibration import draw

@@ -30,8 +30,7 @@ def to_dataframe(files: Sequence[Path]) -> Any:
 def write_csv(files: Sequence[Path], out: Path) -> None:
     """Write :func:`to_dataframe` as CSV, without the columns of lists.
 
-    Raises:
-        UserError: as :func:`check` does, and when there are no files of rows.
+    Raises `UserError` as :func:`check` does, and when there are no files of rows.
     """
     check(out)
     if not files:

@@ -11,10 +11,8 @@ from typing import Any
 from foveate.lab.report.markdown import context_length
 from foveate.lab.report.rows import Row, grouped
 
-Cell = tuple
-"""Names the items that rows have in common."""
-Line = tuple[str, tuple[tuple[str, str], ...]]
-"""A method, and those of its settings that do not differ along the line."""
+Cell = tuple  # names the items that rows have in common
+Line = tuple[str, tuple[tuple[str, str], ...]]  # a method, and those of its settings that do not differ along the line
 
 _SPEAKING = ("compressor", "mass")  # settings whose values say what they are
 _STANDS_FOR = {"calibration": ("anchors", "heads")}  # settings that a calibration's file determines
@@ -63,7 +61,8 @@ def names(rows: Sequence[Row], along: Sequence[str]) -> dict[Line, str]:
     named = {}
     for method, settings in lines:
         own = [name for name, _ in settings if (method, name) in differ]
-        words = [_word(name, dict(settings)[name]) for name in own]
+        values_of = dict(settings)
+        words = [values_of[name] if name in _SPEAKING else f"{name}={values_of[name]}" for name in own]
         named[method, settings] = f"{method}: {', '.join(words)}" if words else method
     return named
 
@@ -122,7 +121,3 @@ def _fixed(row: Row, along: Sequence[str]) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _word(name: str, value: str) -> str:
-    return value if name in _SPEAKING else f"{name}={value}"

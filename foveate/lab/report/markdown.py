@@ -7,8 +7,7 @@ from typing import Any
 
 from foveate.lab.report.rows import Row
 
-NONE = "–"
-"""The cell of a value that is missing or does not apply."""
+NONE = "–"  # the cell of a value that is missing or does not apply
 
 
 def made_with(rows: Sequence[Row], commits: bool = True) -> str:
@@ -38,7 +37,8 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
     A `|` or a line break within a cell, such as a file's name may hold, ends neither the cell nor the table.
     """
-    head, *body = (f"| {' | '.join(map(_cell, cells))} |" for cells in lines)
+    told = [[" ".join(text.replace("|", "\\|").splitlines()) for text in cells] for cells in lines]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in told)
     rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
     return "\n".join([head, rule, *body])
 
@@ -84,10 +84,6 @@ def difference(row: Row) -> str:
 def percent(share: float | None, digits: int = 1) -> str:
     """A share as such, or a dash."""
     return NONE if share is None else f"{100 * share:.{digits}f} %"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").splitlines())
 
 
 def _once(words: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from foveate.errors import UserError
 from foveate.lab.evaluation.metrics import Interval, Mean, estimate, paired_bootstrap
+from foveate.lab.evaluation.tasks.perplexity import nats_a_token
 from foveate.lab.report.rows import Row, grouped
 
 _AVERAGE = Mean("value")
@@ -21,9 +23,21 @@ def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
 
     Whatever their order: items are drawn by their numbers, which they have by task, split and length.
     """
-    pairs = sorted(zip(rows, dense, strict=True), key=lambda pair: _place(*pair), reverse=True)
+
+    def place(pair: tuple[Row, Row]) -> tuple[Any, ...]:
+        row, _ = pair
+        return row["task"], row["split"], -row["length"], row["run"]["items"], *map(_values, pair)
+
+    pairs = sorted(zip(rows, dense, strict=True), key=place, reverse=True)
     ours, theirs = ({"value": _items(side)} for side in zip(*pairs))
     return paired_bootstrap(_AVERAGE, ours, theirs)
+
+
+def perplexity_ratio(row: Row, dense: Row) -> Interval:
+    """Perplexity of a row over that of the dense row of the same run, with its 95 % paired-bootstrap interval."""
+    ours, theirs = ({key: np.array(column) for key, column in one["item_values"].items()} for one in (row, dense))
+    log = paired_bootstrap(nats_a_token, ours, theirs, row["seed"])
+    return Interval(*(math.exp(value) for value in (log.value, log.low, log.high)))
 
 
 def averages(row: Row) -> bool:
@@ -34,14 +48,9 @@ def averages(row: Row) -> bool:
 def over_splits(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Rows as if splits that differ in a last number, at one length and on one model, were one comparison.
 
-    Args:
-        rows: of `foveate compare`, one a method on the same items.
-
-    Returns:
-        The rows, and a line on each method that was left out because a split lacks it. Other splits stay as they are.
-
-    Raises:
-        UserError: when a split has no row of dense or several comparisons, or a metric that is no mean over items.
+    `rows`: of `foveate compare`, one a method on the same items. Returns the rows, and a line on each method that was
+    left out because a split lacks it. Other splits stay as they are. Raises `UserError` when a split has no row of
+    dense or several comparisons, or a metric that is no mean over items.
     """
     kept, notes = [], []
     for (model, task, family, length, _), pool in grouped(rows, _pool).items():
@@ -110,10 +119,6 @@ def _items(rows: Sequence[Row]) -> np.ndarray:
 
 def _values(row: Row) -> list[float]:
     return row["item_values"][_main(row)]
-
-
-def _place(row: Row, dense: Row) -> tuple[Any, ...]:
-    return row["task"], row["split"], -row["length"], row["run"]["items"], _values(row), _values(dense)
 
 
 def _main(row: Row) -> str:

@@ -36,11 +36,8 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Ro
 def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Row]:
     """The rows of some files, each of which passes a check.
 
-    Args:
-        check: is given a row, and its file and line; raises DataError that begins with these.
-
-    Raises:
-        DataError: also for a file without rows, or a row that is there twice.
+    `check`: is given a row, and its file and line; raises DataError that begins with these. Raises `DataError` also for
+    a file without rows, or a row that is there twice.
     """
     rows = []
     for file in files:
@@ -56,7 +53,7 @@ def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Ro
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Rows hold no cycles: looking for some among all that was read took a fifth of the time of a report of 20,000."""
+    """Rows hold no cycles: looking for some took a fifth of the time of a report of 20,000 rows."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -99,7 +96,7 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
 
 def spelled(row: Row) -> Row:
     """A row in whose settings methods are written as specs."""
-    return {**row, "settings": _with_specs(row)}
+    return all_spelled([row])[0]
 
 
 def all_spelled(rows: Iterable[Row]) -> list[Row]:
@@ -107,20 +104,13 @@ def all_spelled(rows: Iterable[Row]) -> list[Row]:
     known: dict[tuple[str, str], dict[str, Any]] = {}
     found = []
     for row in rows:
-        key = (row["method"], json.dumps(row["settings"], sort_keys=True))
+        settings = row["settings"]
+        key = (row["method"], json.dumps(settings, sort_keys=True))
         if key not in known:
-            known[key] = _with_specs(row)
+            method, named = method_of(row), [name for name, value in settings.items() if isinstance(value, dict)]
+            known[key] = settings | ({} if method is None else {name: getattr(method, name) for name in named})
         found.append({**row, "settings": known[key]})
     return found
-
-
-def _with_specs(row: Row) -> dict[str, Any]:
-    """The settings of a row's method, with specs in place of methods."""
-    method = method_of(row)
-    if method is None:
-        return row["settings"]
-    short = {name: getattr(method, name) for name, value in row["settings"].items() if isinstance(value, dict)}
-    return {**row["settings"], **short}
 
 
 def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
@@ -128,10 +118,8 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
 
     Of several conditions on one name one has to be met, and the rows come in the order of these; spaces in values do
     not count, and a ``spec`` may be written in any way. Rows of ``dense`` are there to compare with, and need not meet
-    conditions on methods.
-
-    Raises:
-        UserError: for a condition of another form, a name, spec or method that no row has, or when no row is left.
+    conditions on methods. Raises `UserError` for a condition of another form, a name, spec or method that no row has,
+    or when no row is left.
     """
 
     def fields(row: Row) -> tuple[Row, ...]:
@@ -143,8 +131,7 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
 def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows of a bench whose cases meet the conditions ``NAME=VALUE``; several on one name are as in :func:`chosen`.
 
-    Raises:
-        UserError: for a condition of another form, a name, spec or method that no case has, or when no row is left.
+    Raises `UserError` for a condition of another form, a name, spec or method that no case has, or when no row is left.
     """
 
     return _meeting(rows, conditions, lambda row: (row["case"],), "condition")

@@ -17,8 +17,7 @@ from foveate.lab.report.markdown import NONE, context_length, number, percent
 from foveate.lab.report.rows import Row
 
 _DIM = "dim"
-_LONG = 20
-"""Characters of a spec above which a method goes by a shorter name, and the spec is below the table."""
+_LONG = 20  # characters of a spec above which a method goes by a shorter name, and the spec is below the table
 _MEANING = {
     "keys\nread": "share of the keys that a decode step reads",
     "KV/step": "bytes of the keys and values that it reads",
@@ -33,10 +32,7 @@ _DROPPED = ("prefill", "KV/step", "resident\n/peak", "resident", "time\n/token",
 
 def results(rows: Sequence[Row], answers: int = 0) -> RenderableType:
     """The comparison table of one run's rows (one per method), and below it the answers to the first items."""
-    parts: list[RenderableType] = [Comparison(rows)]
-    if answers:
-        parts += ["", answer_table(rows, answers)]
-    return Group(*parts)
+    return Group(Comparison(rows), *(("", answer_table(rows, answers)) if answers else ()))
 
 
 class Comparison:
@@ -78,15 +74,16 @@ class Comparison:
         rows = self._rows
         digits = 1 if max(row["high"] for row in rows) >= 10 else 2
         compared = any(row["method"] == "dense" for row in rows)  # a model that runs as it is may stand alone
-        held = "resident\n/peak" if _peaks(rows) else "resident"
+
+        def beside(row: Row) -> Text | str:
+            if row["method"] == "dense" or not compared:
+                return NONE
+            return _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+")
+
+        held = "resident\n/peak" if any(row.get("cache_peak_bytes") for row in rows) else "resident"
         return {
             "score": [_interval(row["score"], row["low"], row["high"], digits) for row in rows],
-            "Δ to dense": [
-                NONE
-                if row["method"] == "dense" or not compared
-                else _interval(row["diff_to_dense"], row["diff_low"], row["diff_high"], digits, "+")
-                for row in rows
-            ],
+            "Δ to dense": [beside(row) for row in rows],
             "keys\nread": [percent(row["keys_read_share"]) for row in rows],
             "KV/step": [size(row["kv_bytes_per_step"]) for row in rows],
             held: [_resident(row) for row in rows],
@@ -100,21 +97,16 @@ class Comparison:
 def short_names(rows: Sequence[Row]) -> list[str]:
     """A name for each row's method: its spec, or of a long one the method's name, with a number if rows share it."""
     long = Counter(row["method"] for row in rows if len(row["spec"]) > _LONG)
-    taken, names = {row["spec"] for row in rows}, []
-    number: Counter[str] = Counter()
-    for row in rows:
-        method, spec = row["method"], row["spec"]
-        if len(spec) <= _LONG:
-            names.append(spec)
-            continue
-        number[method] += 1
-        names.append(method if long[method] == 1 and method not in taken else f"{method} #{number[method]}")
+    taken, names, number = {row["spec"] for row in rows}, [], Counter()
+    for method, spec in ((row["method"], row["spec"]) for row in rows):
+        number[method] += len(spec) > _LONG
+        alone = long[method] == 1 and method not in taken
+        names.append(spec if len(spec) <= _LONG else method if alone else f"{method} #{number[method]}")
     return names
 
 
 def _table(title: str | None = None) -> Table:
-    how = {"title_style": "bold", "title_justify": "left", "box": box.SIMPLE_HEAD, "padding": 0}
-    return Table(title=title, **how)
+    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
 
 
 def answer_table(rows: Sequence[Row], limit: int) -> Table:
@@ -202,11 +194,6 @@ def _resident(row: Row) -> Text:
     """What the cache holds after an answer, over the most that it held."""
     text, peak = Text(size(row["resident_bytes"])), row.get("cache_peak_bytes")
     return text if peak is None else text.append(f"\n{size(peak)}", _DIM)
-
-
-def _peaks(rows: Sequence[Row]) -> bool:
-    """Whether some row says how much its cache held at most."""
-    return any(row.get("cache_peak_bytes") for row in rows)
 
 
 def _interval(value: float, low: float, high: float, digits: int, sign: str = "") -> Text:

@@ -35,16 +35,18 @@ def device_name(device: str) -> str:
     """The device's own name: the GPU's, or the CPU's with the number of torch threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(torch.device(device))
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    name = _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     return f"cpu: {name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _proc(file: str, name: str) -> str | None:
+    """What a file of `/proc` says under a name; None where it says nothing."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc", file).read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return line.split(":", 1)[1].strip()
+    return None
 
 
 def commit() -> str:
@@ -92,12 +94,8 @@ class PeakMemory:
         """Bytes."""
         if self._cuda:
             return torch.cuda.max_memory_allocated(self._cuda)
-        try:
-            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) * 1024
-        except OSError:
-            pass
+        if found := _proc("self/status", "VmHWM"):
+            return int(found.split()[0]) * 1024
         import resource
 
         unit = 1 if platform.system() == "Darwin" else 1024

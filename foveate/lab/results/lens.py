@@ -71,8 +71,7 @@ def write(
             That of decoded token s (from 0) covers the prompt and s + 1 decoded tokens, the last of them itself.
         facts: what it was made with: model, method, number format, device, versions, commit.
 
-    Raises:
-        UserError: if the file cannot be written.
+    Raises `UserError` if the file cannot be written.
     """
     places: dict[str, int] = {}
     numbered = [[[places.setdefault(one, len(places)) for one in heads] for heads in step] for step in steps]
@@ -84,8 +83,7 @@ def write(
 def read(path: Path) -> dict[str, Any]:
     """A lens as :func:`write` writes it: ``steps`` hold numbers of ``patterns``.
 
-    Raises:
-        DataError: if there is no such file, or it is something else, damaged, or of another schema.
+    Raises `DataError` if there is no such file, or it is something else, damaged, or of another schema.
     """
     try:
         value = parse_json(path.read_bytes())

@@ -13,54 +13,29 @@ from foveate.json_text import parse_json
 from foveate.lab.results import circumstances
 
 FIELDS = (
-    "bench",
-    "case",
-    "ms",
-    "baseline",
-    "baseline_ms",
-    "speedup",
-    "gb_per_s",
-    "tflop_per_s",
-    "peak_bytes",
-    "device",
-    "versions",
-    "commit",
+    *("bench", "case", "ms", "baseline", "baseline_ms", "speedup", "gb_per_s", "tflop_per_s", "peak_bytes"),
+    *("device", "versions", "commit"),
 )
 """Fields of every row of a speed bench."""
-PAGE_SCORE_FIELDS = (
-    "bench",
-    "case",
-    "n",
-    "missed_mass",
-    "output_error",
-    "refined_share",
-    "read_share",
-    "baseline",
-    "item_values",
-    "device",
-    "versions",
-    "commit",
-)
-"""Fields of every row of the bench `page-scores`."""
-ANSWER_FIELDS = (
-    *("bench", "case", "n", "score", "low", "high", "baseline", "baseline_score", "diff", "diff_low", "diff_high"),
-    *("item_values", "device", "versions", "commit"),
-)
-"""Fields of every row of the bench `serving-accuracy`."""
+_OF_ANSWERS = {
+    "page-scores": ("missed_mass", "output_error", "refined_share", "read_share"),
+    "serving-accuracy": ("score", "low", "high", "baseline_score", "diff", "diff_low", "diff_high"),
+}
+"""What a row of the benches that are of no speed has, by its bench, beside what all of them have."""
 
 PARTS = ("score", "select", "attend", "other")
 """The parts of a step's time: the verbs of :mod:`foveate.ops` whose kernels run, and PyTorch's own kernels. Kernels of
 attention libraries count as ``attend``."""
-TRANSFORMERS = "transformers-sdpa"
-"""The name of Transformers' own attention among the methods of a bench."""
+TRANSFORMERS = "transformers-sdpa"  # the name of Transformers' own attention among the methods of a bench
 
-SCHEMA = 2
-"""Version of the rows of benches."""
+SCHEMA = 2  # version of the rows of benches
 
 
 def needed(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that a row must have, by its bench."""
-    return {"page-scores": PAGE_SCORE_FIELDS, "serving-accuracy": ANSWER_FIELDS}.get(row.get("bench"), FIELDS)
+    if row.get("bench") not in _OF_ANSWERS:
+        return FIELDS
+    return ("bench", "case", "n", *_OF_ANSWERS[row["bench"]], "baseline", "item_values", *FIELDS[-3:])
 
 
 def speed_row(
@@ -73,14 +48,10 @@ def speed_row(
     tflop_per_s: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A row of a speed bench, measured here and now.
+    """A row of a speed bench, measured here and now; a later row of the same case replaces this one in a file.
 
-    Args:
-        case: what was measured; a later row of the same case replaces this one in a file.
-        device: as torch calls it.
-        ms: milliseconds.
-        baseline: name and milliseconds of what the speed-up is over.
-        more: other fields, ``peak_bytes`` among them.
+    `ms` are milliseconds, `baseline` the name and milliseconds of what the speed-up is over, `more` other fields,
+    ``peak_bytes`` among them.
     """
     name, baseline_ms = baseline
     return {
@@ -101,8 +72,7 @@ def speed_row(
 def check_out(out: Path, bench: str) -> None:
     """Check, before anything is measured, that rows of a bench can be written to a file.
 
-    Raises:
-        UserError: if the file cannot be written or holds other rows; it names the file and what it holds.
+    Raises `UserError` if the file cannot be written or holds other rows; it names the file and what it holds.
     """
     outfile.check(out)
     if not out.exists():
@@ -124,8 +94,7 @@ def check_out(out: Path, bench: str) -> None:
 def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows as JSON lines in one step; rows of other cases that the file already has stay first.
 
-    Raises:
-        ValueError: when a row lacks a field of :func:`needed`.
+    Raises `ValueError` when a row lacks a field of :func:`needed`.
     """
     for row in rows:
         missing = [field for field in needed(row) if field not in row]

@@ -32,14 +32,8 @@ def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
 
     Raises `UserError` if they are not this run's, `DataError` with the line if one is damaged or there twice.
     """
-    try:
-        lines = out.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{out}: {error.strerror}") from None
     rows, lines_of = [], {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate((_content(out) or b"").splitlines(), start=1):
         row = _parsed(out, number, line)
         if not isinstance(row.get("run"), dict) or "item_values" not in row:
             raise UserError(f"{out}:{number}: not a row of foveate compare; choose another --out")
@@ -67,13 +61,18 @@ def read_partial(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
     or no partial file at all, `DataError` with the line if one is damaged or there twice.
     """
     path = partial_path(out)
+    content = _content(path)
+    return [] if content is None else _records(path, content, run)[0]
+
+
+def _content(path: Path) -> bytes | None:
+    """What a file holds; None if it is not there."""
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
-        return []
+        return None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    return _records(path, content, run)[0]
 
 
 class PartialFile:
@@ -168,14 +167,13 @@ def _note(path: Path, number: int, lines_of: dict[str, int], what: str, *key: An
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    where, what_to_do = f"{path}:{number}", "move the file away or choose another --out"
     try:
         value = parse_json(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}:{number}: malformed JSON ({error}); move the file away or choose another --out"
-        ) from None
+        raise DataError(f"{where}: malformed JSON ({error}); {what_to_do}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path}:{number}: expected a JSON object; move the file away or choose another --out")
+        raise DataError(f"{where}: expected a JSON object; {what_to_do}")
     return value
 
 

@@ -15,64 +15,10 @@ from typing import Any
 from foveate.errors import DataError
 
 ROW_SCHEMA = 1
-ROW_FIELDS = {
-    "method": "the method's name",
-    "spec": "the method with its settings, as `foveate.attach` takes it",
-    "settings": "all settings of the method",
-    "model": "the model folder's name",
-    "architecture": "the model's kind, layers, heads, widths, positions",
-    "task": "the task's name",
-    "task_settings": "all settings of the task",
-    "split": "the task's split",
-    "length": "prompt tokens: as asked for, or the mean where the task's prompts have their own",
-    "n": "items",
-    "score": "the task's main metric, 0..100",
-    "low": "lower end of the score's 95 % interval: exact (Clopper-Pearson) of a share of items, else by the bootstrap",
-    "high": "its upper end",
-    "metrics": "every metric of the task: value, low, high",
-    "ceiling": "the best score that a reader of the prompts could reach, 0..100",
-    "dense_score": "the score of full attention on the same items; of a model that ran as it is, alone, its own",
-    "diff_to_dense": "score - dense_score",
-    "diff_low": "lower end of that difference's 95 % paired-bootstrap interval",
-    "diff_high": "its upper end",
-    "keys_read_share": "keys read in decode over the keys that full attention would read, 0..1; none of method 'own'",
-    "kv_bytes_per_step": "bytes of keys and values read in a decode step, a sequence, all layers; none of method 'own'",
-    "resident_bytes": "bytes of keys, values and state after an answer, all layers, the largest batch",
-    "cache_peak_bytes": "the most bytes of keys, values and state that the cache of the method held at once, "
-    "the largest batch; none where it is not known",
-    "decode_steps": "decode steps taken",
-    "tokens_evicted": "tokens that the method dropped",
-    "pages_refined": "pages that the method looked into",
-    "indices_reused": "selections taken over from another layer or step",
-    "mass_read_share": "share of the attention that the keys read hold by the method's own estimate, 0..1; none of a "
-    "method that makes none",
-    "notes": "what the method has to say, such as layers that it left as they are",
-    "prefill_ms": "wall time of a batch's prompt, median; none where the prompt was read for several methods at once",
-    "decode_ms_per_token": "wall time of a decode step (a token of every sequence in the batch), median",
-    "timing": "'generate', or 'teacher-forced' where the decode steps were fed in blocks and are not a speed; with "
-    "', shared prompt' where the prompt was read for several methods at once",
-    "peak_bytes": "the largest memory in use while answering",
-    "peak_kind": "what peak_bytes counts; a shared prompt's memory is that of all methods it was read for",
-    "batch_size": "sequences answered at once",
-    "dtype": "the model's number format",
-    "device": "the device's name",
-    "versions": "versions of Python and the libraries",
-    "limit": "items, or examples, asked for",
-    "seed": "seed of the items and of the bootstrap",
-    "commit": "`git describe` of the checkout, or 'unknown'",
-    "command": "the command that made this row and dense's, as it was at `commit`; paths shortened to their last names",
-    "run": "the run's fingerprint; rows of one file share it",
-    "item_values": "the graded values of every item, in the order of the items",
-    "examples": "the first items: id, gold answers, what the method said",
-}
-"""The fields of a result row, in their order."""
-
-_OF_ROWS = (("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high"))
-"""Fields with an interval."""
+_OF_ROWS = (("score", "low", "high"), ("diff_to_dense", "diff_low", "diff_high"))  # fields with an interval
 _ROUNDING = 1e-6
 
-Kind = tuple[str, Callable[[Any], bool]]
-"""What a value must be, in words, and whether one is."""
+Kind = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether one is
 
 
 def _is_number(value: Any) -> bool:
@@ -125,22 +71,54 @@ _COLUMNS: Kind = ("an object of lists of finite numbers", _all(dict, _are_number
 _GRADES: Kind = ("a list of objects of finite numbers", _all(list, _all(dict, _is_number, 1), 1))
 _INTERVALS: Kind = ("an object of intervals ('value', 'low', 'high')", _all(dict, _is_interval))
 
-_ROW: Mapping[str, Kind] = {
-    **dict.fromkeys(("method", "spec", "model", "task", "split", "timing", "peak_kind", "dtype", "device"), _TEXT),
-    **dict.fromkeys(("commit", "command"), _TEXT),
-    **dict.fromkeys(("settings", "architecture", "task_settings", "versions", "run"), _OBJECT),
-    **dict.fromkeys(("length", "n", "score", "low", "high", "ceiling", "dense_score"), _NUMBER),
-    **dict.fromkeys(("diff_to_dense", "diff_low", "diff_high", "resident_bytes", "decode_steps"), _NUMBER),
-    **dict.fromkeys(("tokens_evicted", "pages_refined", "indices_reused", "peak_bytes", "batch_size"), _NUMBER),
-    **dict.fromkeys(("limit", "seed"), _NUMBER),
-    **dict.fromkeys(("kv_bytes_per_step", "cache_peak_bytes", "prefill_ms", "decode_ms_per_token"), _MAYBE),
-    "keys_read_share": _maybe_in(4.0),  # what is scored, of keys and of summaries, counts beside what is read
-    "mass_read_share": _maybe_in(1.0),
-    "metrics": _INTERVALS,
-    "notes": _TEXTS,
-    "item_values": _COLUMNS,
-    "examples": _LIST,
+ROW_FIELDS: Mapping[str, Kind] = {
+    "method": _TEXT,  # the method's name
+    "spec": _TEXT,  # the method with its settings, as `foveate.attach` takes it
+    "settings": _OBJECT,  # all settings of the method
+    "model": _TEXT,  # the model folder's name
+    "architecture": _OBJECT,  # the model's kind, layers, heads, widths, positions
+    "task": _TEXT,  # the task's name
+    "task_settings": _OBJECT,  # all settings of the task
+    "split": _TEXT,  # the task's split
+    "length": _NUMBER,  # prompt tokens: as asked for, or the mean where the task's prompts have their own
+    "n": _NUMBER,  # items
+    "score": _NUMBER,  # the task's main metric, 0..100
+    "low": _NUMBER,  # lower end of its 95 % interval: exact (Clopper-Pearson) of shares of items, else by the bootstrap
+    "high": _NUMBER,  # its upper end
+    "metrics": _INTERVALS,  # every metric of the task: value, low, high
+    "ceiling": _NUMBER,  # the best score that a reader of the prompts could reach, 0..100
+    "dense_score": _NUMBER,  # that of full attention on the same items; of a model that ran as it is, alone, its own
+    "diff_to_dense": _NUMBER,  # score - dense_score
+    "diff_low": _NUMBER,  # lower end of that difference's 95 % paired-bootstrap interval
+    "diff_high": _NUMBER,  # its upper end
+    "keys_read_share": _maybe_in(4.0),  # keys read in decode over those of full attention, 0..1; none of method 'own'
+    "kv_bytes_per_step": _MAYBE,  # keys and values read in a decode step, a sequence, all layers; none of method 'own'
+    "resident_bytes": _NUMBER,  # of keys, values and state after an answer, all layers, the largest batch
+    "cache_peak_bytes": _MAYBE,  # the most that the method's cache held at once, the largest batch; none if not known
+    "decode_steps": _NUMBER,  # decode steps taken
+    "tokens_evicted": _NUMBER,  # tokens that the method dropped
+    "pages_refined": _NUMBER,  # pages that the method looked into
+    "indices_reused": _NUMBER,  # selections taken over from another layer or step
+    "mass_read_share": _maybe_in(1.0),  # attention that the keys read hold, by the method's own estimate, 0..1; or none
+    "notes": _TEXTS,  # what the method has to say, such as layers that it left as they are
+    "prefill_ms": _MAYBE,  # of a batch's prompt, median; none where it was read for several methods at once
+    "decode_ms_per_token": _MAYBE,  # of a decode step (a token of every sequence in the batch), median
+    "timing": _TEXT,  # 'generate', or 'teacher-forced': fed in blocks, no speed; both also ', shared prompt'
+    "peak_bytes": _NUMBER,  # the largest memory in use while answering
+    "peak_kind": _TEXT,  # what peak_bytes counts; a shared prompt's memory is that of all its methods
+    "batch_size": _NUMBER,  # sequences answered at once
+    "dtype": _TEXT,  # the model's number format
+    "device": _TEXT,  # the device's name
+    "versions": _OBJECT,  # versions of Python and the libraries
+    "limit": _NUMBER,  # items, or examples, asked for
+    "seed": _NUMBER,  # seed of the items and of the bootstrap
+    "commit": _TEXT,  # `git describe` of the checkout, or 'unknown'
+    "command": _TEXT,  # made this row and dense's, as it was at `commit`; paths shortened to their last names
+    "run": _OBJECT,  # the run's fingerprint; rows of one file share it
+    "item_values": _COLUMNS,  # the graded values of every item, in the order of the items
+    "examples": _LIST,  # the first items: id, gold answers, what the method said
 }
+"""The fields of a result row, in their order. In shares of keys what is scored, of keys and summaries, counts, too."""
 _STATS: Mapping[str, Kind] = {
     **dict.fromkeys(("keys_read_per_step", "keys_read_share", "kv_bytes_per_step"), _MAYBE),
     **dict.fromkeys(("decode_steps", "resident_bytes"), _NUMBER),
@@ -167,7 +145,7 @@ def check_row(row: Any, needed: Collection[str], where: str) -> None:
     """Raises `DataError`, beginning with `where`, for a missing field or one of another kind."""
     fault = f"{where}: not a row of foveate compare"
     _check(row, {}, fault)
-    _check(row, {name: kind for name, kind in _ROW.items() if name in needed or name in row}, fault)
+    _check(row, {name: kind for name, kind in ROW_FIELDS.items() if name in needed or name in row}, fault)
     for name, values in row["item_values"].items():
         if len(values) != row["n"]:
             raise DataError(f"{where}: 'item_values' has {len(values)} of '{name}', and 'n' is {row['n']}")

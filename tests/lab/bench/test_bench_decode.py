@@ -14,12 +14,12 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from benchmarks import cold_cache_timing as cold
 from benchmarks import decode, decode_layer, dense_peers, layer, layer_kinds
+from benchmarks.layer_tables import decode_table
 from foveate import ops
 from foveate.errors import UserError
 from foveate.lab.bench import breakdown, decode_model, models
-from foveate.lab.bench import cold_cache_timing as cold
-from foveate.lab.report.tables import decode as report
 from foveate.lab.results import measurements, timing
 from foveate.methods import parse
 from foveate.methods.luka.pages import PageLevels
@@ -326,11 +326,11 @@ def test_a_time_that_memory_cannot_give_is_told(monkeypatch, times):
     found = _quick("quest", say=said.append)
     assert all(row["below_floor"] for row in found.values())
     assert sum("BELOW THE FLOOR" in line for line in said) == len(found) == 3
-    assert report.table(list(found.values())).count("(below its floor)") == 5  # and the two kinds of Quest
+    assert decode_table(list(found.values())).count("(below its floor)") == 5  # and the two kinds of Quest
     monkeypatch.setattr(cold, "memory_rate", lambda device: 1e9)
     found = _quick("quest")
     assert not any(row["below_floor"] for row in found.values())
-    assert "below its floor" not in report.table(list(found.values()))
+    assert "below its floor" not in decode_table(list(found.values()))
 
 
 def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
@@ -341,7 +341,7 @@ def test_one_kind_below_its_floor_is_not_hidden_by_the_others():
     below, library = decode._rows(plan, 2, 100, found, 1.0, said.append)  # floors of 1 ms
     assert (below["below_floor"], library["below_floor"]) == (True, False)
     assert said[0].endswith("; BELOW THE FLOOR, so not read from memory: reading layers")
-    assert "1 dense 9.000; 1 reading 0.500 (below its floor) |" in report.table([below])
+    assert "1 dense 9.000; 1 reading 0.500 (below its floor) |" in decode_table([below])
     assert not any(row["below_floor"] for row in decode._rows(plan, 2, 100, found, 2.1, said.append))
 
 
@@ -354,7 +354,7 @@ def test_a_profile_tells_what_compressing_takes(monkeypatch, full, upkeep):
         fills = step.__self__.cache.used % 8 == 0
         return {"score": 9.0 - fills, "select": 1.0, "attend": 3.0 + fills, "other": full if fills else 2.0}
 
-    monkeypatch.setattr(breakdown, "parts", parts)
+    monkeypatch.setattr(decode.breakdown, "parts", parts)
     plan = decode.Plan(("pages",), (400,), **SMALL | {"layers": 1, "batches": (2,)})
     rows = {row["case"]["method"]: row for row in decode.run(plan, say=lambda _: None)}
     (kind,) = rows["pages"]["layers"].values()
@@ -429,10 +429,10 @@ def test_kernels_are_told_apart_by_what_they_are_for(found):
         "b": {"layers": 3, "parts_ms": dict.fromkeys(parts, 1.0), **own},
     }
     row = found["quest"] | {"layers": kinds}
-    assert f"| `quest` | {KEYS + 1} | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in report.table(
+    assert f"| `quest` | {KEYS + 1} | 2 | 1.000 | 1.250 | 2.500 | 2.000 | 0.500 |" in decode_table(
         [row, found["dense"]]
     )
-    assert "upkeep" not in report.table([found["dense"]])
+    assert "upkeep" not in decode_table([found["dense"]])
 
 
 def test_libraries_of_each_dtype(monkeypatch):
@@ -479,7 +479,7 @@ def test_layers_decode_token_after_token():
     kinds = found[METHODS[1]]["layers"]
     assert kinds["reading"]["bytes"] < kinds["choosing"]["bytes"] < kinds["dense, choosing"]["bytes"]
     assert not found["dense"]["cuda_graph"]
-    text = report.table(list(found.values()))
+    text = decode_table(list(found.values()))
     assert text.startswith("8 query and 2 KV heads of 16, float32, layer (")
     assert "; 7 reading " in text
 
@@ -507,7 +507,7 @@ def test_what_the_steps_of_a_model_go_to(monkeypatch):
         idle = max(0.0, row["ms"] - 8.00025)
         assert row["parts_ms"] == {"score": 0, "select": 0, "attend": 8, "other": 2.5e-4, "idle": pytest.approx(idle)}
         assert row["command"].count("--steps 3 --rounds 2") == 1
-    text = report.table([row | {"parts_ms": dict.fromkeys(row["parts_ms"], 0.5)} for row in found])
+    text = decode_table([row | {"parts_ms": dict.fromkeys(row["parts_ms"], 0.5)} for row in found])
     assert "| `dense` | 60 | 1 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 |" in text
 
 
@@ -558,9 +558,9 @@ def test_tokens_of_a_model(monkeypatch):
     assert read / found[0]["ms"] / 1e6 == pytest.approx(found[0]["gb_per_s"])
     assert not found[0]["below_floor"]
     assert found[0]["parts_ms"] is None  # on a CPU
-    assert report.table(found).startswith("tiny (random weights), float32, model (")
+    assert decode_table(found).startswith("tiny (random weights), float32, model (")
     said = []
-    monkeypatch.setattr(cold, "memory_rate", lambda device: 1e-9)
+    monkeypatch.setattr(timing, "memory_rate", lambda device: 1e-9)
     dense, transformers = decode_model.run(decode_model.Plan("tiny", (), **how), say=said.append)
     assert dense["below_floor"]
     assert not transformers["below_floor"]  # which tells nothing of what it reads
@@ -665,7 +665,7 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
         real(pages, cache)
 
     monkeypatch.setattr(PageLevels, "extend_in_step", noted)
-    monkeypatch.setattr(breakdown, "total", lambda work: work() or 0.75)
+    monkeypatch.setattr(decode.breakdown, "total", lambda work: work() or 0.75)
     plan = decode.Plan((spec,), (400,), **SMALL)
     generator = torch.Generator().manual_seed(0)
     drawn = decode._drawn(plan, 2, 400, generator)

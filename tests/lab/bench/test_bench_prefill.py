@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from benchmarks import dense_peers, layer, layer_kinds, prefill
+from benchmarks.layer_tables import prefill_table
 from foveate import ops
 from foveate.errors import UserError
 from foveate.lab.bench import breakdown, models, prefill_model
 from foveate.lab.report.tables import general as markdown
-from foveate.lab.report.tables import prefill as report
 from foveate.lab.results import measurements
 from foveate.methods import parse
 from foveate.ops import Logits
@@ -170,7 +170,7 @@ def test_kernels_of_libraries_are_of_attention():
 
 
 def test_tables(found):
-    text = report.table(list(found.values()))
+    text = prefill_table(list(found.values()))
     assert "prefill, a layer of 8 query and 2 KV heads, 300 tokens, float32" in text
     assert "| `h2o` | 300 | 12 | dense, learning |" in text
     assert "| `kascade_paper:min_k=16` | 300 | 7 | reading |" in text
@@ -220,7 +220,7 @@ def test_the_first_token_of_a_model(tiny):
         assert (row["dense_prompts"] or "") == library
     title = "prefill, tiny (random weights), 60 tokens"
     assert f"{title}, float32" in markdown.tables(measured)
-    assert f"{title} in chunks of 16, float32" in report.table(measured)
+    assert f"{title} in chunks of 16, float32" in prefill_table(measured)
 
 
 def test_chunks_are_what_is_read_at_once(tiny, monkeypatch):

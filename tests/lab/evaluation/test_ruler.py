@@ -474,7 +474,7 @@ def test_pieces_are_put_before_different_lines():
         assert not re.search(r"\d\d|\d$", "".join(mixed))
     assert draft.at_random(3, list("abcdef"), ["1"]) == draft.at_random(3, list("abcdef"), ["1"])
     letters = iter("abacabd")
-    assert draft.distinct(3, lambda: next(letters), taken="b") == ["a", "c", "d"]
+    assert counting.distinct(3, lambda: next(letters), taken="b") == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from benchmarks import cold_cache_timing as cold
 from foveate.lab.results import circumstances, timing
 
 PEAK = """
@@ -43,6 +44,6 @@ def test_versions_device_and_commit(monkeypatch):
 def test_times_are_milliseconds(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", iter([1.0, 1.25, 3.0, 3.5]).__next__)
     assert timing.milliseconds(lambda: None, "cpu") == pytest.approx(250)
-    mark, between = timing.marks("cpu")
+    mark, between = cold.marks("cpu")
     start, end = mark(), mark()
     assert between(start, end) == pytest.approx(500)

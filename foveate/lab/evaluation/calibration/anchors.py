@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.errors import UserError
+
 
 def pair_similarity(captured: Tensor) -> Tensor:
     """Equation 3 for pairs of heads, mean over tiles: ``[T, L, H, L, H] -> [L, H, L, H]``, 0 for a > b."""
@@ -30,8 +32,7 @@ def layer_similarity(captured: Tensor, maps: Tensor | None) -> tuple[Tensor, Ten
     The attention of layer b's heads on the keys that their counterparts in layer a choose, over that on the keys that
     they would choose themselves; 0 for a > b.
 
-    Args:
-        maps: ``[L, L, H]``: each head's counterpart; None for that of its own number.
+    `maps`: ``[L, L, H]``: each head's counterpart; None for that of its own number.
     """
     layers, heads = captured.shape[1:3]
     if maps is None:
@@ -53,19 +54,14 @@ def best_anchors(similarity: Tensor, most: int) -> list[tuple[list[int], float]]
 
     The first layer is always an anchor. Each layer reads the choice of the last anchor up to itself.
 
-    Args:
-        similarity: ``[L, L]``: what layer j is worth if it reads the choice of layer i, for i <= j.
-
-    Returns:
-        For each number of anchors their indices, ascending, and the sum over layers that they reach.
-
-    Raises:
-        ValueError: unless ``1 <= most <= L``, or for similarities that are not finite.
+    `similarity`: ``[L, L]``: what layer j is worth if it reads the choice of layer i, for i <= j. Returns for each
+    number of anchors their indices, ascending, and the sum over layers that they reach. Raises `UserError` unless ``1
+    <= most <= L``, or for similarities that are not finite.
     """
     layers = similarity.shape[0]
     check_number(most, layers)
     if not bool(torch.isfinite(similarity).all()):
-        raise ValueError("the similarity or divergence of layers is not finite")
+        raise UserError("the similarity or divergence of layers is not finite")
     upto = torch.cat([similarity.new_zeros(layers, 1, dtype=torch.float64), similarity.double().triu().cumsum(1)], 1)
     segment = upto - upto.gather(1, torch.arange(layers)[:, None])  # [i, j]: layers i .. j - 1 read the choice of i
     best = torch.full((layers + 1,), float("-inf"), dtype=torch.float64)  # of the layers before j
@@ -91,11 +87,8 @@ Losses = Callable[[int, list[list[int]]], Sequence[float]]
 def grown(layers: int, losses: Losses, most: int) -> list[tuple[list[int], float]]:
     """Anchors among L layers one after another: the first layer, and then the one with which least is lost.
 
-    Returns:
-        For one anchor, two, … up to ``most`` their indices, ascending, and what is lost with them.
-
-    Raises:
-        ValueError: unless ``1 <= most <= L``.
+    Returns for one anchor, two, … up to ``most`` their indices, ascending, and what is lost with them. Raises
+    `ValueError` unless ``1 <= most <= L``.
     """
     check_number(most, layers)
     path: list[tuple[list[int], float]] = []
@@ -103,22 +96,15 @@ def grown(layers: int, losses: Losses, most: int) -> list[tuple[list[int], float
         before = path[-1][0] if path else []
         free = [layer for layer in range(layers) if layer not in before] if path else [0]
         tried = [sorted([*before, layer]) for layer in free]
-        lost = [float(loss) for loss in losses(turn, tried)]
-        best = min(range(len(tried)), key=lost.__getitem__)
-        path.append((tried[best], lost[best]))
+        path.append(_least(tried, losses(turn, tried)))
     return path
 
 
 def improved(anchors: Sequence[int], layers: int, losses: Losses, rounds: int) -> list[tuple[list[int], float]]:
-    """Better and better anchors among L layers: a round tries each but the first in every other place, and takes the
-    best, unless that wins less than a hundredth.
+    """Better and better anchors among L layers, from ``anchors`` on, ascending: a round, of so many at most, tries each
+    but the first in every other place, and takes the best, unless that wins less than a hundredth.
 
-    Args:
-        anchors: where to begin, ascending.
-        rounds: the most of them.
-
-    Returns:
-        Anchors and what is lost with them, the first ones first; empty if there is nothing to try.
+    Returns anchors and what is lost with them, the first ones first; empty if there is nothing to try.
     """
     path: list[tuple[list[int], float]] = []
     for number in range(rounds):
@@ -127,12 +113,18 @@ def improved(anchors: Sequence[int], layers: int, losses: Losses, rounds: int) -
             break
         lost = [float(loss) for loss in losses(number, tried)]
         path = path or [(tried[0], lost[0])]
-        best = min(range(len(tried)), key=lost.__getitem__)
-        if lost[best] >= 0.99 * lost[0]:
+        best = _least(tried, lost)
+        if best[1] >= 0.99 * lost[0]:
             break
-        anchors = tried[best]
-        path.append((anchors, lost[best]))
+        anchors = best[0]
+        path.append(best)
     return path
+
+
+def _least(tried: list[list[int]], lost: Sequence[float]) -> tuple[list[int], float]:
+    """The first of those with which least is lost, and how much."""
+    best = min(range(len(tried)), key=lambda index: float(lost[index]))
+    return tried[best], float(lost[best])
 
 
 def _neighbours(anchors: Sequence[int], layers: int) -> list[list[int]]:
@@ -146,9 +138,9 @@ BY, OVER, WEIGHTS = ("together", "divergence", "similarity"), ("least", "mean"),
 
 
 def check_number(number: int, layers: int) -> None:
-    """Raises `ValueError` unless a model of so many layers can have this number of anchors."""
+    """Raises `UserError` unless a model of so many layers can have this number of anchors."""
     if not 1 <= number <= layers:
-        raise ValueError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
+        raise UserError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
 
 
 def objective(similarity: Tensor, anchors: Sequence[int]) -> float:
@@ -163,17 +155,13 @@ class AnchorChoice(NamedTuple):
     anchors: list[int]
     heads: dict[int, list[int]]
     """For each layer after an anchor that is not one itself: the anchor's head for each of its own."""
-    similarity: Tensor
-    """fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts."""
-    mean_similarity: Tensor
-    """The same with the mean over a prompt's tiles."""
+    similarity: Tensor  # fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts
+    mean_similarity: Tensor  # the same with the mean over a prompt's tiles
     worth: Tensor
     """What the anchors were chosen by: one of the two, column j weighted by the importance of layer j, or not; or the
     divergence, negative."""
-    by_number: list[tuple[list[int], float]]
-    """The best anchors for every number of them, and the sum that they reach."""
-    maps: Tensor
-    """int64 ``[L, L, H]``: for each head of layer b its counterpart in layer a."""
+    by_number: list[tuple[list[int], float]]  # the best anchors for every number of them, and the sum that they reach
+    maps: Tensor  # int64 ``[L, L, H]``: for each head of layer b its counterpart in layer a
 
     def of(self, number: int) -> AnchorChoice:
         """The same with another number of anchors."""
@@ -181,29 +169,22 @@ class AnchorChoice(NamedTuple):
 
     def at(self, anchors: list[int]) -> AnchorChoice:
         """The same with other anchors."""
-        return self._replace(anchors=anchors, heads=_heads(anchors, self.maps))
-
-
-def _heads(anchors: Sequence[int], maps: Tensor) -> dict[int, list[int]]:
-    """The map of each layer that reads an anchor's choice."""
-    found = {}
-    for layer in range(anchors[0], len(maps)):
-        anchor = max(one for one in anchors if one <= layer)
-        if anchor != layer:
-            found[layer] = maps[anchor, layer].tolist()
-    return found
+        found = {}
+        for layer in range(anchors[0], len(self.maps)):
+            anchor = max(one for one in anchors if one <= layer)
+            if anchor != layer:
+                found[layer] = self.maps[anchor, layer].tolist()
+        return self._replace(anchors=anchors, heads=found)
 
 
 def counterparts(prompts: Iterable[Tensor]) -> Tensor:
     """For each head of layer b the head of layer a that is most similar on some prompts: ``int64 [L, L, H]``.
 
-    Args:
-        prompts: ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`).
+    `prompts` are ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`).
     """
-    pairs, count = None, 0
+    pairs, count = torch.zeros(()), 0
     for captured in prompts:
-        pair = pair_similarity(captured)
-        pairs, count = pair if pairs is None else pairs + pair, count + 1
+        pairs, count = pairs + pair_similarity(captured), count + 1
     return head_map(pairs / count)
 
 
@@ -215,19 +196,15 @@ def choose(
     weights: str = "importance",
     divergence: Tensor | None = None,
 ) -> AnchorChoice:
-    """The best ``number`` anchors for some prompts (Kascade, section 3).
+    """The best ``number`` anchors, from 1 to L, for some prompts (Kascade, section 3).
 
     Args:
         prompts: gives ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`); called twice.
         importance: fp32 ``[L]``: 1 - cosine of a layer's input and the same with its attention added.
-        number: anchors, from 1 to L.
-        over: "least" or "mean": what of a prompt's tiles is compared.
-        weights: "importance": a layer counts by it (the paper); "none": all layers count alike.
-        divergence: ``[L, L]``: what is lost if layer j alone reads the choice of layer i, for i <= j. Chosen by instead
-            of similarity: the anchors lose least in sum.
+        over, weights: of :data:`OVER` (of a prompt's tiles) and :data:`WEIGHTS` (of layers).
+        divergence: ``[L, L]``, instead of similarity: what is lost if layer j alone reads the choice of layer i <= j.
 
-    Raises:
-        ValueError: for a number out of range, or values that are not finite.
+    Raises `UserError` for a number out of range, or values that are not finite.
     """
     check_number(number, len(importance))
     maps, count = counterparts(prompts()), 0
@@ -240,6 +217,4 @@ def choose(
         worth = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
     else:
         worth = -divergence
-    by_number = best_anchors(worth, len(importance))
-    anchors = by_number[number - 1][0]
-    return AnchorChoice(anchors, _heads(anchors, maps), least, mean, worth, by_number, maps)
+    return AnchorChoice([], {}, least, mean, worth, best_anchors(worth, len(importance)), maps).of(number)

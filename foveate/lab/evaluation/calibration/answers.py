@@ -33,10 +33,8 @@ _UNMOVED = "no prediction moves, whichever layer reads another's choice: are all
 class Tried(NamedTuple):
     """Anchors, as indices into the layers, with what is lost with each: nats a token."""
 
-    alone: list[tuple[list[int], float]]
-    """Added one by one."""
-    moved: list[tuple[list[int], float]]
-    """What the last of these came to when they were moved; the last are the best."""
+    alone: list[tuple[list[int], float]]  # added one by one
+    moved: list[tuple[list[int], float]]  # what the last of these came to when they were moved; the last are the best
     seconds: float
 
 
@@ -51,8 +49,7 @@ class Answers:
     def __init__(self, plan: Plan, items: Sequence[Item], about: dict[str, Any] | None):
         self._plan, self._folder, self._how = plan, partial_folder(plan.out), json.dumps(about)
         self._batches = generation.batches(items, plan.batch_size) if plan.diverges else []
-        self.paths: list[Path] = []
-        """A file of each batch, if pairs of layers are compared; not all need be there."""
+        self.paths: list[Path] = []  # a file of each batch, if pairs of layers are compared; not all need be there
         if plan.by == "divergence":
             self.paths = [self._folder / _PAIRS.format(number) for number in range(len(self._batches))]
             drop_others(self._folder.glob(_ALL_PAIRS), self._how)
@@ -75,8 +72,7 @@ class Answers:
     ) -> tuple[Tensor, Tensor]:
         """What is lost when one layer reads another's choice; `maps` as in :func:`divergence.measure`.
 
-        Returns:
-            The divergence, fp32 ``[L, L]``, mean over the prompts, and the seconds of each batch.
+        Returns the divergence, fp32 ``[L, L]``, mean over the prompts, and the seconds of each batch.
         """
         pairs = len(divergence.pairs(layers))
         for index, (path, batch) in enumerate(zip(self.paths, self._batches)):
@@ -84,7 +80,7 @@ class Answers:
             if not path.exists():
                 start = time.perf_counter()
                 how = (self._plan.method, layers, maps, lambda begun=begun: progress(next(begun)))
-                lost = _told(divergence.measure, model, tokenizer, batch, *how)
+                lost = divergence.measure(model, tokenizer, batch, *how)
                 write(path, {"divergence": lost * len(batch)}, start, self._how)
         summed, seconds = (
             torch.stack(one) for one in zip(*(read(path, "divergence", "seconds") for path in self.paths))
@@ -115,7 +111,7 @@ class Answers:
             if index not in held:
                 held.clear()
                 held[index] = divergence.answer(model, tokenizer, self._batches[index])
-            return _told(divergence.together, model, held[index], methods, lambda: progress(next(begun)))
+            return divergence.together(model, held[index], methods, lambda: progress(next(begun)))
 
         def losses(turn: int, tried: list[list[int]]) -> Tensor:
             method = self._plan.in_use
@@ -148,11 +144,3 @@ class Answers:
 def named(choice: AnchorChoice, layers: Sequence[int]) -> dict[str, list[int]]:
     """The heads' maps by the layers' own numbers."""
     return {str(layers[layer]): heads for layer, heads in choice.heads.items()}
-
-
-def _told(work: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """What it returns; predictions that are not finite are the user's to know."""
-    try:
-        return work(*arguments)
-    except ValueError as error:
-        raise UserError(str(error)) from None

@@ -48,9 +48,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         progress: called with the steps done, and all of them: prompts read, pairs of layers compared, anchors tried.
         say: called with what a user should know.
 
-    Raises:
-        UserError: for prompts that are too few, too short or beyond the model, more anchors than layers, an `out` that
-            cannot be written to, results of another run in the way, or attention or predictions that are not finite.
+    Raises `UserError` for prompts that are too few, too short or beyond the model, more anchors than layers, an `out`
+    that cannot be written to, results of another run in the way, or attention or predictions that are not finite.
     """
     outfile.check(plan.out)
     facts = model_folder.model_facts(plan.model)
@@ -58,7 +57,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
     plan = plan.with_anchors(number := model_folder.attention_layers(plan.model))
-    _check_anchors(plan, number)
+    if plan.time_share is None:
+        check_number(plan.anchors, number)
     files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
     tokenizer = loading.load_tokenizer(plan.model)
     items = [item for task in plan.tasks for item in _items(plan, task, tokenizer, facts)]
@@ -106,8 +106,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
 def keep(plan: Plan, artefact: Calibration) -> Path:
     """Writes an artefact to the user's cache folder as well, and returns where.
 
-    Raises:
-        UserError: if it cannot be written there.
+    Raises `UserError` if it cannot be written there.
     """
     place = kept_at(plan)
     outfile.write(place, artefact.text().encode())
@@ -127,16 +126,21 @@ def _calibrated(
     folder = partial_folder(plan.out)
     paths = [folder / _PROMPT.format(number) for number in range(len(items))]
     answers = Answers(plan, items, mark.get("answers"))
-    _say_what_is_kept(paths, answers, say)
+    files, tried = [*paths, *answers.paths], len(answers.tried())
+    if kept := sum(path.exists() for path in files):
+        what = "files of prompts and answers" if answers.paths else "prompts"
+        more = f" and {tried} files of anchors tried" if tried else ""
+        say(f"resuming: {kept} of {len(files)} {what}{more} are there")
     model = loading.load_model(plan.model, plan.dtype, plan.device)
     with foveate.attached(model, "dense") as attachment:
         layers = sorted(attachment.policies)
-        _check_anchors(plan, len(layers))
+        if plan.time_share is None:
+            check_number(plan.anchors, len(layers))
         shape = model_facts(attachment.config, attention_modules(model, layers))
-        costs = None if plan.time_share is None else _costs(plan, shape)
-        number = (
-            plan.anchors if costs is None else layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
-        )
+        costs, number = None, plan.anchors
+        if plan.time_share is not None:
+            costs = _costs(plan, shape)
+            number = layer_costs.affordable(costs, plan.time_share, layers, plan.time_context)
         steps = len(items) + answers.steps(layers, number)
         for done, (path, item) in enumerate(zip(paths, items)):
             progress(done, steps)
@@ -155,46 +159,22 @@ def _calibrated(
     if plan.by == "together":
         tried = answers.search(model, tokenizer, layers, choice, number, beyond)
         found["seconds"] = _number(found["seconds"] + tried.seconds)
-        found["by_number"] = [
-            {"anchors": [layers[one] for one in anchors], "objective": _number(-lost)} for anchors, lost in tried.alone
-        ]
-        found["together"] = [
-            {"anchors": [layers[one] for one in anchors], "divergence": _number(lost)} for anchors, lost in tried.moved
-        ]
+        found["by_number"] = _listed(layers, tried.alone, "objective", -1)
+        found["together"] = _listed(layers, tried.moved, "divergence")
         choice = choice.at(tried.moved[-1][0])
     progress(steps, steps)
-    artefact = Calibration(
-        shape, tuple(layers[one] for one in choice.anchors), named(choice, layers), found, plan.settings
-    )
-    about = {
+    found |= {
         "layer_ms": None if costs is None else {name: _number(value) for name, value in costs.items()},
         "run": mark,
         "chosen_by": chosen_by,
         **circumstances.of(plan.device),
         "command": plan.command(),
     }
-    artefact = dataclasses.replace(artefact, found={**artefact.found, **about})
+    anchors = tuple(layers[one] for one in choice.anchors)
+    artefact = Calibration(shape, anchors, named(choice, layers), found, plan.settings)
     outfile.write(plan.out, artefact.text().encode(), f"; {GOES_ON}")
     shutil.rmtree(folder)
     return artefact
-
-
-def _say_what_is_kept(paths: list[Path], answers: Answers, say: Say) -> None:
-    """Tells what there is of an earlier run."""
-    files, tried = [*paths, *answers.paths], len(answers.tried())
-    kept = sum(path.exists() for path in files)
-    if kept:
-        what = "files of prompts and answers" if answers.paths else "prompts"
-        more = f" and {tried} files of anchors tried" if tried else ""
-        say(f"resuming: {kept} of {len(files)} {what}{more} are there")
-
-
-def _check_anchors(plan: Plan, layers: int) -> None:
-    if plan.time_share is None:
-        try:
-            check_number(plan.anchors, layers)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
 
 def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> list[Item]:
@@ -229,8 +209,6 @@ def _studied(
     try:
         model(torch.tensor([prompt], device=model.device), use_cache=False, logits_to_keep=1)
         return study.result()
-    except ValueError as error:
-        raise UserError(str(error)) from None
     finally:
         study.end()
 
@@ -267,41 +245,33 @@ def _chosen(
     if lost is not None:
         diverged, more = lost
         seconds = torch.cat([seconds, more])
-    try:
-        choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
-        if plan.time_share is not None:  # the best that time allows: more anchors may lose more
-            worth = [value for _, value in choice.by_number[:number]]
-            choice = choice.of(worth.index(max(worth)) + 1)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
+    if plan.time_share is not None:  # the best that time allows: more anchors may lose more
+        worth = [value for _, value in choice.by_number[:number]]
+        choice = choice.of(worth.index(max(worth)) + 1)
     return choice, {
         "importance": _rounded(importance),
         "similarity": _rounded(choice.similarity),
         "mean_similarity": _rounded(choice.mean_similarity),
         "divergence": None if diverged is None else _rounded(diverged),
         "layers": layers,
-        "by_number": [
-            {"anchors": [layers[one] for one in anchors], "objective": _number(value)}
-            for anchors, value in choice.by_number
-        ],
+        "by_number": _listed(layers, choice.by_number, "objective"),
         "coverage_keys": COVERAGE_KEYS,
         "coverage": _rounded(coverage.nanmean(0)),
         "seconds": _number(float(seconds.sum())),
     }
 
 
+def _listed(layers: list[int], path: list[tuple[list[int], float]], name: str, sign: int = 1) -> list[dict[str, Any]]:
+    """Anchors by the layers' own numbers, with a value of this name."""
+    return [{"anchors": [layers[one] for one in anchors], name: _number(sign * value)} for anchors, value in path]
+
+
 def _costs(plan: Plan, shape: dict[str, Any]) -> dict[str, float]:
+    how = {name: shape[name] for name in ("heads", "kv_heads", "head_dim")}
+    how |= {"context": plan.time_context, "batch": plan.time_batch, "device": plan.device}
     try:
-        return layer_costs.measure(
-            plan.method,
-            heads=shape["heads"],
-            kv_heads=shape["kv_heads"],
-            head_dim=shape["head_dim"],
-            context=plan.time_context,
-            batch=plan.time_batch,
-            dtype=getattr(torch, plan.dtype),
-            device=plan.device,
-        )
+        return layer_costs.measure(plan.method, dtype=getattr(torch, plan.dtype), **how)
     except torch.OutOfMemoryError:
         raise UserError(
             f"out of memory: the keys of {plan.time_batch:,} sequences of {plan.time_context:,} tokens, which "

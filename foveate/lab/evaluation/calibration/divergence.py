@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import foveate
+from foveate.errors import UserError
 from foveate.lab.evaluation import decoding, generation
 from foveate.lab.evaluation.tasks.base import Item
 from foveate.methods import SharedPrompt
@@ -26,8 +27,7 @@ class Answered(NamedTuple):
 
     prompt: generation.Prompt
     trace: decoding.Trace
-    again: Callable[[], generation.Prompt]
-    """Reads the prompts anew, with the method that is attached."""
+    again: Callable[[], generation.Prompt]  # reads the prompts anew, with the method that is attached
 
 
 @dataclass(frozen=True)
@@ -77,56 +77,44 @@ def measure(
         maps: int64 ``[L, L, Hkv]``: for each head of the second layer the first one's whose choice it reads.
         step: called when the items are answered, and after each pair.
 
-    Returns:
-        fp32 ``[L, L]``: KL divergence, nats a token, mean over an answer's tokens and over the items; 0 where the
-        reader comes first.
-
-    Raises:
-        ValueError: where it is not finite.
+    Returns fp32 ``[L, L]``: KL divergence, nats a token, mean over an answer's tokens and over the items; 0 where the
+    reader comes first. Raises `UserError` where it is not finite.
     """
-    prompt, trace, _ = answer(model, tokenizer, items)
+    answered = answer(model, tokenizer, items)
     found = torch.zeros(len(layers), len(layers))
     step()
     for a, b in pairs(layers):
         one = OneReader.of(method, layers[a], layers[b], maps[a, b].tolist())
-        with foveate.attached(model, one, dense_below=0):
-            found[a, b] = prompt.divergence(model, trace, shared=True).mean()
-        if not bool(torch.isfinite(found[a, b])):
-            raise ValueError(
-                f"layer {layers[b]}: the predictions of the model are not finite (NaN or infinite) when it reads the "
-                f"choice of layer {layers[a]}"
-            )
+        when = f"when it reads the choice of layer {layers[a]}"
+        found[a, b] = _moved(model, answered, one, True, f"layer {layers[b]}: {{}} {when}")
         step()
     return found
 
 
 @torch.inference_mode()
 def together(
-    model: Any,
-    answered: Answered,
-    methods: Sequence[Kascade],
-    step: Callable[[], None] = lambda: None,
+    model: Any, answered: Answered, methods: Sequence[Kascade], step: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """The divergence from dense attention's predictions with each of some methods, all layers reading what they would.
+    """The divergence from dense attention's predictions with each of N methods, all layers reading what they would.
 
-    As :func:`measure`. Prompts are dense for a method with `decode_only`; any other one reads them, too, and the first
-    token of an answer counts then. `step` is called after each method.
-
-    Returns:
-        fp32 ``[N]``: KL divergence, nats a token, mean over an answer's tokens and over the items.
-
-    Raises:
-        ValueError: where it is not finite.
+    As :func:`measure`, fp32 ``[N]``. Prompts are dense for a method with `decode_only`; any other one reads them, too,
+    and the first token of an answer counts then. `step` is called after each method. Raises `UserError` where the
+    divergence is not finite.
     """
-    prompt, trace, again = answered
     found = torch.zeros(len(methods))
     for number, method in enumerate(methods):
-        with foveate.attached(model, method, dense_below=0):
-            read = prompt if method.decode_only else again()
-            found[number] = read.divergence(model, trace, shared=method.decode_only).mean()
-        if not bool(torch.isfinite(found[number])):
-            raise ValueError(f"the predictions of the model are not finite (NaN or infinite) with {method.spec}")
+        found[number] = _moved(model, answered, method, method.decode_only, "{} with " + method.spec)
         step()
+    return found
+
+
+def _moved(model: Any, answered: Answered, method: Any, dense_prompt: bool, words: str) -> Tensor:
+    """The mean divergence with a method; the error where it is not finite has these words."""
+    with foveate.attached(model, method, dense_below=0):
+        read = answered.prompt if dense_prompt else answered.again()
+        found = read.divergence(model, answered.trace, shared=dense_prompt).mean()
+    if not bool(torch.isfinite(found)):
+        raise UserError(words.replace("{}", "the predictions of the model are not finite (NaN or infinite)"))
     return found
 
 

@@ -19,8 +19,7 @@ from foveate.methods.kascade import Kascade
 from foveate.state import Counters, SlotCache
 
 _WARM_UP, _REPEATS = 3, 15
-_BEYOND_CACHES = 256 << 20
-"""Bytes of keys and values that no cache of a device holds."""
+_BEYOND_CACHES = 256 << 20  # bytes of keys and values that no cache of a device holds
 
 
 @torch.inference_mode()
@@ -47,39 +46,36 @@ def measure(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype, device=device)
 
-    found, forward, first = {}, {}, kascade.for_layer(0, len(layers), layers)
-    shape = (batch, kv_heads, context, head_dim)
+    shape, scaling, forward = (batch, kv_heads, context, head_dim), head_dim**-0.5, {}
     number = min(-(-_BEYOND_CACHES // (2 * math.prod(shape) * dtype.itemsize)), 4)
     caches = [SlotCache.of(random(*shape), random(*shape), heads, forward) for _ in range(number)]
     q = random(batch, heads, 1, head_dim)
+
+    def after_prompt(method: Method, cache: SlotCache) -> SlotCache:
+        """The cache with what the method keeps beside keys and values, of the same forward pass."""
+        branch = cache.branch(method.channels(cache.geometry), method.evicts, Counters().declare(method.counters), {})
+        branch.forward = cache.forward
+        method.prompt_end(branch, scaling)
+        return branch
+
+    found, first = {}, kascade.for_layer(0, len(layers), layers)
     for name, (kind, layer) in kinds.items():
         one = kind.for_layer(layer, len(layers), layers)
-        _decode(first, _behind_prompt(first, caches[0], head_dim), q, head_dim)  # what a reuse layer reads
-        found[name] = _median_ms(one, [_behind_prompt(one, cache, head_dim) for cache in caches], q, head_dim, device)
+        _decode(first, after_prompt(first, caches[0]), q, scaling)  # what a reuse layer reads
+        own = [after_prompt(one, cache) for cache in caches]
+
+        def step(one: Method = one, own: list[SlotCache] = own) -> None:
+            for cache in own:
+                _decode(one, cache, q, scaling)
+
+        for _ in range(_WARM_UP):
+            step()
+        found[name] = statistics.median(timing.milliseconds(step, device) for _ in range(_REPEATS)) / number
     return found
 
 
-def _behind_prompt(method: Method, cache: SlotCache, head_dim: int) -> SlotCache:
-    """The cache with what the method keeps beside keys and values, of the same forward pass."""
-    branch = cache.branch(method.channels(cache.geometry), method.evicts, Counters().declare(method.counters), {})
-    branch.forward = cache.forward
-    method.prompt_end(branch, head_dim**-0.5)
-    return branch
-
-
-def _decode(method: Method, cache: SlotCache, q: torch.Tensor, head_dim: int) -> None:
-    method.decode(cache, q, head_dim**-0.5)
-
-
-def _median_ms(method: Method, caches: list[SlotCache], q: torch.Tensor, head_dim: int, device: str) -> float:
-    def step() -> None:
-        for cache in caches:
-            _decode(method, cache, q, head_dim)
-
-    for _ in range(_WARM_UP):
-        step()
-    times = [timing.milliseconds(step, device) for _ in range(_REPEATS)]
-    return statistics.median(times) / len(caches)
+def _decode(method: Method, cache: SlotCache, q: torch.Tensor, scaling: float) -> None:
+    method.decode(cache, q, scaling)
 
 
 def total(costs: dict[str, float], anchors: int, layers: int) -> float:
@@ -90,8 +86,7 @@ def total(costs: dict[str, float], anchors: int, layers: int) -> float:
 def affordable(costs: dict[str, float], share: float, layers: Sequence[int], context: int) -> int:
     """The most anchors among some layers within a share of dense attention's time.
 
-    Raises:
-        UserError: if one anchor takes longer; `context` is where the costs were measured.
+    Raises `UserError` if one anchor takes longer; `context` is where the costs were measured.
     """
     if layers[0] != 0:  # the first of these is an anchor like the others
         costs = {**costs, "first": costs["anchor"]}

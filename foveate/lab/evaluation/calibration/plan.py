@@ -15,37 +15,24 @@ from foveate.lab.inputs.model_folder import model_digest, model_facts
 from foveate.methods.kascade import SETTLED_BY, Kascade
 from foveate.methods.kascade_paper import KascadePaper
 
-KEYS, TILE = 64, 128
-"""Keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)."""
+KEYS, TILE = 64, 128  # keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)
 FEWEST_PROMPTS = 2
 _FEWEST_TOKENS, _ANSWER_TOKENS, _BATCH_SIZE = 2, 16, 8
-_ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5
-"""Anchors among the layers, and by similarity (docs/guide/calibrate.md)."""
-_LENGTH, _ROOM = 4096, 64
-"""Without data: tokens of a prompt and of an answer."""
-PROMPTS = ("dense", "sparse")
-"""How prompts are read before answers are compared."""
+_ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5  # anchors among the layers, and by similarity (docs/guide/calibrate.md)
+_LENGTH, _ROOM = 4096, 64  # without data: tokens of a prompt and of an answer
+PROMPTS = ("dense", "sparse")  # how prompts are read before answers are compared
 _OF_PROMPTS = ("tile", "dense_anchor_prefill")
-TIMES = ("time_share", "time_context", "time_batch")
-"""The settings of a budget of time."""
+TIMES = ("time_share", "time_context", "time_batch")  # the settings of a budget of time
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to calibrate: `limit` prompts of a task, and of each of the tasks `also`, and how many anchors to choose;
-    if `anchors` is None, ten for every 28 layers that can be one, or by similarity five.
+    """What to calibrate, and how anchors are chosen.
 
-    `by` is what the choice goes by. With `together` and `divergence` it is the divergence of predictions along dense
-    attention's answers of at most `answer_tokens` tokens, `batch_size` prompts at a time, when keys are chosen as by
-    `method`: with `together` what is lost when all layers read their anchors' choice, for anchors added one by one
-    (:func:`.anchors.grown`) and then, up to `rounds` times, each tried in every other place
-    (:func:`.anchors.improved`); with `divergence` the sum of what each layer loses that alone reads
-    another's. With `similarity` it is the paper's (:func:`.anchors.choose`), by `over` and `weights` also
-    with the mean over a prompt's tiles, and all layers alike. With `together`, `prompts` may be sparse: `method` then
-    reads the prompts as well, and not only decodes. `time_share`, if given, stands for `anchors`: as many as keep the
-    attention of a decode step at `time_context` tokens and `time_batch` sequences within this share of dense
-    attention's time, by costs measured on the device. `method` is by default `kascade`, by similarity `kascade_paper`.
-    `kept`: `out` is :func:`kept_at`, where a newer calibration replaces an older one.
+    `by` divergence of predictions along dense attention's answers: `together`, of all layers that read their anchors'
+    choice, for anchors added one by one (:func:`.anchors.grown`), and then moved (:func:`.anchors.improved`); or
+    `divergence`, the sum of what each layer loses that alone reads another's. Or by `similarity`, the paper's
+    (:func:`.anchors.choose`).
     """
 
     model: Path
@@ -53,25 +40,25 @@ class Plan:
     data: Path
     out: Path
     also: tuple[Task, ...] = ()
-    anchors: int | None = None
-    limit: int = 20
+    anchors: int | None = None  # None: ten for every 28 layers that can be one, or by similarity five
+    limit: int = 20  # prompts of each task
     keys: int = KEYS
     tile: int = TILE
     by: str = BY[0]
     over: str = OVER[0]
     weights: str = WEIGHTS[0]
-    method: Kascade = None  # type: ignore[assignment]  # made in __post_init__
+    method: Kascade = None  # type: ignore[assignment]  # how keys are chosen; None: kascade, by similarity kascade_paper
     answer_tokens: int = _ANSWER_TOKENS
-    batch_size: int = _BATCH_SIZE
-    rounds: int = 0
-    prompts: str = PROMPTS[0]
-    time_share: float | None = None
+    batch_size: int = _BATCH_SIZE  # prompts answered together
+    rounds: int = 0  # together: how often each anchor is tried in every other place, at most
+    prompts: str = PROMPTS[0]  # together: sparse ones are read by `method`, too
+    time_share: float | None = None  # instead of `anchors`: as many as keep a step's attention within, of dense's time
     time_context: int = 32768
     time_batch: int = 1
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
-    kept: bool = False
+    kept: bool = False  # `out` is :func:`kept_at`, where a newer calibration replaces an older one
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -192,22 +179,14 @@ class Plan:
 def kept_at(plan: Plan) -> Path:
     """The file in the user's cache folder by which `attach` finds a plan's calibration again.
 
-    Raises:
-        UserError: for a folder that holds no model.
+    Raises `UserError` for a folder that holds no model.
     """
     return kept_path(model_facts(plan.model), model_digest(plan.model), plan.settings)
 
 
 def without_data(model: Path, length: int | None = None) -> list[Task]:
-    """The tasks of a calibration by the package's own prompts.
-
-    Args:
-        model: a model folder.
-        length: tokens of a prompt; None: 4,096, or as many as the model has positions for, with an answer.
-
-    Raises:
-        UserError: for a folder that holds no model.
-    """
+    """The tasks of a calibration of a model folder by the package's own prompts, of so many tokens; None: 4,096, or as
+    many as the model has positions for, with an answer. Raises `UserError` for a folder that holds no model."""
     facts = model_facts(model)
     room = facts.get("max_positions") or _LENGTH + _ROOM
     length = min(_LENGTH, room - _ROOM) if length is None else length

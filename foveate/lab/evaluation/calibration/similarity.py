@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.errors import UserError
 
-COVERAGE_KEYS = 256
-"""Keys whose share of the attention is measured for each query head (Kascade, figure 1)."""
+COVERAGE_KEYS = 256  # keys whose share of the attention is measured for each query head (Kascade, figure 1)
 _COVERAGE_QUERIES = 64
-_BLOCK = 1 << 24
-"""Elements of a block of logits, or of what the keys that earlier layers would choose hold."""
+_BLOCK = 1 << 24  # elements of a block of logits, or of what the keys that earlier layers would choose hold
 
 
 class Measured(NamedTuple):
@@ -58,18 +57,17 @@ class Similarity:
     def look(self, layer: int, q: Tensor, k: Tensor, logits: ops.Logits) -> None:
         """One layer's rotated queries ``[1, Hq, n, D]`` and keys ``[1, H, n, D]`` of the whole prompt.
 
-        Raises:
-            ValueError: for a prompt shorter than :func:`least_tokens`, or attention that is not finite.
+        Raises `UserError` for a prompt shorter than :func:`least_tokens`, or attention that is not finite.
         """
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         span, least = max(1, self.tile // group), least_tokens(self.k, self.tile, group)
         if length < least:
-            raise ValueError(
+            raise UserError(
                 f"a prompt of {length:,} tokens is too short to calibrate on, which takes at least {least:,}"
             )
         lse = ops.attend_causal(q, k, k, logits=logits, need_lse=True).lse
         if not bool(torch.isfinite(lse).all()):
-            raise ValueError(f"layer {layer}: the attention logits of a prompt are not finite (NaN or infinite)")
+            raise UserError(f"layer {layer}: the attention logits of a prompt are not finite (NaN or infinite)")
         first_scored = self.k // span + 1  # tiles after more than k keys
         chosen, captured = [], []
         for first, mass in ops.tile_mass(q, k, lse, tile=span, logits=logits):

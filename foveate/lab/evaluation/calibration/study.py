@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foveate.errors import UserError
 from foveate.integrations.transformers.support import Watch
 from foveate.lab.evaluation.calibration.similarity import Measured, Similarity
-from foveate.ops import Logits
 from foveate.runtime import Policy
 
 
@@ -43,7 +44,7 @@ class Study:
         for layer, module in modules.items():
             self._watch_block(layer, blocks[id(module)], module)
         for policy in policies.values():
-            policy.look = self._look
+            policy.look = self._similarity.look
 
     @property
     def complete(self) -> bool:
@@ -62,11 +63,8 @@ class Study:
         importance = torch.stack([self._importance[layer].cpu() for layer in self._similarity.layers])
         if not bool(torch.isfinite(importance).all()):
             layer = self._similarity.layers[int((~torch.isfinite(importance)).nonzero()[0])]
-            raise ValueError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
+            raise UserError(f"layer {layer}: the hidden states of a prompt are not finite (NaN or infinite)")
         return self._similarity.result(), importance
-
-    def _look(self, layer: int, q: Tensor, k: Tensor, logits: Logits) -> None:
-        self._similarity.look(layer, q, k, logits)
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
         """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
@@ -94,7 +92,7 @@ class Study:
         if passing is None or passing.added is None or not isinstance(stream, Tensor):
             return
         if any(stream is one for one in passing.aside):
-            passing.aside.append(_first(out))
+            passing.aside = [*passing.aside, _first(out)]
         elif stream.shape == passing.before.shape:
             self._leave(layer, stream)
 
@@ -111,15 +109,13 @@ class Study:
             self.end()
 
 
+@dataclasses.dataclass
 class _Passing:
     """What is known of a block while it runs."""
 
-    def __init__(self, before: Tensor):
-        self.before = before
-        self.added: Tensor | None = None
-        """Attention's output."""
-        self.aside: list[Any] = []
-        """Attention's input and output, and what was made of these alone."""
+    before: Tensor
+    added: Tensor | None = None  # attention's output
+    aside: Sequence[Any] = ()  # attention's input and output, and what was made of these alone
 
 
 def _first(out: Any) -> Any:

@@ -18,11 +18,14 @@ T = TypeVar("T", bound=type[Task])
 
 
 def register(task: T) -> T:
-    """Class decorator: makes a task known by its `name`. Raises ValueError if the name is taken."""
+    """Class decorator: makes a task, as a frozen dataclass, known by its `name`.
+
+    Raises ValueError if the name is taken.
+    """
     if task.name in _TASKS:
         raise ValueError(f"task '{task.name}' is registered twice")
-    _TASKS[task.name] = task
-    return task
+    _TASKS[task.name] = task if "__dataclass_params__" in vars(task) else dataclasses.dataclass(frozen=True)(task)
+    return _TASKS[task.name]
 
 
 def names() -> list[str]:
@@ -58,15 +61,12 @@ def parse(spec: str, **settings: Any) -> Task:
     for key, value in given.items():
         if key not in fields:
             raise unknown("setting", key, fields, f"task '{name}'")
-        given[key] = _convert(name, key, value, type(fields[key].default))
+        kind = type(fields[key].default)
+        try:
+            given[key] = kind(value)
+        except ValueError:
+            raise UserError(f"task '{name}': {key} must be of type {kind.__name__}, got '{value}'") from None
     return task(**given)
-
-
-def _convert(task: str, key: str, value: Any, kind: type) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise UserError(f"task '{task}': {key} must be of type {kind.__name__}, got '{value}'") from None
 
 
 @functools.cache

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from foveate.errors import UserError, unknown
 from foveate.lab.evaluation.metrics import Aggregate
-from foveate.prompting import Message
+from foveate.prompting import Message, Prompt, encode, encode_turns
+
+T = TypeVar("T")
+QUESTION = ("with", "after")
+"""How a question is read: with its context, or after it as a second turn, so that methods evict before they see it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,24 +100,34 @@ class Output:
 class Task:
     """A kind of item and its grading; the fields are the task's settings.
 
-    A new task is one file in this folder: a frozen dataclass derived from `Task` and decorated by `tasks.register`.
+    A new task is one file in this folder: a class derived from `Task` and decorated by `tasks.register`.
     """
 
     name: ClassVar[str]
     splits: ClassVar[tuple[str, ...]]
     metrics: ClassVar[Mapping[str, Aggregate]]
-    main: ClassVar[str]
-    """The metric that is the row's `score`, in 0..100."""
+    main: ClassVar[str]  # the metric that is the row's `score`, in 0..100
+    least: ClassVar[Mapping[str, int]] = {}  # the least value of settings that are numbers
     along_dense: ClassVar[bool] = False
     """Whether methods go along dense attention's answers instead of giving their own."""
 
     split: str = ""
 
     def __post_init__(self) -> None:
+        """Raises `UserError` for a setting that cannot be."""
         if not self.split:
             object.__setattr__(self, "split", self.splits[0])
         if self.split not in self.splits:
             raise unknown("split", self.split, self.splits, f"task '{self.name}'")
+        if getattr(self, "question", "with") not in QUESTION:
+            raise unknown("question", self.question, QUESTION, f"task '{self.name}'")
+        for name, smallest in self.least.items():
+            self.at_least(name, smallest)
+
+    def at_least(self, name: str, smallest: int) -> None:
+        """Raises `UserError` if the setting `name` is below `smallest`."""
+        if getattr(self, name) < smallest:
+            raise UserError(f"task '{self.name}': {name} must be at least {smallest}, got {getattr(self, name)}")
 
     def settings(self) -> dict[str, Any]:
         """All settings as JSON-able values, without those at their default that came later."""
@@ -145,6 +160,22 @@ class Task:
         """
         raise NotImplementedError
 
+    def encoded(
+        self, tokenizer: Any, prompt: Prompt, question: str = "", answer_prefix: str = ""
+    ) -> tuple[list[int], int]:
+        """Ids of a prompt that ends with this question, and how many are a turn before it (0: none)."""
+        if getattr(self, "question", "with") == "with":
+            return encode(tokenizer, prompt, answer_prefix), 0
+        return encode_turns(tokenizer, prompt, question, answer_prefix)
+
+    def posed(
+        self, tokenizer: Any, name: str, prompt: Prompt, question: str = "", answer_prefix: str = "", **more: Any
+    ) -> Item:
+        """An item that is answered; its prompt ends with the question."""
+        ids, before = self.encoded(tokenizer, prompt, question, answer_prefix)
+        more = {"max_new_tokens": self.max_new_tokens, "answer_prefix": answer_prefix} | more
+        return Item(name, prompt, tuple(ids), context_tokens=before, **more)
+
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         """The item's values, from which the metrics aggregate; the same keys for every item."""
         raise NotImplementedError
@@ -158,25 +189,20 @@ class Task:
         return 100.0
 
 
+def question_setting() -> Any:
+    """The setting `question` of tasks that ask about a context, one of :data:`QUESTION`; rows leave out its default."""
+    return dataclasses.field(default="with", kw_only=True, metadata={"later": True})
+
+
 def some(records: Sequence[Any], what: str, path: Path) -> None:
     """Check that a file holds records. Raises `UserError` that names the file and `what` they are if it holds none."""
     if not records:
         raise UserError(f"{path}: holds no {what}")
 
 
-QUESTION = ("with", "after")
-
-
-def question_setting() -> Any:
-    """The setting `question` of tasks that ask about a context; `check_question` checks it."""
-    text = "read with the context, or after it as a second turn: methods evict before they see it"
-    return dataclasses.field(default="with", kw_only=True, metadata={"help": text, "later": True})
-
-
-def check_question(task: Task) -> None:
-    """Raises `UserError` for another value of the setting `question` than there is."""
-    if task.question not in QUESTION:  # type: ignore[attr-defined]
-        raise unknown("question", task.question, QUESTION, f"task '{task.name}'")  # type: ignore[attr-defined]
+def drawn(records: Sequence[T], limit: int, key: str) -> list[T]:
+    """The first `limit` of the records in an order that is a function of `key`."""
+    return random.Random(key).sample(records, len(records))[:limit]
 
 
 def items_digest(items: Sequence[Item]) -> str:
@@ -188,10 +214,3 @@ def items_digest(items: Sequence[Item]) -> str:
         total.update(json.dumps([*asked, options] if options else asked).encode())
         total.update(f"{item.context_tokens}".encode() if item.context_tokens else b"")
     return total.hexdigest()[:16]
-
-
-def at_least(task: Task, name: str, smallest: int) -> None:
-    """Raises `UserError` if the integer setting `name` of a task is below `smallest`."""
-    value = getattr(task, name)
-    if value < smallest:
-        raise UserError(f"task '{task.name}': {name} must be at least {smallest}, got {value}")

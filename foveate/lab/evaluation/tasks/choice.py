@@ -7,17 +7,15 @@ from the files of llm-foundry. Its SIQA has two of the three answers, so that ch
 
 from __future__ import annotations
 
-import dataclasses
-import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Option, Output, Task, some
+from foveate.lab.evaluation.tasks.base import Item, Option, Output, Task, drawn, some
 from foveate.lab.inputs import reading
 from foveate.prompting import encode_continued
 
@@ -25,8 +23,7 @@ _FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data"
 _SIQA = re.compile(r"Context: (.*)\nQuestion: (.*)\nChoices:\nA\. (.*)\nB\. (.*)\nAnswer:", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Question:
+class _Question(NamedTuple):
     """Prompts and their answers, one pair an option, and the right one."""
 
     prompts: tuple[str, ...]
@@ -34,8 +31,7 @@ class _Question:
     gold: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Set:
+class _Set(NamedTuple):
     """A data set: its file, what an object of it holds, where it is to be had, how it is read and scored."""
 
     file: str
@@ -83,7 +79,7 @@ def _winogrande(value: Any, where: str) -> _Question:
     prompts = _texts(value, "context_options", where)
     rest, gold = reading.field(value, "continuation", str, where), reading.field(value, "gold", int, where)
     one = _question("", (rest,) * len(prompts), gold, where)
-    return dataclasses.replace(one, prompts=prompts)
+    return one._replace(prompts=prompts)
 
 
 def _hellaswag(value: Any, where: str) -> _Question:
@@ -100,25 +96,20 @@ def _without_brackets(text: str) -> str:
 
 
 _CHOICES = "an object a line, with 'query' (text), 'choices' (texts) and 'gold' (number)"
+
+
+def _of_foundry(folder: str, name: str, read: Callable[[Any, str], _Question], main: str = "acc") -> _Set:
+    return _Set(f"{name}.jsonl", _CHOICES, f"{_FOUNDRY}/{folder}/{name}.jsonl", read, main)
+
+
 _SETS = {
-    "piqa": _Set("piqa.jsonl", _CHOICES, f"{_FOUNDRY}/commonsense_reasoning/piqa.jsonl", _asked("\nAnswer:")),
-    "siqa": _Set("siqa.jsonl", _CHOICES, f"{_FOUNDRY}/commonsense_reasoning/siqa.jsonl", _siqa),
-    "boolq": _Set(
-        "boolq.jsonl", _CHOICES, f"{_FOUNDRY}/reading_comprehension/boolq.jsonl", _asked("\nAnswer:", "Passage: ")
-    ),
-    "arc_easy": _Set("arc_easy.jsonl", _CHOICES, f"{_FOUNDRY}/world_knowledge/arc_easy.jsonl", _asked("\nAnswer:")),
-    "arc_challenge": _Set(
-        "arc_challenge.jsonl",
-        _CHOICES,
-        f"{_FOUNDRY}/world_knowledge/arc_challenge.jsonl",
-        _asked("\nAnswer:"),
-        "acc_norm",
-    ),
-    "winogrande": _Set(
-        "winogrande.jsonl",
-        "an object a line, with 'context_options' (texts), 'continuation' (text) and 'gold' (number)",
-        f"{_FOUNDRY}/language_understanding/winogrande.jsonl",
-        _winogrande,
+    "piqa": _of_foundry("commonsense_reasoning", "piqa", _asked("\nAnswer:")),
+    "siqa": _of_foundry("commonsense_reasoning", "siqa", _siqa),
+    "boolq": _of_foundry("reading_comprehension", "boolq", _asked("\nAnswer:", "Passage: ")),
+    "arc_easy": _of_foundry("world_knowledge", "arc_easy", _asked("\nAnswer:")),
+    "arc_challenge": _of_foundry("world_knowledge", "arc_challenge", _asked("\nAnswer:"), "acc_norm"),
+    "winogrande": _of_foundry("language_understanding", "winogrande", _winogrande)._replace(
+        content="an object a line, with 'context_options' (texts), 'continuation' (text) and 'gold' (number)"
     ),
     "hellaswag": _Set(
         "hellaswag_val_1000.jsonl",
@@ -131,13 +122,12 @@ _SETS = {
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class MultipleChoice(Task):
     """Multiple choice by likelihood. Score: right answers, percent; by length for `arc_challenge` and `hellaswag`."""
 
-    name: ClassVar[str] = "choice"
-    splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {name: Mean(name) for name in ("acc", "acc_norm")}
+    name = "choice"
+    splits = tuple(_SETS)
+    metrics = {name: Mean(name) for name in ("acc", "acc_norm")}
 
     @property
     def main(self) -> str:  # type: ignore[override]
@@ -152,7 +142,7 @@ class MultipleChoice(Task):
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
         some(records, "questions", path)
-        chosen = random.Random(f"choice/{self.split}/{seed}").sample(records, len(records))[:limit]
+        chosen = drawn(records, limit, f"choice/{self.split}/{seed}")
         read = _SETS[self.split].read
         return [_item(tokenizer, read(value, f"{path}:{line}"), line) for line, value in chosen]
 

@@ -6,21 +6,20 @@ method follows dense attention (:class:`~foveate.lab.evaluation.tasks.fidelity.F
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, f1, normalize
+from foveate.lab.evaluation.metrics import Mean, f1, normalize
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
 from foveate.lab.inputs import reading
-from foveate.prompting import encode, encode_turns, leading_ids
+from foveate.prompting import leading_ids
 
 SYSTEM = "Answer the question on the given document. Give the answer alone, without an explanation."
 _TEXTS, _RECORDS = (".txt", ".md"), (".jsonl",)
@@ -37,7 +36,6 @@ class Document(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Documents(Task):
     """Your own texts (.txt, .md) and records (.jsonl: `context`, and, if you have them, `question` and `answer`).
 
@@ -46,20 +44,15 @@ class Documents(Task):
     halves `tune` and `test` share no item.
     """
 
-    name: ClassVar[str] = "documents"
-    splits: ClassVar[tuple[str, ...]] = ("all", "tune", "test")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found"), "f1": Mean("f1")}
-    main: ClassVar[str] = "found"
+    name = "documents"
+    splits = ("all", "tune", "test")
+    metrics = {"found": Mean("found"), "f1": Mean("f1")}
+    main = "found"
+    least = {"length": 16, "max_new_tokens": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of a text's window"})
-    max_new_tokens: int = dataclasses.field(default=64, metadata={"help": "longest answer"})
+    length: int = 4096  # tokens of a text's window
+    max_new_tokens: int = 64  # longest answer
     question: str = question_setting()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_question(self)
-        at_least(self, "length", 16)
-        at_least(self, "max_new_tokens", 1)
 
     def files(self, data: Path) -> list[Path]:
         data = Path(data)
@@ -100,7 +93,8 @@ class Documents(Task):
         """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
         have answers and others none."""
         files = self.files(data)
-        read = {path: _read(path, _name(data, path)) for path in files}
+        names = {path: path.name if path == Path(data) else path.relative_to(data).as_posix() for path in files}
+        read = {path: _read(path, name) for path, name in names.items()}
         if empty := [path for path in files if not read[path]]:
             if len(empty) == len(files):
                 raise DataError(f"{empty[0]}: an empty document")
@@ -127,19 +121,8 @@ class Documents(Task):
     def _asked(self, tokenizer: Any, document: Document) -> Item:
         user = {"role": "user", "content": f"{document.text}\n\n{document.question}"}
         prompt = ({"role": "system", "content": SYSTEM}, user) if document.answers else (user,)
-        if self.question == "with":
-            ids, before = encode(tokenizer, prompt), 0
-        else:
-            ids, before = encode_turns(tokenizer, prompt, document.question)
-        return Item(
-            id=document.name,
-            prompt=prompt,
-            prompt_ids=tuple(ids),
-            context_tokens=before,
-            answers=document.answers,
-            max_new_tokens=self.max_new_tokens,
-            meta={"question": document.question},
-        )
+        more = {"answers": document.answers, "meta": {"question": document.question}}
+        return self.posed(tokenizer, document.name, prompt, document.question, **more)
 
     def _windows(self, tokenizer: Any, document: Document) -> Iterator[Item]:
         """Consecutive windows of a text; its last one only if it is half a window, or the only one."""
@@ -155,12 +138,8 @@ class Documents(Task):
             if start and 2 * len(window) < size:
                 return
             begin, end = offsets[start][0], offsets[start + len(window) - 1][1]
-            yield Item(
-                id=f"{document.name}@{begin}",
-                prompt=document.text[begin:end],
-                prompt_ids=(*first, *window),
-                max_new_tokens=self.max_new_tokens,
-            )
+            name, text = f"{document.name}@{begin}", document.text[begin:end]
+            yield Item(name, text, (*first, *window), max_new_tokens=self.max_new_tokens)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -181,10 +160,6 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".xz")).suffix.lower()
-
-
-def _name(data: Path, path: Path) -> str:
-    return path.name if path == Path(data) else path.relative_to(data).as_posix()
 
 
 def _half(item: Item) -> str:

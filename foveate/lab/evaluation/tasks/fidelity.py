@@ -8,9 +8,8 @@ its prediction is compared with dense attention's. What a method costs shows lon
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -33,14 +32,11 @@ class Fidelity(Task):
     Raises `UserError` for a task that scores given texts instead of asking for answers.
     """
 
-    name: ClassVar[str] = "fidelity"
-    splits: ClassVar[tuple[str, ...]] = ()
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "agreement": _per_token("agreed", 100.0),
-        "kl": _per_token("divergence", 1.0),
-    }
-    main: ClassVar[str] = "agreement"
-    along_dense: ClassVar[bool] = True
+    name = "fidelity"
+    splits = ()
+    metrics = {"agreement": _per_token("agreed", 100.0), "kl": _per_token("divergence", 1.0)}
+    main = "agreement"
+    along_dense = True
 
     of: Task = dataclasses.field(kw_only=True)
 

@@ -6,18 +6,15 @@ perplexity is of the word, not of its tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, some
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
 from foveate.lab.inputs import reading
 from foveate.prompting import encode_continued
 
@@ -26,17 +23,13 @@ _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/lang
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Lambada(Task):
     """The last word of a passage of a novel. Score: words of which every token is the likeliest, percent."""
 
-    name: ClassVar[str] = "lambada"
-    splits: ClassVar[tuple[str, ...]] = ("openai",)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "accuracy": Mean("right"),
-        "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1)),
-    }
-    main: ClassVar[str] = "accuracy"
+    name = "lambada"
+    splits = ("openai",)
+    metrics = {"accuracy": Mean("right"), "perplexity": lambda values: np.exp(values["nll"].mean(axis=-1))}
+    main = "accuracy"
 
     def files(self, data: Path) -> list[Path]:
         folder = reading.subfolder(data, "commonsense")
@@ -47,16 +40,16 @@ class Lambada(Task):
         (path,) = self.files(data)
         records = list(reading.read_jsonl(path))
         some(records, "passages", path)
-        chosen = random.Random(f"lambada/{seed}").sample(records, len(records))[:limit]
-        return [self._item(tokenizer, value, f"{path}:{line}", line) for line, value in chosen]
+        items = []
+        for line, value in drawn(records, limit, f"lambada/{seed}"):
+            texts = (reading.field(value, name, str, f"{path}:{line}") for name in ("context", "continuation"))
+            context, word = map(str.strip, texts)
+            prompt, target = encode_continued(tokenizer, context, f" {word}")
+            items.append(Item(f"{line}", context, tuple(prompt), answers=(word,), target_ids=tuple(target)))
+        return items
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         return {"right": float(all(output.hits)), "nll": output.nll}
 
     def said(self, item: Item, output: Output) -> str:
         return f"{'right' if all(output.hits) else 'wrong'}, perplexity {math.exp(min(output.nll, 700)):.2f}"
-
-    def _item(self, tokenizer: Any, value: Any, where: str, line: int) -> Item:
-        context, word = (reading.field(value, name, str, where).strip() for name in ("context", "continuation"))
-        prompt, target = encode_continued(tokenizer, context, f" {word}")
-        return Item(f"{line}", context, tuple(prompt), answers=(word,), target_ids=tuple(target))

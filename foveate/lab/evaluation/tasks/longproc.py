@@ -12,18 +12,16 @@ code makes; here they are the worked solutions of the last two records, which ar
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import DataError
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, some
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, some
 from foveate.lab.inputs import reading
-from foveate.prompting import encode
 
 _LONGEST = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 _FIELDS = {
@@ -38,28 +36,21 @@ _EQUATION = re.compile(r"(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)")
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class LongProc(Task):
     """Procedures carried out step by step. Score: answers that are right as a whole (`exact`)."""
 
-    name: ClassVar[str] = "longproc"
-    splits: ClassVar[tuple[str, ...]] = _SPLITS
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "exact": Mean("exact"),
-        "partial": Mean("partial"),
-        "answer_tokens": Mean("answer_tokens", scale=1.0),
-    }
-    main: ClassVar[str] = "exact"
+    name = "longproc"
+    splits = _SPLITS
+    metrics = {"exact": Mean("exact"), "partial": Mean("partial"), "answer_tokens": Mean("answer_tokens", scale=1.0)}
+    main = "exact"
+    least = {"max_new_tokens": 1}
 
-    max_new_tokens: int = dataclasses.field(
-        default=0, metadata={"help": "longest answer; 0: 1024, 3072 or 9216, by the split"}
-    )
+    max_new_tokens: int = 0  # longest answer; 0: 1024, 3072 or 9216, by the split
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.max_new_tokens == 0:
-            object.__setattr__(self, "max_new_tokens", _LONGEST[self.split.rpartition("_")[2]])
-        at_least(self, "max_new_tokens", 1)
+            object.__setattr__(self, "max_new_tokens", _LONGEST.get(self.split.rpartition("_")[2], 1024))
+        super().__post_init__()
 
     @property
     def _kind(self) -> str:
@@ -93,12 +84,8 @@ class LongProc(Task):
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         (reference,) = item.answers
-        right = (
-            _solves(output.text, *item.meta["problem"])
-            if self._kind == "countdown"
-            else _trace(output.text) == _trace(reference)
-        )
         wanted, given = _trace(reference), _trace(output.text)
+        right = _solves(output.text, *item.meta["problem"]) if self._kind == "countdown" else given == wanted
         same = next((n for n, (a, b) in enumerate(zip(wanted, given)) if a != b), min(len(wanted), len(given)))
         return {"exact": float(right), "partial": same / len(wanted), "answer_tokens": float(output.tokens)}
 
@@ -114,15 +101,7 @@ class LongProc(Task):
         else:
             text = prompt.format(story=record["story"], question=record["question"])
             reference, meta = record["solution"], {}
-        messages = ({"role": "user", "content": text},)
-        return Item(
-            id=f"{number}",
-            prompt=messages,
-            prompt_ids=tuple(encode(tokenizer, messages)),
-            answers=(reference,),
-            max_new_tokens=self.max_new_tokens,
-            meta=meta,
-        )
+        return self.posed(tokenizer, f"{number}", ({"role": "user", "content": text},), answers=(reference,), meta=meta)
 
 
 def _template(path: Path, places: tuple[str, ...]) -> str:

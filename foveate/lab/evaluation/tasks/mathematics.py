@@ -7,19 +7,16 @@ Its interval is over items: it does not tell of other problems if each problem h
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Sampling, Task, at_least, some
+from foveate.lab.evaluation.tasks.base import Item, Output, Sampling, Task, some
 from foveate.lab.inputs import reading
-from foveate.prompting import encode
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 _LONGEST = {"math500": 1024, "aime24": 8192}
@@ -31,31 +28,24 @@ _ANSWER_CHARS = 500  # more than any answer has; what a model repeats without en
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Mathematics(Task):
     """Mathematics problems, answered step by step. Score: right final answers (`correct`); `limit` counts problems."""
 
-    name: ClassVar[str] = "math"
-    splits: ClassVar[tuple[str, ...]] = tuple(_LONGEST)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "correct": Mean("correct"),
-        "answer_tokens": Mean("answer_tokens", scale=1.0),
-    }
-    main: ClassVar[str] = "correct"
+    name = "math"
+    splits = tuple(_LONGEST)
+    metrics = {"correct": Mean("correct"), "answer_tokens": Mean("answer_tokens", scale=1.0)}
+    main = "correct"
+    least = {"max_new_tokens": 1, "samples": 1}
 
-    max_new_tokens: int = dataclasses.field(
-        default=0, metadata={"help": "longest answer; 0: 1024 for math500, 8192 for aime24"}
-    )
-    samples: int = dataclasses.field(default=1, metadata={"help": "answers to each problem"})
-    temperature: float = dataclasses.field(default=0.0, metadata={"help": "of the samples; 0: greedy"})
-    top_p: float = dataclasses.field(default=1.0, metadata={"help": "share of the mass that tokens are drawn from"})
+    max_new_tokens: int = 0  # longest answer; 0: 1024 for math500, 8192 for aime24
+    samples: int = 1  # answers to each problem
+    temperature: float = 0.0  # of the samples; 0: greedy
+    top_p: float = 1.0  # share of the mass that tokens are drawn from
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.max_new_tokens == 0:
-            object.__setattr__(self, "max_new_tokens", _LONGEST[self.split])
-        at_least(self, "max_new_tokens", 1)
-        at_least(self, "samples", 1)
+            object.__setattr__(self, "max_new_tokens", _LONGEST.get(self.split or self.splits[0], 1))
+        super().__post_init__()
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"task '{self.name}': temperature must be 0 or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -65,11 +55,8 @@ class Mathematics(Task):
 
     def files(self, data: Path) -> list[Path]:
         content = "a JSON object a line, with texts 'question' and 'answer'"
-        return [
-            reading.find_data_file(
-                reading.subfolder(data, "aime"), f"{self.split}.jsonl", content, _SOURCES[self.split]
-            )
-        ]
+        folder = reading.subfolder(data, "aime")
+        return [reading.find_data_file(folder, f"{self.split}.jsonl", content, _SOURCES[self.split])]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         _math_verify()
@@ -91,14 +78,7 @@ class Mathematics(Task):
     def _item(self, tokenizer: Any, name: str, question: str, answer: str, seed: int) -> Item:
         prompt = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": question})
         drawn = Sampling(self.temperature, self.top_p, f"{self.name}/{self.split}/{seed}/{name}")
-        return Item(
-            id=name,
-            prompt=prompt,
-            prompt_ids=tuple(encode(tokenizer, prompt)),
-            answers=(answer,),
-            max_new_tokens=self.max_new_tokens,
-            sampling=drawn if self.temperature else None,
-        )
+        return self.posed(tokenizer, name, prompt, answers=(answer,), sampling=drawn if self.temperature else None)
 
 
 def is_right(text: str, answer: str) -> bool:

@@ -6,23 +6,20 @@ pairs. A prompt is text, the pairs, more text and the first key that is asked fo
 theirs are fed in decode, in an order of their own, and each value that the model finds the likeliest token is right.
 Zoology asks near keys more often than far ones and has no text; here every pair is asked for once.
 
-The mixture `recall` of `foveate.hybrids.training` makes rows of this form from the same halves. It draws other pairs,
-and takes its text from the training data. A model has met neither the pairs nor the text of this task unless it was
-trained on the same novels, as the example `benchmarks/hybrids/cpu.toml` is.
+The mixture `recall` of `foveate.hybrids.training` makes rows of this form from the same halves, of other pairs and of
+its own text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.evaluation.tasks.niah import CHARS_PER_TOKEN
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.halves import halves
@@ -31,22 +28,21 @@ from foveate.prompting import leading_ids
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class AssociativeRecall(Task):
     """Values of keys, all pairs in one prompt. Score: queries whose value is the likeliest token, percent."""
 
-    name: ClassVar[str] = "mqar"
-    splits: ClassVar[tuple[str, ...]] = ("books",)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"accuracy": Mean("accuracy")}
-    main: ClassVar[str] = "accuracy"
+    name = "mqar"
+    splits = ("books",)
+    metrics = {"accuracy": Mean("accuracy")}
+    main = "accuracy"
+    least = {"pairs": 1}
 
-    length: int = dataclasses.field(default=1024, metadata={"help": "prompt tokens, up to the first key asked for"})
-    pairs: int = dataclasses.field(default=64, metadata={"help": "keys with their values, and queries"})
+    length: int = 1024  # prompt tokens, up to the first key asked for
+    pairs: int = 64  # keys with their values, and queries
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "pairs", 1)
-        at_least(self, "length", 2 * self.pairs + 2)
+        self.at_least("length", 2 * self.pairs + 2)
 
     def files(self, data: Path) -> list[Path]:
         return reading.novel_files(data)

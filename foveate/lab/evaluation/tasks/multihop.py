@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from foveate.errors import UserError
 from foveate.lab.evaluation.metrics import normalize
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, at_least, some
+from foveate.lab.evaluation.tasks.base import Item, drawn, some
 from foveate.lab.evaluation.tasks.wikisalad import ContextQuestions
 from foveate.lab.evaluation.tasks.wikisalad_long import FULLNESS, SHORTEST
 from foveate.lab.inputs import reading
@@ -43,28 +43,26 @@ class MultiHop(ContextQuestions):
     for choosing settings: a question that `dev` asks, too, is left out of it.
     """
 
-    splits: ClassVar[tuple[str, ...]] = ("dev", "train")
-    main: ClassVar[str] = "f1"
-    sources: ClassVar[Mapping[str, tuple[str, str]]]
-    """The file of each split, and where it is to be had."""
+    splits = ("dev", "train")
+    main = "f1"
+    sources: ClassVar[Mapping[str, tuple[str, str]]]  # the file of each split, and where it is to be had
     title: ClassVar[str]
 
-    length: int = dataclasses.field(default=0, metadata={"help": "tokens of the whole prompt; 0: its own passages"})
-    max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer (LongBench: 32)"})
+    length: int = 0  # tokens of the whole prompt; 0: its own passages
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length:
-            at_least(self, "length", SHORTEST)
+            self.at_least("length", SHORTEST)
 
     def files(self, data: Path) -> list[Path]:
-        folder = reading.subfolder(data, "multihop")
-        return [self._file(folder, split) for split in dict.fromkeys((self.split, "dev"))]
-
-    def _file(self, folder: Path, split: str) -> Path:
-        name, source = self.sources[split]
-        form = "an object a line" if name.endswith(".jsonl") else "a list of objects"
-        return reading.find_data_file(folder, name, f"{self.title}, {split}: its records as JSON, {form}", source)
+        folder, found = reading.subfolder(data, "multihop"), []
+        for split in dict.fromkeys((self.split, "dev")):
+            name, source = self.sources[split]
+            form = "an object a line" if name.endswith(".jsonl") else "a list of objects"
+            content = f"{self.title}, {split}: its records as JSON, {form}"
+            found.append(reading.find_data_file(folder, name, content, source))
+        return found
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         path, *others = self.files(data)
@@ -79,26 +77,18 @@ class MultiHop(ContextQuestions):
                 f"{len(fresh) - len(usable)} have nothing to read"
             )
         sizes = _sizes(tokenizer, usable) if self.length else {}
-        chosen = random.Random(f"{self.name}/{self.split}/{seed}").sample(usable, len(usable))[:limit]
+        chosen = drawn(usable, limit, f"{self.name}/{self.split}/{seed}")
         return [self._item(tokenizer, record, sizes, seed) for record in chosen]
 
     def _item(self, tokenizer: Any, record: Record, sizes: Mapping[str, int], seed: int) -> Item:
         texts = [passage.text for passage in record.passages]
         if self.length:
             texts = self._fitted(tokenizer, record, sizes, seed)
-        prompt = messages(texts, record.question)
         given = f" {normalize(' '.join([*texts, record.question]))} "
         evidence = any(gold in ("yes", "no") or f" {gold} " in given for gold in map(normalize, record.answers))
-        ids, before = self.encoded(tokenizer, prompt, question_of(TEMPLATE, question=record.question))
-        return Item(
-            id=record.id,
-            prompt=prompt,
-            prompt_ids=tuple(ids),
-            context_tokens=before,
-            answers=record.answers,
-            max_new_tokens=self.max_new_tokens,
-            meta={"evidence": evidence, "question": record.question, "passages": len(texts)},
-        )
+        meta = {"evidence": evidence, "question": record.question, "passages": len(texts)}
+        prompt, asked = messages(texts, record.question), question_of(TEMPLATE, question=record.question)
+        return self.posed(tokenizer, record.id, prompt, asked, answers=record.answers, meta=meta)
 
     def _fitted(self, tokenizer: Any, record: Record, sizes: Mapping[str, int], seed: int) -> list[str]:
         """The record's gold passages and, as long as they fit, its others and those of other records, shuffled."""
@@ -130,39 +120,36 @@ class MultiHop(ContextQuestions):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class HotpotQA(MultiHop):
     """HotpotQA (Yang et al. 2018), ten passages a question, two of them gold. Score: token F1."""
 
-    name: ClassVar[str] = "hotpotqa"
-    title: ClassVar[str] = "HotpotQA (distractor setting)"
-    sources: ClassVar[Mapping[str, tuple[str, str]]] = {
+    name = "hotpotqa"
+    title = "HotpotQA (distractor setting)"
+    sources = {
         "dev": ("migres_hotpot.jsonl", f"{_MIGRES}, data/hotpot.json"),
         "train": ("hipporag_hotpotqa_train.json", f"{_HIPPORAG}, data/hotpotqa_train.json"),
     }
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class MuSiQue(MultiHop):
     """MuSiQue (Trivedi et al. 2022), twenty passages a question, two to four of them gold. Score: token F1."""
 
-    name: ClassVar[str] = "musique"
-    title: ClassVar[str] = "MuSiQue (answerable)"
-    sources: ClassVar[Mapping[str, tuple[str, str]]] = {
+    name = "musique"
+    title = "MuSiQue (answerable)"
+    sources = {
         "dev": ("migres_musique.jsonl", f"{_MIGRES}, data/musique.json"),
         "train": ("hipporag_musique_train.json", f"{_HIPPORAG}, data/musique_train.json"),
     }
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class TwoWiki(MultiHop):
     """2WikiMultihopQA (Ho et al. 2020), ten passages a question, two to four of them gold. Score: token F1."""
 
-    name: ClassVar[str] = "2wiki"
-    title: ClassVar[str] = "2WikiMultihopQA"
-    sources: ClassVar[Mapping[str, tuple[str, str]]] = {
+    name = "2wiki"
+    title = "2WikiMultihopQA"
+    sources = {
         "dev": ("migres_wikihop.jsonl", f"{_MIGRES}, data/wikihop.json"),
         "train": ("migres_2wiki_train_preprocess.json", f"{_MIGRES}, data/wikihop_train_preprocess.json"),
     }

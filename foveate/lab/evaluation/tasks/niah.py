@@ -8,21 +8,20 @@ fitted to `length` tokens: never above, and within 1 % below.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, string_match
+from foveate.lab.evaluation.metrics import Mean, string_match
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert
 from foveate.lab.inputs.words import ADJECTIVES, NOUNS
-from foveate.prompting import Message, encode, encode_turns, question_of
+from foveate.prompting import Message, question_of
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 TEMPLATE = (
@@ -30,37 +29,33 @@ TEMPLATE = (
     "I will quiz you about the {kind} afterwards.\n{context}\n"
     "What is the special magic {kind} for {key} mentioned in the provided text?"
 )
-ANSWER_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"
-"""`kind`: number, word or uuid."""
+ANSWER_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"  # `kind`: number, word or uuid
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """RULER's 40 depths, in percent; here of the text (there of its sentences), to the nearest start of a sentence."""
 _FIRST, _STRIDE = 20, 23  # any run of items is spread over the depths, 40 in a row visit each once
 _NEEDLES = {"single": 1, "multi": 10}
 _SHORTEST = 256
-CHARS_PER_TOKEN = 8
-"""More than enough for English prose."""
+CHARS_PER_TOKEN = 8  # more than enough for English prose
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class NeedleInAHaystack(Task):
     """A magic number hidden in a novel, asked for with an answer prefix. Score: the number is in the answer."""
 
-    name: ClassVar[str] = "niah"
-    splits: ClassVar[tuple[str, ...]] = tuple(_NEEDLES)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {key: Mean(key) for key in ("string_match", "number_match")}
-    main: ClassVar[str] = "string_match"
+    name = "niah"
+    splits = tuple(_NEEDLES)
+    metrics = {key: Mean(key) for key in ("string_match", "number_match")}
+    main = "string_match"
+    least = {"max_new_tokens": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
-    max_new_tokens: int = dataclasses.field(default=16, metadata={"help": "longest answer (RULER: 128)"})
+    length: int = 4096  # tokens of the whole prompt
+    max_new_tokens: int = 16  # longest answer (RULER: 128)
     question: str = question_setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_question(self)
-        at_least(self, "length", _SHORTEST * (2 if self.split == "multi" else 1))
-        at_least(self, "max_new_tokens", 1)
+        self.at_least("length", _SHORTEST * (2 if self.split == "multi" else 1))
 
     def files(self, data: Path) -> list[Path]:
         return reading.novel_files(data)
@@ -71,47 +66,30 @@ class NeedleInAHaystack(Task):
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         said = re.findall(r"\d+", output.text)  # RULER's metric takes 12345677 for 1234567, this one does not
-        return {
-            "string_match": string_match(output.text, item.answers),
-            "number_match": float(item.answers[0] in said),
-        }
+        return {"string_match": string_match(output.text, item.answers), "number_match": float(item.answers[0] in said)}
 
     def _item(self, tokenizer: Any, library: Library, index: int, seed: int) -> Item:
         rng = random.Random(f"niah/{seed}/{index}")
         depth = depth_of(index)
-        keys = _keys(rng, _NEEDLES[self.split])
+        keys = distinct(_NEEDLES[self.split], lambda: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}")
         needles = [NEEDLE.format(kind="number", key=key, value=rng.randint(1_000_000, 9_999_999)) for key in keys]
         places = [depth / 100, *(rng.random() for _ in needles[1:])]
         prefix = ANSWER_PREFIX.format(kind="number", key=keys[0])
         window = library.window(rng.random(), CHARS_PER_TOKEN * self.length)
 
-        def messages(chars: int) -> tuple[Message, ...]:
+        def prompt(chars: int) -> tuple[Message, ...]:
             context = insert(window[:chars], needles, places)
             return ({"role": "user", "content": TEMPLATE.format(kind="number", context=context, key=keys[0])},)
 
-        asked = question_of(TEMPLATE, kind="number", key=keys[0])
-
-        def encoded(chars: int) -> tuple[list[int], int]:
-            if self.question == "with":
-                return encode(tokenizer, messages(chars), prefix), 0
-            return encode_turns(tokenizer, messages(chars), asked, prefix)
-
-        chars, ids = fit(window, self.length, lambda chars: encoded(chars)[0])
+        asked = question_of(TEMPLATE, kind="number", key=keys[0]), prefix
+        chars, ids = fit(window, self.length, lambda chars: self.encoded(tokenizer, prompt(chars), *asked)[0])
         if len(ids) < 0.99 * self.length:
             raise UserError(
                 f"the novels give a prompt of {len(ids):,} tokens at most; a length of {self.length:,} needs more text"
             )
-        return Item(
-            id=f"{index}",
-            prompt=messages(chars),
-            prompt_ids=tuple(ids),
-            answers=(needles[0].rstrip(".").rsplit(" ", 1)[1],),
-            answer_prefix=prefix,
-            max_new_tokens=self.max_new_tokens,
-            stop="\n",
-            meta={"key": keys[0], "depth": depth},
-            context_tokens=encoded(chars)[1],
-        )
+        answer = needles[0].rstrip(".").rsplit(" ", 1)[1]
+        more = {"answers": (answer,), "stop": "\n", "meta": {"key": keys[0], "depth": depth}}
+        return self.posed(tokenizer, f"{index}", prompt(chars), *asked, **more)
 
 
 def depth_of(index: int) -> int:
@@ -173,10 +151,11 @@ def longest(
     return sizes[low], best
 
 
-def _keys(rng: random.Random, count: int) -> list[str]:
-    keys: list[str] = []
-    while len(keys) < count:
-        key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-        if key not in keys:
-            keys.append(key)
-    return keys
+def distinct(count: int, draw: Callable[[], str], taken: Sequence[str] = ()) -> list[str]:
+    """`count` different draws, in their order, none of them in `taken`."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        drawn = draw()
+        if drawn not in taken:
+            found[drawn] = None
+    return list(found)

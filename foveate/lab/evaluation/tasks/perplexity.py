@@ -7,19 +7,17 @@ LuKA's ablations. Bits per byte make models with different vocabularies comparab
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Values
+from foveate.lab.evaluation.metrics import Values
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.inputs import reading
 from foveate.prompting import leading_ids
 
@@ -28,33 +26,28 @@ _SOURCE = "https://huggingface.co/datasets/Salesforce/wikitext, wikitext-2-raw-v
 _CHARS_PER_TOKEN = 8  # more than enough for English prose; a window that turns out short is read again, longer
 
 
-def _nll(values: Values) -> np.ndarray:
+def nats_a_token(values: Values) -> np.ndarray:
     """Nats a token."""
     return values["nll"].sum(axis=-1) / values["tokens"].sum(axis=-1)
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Perplexity(Task):
     """Likelihood of a text's continuation, fed in decode. Score: 100 / perplexity."""
 
-    name: ClassVar[str] = "perplexity"
-    splits: ClassVar[tuple[str, ...]] = ("books", "wikitext")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {
-        "inverse_perplexity": lambda values: 100.0 * np.exp(-_nll(values)),
-        "perplexity": lambda values: np.exp(_nll(values)),
-        "nll": _nll,
+    name = "perplexity"
+    splits = ("books", "wikitext")
+    metrics = {
+        "inverse_perplexity": lambda values: 100.0 * np.exp(-nats_a_token(values)),
+        "perplexity": lambda values: np.exp(nats_a_token(values)),
+        "nll": nats_a_token,
         "bits_per_byte": lambda values: values["nll"].sum(axis=-1) / values["bytes"].sum(axis=-1) / math.log(2),
     }
-    main: ClassVar[str] = "inverse_perplexity"
+    main = "inverse_perplexity"
+    least = {"length": 1, "continuation": 1}
 
-    length: int = dataclasses.field(default=2048, metadata={"help": "prompt tokens before the continuation"})
-    continuation: int = dataclasses.field(default=512, metadata={"help": "tokens scored"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, "length", 1)
-        at_least(self, "continuation", 1)
+    length: int = 2048  # prompt tokens before the continuation
+    continuation: int = 512  # tokens scored
 
     def files(self, data: Path) -> list[Path]:
         if self.split == "books":
@@ -83,7 +76,9 @@ class Perplexity(Task):
         draw = random.Random(f"perplexity/{seed}/{index}").random()
         chars = min(len(novel.text), _CHARS_PER_TOKEN * wanted)
         while True:
-            start = _word_start(novel.text, int(draw * (len(novel.text) - chars)))
+            start = int(draw * (len(novel.text) - chars))
+            while 0 < start < len(novel.text) and not novel.text[start - 1].isspace():  # where a word begins
+                start += 1
             window = novel.text[start : start + chars]
             coded = tokenizer(window, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = coded["input_ids"], coded["offset_mapping"]
@@ -103,12 +98,3 @@ class Perplexity(Task):
             target_ids=tuple(ids[cut:wanted]),
             meta={"novel": novel.name, "start": start, "bytes": len(window[begin:end].encode())},
         )
-
-
-def _word_start(text: str, position: int) -> int:
-    """The first word's beginning at or after `position`."""
-    if position == 0:
-        return 0
-    while position < len(text) and not text[position - 1].isspace():
-        position += 1
-    return position

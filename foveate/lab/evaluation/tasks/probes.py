@@ -7,7 +7,6 @@ is asked for. Wording and forms are not those of RULER and of question sets, so 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -15,39 +14,27 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least
+from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.evaluation.tasks.niah import longest
 from foveate.lab.inputs import reading
-from foveate.prompting import encode
+from foveate.prompting import Message, encode
 
 TEXT = Path(__file__).parents[1] / "text"
 """The folder of the novel: chapters 1 to 15 of Moby-Dick, from Project Gutenberg's text, in the public domain."""
 _COLOURS = ("amber", "black", "blue", "brown", "copper", "green", "grey", "ivory", "red", "violet", "white", "yellow")
 _PLACES = (
-    "archive",
-    "boathouse",
-    "cellar",
-    "chapel",
-    "foundry",
-    "greenhouse",
-    "harbour",
-    "mill",
-    "observatory",
-    "stable",
+    *("archive", "boathouse", "cellar", "chapel", "foundry", "greenhouse", "harbour", "mill", "observatory", "stable"),
 )
 _FACTS, _HOPS, _SHELVES = 6, 3, 90
 _TOKENS_PER_SENTENCE = 20
-_SHORTEST_SENTENCE, _SHOWN = 14, 7
-"""Words of a sentence that is asked for, and those of them that the question gives."""
-_FIRST_WORDS = 100
-"""A sentence that is asked for begins within so many first words, which every prompt holds."""
-SHORTEST = 512
-"""Tokens of the shortest prompt."""
+_SHORTEST_SENTENCE, _SHOWN = 14, 7  # words of a sentence that is asked for, and those of them that the question gives
+_FIRST_WORDS = 100  # a sentence that is asked for begins within so many first words, which every prompt holds
+SHORTEST = 512  # tokens of the shortest prompt
 
 
 class Asked(NamedTuple):
@@ -57,29 +44,22 @@ class Asked(NamedTuple):
     question: str
     prefix: str
     answer: str
-    sentences: int = 1
-    """First ones of the text that a prompt must hold."""
-    text: Sequence[str] | None = None
-    """What they are put into; None: the novel."""
+    sentences: int = 1  # first ones of the text that a prompt must hold
+    text: Sequence[str] | None = None  # what they are put into; None: the novel
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Probes(Task):
     """Things that stand once in a novel. Score: prompts whose answer is in what the model says (`found`)."""
 
-    name: ClassVar[str] = "probes"
-    splits: ClassVar[tuple[str, ...]] = ("codes", "numbers", "chain", "passage", "ledger")
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"found": Mean("found")}
-    main: ClassVar[str] = "found"
+    name = "probes"
+    splits = ("codes", "numbers", "chain", "passage", "ledger")
+    metrics = {"found": Mean("found")}
+    main = "found"
+    least = {"length": SHORTEST, "max_new_tokens": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
-    max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, "length", SHORTEST)
-        at_least(self, "max_new_tokens", 1)
+    length: int = 4096  # tokens of the whole prompt
+    max_new_tokens: int = 32  # longest answer
 
     def files(self, data: Path) -> list[Path]:
         return reading.novel_files(data)
@@ -99,48 +79,47 @@ class Probes(Task):
         text = text if asked.text is None else asked.text
         depths = sorted((rng.random(), fact) for fact in asked.facts)
 
-        def prompt(count: int) -> str:
+        def prompt(count: int) -> list[Message]:
             parts, done = [], 0
             for depth, fact in depths:
                 upto = int(depth * count)
                 parts += [*text[done:upto], fact]
                 done = upto
-            return f"{' '.join([*parts, *text[done:count]])}\n\n{asked.question}"
+            content = f"{' '.join([*parts, *text[done:count]])}\n\n{asked.question}"
+            return [{"role": "user", "content": content}]
 
         def encoded(count: int) -> list[int]:
-            return encode(tokenizer, [{"role": "user", "content": prompt(count)}], asked.prefix)
+            return encode(tokenizer, prompt(count), asked.prefix)
 
         count, ids = longest(range(asked.sentences, len(text)), self.length, encoded, step=_TOKENS_PER_SENTENCE)
         if len(ids) < 0.8 * self.length:
             raise UserError(
                 f"the novel or ledger has text for {len(ids):,} tokens; ask for a shorter length than {self.length:,}"
             )
-        return Item(
-            id=f"{self.split}.{index}",
-            prompt=prompt(count),
-            prompt_ids=tuple(ids),
-            answers=(asked.answer,),
-            answer_prefix=asked.prefix,
-            max_new_tokens=self.max_new_tokens,
-        )
+        how = {"answer_prefix": asked.prefix, "max_new_tokens": self.max_new_tokens}
+        return Item(f"{self.split}.{index}", prompt(count)[0]["content"], tuple(ids), (asked.answer,), **how)
 
 
 def _codes(rng: random.Random, text: Sequence[str]) -> Asked:
     places = _places(rng)
-    codes = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in places]
-    facts = [f"The door code of the {place} is {code}." for place, code in zip(places, codes)]
-    chosen = rng.randrange(_FACTS)
-    question = f"Which code opens the door of the {places[chosen]}? Reply with the code alone."
-    return Asked(facts, question, "The code is", codes[chosen])
+    facts = {place: str(uuid.UUID(int=rng.getrandbits(128), version=4)) for place in places}
+    question = "Which code opens the door of the {}? Reply with the code alone."
+    lines = [f"The door code of the {place} is {code}." for place, code in facts.items()]
+    return Asked(lines, *_one_of(rng, facts, question, "The code is"))
 
 
 def _numbers(rng: random.Random, text: Sequence[str]) -> Asked:
     places = _places(rng)
-    numbers = [str(number) for number in rng.sample(range(10_000, 1_000_000), _FACTS)]
-    facts = [f"In the year's accounts {number} bricks went to the {place}." for place, number in zip(places, numbers)]
-    chosen = rng.randrange(_FACTS)
-    question = f"By the accounts, how many bricks went to the {places[chosen]}? Reply with the number alone."
-    return Asked(facts, question, "The number is", numbers[chosen])
+    facts = dict(zip(places, map(str, rng.sample(range(10_000, 1_000_000), _FACTS))))
+    question = "By the accounts, how many bricks went to the {}? Reply with the number alone."
+    lines = [f"In the year's accounts {number} bricks went to the {place}." for place, number in facts.items()]
+    return Asked(lines, *_one_of(rng, facts, question, "The number is"))
+
+
+def _one_of(rng: random.Random, facts: Mapping[str, str], question: str, prefix: str) -> tuple[str, str, str]:
+    """What is asked about one of the places, how the answer begins, and the answer."""
+    place = list(facts)[rng.randrange(_FACTS)]
+    return question.format(place), prefix, facts[place]
 
 
 def _chain(rng: random.Random, text: Sequence[str]) -> Asked:
@@ -185,8 +164,7 @@ def _ledger(rng: random.Random, text: Sequence[str]) -> Asked:
 
 
 _MAKERS = {"codes": _codes, "numbers": _numbers, "chain": _chain, "passage": _passage, "ledger": _ledger}
-USUAL = ("codes", "numbers", "chain", "passage")
-"""The splits of a calibration without data."""
+USUAL = ("codes", "numbers", "chain", "passage")  # the splits of a calibration without data
 
 
 def _places(rng: random.Random) -> list[str]:

@@ -14,17 +14,15 @@ differs from the published evaluation:
 
 from __future__ import annotations
 
-import dataclasses
-import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, string_match_part
+from foveate.lab.evaluation.metrics import Mean, string_match_part
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, some
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.squad import find_squad, read_squad
 from foveate.prompting import encode
@@ -33,8 +31,7 @@ _TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 _DROP = re.compile(r"Passage: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """A question on a passage; `near` are texts of which the first occurrence says what to keep of a long passage."""
 
     id: str
@@ -48,43 +45,46 @@ def _squad(path: Path) -> Iterator[_Record]:
     for article in read_squad(path).articles:
         for paragraph in article.paragraphs:
             for question in paragraph.questions:
-                answers = tuple(dict.fromkeys(answer.text for answer in question.answers))
-                if answers:
+                if question.answers:
                     asked = _asked(question.text, f"{path}: question {question.id}")
-                    yield _Record(question.id, paragraph.text, asked, answers, answers)
+                    yield _Record(question.id, paragraph.text, asked, question.texts, question.texts)
 
 
-def _drop(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        match = _DROP.fullmatch(reading.field(value, "context", str, where))
-        if match is None:
-            raise DataError(f"{where}: expected 'context' to hold a passage, a question and 'Answer:'")
-        passage, question = match.groups()
-        answers = _answers(reading.field(value, "ref_text", str, where).split("|"), "ref_text", where)
-        if any(re.search(rf"\b{re.escape(answer)}\b", passage, re.IGNORECASE) for answer in answers):
-            yield _Record(f"{line}", passage, _asked(question, where), answers)
+def _lines(read: Callable[[Any, str], Sequence[Any] | None]) -> Callable[[Path], Iterator[_Record]]:
+    """Reads files of lines: `read` gives passage, question, answers and what is near, or None, of an object."""
+
+    def records(path: Path) -> Iterator[_Record]:
+        for line, value in reading.read_jsonl(path):
+            if found := read(value, f"{path}:{line}"):
+                passage, question, *more = found
+                yield _Record(f"{line}", passage, _asked(question, f"{path}:{line}"), *more)
+
+    return records
 
 
-def _nq(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        passages = reading.field(value, "ctxs", list, where)
-        gold = [one for one in passages if isinstance(one, dict) and one.get("isgold")]
-        if not gold:
-            raise DataError(f"{where}: expected a passage with 'isgold' in 'ctxs'")
-        answers = _answers(reading.field(value, "answers", list, where), "answers", where)
-        text = reading.field(gold[0], "text", str, f"{where}: ctxs")
-        question = _asked(reading.field(value, "question", str, where), where)
-        yield _Record(f"{line}", text, question, answers, answers)
+def _drop(value: Any, where: str) -> Sequence[Any] | None:
+    match = _DROP.fullmatch(reading.field(value, "context", str, where))
+    if match is None:
+        raise DataError(f"{where}: expected 'context' to hold a passage, a question and 'Answer:'")
+    answers = _answers(reading.field(value, "ref_text", str, where).split("|"), "ref_text", where)
+    stands = any(re.search(rf"\b{re.escape(answer)}\b", match[1], re.IGNORECASE) for answer in answers)
+    return (*match.groups(), answers) if stands else None
 
 
-def _triviaqa(path: Path) -> Iterator[_Record]:
-    for line, value in reading.read_jsonl(path):
-        where = f"{path}:{line}"
-        passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
-        answers = _answers(reading.field(value, "answers", list, where), "answers", where)
-        yield _Record(f"{line}", _TRIVIAQA_MARKS.sub("", passage), _asked(question, where), answers)
+def _nq(value: Any, where: str) -> Sequence[Any]:
+    passages = reading.field(value, "ctxs", list, where)
+    gold = [one for one in passages if isinstance(one, dict) and one.get("isgold")]
+    if not gold:
+        raise DataError(f"{where}: expected a passage with 'isgold' in 'ctxs'")
+    answers = _answers(reading.field(value, "answers", list, where), "answers", where)
+    text = reading.field(gold[0], "text", str, f"{where}: ctxs")
+    return text, reading.field(value, "question", str, where), answers, answers
+
+
+def _triviaqa(value: Any, where: str) -> Sequence[Any]:
+    passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
+    answers = _answers(reading.field(value, "answers", list, where), "answers", where)
+    return _TRIVIAQA_MARKS.sub("", passage), question, answers
 
 
 def _asked(question: str, where: str) -> str:
@@ -99,8 +99,7 @@ def _answers(texts: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.strip() for text in texts))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Set:
+class _Set(NamedTuple):
     """A data set: its folder and file, what a line holds, where it is to be had, and how it is read."""
 
     folder: str
@@ -122,44 +121,41 @@ _SETS = {
         "drop_v0_dev.jsonl",
         "an object a line, with the texts 'context' and 'ref_text'",
         "https://openaipublic.blob.core.windows.net/simple-evals/drop_v0_dev.jsonl.gz, unpacked",
-        _drop,
+        _lines(_drop),
     ),
     "nq": _Set(
         "nq",
         "nq-open-oracle.jsonl",
         "an object a line, with 'question' (text), 'answers' (texts) and 'ctxs' (passages)",
         "https://github.com/nelson-liu/lost-in-the-middle, qa_data/nq-open-oracle.jsonl.gz, unpacked",
-        _nq,
+        _lines(_nq),
     ),
     "triviaqa": _Set(
         "evaporate",
         "triviaqa.jsonl",
         "an object a line, with 'context', 'question' (texts) and 'answers' (texts)",
         "https://huggingface.co/datasets/hazyresearch/based_triviaqa, its validation split as JSON Lines",
-        _triviaqa,
+        _lines(_triviaqa),
     ),
 }
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Recall(Task):
     """A fact that stands in a passage. Score: answers that contain it, percent."""
 
-    name: ClassVar[str] = "recall"
-    splits: ClassVar[tuple[str, ...]] = tuple(_SETS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {"contains": Mean("contains")}
-    main: ClassVar[str] = "contains"
+    name = "recall"
+    splits = tuple(_SETS)
+    metrics = {"contains": Mean("contains")}
+    main = "contains"
+    least = {"max_new_tokens": 1}
 
-    max_length: int = dataclasses.field(
-        default=4096, metadata={"help": "most tokens of prompt and answer; a longer passage is cut"}
-    )
-    max_new_tokens: int = dataclasses.field(default=48, metadata={"help": "longest answer (published: 48)"})
+    max_length: int = 4096  # most tokens of prompt and answer; a longer passage is cut
+    max_new_tokens: int = 48  # longest answer (published: 48)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "max_new_tokens", 1)
-        at_least(self, "max_length", self.max_new_tokens + 1)
+        self.at_least("max_length", self.max_new_tokens + 1)
 
     def files(self, data: Path) -> list[Path]:
         return [_SETS[self.split].find(data)]
@@ -168,8 +164,7 @@ class Recall(Task):
         (path,) = self.files(data)
         records = list(_SETS[self.split].read(path))
         some(records, "questions that can be asked", path)
-        chosen = random.Random(f"recall/{self.split}/{seed}").sample(records, len(records))[:limit]
-        return [self._item(tokenizer, record) for record in chosen]
+        return [self._item(tokenizer, one) for one in drawn(records, limit, f"recall/{self.split}/{seed}")]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         return {"contains": string_match_part(output.text, item.answers)}
@@ -180,14 +175,8 @@ class Recall(Task):
         ids, room = encode(tokenizer, prompt), self.max_length - self.max_new_tokens
         if len(ids) > room:
             prompt, ids = _cut(tokenizer, record, passage, len(ids), room)
-        return Item(
-            id=record.id,
-            prompt=prompt,
-            prompt_ids=tuple(ids),
-            answers=record.answers,
-            max_new_tokens=self.max_new_tokens,
-            stop="\n",
-        )
+        how = {"max_new_tokens": self.max_new_tokens, "stop": "\n"}
+        return Item(record.id, prompt, tuple(ids), record.answers, **how)
 
 
 def _prompt(passage: str, question: str) -> str:

@@ -9,17 +9,17 @@ the share of questions with a gold answer in the prompt, and belongs beside the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import DataError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, contains_match, exact_match, f1
+from foveate.lab.evaluation.metrics import Mean, contains_match, exact_match, f1
 from foveate.lab.evaluation.salad import SETS
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
 from foveate.lab.inputs import reading
-from foveate.prompting import Message, encode, encode_turns, question_of
+from foveate.prompting import Message, question_of
 
 TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 SYSTEM = (
@@ -32,16 +32,12 @@ SYSTEM = (
 class ContextQuestions(Task):
     """Questions on a context, one at a time. Score: lenient exact match as published (`em_paper`)."""
 
-    metrics: ClassVar[Mapping[str, Aggregate]] = {key: Mean(key) for key in ("em_paper", "em", "f1")}
-    main: ClassVar[str] = "em_paper"
+    metrics = {key: Mean(key) for key in ("em_paper", "em", "f1")}
+    main = "em_paper"
+    least = {"max_new_tokens": 1}
 
-    max_new_tokens: int = dataclasses.field(default=32, metadata={"help": "longest answer (the paper: 100)"})
+    max_new_tokens: int = 32  # longest answer (the paper: 100)
     question: str = question_setting()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_question(self)
-        at_least(self, "max_new_tokens", 1)
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         said = output.text.strip()
@@ -56,32 +52,18 @@ class ContextQuestions(Task):
 
     def ask(self, tokenizer: Any, name: str, context: str, question: str, answers: Sequence[str], **meta: Any) -> Item:
         """The item that asks a question on a context; its `meta` tells whether the context holds an answer."""
-        prompt = messages(context, question)
-        ids, before = self.encoded(tokenizer, prompt, question_of(TEMPLATE, question=question))
-        return Item(
-            id=name,
-            prompt=prompt,
-            prompt_ids=tuple(ids),
-            context_tokens=before,
-            answers=tuple(answers),
-            max_new_tokens=self.max_new_tokens,
-            meta={"evidence": any(answer in context for answer in answers), "question": question.strip(), **meta},
-        )
-
-    def encoded(self, tokenizer: Any, prompt: Sequence[Message], question: str) -> tuple[list[int], int]:
-        """Ids of a prompt that ends with this question, and how many are a turn before it (0: none)."""
-        if self.question == "with":
-            return encode(tokenizer, prompt), 0
-        return encode_turns(tokenizer, prompt, question)
+        evidence = any(answer in context for answer in answers)
+        more = {"answers": tuple(answers), "meta": {"evidence": evidence, "question": question.strip(), **meta}}
+        prompt, asked = messages(context, question), question_of(TEMPLATE, question=question)
+        return self.posed(tokenizer, name, prompt, asked, **more)
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class WikiSalad(ContextQuestions):
     """Questions on interleaved Wikipedia segments. Score: lenient exact match as published (`em_paper`)."""
 
-    name: ClassVar[str] = "wikisalad"
-    splits: ClassVar[tuple[str, ...]] = tuple(SETS)
+    name = "wikisalad"
+    splits = tuple(SETS)
 
     def files(self, data: Path) -> list[Path]:
         content, source = f"WikiSalad, {self.split}", "foveate salad makes it from SQuAD 2.0's train-v2.0.json"

@@ -9,32 +9,29 @@ the context, and name their article. Protocol and grading are those of `wikisala
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
 from foveate.lab.evaluation.metrics import normalize
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, at_least
+from foveate.lab.evaluation.tasks.base import Item
 from foveate.lab.evaluation.tasks.wikisalad import ContextQuestions, messages
 from foveate.lab.inputs.squad import Paragraph, Question, find_squad, read_squad
 from foveate.prompting import encode
 
 QUESTION = 'According to the article "{topic}": {question}'
 SHORTEST = 1500
-FULLNESS = 0.97
-"""The least share of `length` that a prompt has."""
+FULLNESS = 0.97  # the least share of `length` that a prompt has
 _BREAK = "\n\n"
 _ATTEMPTS = 300
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A paragraph under its article's title, the questions that it answers, and the tokens that it adds to a prompt."""
 
     topic: str
@@ -44,23 +41,21 @@ class Segment:
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class WikiSaladLong(ContextQuestions):
     """Answerable questions on interleaved articles, any length, no repeats. Score: as in `wikisalad` (`em_paper`)."""
 
-    name: ClassVar[str] = "wikisalad_long"
-    splits: ClassVar[tuple[str, ...]] = ("test", "dev")
+    name = "wikisalad_long"
+    splits = ("test", "dev")
     """`dev` is for choosing settings, `test` for reporting: no article is in both, whichever files they come from."""
+    least = {"max_new_tokens": 1, "length": SHORTEST, "questions": 1}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt, at least 1500"})
-    pattern: str = dataclasses.field(default="ABCD", metadata={"help": "topics in turn, such as ABAB or AAABBBCCC"})
-    questions: int = dataclasses.field(default=5, metadata={"help": "questions of an example, an item each"})
-    squad: str = dataclasses.field(default="", metadata={"help": "name of the SQuAD file; a v2 dev file if left out"})
+    length: int = 4096  # tokens of the whole prompt, at least 1500
+    pattern: str = "ABCD"  # topics in turn, such as ABAB or AAABBBCCC
+    questions: int = 5  # questions of an example, an item each
+    squad: str = ""  # name of the SQuAD file; a v2 dev file if left out
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "length", SHORTEST)
-        at_least(self, "questions", 1)
         if not self.pattern.isalpha():
             raise UserError(f"task '{self.name}': pattern must be letters, such as ABAB, got '{self.pattern}'")
 
@@ -112,7 +107,7 @@ class WikiSaladLong(ContextQuestions):
             name,
             context=_BREAK.join(part.text for part in segments),
             question=QUESTION.format(topic=segment.topic, question=question.text.strip()),
-            answers=tuple(dict.fromkeys(answer.text for answer in question.answers)),
+            answers=question.texts,
             topic=segment.topic,
             depth=round(100 * before / whole),
         )
@@ -137,7 +132,8 @@ def read_articles(path: Path, split: str, tokenizer: Any) -> list[list[Segment]]
 
 def interleave(articles: Sequence[Sequence[Segment]], pattern: str, rng: random.Random) -> Iterator[Segment]:
     """Every segment of all articles once, the topics in turn as the letters of the pattern."""
-    fresh = (_circle(article, rng) for article in rng.sample(articles, len(articles)))
+    drawn = ((article, rng.randrange(len(article))) for article in rng.sample(articles, len(articles)))
+    fresh = ([*article[start:], *article[:start]] for article, start in drawn)  # in a circle
     topics = {letter: itertools.chain.from_iterable(fresh) for letter in pattern}  # an exhausted one takes a fresh one
     while turn := [segment for letter in pattern if (segment := next(topics[letter], None))]:
         yield from turn
@@ -161,11 +157,6 @@ def spread(segments: Sequence[Segment], count: int, rng: random.Random) -> list[
         [place for place in range(*stretch) if segments[place].questions] for stretch in itertools.pairwise(bounds)
     ]
     return [rng.choice(stretch) for stretch in stretches] if all(stretches) else []
-
-
-def _circle(article: Sequence[Segment], rng: random.Random) -> list[Segment]:
-    start = rng.randrange(len(article))
-    return [*article[start:], *article[:start]]
 
 
 def _segments(path: Path, topic: str, paragraphs: Sequence[Paragraph], tokenizer: Any) -> list[Segment]:

@@ -42,13 +42,13 @@ def write(files: Sequence[Path], out: Path) -> None:
         files: rows of `foveate compare` and `foveate bench` (JSON Lines), and lenses of `foveate generate` (.json).
         out: HTML file.
 
-    Raises:
-        UserError: as :func:`check` does; for files that are neither; and for two rows of one method on the same items
-            that differ.
+    Raises `UserError` as :func:`check` does; for files that are neither; and for two rows of one method on the same
+    items that differ.
     """
     check(out, files)
     lenses = [lens.read(file) for file in files if file.suffix == ".json"]
-    by_age = sorted((file for file in files if file.suffix != ".json"), key=lambda file: _changed(file))
+    of_rows = [file for file in files if file.suffix != ".json"]
+    by_age = sorted(of_rows, key=lambda file: file.stat().st_mtime if file.exists() else 0.0)  # who reads it names it
     found = {file: read_any(file) for file in by_age}
     rows = [row for some in found.values() for row in some]
     asked, timed = all_spelled(row for row in rows if "bench" not in row), [row for row in rows if "bench" in row]
@@ -66,20 +66,10 @@ def write(files: Sequence[Path], out: Path) -> None:
         where = ", ".join(map(str, found))
         raise DataError(f"{where}: rows that make no page ({error} is missing or malformed)") from None
     names = ", ".join(file.name for file in files)
-    facts = f"{len(rows):,} rows · {names} · {_made_with(rows)}" if rows else names
-    outfile.write(out, _page(data, facts=html.escape(facts), tables=tables).encode())
-
-
-def _made_with(rows: Sequence[Row]) -> str:
-    """Devices, versions and commits; of many commits their number, as each table names its own."""
     commits = {commit for row in rows for commit in row["commit"].split(", ")}
-    few = len(commits) <= 3
-    return made_with(rows, commits=few) + ("" if few else f"; {len(commits)} commits")
-
-
-def _changed(file: Path) -> float:
-    """When a file was changed; one that is not there is named by who reads it."""
-    return file.stat().st_mtime if file.exists() else 0.0
+    made = made_with(rows, commits=len(commits) <= 3) + (f"; {len(commits)} commits" if len(commits) > 3 else "")
+    facts = f"{len(rows):,} rows · {names} · {made}" if rows else names
+    outfile.write(out, _page(data, facts=html.escape(facts), tables=tables).encode())
 
 
 def _tables(asked: Sequence[Row], timed: Sequence[Row]) -> str:
@@ -88,11 +78,9 @@ def _tables(asked: Sequence[Row], timed: Sequence[Row]) -> str:
     The newest come first and are open.
     """
     tables: dict[str, list[str]] = {}
-    for title, some in charts.comparisons(asked):
-        own = tables.setdefault(some[0]["task"], [])
-        own.append(_part(title, _table(title, some), not own))
-    for title, some in general.alike(timed):
-        own = tables.setdefault(f"bench {some[0]['bench']}", [])
+    for title, some in [*charts.comparisons(asked), *general.alike(timed)]:
+        name = f"bench {some[0]['bench']}" if "bench" in some[0] else some[0]["task"]
+        own = tables.setdefault(name, [])
         own.append(_part(title, _table(title, some), not own))
     return "\n".join(_part(name, "\n".join(own), place == 0) for place, (name, own) in enumerate(tables.items()))
 
@@ -104,14 +92,11 @@ def _part(name: str, body: str, is_open: bool) -> str:
 def _table(title: str, rows: Sequence[Row]) -> str:
     """A table of some rows, after what they were made with."""
     head, *body = general.lines(rows)
-    lines = [_line("th", head), *(_line("td", cells) for cells in body)]
+    tagged = [("th", head), *(("td", cells) for cells in body)]
+    lines = [f"<tr>{''.join(f'<{tag}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>" for tag, cells in tagged]
     facts = f'<p class="faint">{html.escape(made_beside(title, rows))}</p>'
     scrolled = '<div class="wide" role="region" aria-label="table" tabindex="0">'
     return "\n".join([facts, f"{scrolled}<table>", *lines, "</table></div>"])
-
-
-def _line(tag: str, cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _cell(text: str) -> str:

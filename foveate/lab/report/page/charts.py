@@ -18,12 +18,10 @@ from foveate.lab.report.rows import Row, grouped
 from foveate.lab.report.tables import general
 from foveate.lab.report.tables.decode import how, mean_parts
 
-AMOUNTS = ("keys_read_share", "kv_bytes_per_step")
-"""What a frontier can be drawn against: fields of the rows."""
-MOST_LINES = 6
-"""Lines of a panel, and maps of needles, that are drawn at first; the others are there to be chosen."""
-_DEPTHS = 10
-"""Rows of a map of needles."""
+AMOUNTS = ("keys_read_share", "kv_bytes_per_step")  # what a frontier can be drawn against: fields of the rows
+MOST_LINES = 6  # lines of a panel, and maps of needles, that are drawn at first; the others are there to be chosen
+_OF_POINTS = ("spec", "score", "low", "high", "n", *AMOUNTS)
+_DEPTHS = 10  # rows of a map of needles
 
 
 def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -31,10 +29,8 @@ def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     comes first.
 
     They have the same items, model, number format, seed, device and versions; the words name those of these that tell
-    comparisons apart. Rows that repeat others are left out.
-
-    Raises:
-        UserError: for two rows of one method on the same items that differ.
+    comparisons apart. Rows that repeat others are left out. Raises `UserError` for two rows of one method on the same
+    items that differ.
     """
     alike: dict[str, list[list[Row]]] = {}
     place = {id(row): number for number, row in enumerate(rows)}
@@ -73,7 +69,8 @@ def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
         for line, points in grouped(drawn, lambda row: lines.line(row, BUDGETS)).items():
             name = names[line]
             entry = {"name": name, "best": any(row["spec"] in best for row in points)}
-            entry["points"] = [_point(row) for row in sorted(points, key=lambda row: row[AMOUNTS[0]])]
+            points.sort(key=lambda row: row[AMOUNTS[0]])
+            entry["points"] = [{field: row[field] for field in _OF_POINTS} for row in points]
             entries.append(entry)
         entries.sort(key=lambda entry: not entry["best"])
         dense = next(filter(is_dense, some), None)
@@ -87,9 +84,8 @@ def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def verdict(rows: Sequence[Row]) -> dict[str, Any]:
     """Which methods of a comparison are within a point of dense attention, and which of them reads least.
 
-    Returns:
-        ``words`` for the cheapest, and ``within``: spec, difference, keys read and whether the whole interval is within
-        the point, of each such method, those that read less first. Empty without dense rows or points to count.
+    Returns ``words`` for the cheapest, and ``within``: spec, difference, keys read and whether the whole interval is
+    within the point, of each such method, those that read less first. Empty without dense rows or points to count.
     """
     dense = next(filter(is_dense, rows), None)
     if dense is None or not general.counts_points(dense):
@@ -103,23 +99,15 @@ def verdict(rows: Sequence[Row]) -> dict[str, Any]:
     first = (sure or within)[0]
     words = f"Within a point of {beside}, {first['spec']} reads least: {percent(first['keys_read_share'])} of the keys"
     words += f", {difference(first)} points. "
-    words += f"{_methods(sure)} within it with the whole 95 % interval"
+    many = {0: "No method is", 1: "One method is"}.get(len(sure), f"{len(sure)} methods are")
+    words += f"{many} within it with the whole 95 % interval"
     words += f", {len(within) - len(sure)} more by the value alone." if len(within) > len(sure) else "."
     entries = [[row["spec"], difference(row), percent(row["keys_read_share"]), row in sure] for row in within]
     return {"words": words, "within": entries}
 
 
-def _methods(rows: Sequence[Row]) -> str:
-    return "No method is" if not rows else "One method is" if len(rows) == 1 else f"{len(rows)} methods are"
-
-
-def _point(row: Row) -> dict[str, Any]:
-    return {name: row[name] for name in ("spec", "score", "low", "high", "n", *AMOUNTS)}
-
-
 def _undominated(rows: Sequence[Row]) -> set[str]:
     """The specs of rows than which none reads less and scores as high."""
-
     found, best = set(), -math.inf
     for _, alike in sorted(grouped(rows, lambda row: row[AMOUNTS[0]]).items()):
         score = max(row["score"] for row in alike)
@@ -136,14 +124,8 @@ def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for _, some in comparisons([row for row in rows if row["task"] == "niah"]):
         row = some[0]
         settings = {name: value for name, value in row["task_settings"].items() if name != "length"}
-        key = (
-            lines.split_of(row),
-            row["model"],
-            f"n = {row['n']}",
-            row["dtype"],
-            *_circumstances(row)[1::2],
-            str(settings),
-        )
+        own = lines.split_of(row), row["model"], f"n = {row['n']}", row["dtype"]
+        key = (*own, *_circumstances(row)[1::2], str(settings))
         number = of_length[(*key, row["length"])]  # of other items
         of_length[(*key, row["length"])] += 1
         groups.setdefault((*key, number), []).extend(some)
@@ -169,8 +151,7 @@ def needles(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def steps(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What decode steps go to: a panel for each model or layer, number of sequences and length, a bar for each method.
 
-    Args:
-        rows: of `foveate bench decode` and `decode-model`; those without a profile of their kernels are left out.
+    `rows`: of `foveate bench decode` and `decode-model`; those without a profile of their kernels are left out.
     """
     found, made = [], {made_with([row], commits=False) for row in rows}
     for level, (unit, scale) in LEVELS.items():
@@ -183,13 +164,7 @@ def steps(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 parts = [[name, scale * value] for name, value in parts_of(row).items()]
                 total = sum(value for _, value in parts)
                 bars.append({"method": row["case"]["method"], "parts": parts, "total": total})
-            panel = {
-                "title": title if len(made) == 1 else f"{title}; {made_with(group, commits=False)}",
-                "facts": made_with(group),
-                "unit": unit,
-                "bars": bars,
-                "words": WORDS,
-                "colors": COLORS,
-            }
-            found.append(panel)
+            title = title if len(made) == 1 else f"{title}; {made_with(group, commits=False)}"
+            panel = {"title": title, "facts": made_with(group), "unit": unit, "bars": bars}
+            found.append(panel | {"words": WORDS, "colors": COLORS})
     return found

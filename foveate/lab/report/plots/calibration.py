@@ -21,8 +21,8 @@ _LEAST = 1e-4  # the smallest divergence that the colours distinguish
 def draw(found: Calibration, out: Path) -> None:
     """Three panels, as PNG.
 
-    Raises:
-        UserError: for a file name that is no PNG's, when matplotlib is missing, or the calibration lacks its matrices.
+    Raises `UserError` for a file name that is no PNG's, when matplotlib is missing, or the calibration lacks its
+    matrices.
     """
     try:
         layers, run = found.found["layers"], found.found["run"]

@@ -35,8 +35,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
         rows: of the bench `decode`; those of other levels, or without a profile of their kernels, are left out.
         level: ``kernel``, the mean layer's kernels; ``model``, a step of a model, with the time that none runs.
 
-    Raises:
-        UserError: for another level, when no row has a profile, and as :func:`figure.check` does.
+    Raises `UserError` for another level, when no row has a profile, and as :func:`figure.check` does.
     """
     if level not in LEVELS:
         raise UserError(f"level must be one of {', '.join(LEVELS)}, not '{level}'")
@@ -48,7 +47,8 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
     unit, scale = LEVELS[level]
     profiled.sort(key=lambda row: row["case"]["context"])
     cells = grouped(profiled, lambda row: (_group(row), row["case"]["context"]))
-    groups = grouped(profiled, lambda row: (_group(row), *_methods(cells[_group(row), row["case"]["context"]])))
+    methods_of = {cell: tuple(dict.fromkeys(row["case"]["method"] for row in some)) for cell, some in cells.items()}
+    groups = grouped(profiled, lambda row: (_group(row), *methods_of[_group(row), row["case"]["context"]]))
     heights = [0.75 + 0.26 * len(methods) for _, *methods in groups]
     with figure.drawing(out, 1.0 + sum(heights)) as page:
         axes = []
@@ -87,10 +87,6 @@ def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, fl
             axis.plot([(x - 0.01) * limit, (x + 0.01) * limit], [place + 0.5, place - 0.5], color="white", linewidth=2)
     axis.set_xlim(0, limit)
     axis.grid(visible=False, axis="y")
-
-
-def _methods(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["case"]["method"] for row in rows))
 
 
 def _lines(spec: str) -> str:

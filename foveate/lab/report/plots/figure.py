@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,39 +12,21 @@ from typing import Any, NamedTuple
 from foveate import outfile
 from foveate.errors import UserError
 
-WIDTH = 10.0
-"""Inches; with the resolution below about twice the width at which a README shows a picture."""
+WIDTH = 10.0  # inches; with the resolution below about twice the width at which a README shows a picture
 DPI = 170
 INK, FAINT = "#222222", "#8A8A8A"
 _STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.edgecolor": FAINT,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.6,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 5,
-    "errorbar.capsize": 0,
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **{"axes.titlelocation": "left", "axes.edgecolor": FAINT, "axes.linewidth": 0.8, "axes.grid": True},
+    **{"axes.axisbelow": True, "grid.color": "#E6E6E6", "grid.linewidth": 0.6, "lines.linewidth": 1.5},
+    **{"lines.markersize": 5, "errorbar.capsize": 0},
 }
 
 _DASHES = ("-", "--", ":", "-.")
 _HOLLOW = ("o", "s", "^", "D", "v", "p", "P")
-_LOG_FROM = 3.0  # a logarithmic axis once the largest value is so many times the smallest
 
 
 class Look(NamedTuple):
@@ -209,17 +190,3 @@ def level(axis: Any, value: float, interval: tuple[float, float] | None, upright
 def margin(axis: Any, value: float, name: str) -> None:
     """A level that is not to be fallen short of."""
     axis.axhline(value, color=FAINT, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
-
-
-def log_if_wide(axis: Any, set_scale: Callable[[str], None], values: Sequence[float]) -> None:
-    """Make one axis of a plot logarithmic where its values span much."""
-    if not values or max(values) <= _LOG_FROM * min(values):
-        return
-    set_scale("log")
-    for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
-        set_formatter(lambda value, _: f"{value:g}" if _leading(value) in (1, 2, 3, 5) else "")
-
-
-def _leading(value: float) -> float:
-    """The value between 1 and 10 that a power of ten makes of it."""
-    return round(value / 10 ** math.floor(math.log10(value) + 1e-9), 6)

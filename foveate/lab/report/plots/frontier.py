@@ -12,10 +12,7 @@ from foveate.lab.report.plots import figure
 from foveate.lab.report.plots.figure import Point
 from foveate.lab.report.rows import Row
 
-BUDGETS = (
-    *("top_k", "min_k", "expand", "epsilon", "top_p", "max_refined"),
-    *("window", "min_window", "tail"),
-)
+BUDGETS = (*("top_k", "min_k", "expand", "epsilon", "top_p", "max_refined"), *("window", "min_window", "tail"))
 """Settings that say how much is read: along a line of the frontier they differ."""
 
 
@@ -23,14 +20,11 @@ class _Read(NamedTuple):
     """How much a decode step reads, as an axis."""
 
     name: str
-    words: str
-    """In the title."""
+    words: str  # in the title
     unit: str
-    scale: float
-    """Of the unit in the rows' own."""
+    scale: float  # of the unit in the rows' own
     ticks: Sequence[float]
-    finer: Sequence[float]
-    """Ticks where the others are too few."""
+    finer: Sequence[float]  # ticks where the others are too few
 
 
 _MEGABYTES = [10.0**power for power in range(-3, 7)]
@@ -69,19 +63,14 @@ def frontier(
     Keys that are read to choose others count, so that their share is also that of the cache's bytes.
 
     Args:
-        rows: of `foveate compare`.
-        out: PNG file.
         along: settings beside the budgets that may differ along one line.
         recommended: spec of the point that gets a star.
         margin: points below dense at which to draw a line.
         over_splits: show splits whose names differ in a last number as one.
         against: ``keys_read_share``, or ``kv_bytes_per_step``: bytes of keys and values, of a sequence and all layers.
 
-    Returns:
-        What was left out, a line each.
-
-    Raises:
-        UserError: for an unknown spec, setting or field, when nothing is to be drawn, and as :func:`figure.check` does.
+    Returns what was left out, a line each. Raises `UserError` for an unknown spec, setting or field, when nothing is to
+    be drawn, and as :func:`figure.check` does.
     """
     if against not in _READ:
         raise unknown("field", against, _READ, "--against")

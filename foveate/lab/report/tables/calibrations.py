@@ -17,17 +17,16 @@ def table(found: Sequence[Calibration]) -> str:
     """A line for each calibration: its data, its anchors, and what they reach on the data of each.
 
     What anchors reach is the sum that the best ones of as many were chosen by, as a share of what those reach; of those
-    chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone.
-
-    Raises:
-        UserError: for calibrations of different models or without a record of how they were found, or none with a sum.
+    chosen by divergence it is what they lose in sum. Anchors tried together have no such sum, and a line alone. Raises
+    `UserError` for calibrations of different models or without a record of how they were found, or none with a sum.
     """
     first = found[0]
     try:
         summed = [one for one in found if one.found["chosen_by"]["by"] != "together"]
         weighted = [_worth(one) for one in summed]
         layers, run = first.found["layers"], first.found["run"]
-        data, ways = [_data(one) for one in found], [_way(one) for one in found]
+        data = [f"{tasks(one.found['run'])} ({len(one.found['run']['tokens'])})" for one in found]
+        ways = [_way(one) for one in found]
         best = [{len(entry["anchors"]): entry["objective"] for entry in one.found["by_number"]} for one in summed]
         commits = ", ".join(dict.fromkeys(one.found["commit"] for one in found))
     except (KeyError, TypeError) as error:
@@ -81,10 +80,6 @@ def _way(one: Calibration) -> str:
         prompts = f", {answers['prompts']} prompts" if "prompts" in answers else ""
         return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{prompts}"
     return f"{by['over']}, weights {by['weights']}"
-
-
-def _data(one: Calibration) -> str:
-    return f"{tasks(one.found['run'])} ({len(one.found['run']['tokens'])})"
 
 
 def tasks(run: Mapping[str, Any]) -> str:

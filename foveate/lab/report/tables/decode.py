@@ -1,4 +1,4 @@
-"""Rows of `foveate bench decode` and `decode-model` as Markdown: times, their floors, and what they go to."""
+"""Rows of `foveate bench decode-model` as Markdown: times, their floors, and what they go to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foveate.lab.results.measurements import PARTS
 _BELOW = " (below its floor)"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """One table for each level and shape, one line for each method and size."""
+def table(rows: Sequence[Row], of_layers: Callable[[Sequence[Row]], str] | None = None) -> str:
+    """One table for each level and shape, one line for each method and size; `of_layers` makes those of layers."""
     groups = grouped(rows, lambda row: (row["case"]["level"], shape(row)))
     return "\n\n".join(
-        titled(f"{shape}, {level}", group, (_models if level == "model" else _layers)(group))
+        titled(f"{shape}, {level}", group, (_models if level == "model" else of_layers)(group))
         for (level, shape), group in groups.items()
     )
 
@@ -49,32 +49,14 @@ def how(case: Row) -> str:
     return kernels + (f", dense below {case['dense_below']}" if case.get("dense_below") else "")
 
 
-def _layers(rows: Sequence[Row]) -> str:
-    def kinds(row: Row) -> str:
-        found = row["layers"] or {}
-        words = (f"{one['layers']} {name} {_time(one, 3)}" for name, one in found.items())
-        return "; ".join(words) if len(found) > 1 else ""
-
-    cells: dict[str, Callable[[Row], str]] = {
-        **PLACE,
-        "ms": lambda row: _time(row, 3),
-        "floor, ms": lambda row: f"{row['floor_ms']:.3f}",
-        "over the fastest dense": speedup,
-        "kinds of layers, ms each": kinds,
-    }
-    # Upkeep is LuKA's making pages, its share a step.
-    parts = _parts(rows, mean_parts, (*PARTS, "upkeep"), 3)
-    return columns(rows, cells) + (f"\n\nKernels of the mean layer, ms:\n\n{parts}" if parts else "")
-
-
-def _parts(rows: Sequence[Row], parts_of: Callable[[Row], Row], names: Sequence[str], digits: int) -> str:
+def parts(rows: Sequence[Row], parts_of: Callable[[Row], Row], names: Sequence[str], digits: int) -> str:
     """Milliseconds by what kernels do, of the rows with a profile of them; empty where no row has one."""
     profiled = [row for row in rows if parts_of(row)]
     cells = PLACE | {name: lambda row, name=name: f"{parts_of(row)[name]:.{digits}f}" for name in names}
     return columns(profiled, cells) if profiled else ""
 
 
-def _time(one: Row, digits: int) -> str:
+def time(one: Row, digits: int) -> str:
     """Milliseconds of a row or of a kind of layers, and whether memory cannot have given them."""
     below = one["floor_ms"] is not None and one["ms"] < one["floor_ms"]
     return f"{one['ms']:.{digits}f}{_BELOW if below else ''}"
@@ -82,7 +64,7 @@ def _time(one: Row, digits: int) -> str:
 
 MODELS: dict[str, Callable[[Row], str]] = {
     **PLACE,
-    "ms a step": lambda row: _time(row, 2),
+    "ms a step": lambda row: time(row, 2),
     "floor, ms": lambda row: "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
     "tokens/s": lambda row: f"{row['tokens_per_s']:,.1f}",
     "over dense": speedup,
@@ -93,8 +75,8 @@ MODELS: dict[str, Callable[[Row], str]] = {
 
 
 def _models(rows: Sequence[Row]) -> str:
-    parts = _parts(rows, lambda row: row.get("parts_ms") or {}, (*PARTS, "idle"), 2)
-    return columns(rows, MODELS) + (f"\n\nWhat a step goes to, ms:\n\n{parts}" if parts else "")
+    found = parts(rows, lambda row: row.get("parts_ms") or {}, (*PARTS, "idle"), 2)
+    return columns(rows, MODELS) + (f"\n\nWhat a step goes to, ms:\n\n{found}" if found else "")
 
 
 def mean_parts(row: Row) -> dict[str, float]:

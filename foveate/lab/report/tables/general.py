@@ -17,7 +17,7 @@ from foveate.lab.report.markdown import (
     score,
     titled,
 )
-from foveate.lab.report.ratio import perplexity_ratio
+from foveate.lab.report.pooled import perplexity_ratio
 from foveate.lab.report.rows import Row, grouped
 
 Lines = list[tuple[str, ...]]
@@ -93,31 +93,20 @@ def _perplexities(rows: Sequence[Row]) -> Lines:
     dense = next((row for row in rows if row["method"] == "dense"), None)
 
     def ratio(row: Row) -> str:
-        if dense is None or row is dense:
-            return ""
-        return interval(vars(perplexity_ratio(row, dense)), 3)
+        return "" if dense is None or row is dense else interval(vars(perplexity_ratio(row, dense)), 3)
 
-    return lines_of(
-        rows,
-        {
-            "method": lambda row: f"`{row['spec']}`",
-            "perplexity [95 %]": lambda row: interval(row["metrics"]["perplexity"], 2),
-            "over dense [95 %, paired]": ratio,
-            "keys read": lambda row: percent(row["keys_read_share"]),
-        },
-    )
+    perplexity = "perplexity [95 %]", lambda row: interval(row["metrics"]["perplexity"], 2)
+    return _beside_keys(rows, perplexity, ("over dense [95 %, paired]", ratio))
 
 
 def _fidelities(rows: Sequence[Row]) -> Lines:
-    return lines_of(
-        rows,
-        {
-            "method": lambda row: f"`{row['spec']}`",
-            "KL to dense, nats a token [95 %]": lambda row: interval(row["metrics"]["kl"], 4),
-            "same choice, % [95 %]": score,
-            "keys read": lambda row: percent(row["keys_read_share"]),
-        },
-    )
+    kl = "KL to dense, nats a token [95 %]", lambda row: interval(row["metrics"]["kl"], 4)
+    return _beside_keys(rows, kl, ("same choice, % [95 %]", score))
+
+
+def _beside_keys(rows: Sequence[Row], *cells: tuple[str, Callable[[Row], str]]) -> Lines:
+    keys = "keys read", lambda row: percent(row["keys_read_share"])
+    return lines_of(rows, dict([("method", lambda row: f"`{row['spec']}`"), *cells, keys]))
 
 
 def _speeds(rows: Sequence[Row]) -> Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foveate.errors import UserError
 from foveate.lab.report import pooled
 from foveate.lab.report.lines import heading
 from foveate.lab.report.markdown import NONE, interval, markdown_table, titled
@@ -16,14 +17,11 @@ def summary(rows: Sequence[Row]) -> str:
     """A Markdown table: a line a method, a column a comparison (its score), and at the end the pooled difference.
 
     Only methods that every comparison has are listed. Comparisons of several models or number formats are tables of
-    their own, and those of several seeds columns.
-
-    Raises:
-        ValueError: when a comparison has no row of `dense`, two rows of one method that differ, or a metric that is not
-            the mean of its items'.
+    their own, and those of several seeds columns. Raises `UserError` when a comparison has no row of `dense`, two rows
+    of one method that differ, or a metric that is not the mean of its items'.
     """
     if not all(map(pooled.averages, rows)):
-        raise ValueError("a metric that is no mean over items, such as perplexity, has no pooled difference")
+        raise UserError("a metric that is no mean over items, such as perplexity, has no pooled difference")
     return "\n\n".join(map(_table, grouped(rows, lambda row: (row["model"], row["dtype"])).values()))
 
 
@@ -34,12 +32,12 @@ def _table(rows: Sequence[Row]) -> str:
         first = by_spec.setdefault(row["spec"], {}).setdefault(_cell(row), row)
         if any(first[name] != row[name] for name in ("item_values", "keys_read_share")):
             commits = " and ".join(one["commit"] for one in (first, row))
-            raise ValueError(
+            raise UserError(
                 f"two rows of {row['spec']} in {heading(row)} that differ, of commit {commits}; leave one out"
             )
     dense = by_spec.get("dense", {})
     if missing := [cell for cell in cells if cell not in dense]:
-        raise ValueError(f"no row of dense in {missing[0][0]}")
+        raise UserError(f"no row of dense in {missing[0][0]}")
     n = sum(row["n"] for row in dense.values())
     counts, seeds = ", ".join(str(dense[cell]["n"]) for cell in cells), {seed for *_, seed in cells}
     heads = [words + (f", seed {seed}" if len(seeds) > 1 else "") for words, _, seed in cells]

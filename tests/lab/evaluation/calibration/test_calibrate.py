@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import foveate
 from foveate.calibration import load
 from foveate.errors import UserError
-from foveate.lab.evaluation import tasks
+from foveate.lab.evaluation import generation, tasks
 from foveate.lab.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.lab.evaluation.calibration.anchors import choose, counterparts
 from foveate.lab.evaluation.calibration.plan import Plan
@@ -761,10 +761,8 @@ class TestTogether:
         )
 
     def test_predictions_that_are_not_finite_are_told(self, plan, monkeypatch):
-        def broken(*more):
-            raise ValueError("the predictions of the model are not finite (NaN or infinite) with kascade")
-
-        monkeypatch.setattr(divergence, "together", broken)
+        broken = torch.tensor([float("nan")])
+        monkeypatch.setattr(generation._Questions, "divergence", lambda *more, **how: broken)
         with pytest.raises(UserError, match=r"not finite .* with kascade"):
             run(plan)
 

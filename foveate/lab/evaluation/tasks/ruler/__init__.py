@@ -22,21 +22,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.metrics import Aggregate, Mean, string_match, string_match_part
+from foveate.lab.evaluation.metrics import Mean, string_match, string_match_part
 from foveate.lab.evaluation.tasks import register
-from foveate.lab.evaluation.tasks.base import Item, Output, Task, at_least, check_question, question_setting
+from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
 from foveate.lab.evaluation.tasks.niah import longest
 from foveate.lab.evaluation.tasks.ruler.counting import CommonWords, FrequentWords
 from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, Kind
 from foveate.lab.evaluation.tasks.ruler.needles import Needles
 from foveate.lab.evaluation.tasks.ruler.questions import Questions
 from foveate.lab.evaluation.tasks.ruler.tracking import VariableTracking
-from foveate.prompting import Message, encode, encode_turns
+from foveate.prompting import Message
 
 _KINDS: dict[str, Kind] = {
     "niah_single_1": Needles(haystack="noise"),
@@ -58,36 +57,30 @@ _BEGINNING = 3
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Ruler(Task):
     """RULER: needles, variable tracking, word counting, questions. Score: the references found in the answer.
 
     `begun` asks for the first three characters of each alone: small models find a number and then miscopy it.
     """
 
-    name: ClassVar[str] = "ruler"
-    splits: ClassVar[tuple[str, ...]] = tuple(_KINDS)
-    metrics: ClassVar[Mapping[str, Aggregate]] = {name: Mean(name) for name in ("string_match", "begun")}
-    main: ClassVar[str] = "string_match"
+    name = "ruler"
+    splits = tuple(_KINDS)
+    metrics = {name: Mean(name) for name in ("string_match", "begun")}
+    main = "string_match"
+    least = {"beyond": 0, "length": _SHORTEST, "max_new_tokens": 0}
 
-    length: int = dataclasses.field(default=4096, metadata={"help": "tokens of the whole prompt"})
-    max_new_tokens: int = dataclasses.field(default=0, metadata={"help": "longest answer; 0: RULER's of the split"})
+    length: int = 4096  # tokens of the whole prompt
+    max_new_tokens: int = 0  # longest answer; 0: RULER's of the split
     question: str = question_setting()
-    beyond: int = dataclasses.field(
-        default=0,
-        metadata={"help": "single_* and multikey_*: least tokens from the needle to the prompt's end", "later": True},
-    )
+    beyond: int = dataclasses.field(default=0, metadata={"later": True})
+    """`niah_single_*` and `niah_multikey_*`: least tokens from the needle to the prompt's end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_question(self)
-        at_least(self, "beyond", 0)
         if self.beyond and not self.split.startswith(("niah_single", "niah_multikey")):
             raise UserError(f"task 'ruler': beyond is for niah_single_* and niah_multikey_*, not for {self.split}")
         if self.beyond >= self.length // 2:
             raise UserError(f"task 'ruler': beyond must be below half of the length, {self.length}, got {self.beyond}")
-        at_least(self, "length", _SHORTEST)
-        at_least(self, "max_new_tokens", 0)
 
     def files(self, data: Path) -> list[Path]:
         if not Path(data).is_dir():
@@ -118,34 +111,19 @@ class Ruler(Task):
                 return item
 
     def _item(self, tokenizer: Any, draft: Draft, name: str) -> Item:
-        def messages(size: int) -> tuple[Message, ...]:
+        def prompt(size: int) -> tuple[Message, ...]:
             return ({"role": "user", "content": draft.text(size)},)
 
-        def encoded(size: int) -> tuple[list[int], int]:
-            if self.question == "with":
-                return encode(tokenizer, messages(size), draft.answer_prefix), 0
-            return encode_turns(tokenizer, messages(size), draft.question, draft.answer_prefix)
+        def ids_of(size: int) -> list[int]:
+            return self.encoded(tokenizer, prompt(size), *asked)[0]
 
+        asked = draft.question, draft.answer_prefix
         spare = max(int(draft.step), self.length // 800)
-        size, ids = longest(
-            draft.sizes,
-            self.length,
-            lambda size: encoded(size)[0],
-            draft.step,
-            spare,
-            draft.least,
-        )
+        size, ids = longest(draft.sizes, self.length, ids_of, draft.step, spare, draft.least)
         if draft.source and size == draft.sizes[-1] and len(ids) < 0.99 * self.length:
             raise UserError(
                 f"{draft.source} give a prompt of {len(ids):,} tokens at most; a length of {self.length:,} needs more"
             )
-        return Item(
-            id=name,
-            prompt=messages(size),
-            prompt_ids=tuple(ids),
-            answers=draft.answers,
-            answer_prefix=draft.answer_prefix,
-            max_new_tokens=self.max_new_tokens or _KINDS[self.split].new_tokens,
-            meta=draft.meta,
-            context_tokens=encoded(size)[1],
-        )
+        longest_answer = self.max_new_tokens or _KINDS[self.split].new_tokens
+        more = {"answers": draft.answers, "max_new_tokens": longest_answer, "meta": draft.meta}
+        return self.posed(tokenizer, name, prompt(size), *asked, **more)

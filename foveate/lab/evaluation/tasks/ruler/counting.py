@@ -8,11 +8,11 @@ import random
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.tasks.ruler import wordlists
-from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, distinct
+from foveate.lab.evaluation.tasks.niah import distinct
+from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, Kind, read_words, word_files
 from foveate.prompting import question_of
 
 COMMON_TEMPLATE = (
@@ -35,8 +35,7 @@ _CODED_LETTERS = 6
 _FEWEST_CODED = 53
 
 
-@dataclasses.dataclass(frozen=True)
-class _Counts:
+class _Counts(NamedTuple):
     """How often a common and another word stands in the list; the same of the example, and its different words."""
 
     common: int
@@ -50,23 +49,23 @@ _FULL, _SMALL = _Counts(30, 3, 10, 3, 40), _Counts(6, 1, 3, 1, 20)
 
 
 @dataclasses.dataclass(frozen=True)
-class CommonWords:
+class CommonWords(Kind):
     """Ten words, 30 times each, in a numbered list of words that stand there 3 times, after a small solved example.
 
     Below 4096 tokens, as published, they stand there 6 times and once.
     """
 
-    new_tokens: ClassVar[int] = 120
+    new_tokens = 120
 
     def files(self, data: Path) -> list[Path]:
-        return wordlists.files(data)
+        return word_files(data)
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
-        words = sorted({word for words in wordlists.read(data) for word in words})
+        words = sorted({word for words in read_words(data) for word in words})
         counts = _FULL if length >= _FULL_LENGTH else _SMALL
         if len(words) < counts.example_words:
             raise UserError(f"the word lists have {len(words)} different words; the example of cwe needs more")
-        lists = "RULER's word lists" if wordlists.files(data) else "the built-in words (RULER's lists go into ruler/)"
+        lists = "RULER's word lists" if word_files(data) else "the built-in words (RULER's lists go into ruler/)"
 
         def draw(rng: random.Random, index: int) -> Draft:
             shown, drawn = rng.sample(words, counts.example_words), rng.sample(words, len(words))
@@ -93,13 +92,10 @@ class CommonWords:
 
 
 @dataclasses.dataclass(frozen=True)
-class FrequentWords:
+class FrequentWords(Kind):
     """Coded words of six letters, as frequent as a zeta distribution (alpha 2) has them; the most frequent is dots."""
 
-    new_tokens: ClassVar[int] = 50
-
-    def files(self, data: Path) -> list[Path]:
-        return []
+    new_tokens = 50
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         def draw(rng: random.Random, index: int) -> Draft:

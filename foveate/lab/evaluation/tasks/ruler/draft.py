@@ -1,4 +1,7 @@
-"""What a kind of RULER task gives: prompts whose length is still open."""
+"""What kinds of RULER tasks share: prompts whose length is still open, and word lists.
+
+The lists are those of the package wonderwords, in the folder `ruler` of a data folder; else our own words.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
+from foveate.errors import DataError
+from foveate.lab.inputs import reading
+from foveate.lab.inputs.words import ADJECTIVES, NOUNS
+
+_LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A line of the noise haystack."""
-NOISE_TOKENS = 20
-"""Fewest tokens of such a line: its words."""
+NOISE_TOKENS = 20  # fewest tokens of such a line: its words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +45,18 @@ Draw: TypeAlias = Callable[[random.Random, int], Draft | None]
 """The draft of an item by a generator and the item's index; None beyond the last that the data can give."""
 
 
-class Kind(Protocol):
+class Kind:
     """A kind of RULER task with its settings."""
 
-    new_tokens: ClassVar[int]
-    """The longest answer, as published."""
+    new_tokens: ClassVar[int]  # the longest answer, as published
 
     def files(self, data: Path) -> list[Path]:
         """The files of the data folder that drafts are made of. Raises `DataError` if one that is needed is missing."""
+        return []
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         """Reads the data and returns what draws an item's draft. Raises `DataError` for malformed data."""
+        raise NotImplementedError
 
 
 def at_random(where: int, lines: Sequence[str], pieces: Sequence[str]) -> list[str]:
@@ -63,11 +71,27 @@ def at_random(where: int, lines: Sequence[str], pieces: Sequence[str]) -> list[s
     return mixed
 
 
-def distinct(count: int, draw: Callable[[], str], taken: Sequence[str] = ()) -> list[str]:
-    """`count` different draws, in their order, none of them in `taken`."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        drawn = draw()
-        if drawn not in taken:
-            found[drawn] = None
-    return list(found)
+def word_files(data: Path) -> list[Path]:
+    """The three lists in `data/ruler`, plain or .xz; none if there is no such folder.
+
+    Raises `DataError` naming the list that the folder lacks.
+    """
+    folder = data / "ruler"
+    what = ("a word a line", "the Python package wonderwords")
+    return [reading.find_data_file(folder, name, *what) for name in _LISTS] if folder.is_dir() else []
+
+
+def read_words(data: Path) -> tuple[list[str], list[str], list[str]]:
+    """Adjectives, nouns and verbs, one a line in the lists; without lists our own, and no verbs.
+
+    Raises `DataError` for a list that is missing, damaged or empty.
+    """
+    paths = word_files(data)
+    if not paths:
+        return ADJECTIVES, NOUNS, []
+    lists = [[line.strip() for line in reading.read_text(path).split("\n") if line.strip()] for path in paths]
+    for path, words in zip(paths, lists):
+        if not words:
+            raise DataError(f"{path}: no words; expected one a line")
+    adjectives, nouns, verbs = lists
+    return adjectives, nouns, verbs

@@ -8,12 +8,28 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import UserError
-from foveate.lab.evaluation.tasks.niah import ANSWER_PREFIX, CHARS_PER_TOKEN, DEPTHS, NEEDLE, TEMPLATE, word_ends
-from foveate.lab.evaluation.tasks.ruler import wordlists
-from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, distinct
+from foveate.lab.evaluation.tasks.niah import (
+    ANSWER_PREFIX,
+    CHARS_PER_TOKEN,
+    DEPTHS,
+    NEEDLE,
+    TEMPLATE,
+    distinct,
+    word_ends,
+)
+from foveate.lab.evaluation.tasks.ruler.draft import (
+    NOISE,
+    NOISE_TOKENS,
+    Draft,
+    Draw,
+    Kind,
+    at_random,
+    read_words,
+    word_files,
+)
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert
 from foveate.prompting import question_of
@@ -28,8 +44,7 @@ _NEEDLE_TOKENS = 14  # fewest tokens of a needle: its words and stops
 _SAMPLE = 20_000  # characters of a novel that tell how many tokens a character has
 
 
-@dataclasses.dataclass(frozen=True)
-class _Haystack:
+class _Haystack(NamedTuple):
     """`context(size)` is that much of it, needles included; the other fields are those of a draft."""
 
     context: Callable[[int], str]
@@ -39,14 +54,14 @@ class _Haystack:
 
 
 @dataclasses.dataclass(frozen=True)
-class Needles:
+class Needles(Kind):
     """`keys` needles with `values` values each, of which `queries` keys are asked for.
 
     `haystack`: noise, essay, or needles (of other keys and values). Keys are a word or a uuid, values a number or a
     uuid. In an essay the needles are at different ones of RULER's 40 depths, elsewhere before random lines.
     """
 
-    new_tokens: ClassVar[int] = 128
+    new_tokens = 128
 
     haystack: str
     key_kind: str = "word"
@@ -58,11 +73,11 @@ class Needles:
     def files(self, data: Path) -> list[Path]:
         return [
             *(reading.novel_files(data) if self.haystack == "essay" else ()),
-            *(wordlists.files(data) if self.key_kind == "word" else ()),
+            *(word_files(data) if self.key_kind == "word" else ()),
         ]
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
-        words = wordlists.read(data)[:2] if self.key_kind == "word" else ()
+        words = read_words(data)[:2] if self.key_kind == "word" else ()
         others = length // _NEEDLE_TOKENS if self.haystack == "needles" else 0  # as many as could be needed
         possible = math.prod(len(set(part)) for part in words)
         if words and possible < 2 * (self.keys + others):  # at least half stay free, so that drawing ends soon

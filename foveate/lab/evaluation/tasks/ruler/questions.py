@@ -13,10 +13,10 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw
+from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, Kind
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.multihop import read_records
 from foveate.lab.inputs.squad import find_squad, read_squad
@@ -33,8 +33,7 @@ _DOCUMENT = "Document {number}:\n{text}"
 _TRIES = 1000  # documents tried for the room that is left by those taken
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question, its answers, its own documents and those to be added first, as indices."""
 
     text: str
@@ -44,10 +43,10 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Questions:
+class Questions(Kind):
     """Questions on documents; `dataset` is squad or hotpotqa."""
 
-    new_tokens: ClassVar[int] = 32
+    new_tokens = 32
 
     dataset: str
 
@@ -123,17 +122,10 @@ def read_squad_questions(path: Path) -> tuple[list[Question], list[str]]:
     questions = []
     for article in articles:
         own = [documents.number(paragraph.text) for paragraph in article.paragraphs]
-        questions += [
-            Question(
-                question.text,
-                tuple(dict.fromkeys(answer.text for answer in question.answers)),
-                (number,),
-                tuple(dict.fromkeys(other for other in own if other != number)),
-            )
-            for number, paragraph in zip(own, article.paragraphs)
-            for question in paragraph.questions
-            if question.answers
-        ]
+        for number, paragraph in zip(own, article.paragraphs):
+            near = tuple(dict.fromkeys(other for other in own if other != number))
+            asked = [question for question in paragraph.questions if question.answers]
+            questions += [Question(question.text, question.texts, (number,), near) for question in asked]
     return questions, list(documents)
 
 

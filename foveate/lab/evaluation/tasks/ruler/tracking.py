@@ -10,9 +10,10 @@ import itertools
 import random
 import string
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, at_random, distinct
+from foveate.lab.evaluation.tasks.niah import distinct
+from foveate.lab.evaluation.tasks.ruler.draft import NOISE, NOISE_TOKENS, Draft, Draw, Kind, at_random
 from foveate.prompting import question_of
 
 TEMPLATE = (
@@ -28,15 +29,12 @@ _EXAMPLE_TOKENS = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class VariableTracking:
+class VariableTracking(Kind):
     """One chain: a number assigned to a variable and handed on `hops` times. Asked for: all variables that have it."""
 
-    new_tokens: ClassVar[int] = 30
+    new_tokens = 30
 
     hops: int = 4
-
-    def files(self, data: Path) -> list[Path]:
-        return []
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         per_line = len(tokenizer.encode(f"{NOISE}\n", add_special_tokens=False))

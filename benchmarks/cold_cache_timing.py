@@ -1,4 +1,4 @@
-"""How long a step takes that finds nothing of what it reads in a GPU's cache, and how fast memory is read at most.
+"""How long a step takes that finds nothing of what it reads in a GPU's cache.
 
 In a model the weights and the other layers' keys are read between two reads of the same key. Here a buffer larger than
 any cache is read before each step, and its time is not counted. On a CPU nothing is: steps there are references.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foveate.lab.results import timing
+from foveate.lab.results.timing import memory_rate, settle  # noqa: F401 for who times cold steps
 
 _BEYOND_CACHES = 512 << 20
 """Bytes that no cache of a device holds."""
@@ -25,10 +26,6 @@ _SECONDS, _MOST = 0.5, 200
 _IN_A_GRAPH, _SHORT = 8, 0.25
 """How many steps a graph takes that need, each with reading the buffer, so many milliseconds or fewer; of longer ones
 fewer."""
-
-
-_GRAPHS, _LAUNCHES = 8, 4
-"""How many CUDA graphs settle a process, and how many kernels each has."""
 
 
 class Turn(NamedTuple):
@@ -53,26 +50,6 @@ def flush(device: str) -> None:
 @functools.cache
 def _filler() -> Tensor:
     return torch.zeros(_BEYOND_CACHES // 4, device="cuda")
-
-
-@functools.cache
-def settle(device: str) -> None:
-    """Bring a process into the state in which a server spends its life, before anything in it is timed.
-
-    On an H100 with CUDA 13.0 kernels of all graphs take about 0.3 microseconds longer each, and for good, from the
-    fourth CUDA graph on that a process captures. What is timed first would be favoured.
-    """
-    if device != "cuda":
-        return
-    work = torch.zeros(1024, device=device)
-    torch.cuda.synchronize()
-    for _ in range(_GRAPHS):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_LAUNCHES):
-                work.add_(1)
-        graph.replay()
-    torch.cuda.synchronize()
 
 
 def repeated(step: Callable[[], Any], device: str) -> Timed:
@@ -132,26 +109,6 @@ def once(step: Callable[[], Any], device: str) -> float:
     return timing.milliseconds(step, device)
 
 
-def memory_rate(device: str) -> float:
-    """GB/s that the device's memory moves at most: in a read, or in a copy, both ways counted.
-
-    Of 8 GiB, or half of what is free: of one GiB a tenth of the time is beginning and end.
-    """
-    size = min(torch.cuda.mem_get_info()[0] // 4, 8 << 30) if device == "cuda" else 16 << 20
-    source = torch.ones(size // 4, device=device)
-    target = torch.empty_like(source)
-    moved = {
-        source.sum: source.nbytes,
-        source.amax: source.nbytes,
-        functools.partial(target.copy_, source): 2 * source.nbytes,
-    }
-    rates = []
-    for work, size in moved.items():
-        times = [timing.milliseconds(work, device) for _ in range(12)]
-        rates.append(size / statistics.median(times[2:]) / 1e6)
-    return max(rates)
-
-
 def _recorded(turns: Sequence[Turn], start: Callable[[], Any], number: int) -> Callable[[], float] | None:
     """What replays a graph of some turns, so many times, and returns its milliseconds; None where a step waits for the
     device."""
@@ -181,3 +138,20 @@ def _recorded(turns: Sequence[Turn], start: Callable[[], Any], number: int) -> C
         return begin.elapsed_time(end)
 
     return replay
+
+
+def marks(device: str) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """What marks a moment, on a GPU without waiting, and what gives the milliseconds between two, which waits."""
+    if not device.startswith("cuda"):
+        return time.perf_counter, lambda start, end: 1000 * (end - start)
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return mark, between

@@ -1,4 +1,4 @@
-"""Rows of the bench `prefill` as Markdown: times beside dense attention, and those of each kind of layer."""
+"""Tables of the benches of a layer's attention: of decode steps, and of prompts, by kinds of layers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,43 @@ from collections.abc import Callable, Sequence
 
 from foveate.lab.report.markdown import NONE, columns, context_length, percent
 from foveate.lab.report.rows import Row
+from foveate.lab.report.tables import decode
+from foveate.lab.report.tables.decode import PLACE, mean_parts, parts, speedup, time
 from foveate.lab.report.tables.general import tables
 from foveate.lab.results.measurements import PARTS
 
 
-def table(rows: Sequence[Row]) -> str:
+def decode_table(rows: Sequence[Row]) -> str:
+    """Rows of `decode`, of layers and of whole models."""
+    return decode.table(rows, decode_layers)
+
+
+def decode_layers(rows: Sequence[Row]) -> str:
+    def kinds(row: Row) -> str:
+        found = row["layers"] or {}
+        words = (f"{one['layers']} {name} {time(one, 3)}" for name, one in found.items())
+        return "; ".join(words) if len(found) > 1 else ""
+
+    cells: dict[str, Callable[[Row], str]] = {
+        **PLACE,
+        "ms": lambda row: time(row, 3),
+        "floor, ms": lambda row: f"{row['floor_ms']:.3f}",
+        "over the fastest dense": speedup,
+        "kinds of layers, ms each": kinds,
+    }
+    # Upkeep is LuKA's making pages, its share a step.
+    found = parts(rows, mean_parts, (*PARTS, "upkeep"), 3)
+    return columns(rows, cells) + (f"\n\nKernels of the mean layer, ms:\n\n{found}" if found else "")
+
+
+def prefill_table(rows: Sequence[Row]) -> str:
     """The rows of each case beside its baseline; and what each kind of layers takes, of rows that are of layers."""
     found = tables(rows)
     of_layers = [row for row in rows if row.get("layers")]
-    return f"{found}\n\n{layers(of_layers)}" if of_layers else found
+    return f"{found}\n\n{prefill_layers(of_layers)}" if of_layers else found
 
 
-def layers(rows: Sequence[Row]) -> str:
+def prefill_layers(rows: Sequence[Row]) -> str:
     """A line for each kind of layers of a method: its time, and what that goes to.
 
     *Learning* and *prompt's end* are what a method adds to attention, and the surcharge is both of them, as a share of
