@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import weakref
 
 import torch
@@ -32,12 +34,26 @@ class _Segment:
     def __init__(
         self, batch: int, heads: int, slots: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device
     ):
-        with torch.inference_mode(False):
-            self.keys, self.values = (torch.zeros(batch, heads, slots, dim, dtype=dtype) for dim in dims)
+        self.keys, self.values = (_zeros((batch, heads, slots, dim), dtype) for dim in dims)
         if device.type == "cuda":
             for x in (self.keys, self.values):
                 _pin(x, device)
                 weakref.finalize(self, _unpin, x.data_ptr(), x, device).atexit = False
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in whole pages of the system, large ones where it has them: those are pinned much faster."""
+    nbytes = max(1, math.prod(shape) * dtype.itemsize)
+    try:
+        memory = mmap.mmap(-1, nbytes)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(
+            f"offload=True: {nbytes / 1e6:.0f} MB of host memory could not be allocated: {error}"
+        ) from None
+    with contextlib.suppress(AttributeError, OSError):  # not on every system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _pin(x: Tensor, device: torch.device) -> None:

@@ -109,3 +109,8 @@ def test_the_page_cache_of_a_group_is_free(monkeypatch):
     }
     monkeypatch.setattr(offload.Path, "read_text", lambda path, encoding: files[path.name])
     assert offload._free_host_memory() == 2500
+
+
+def test_memory_that_cannot_be_allocated():
+    with pytest.raises(RuntimeError, match=r"offload=True: .* MB of host memory could not be allocated"):
+        host_memory._zeros((1 << 40, 1 << 20), torch.float32)
