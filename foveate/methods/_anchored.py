@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend.gather import among
@@ -119,12 +119,12 @@ class SharedSelection(Method):
             return attend_all(cache, q, scaling).out
         if role.chooses and role.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
+            self._hand_on(cache, SharedKeys(indices, cache.plan.or_whole(self._read(cache, indices))))
             return out
         heads = None
         if role.chooses:
             indices = self.select(cache, q, scaling)
-            read = or_whole(cache, self._read(cache, indices))
+            read = cache.plan.or_whole(self._read(cache, indices))
             self._hand_on(cache, SharedKeys(indices, read))
             count_scored(self, cache)
         else:
@@ -134,8 +134,8 @@ class SharedSelection(Method):
         cache.count_read(read)
         if cache.offloaded:
             return self._attend_in_host(cache, q, indices if heads is None else indices[:, heads], read, scaling)
-        alike = cache.step is None and cache.uniform
-        how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
+        lengths = None if cache.plan.alike or not self.packed else read
+        how = {"lengths": lengths, "heads": heads, "whole": cache.plan.whole}
         how |= {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
         how["need_lse"] = cache.audited is not None
         return note_lse(cache, ops.attend_indices(q, *cache.memory, indices, **how))
@@ -170,7 +170,7 @@ class SharedSelection(Method):
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
         """How many keys are read, ``[B, Hkv]``: one tensor for all layers of a step."""
-        return cache.each_row(self.count)[:, None].expand(indices.shape[:2])
+        return cache.plan.each(self.count)[:, None].expand(indices.shape[:2])
 
     def _hand_on(self, cache: SlotCache, selection: SharedKeys | ops.TileKeys) -> None:
         """For the layers that read it, if any."""

@@ -86,10 +86,10 @@ class H2OAsPublished(Method):
         mass = cache.channel("mass")
         mass = mass.sum(1, keepdim=True) if self.pool == "layer" else mass
         others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
-        heavy = ops.topk_rows(others, cache.each_row(self._heavy), cache.most(self._heavy))
+        heavy = ops.topk_rows(others, cache.plan.each(self._heavy), self._heavy(cache.used))
         heavy = heavy.expand(-1, cache.geometry.num_kv_heads, -1)
-        width = cache.most(self._width)
-        last = cache.row_tensor("lengths")[:, None] - width + torch.arange(width, device=cache.device)
+        width = self._width(cache.used)
+        last = cache.plan["lengths"][:, None] - width + torch.arange(width, device=cache.device)
         last = last.clamp_min(-1)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
         return torch.cat([heavy, last], -1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import attend_hot, choosing, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_hot, count_scored, note_lse
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import LowRankPages, check_records
 from foveate.methods._settings import spelled_value
@@ -338,13 +338,13 @@ class Kascade(TopKByMass):
         pages = self._best_pages(cache, q, scaling)
         if self.scores_keys_of_pages:
             indices = self._select_in(cache, q, pages, scaling)
-            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
-        cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
+            self._hand_on(cache, SharedKeys(indices, cache.plan.or_whole(self._read(cache, indices))))
+        cache.count_read(cache.plan.or_whole(cache.plan.each(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
         if cache.offloaded:
             return attend_hot(cache, q, pages, scaling, self.page_size)
-        how = {"whole": cache.whole, "out": cache.out, "need_lse": cache.audited is not None}
+        how = {"whole": cache.plan.whole, "out": cache.out, "need_lse": cache.audited is not None}
         how |= self._of_pages(cache, scaling)
         return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
 
@@ -364,7 +364,7 @@ class Kascade(TopKByMass):
         return self._select_in(cache, q, self._best_pages(cache, q, scaling), scaling)
 
     def _select_by_kept_scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths, heads = cache.row_tensor("counts"), 1 if self.pool == "layer" else cache.geometry.num_kv_heads
+        lengths, heads = cache.plan["counts"], 1 if self.pool == "layer" else cache.geometry.num_kv_heads
 
         def mass(due: Tensor) -> Tensor:
             found = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths.where(due, 0)))
@@ -379,9 +379,9 @@ class Kascade(TopKByMass):
         how = {"pooling": self.pooling, "pool": self.pool, **self._of_pages(cache, scaling)}
         keys, scored = (cache.memory[0], pages) if not cache.offloaded else self._hot_keys(cache, pages)
         if cache.offloaded:  # a copy of the pages alone, in their order
-            how |= {"lengths": cache.each_row(self.page_keys), "block_table": None}
+            how |= {"lengths": cache.plan.each(self.page_keys), "block_table": None}
         mass = ops.pooled_mass_of_pages(q, keys, scored, self.page_size, **how)
-        there = choosing(cache, cache.each_row(self.places), f"{self.spec}, places")
+        there = cache.plan.choosing(self.places)
         places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
@@ -397,8 +397,8 @@ class Kascade(TopKByMass):
         return keys, places.where(pages >= 0, -1)
 
     def _of_pages(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
-        counts = choosing(cache, cache.each_row(self.scored_pages), f"{self.spec}, scored pages")
-        how = {"lengths": cache.row_tensor("lengths"), "counts": counts}
+        counts = cache.plan.choosing(self.scored_pages)
+        how = {"lengths": cache.plan["lengths"], "counts": counts}
         return {"logits": cache.logits(scaling), "block_table": cache.block_table, **how}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -406,10 +406,10 @@ class Kascade(TopKByMass):
         int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
         self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
-        newest = cache.each_row(self.summaries.newest)
-        ends = choosing(cache, cache.each_row(self.summaries.pages), f"{self.summaries.spec}, ends")
+        newest = cache.plan.each(self.summaries.newest)
+        ends = cache.plan.choosing(self.summaries.pages)
         scores = ops.with_always_read(mass, 0, newest, ends)
-        counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
+        counts, most = cache.plan.each(self.scored_pages), self.scored_pages(cache.used)
         pages = ops.topk_rows(scores, counts, most, lengths=ends, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention

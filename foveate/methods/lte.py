@@ -156,7 +156,7 @@ class LTE(Method):
         scores, reach = cache.channel("score"), self.reach
         fields = (cache.keys, cache.values, cache.positions, scores)
         slots = real = None
-        if cache.step is None and cache.ordered and cache.holes() is None:
+        if not cache.plan.captured and cache.ordered and cache.holes() is None:
             k, v, positions, old = (x[:, :, -tokens:] for x in fields)
         else:
             slots = cache.positions.topk(tokens, -1).indices.flip(-1)
@@ -206,7 +206,7 @@ class LTE(Method):
         before = [[min(n - 1, own) + 1 for own in self.allowed_by_head(n - 1, heads)] for n in cache.lengths]
         most = [self.allowed_by_head(n, heads) for n in cache.lengths]
         over = [[own > limit for own, limit in zip(*row)] for row in zip(before, most)]
-        cache.evict_by_head(over, before, cache.channel("score"), cache.each_row(operator.sub, self.window))
+        cache.evict_by_head(over, before, cache.channel("score"), cache.plan.each(operator.sub, self.window))
         return out
 
     @functools.cached_property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_hot, choosing, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
@@ -90,8 +90,8 @@ class PageMethod(Method):
         if cache.offloaded:
             cache.fetch(pages)
             return attend_hot(cache, q, pages, scaling, self.page_size)
-        how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
-        how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
+        how = {"lengths": cache.plan["counts"], "counts": cache.plan.each(self.count, of="counts")}
+        how |= {"whole": cache.plan.whole, "block_table": cache.block_table, "out": cache.out}
         how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
         return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
 
@@ -108,18 +108,18 @@ class PageMethod(Method):
         of a group that read it.
         """
         scores = ranked = self.scores(cache, q, scaling)
-        ends = choosing(cache, cache.each_row(self.summaries.pages, of="counts"), f"{self.summaries.spec}, ends")
-        counts = cache.each_row(self.count, of="counts")
+        ends = cache.plan.choosing(self.summaries.pages, of="counts")
+        counts = cache.plan.each(self.count, of="counts")
         if self.tail:
-            newest = cache.each_row(self.first_newest, of="counts")
+            newest = cache.plan.each(self.first_newest, of="counts")
             ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
-        pages = ops.topk_rows(ranked, counts, cache.most(self.most_pages, of="counts"), lengths=ends, dtype=torch.int32)
+        pages = ops.topk_rows(ranked, counts, self.most_pages(cache.used), lengths=ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
             cache.count("pages_refined", counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
-        heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("counts")
-        cache.count_read(or_whole(cache, ops.keys_of_pages(pages, heads, self.page_size, lengths)))
+        heads, lengths = cache.geometry.num_kv_heads, cache.plan["counts"]
+        cache.count_read(cache.plan.or_whole(ops.keys_of_pages(pages, heads, self.page_size, lengths)))
         return pages
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -208,7 +208,7 @@ class Pages(PageMethod):
         def mass(due: Tensor) -> Tensor:
             return self.summaries.mass(cache, q, scaling, self.summaries.pooling, due=due)
 
-        number = cache.most(self.summaries.pages, of="counts")
+        number = self.summaries.pages(cache.used)
         return KeptScores(self.every, self.page_size).renew(cache, cache.geometry.num_kv_heads, number, mass)[0]
 
     @property

@@ -44,12 +44,12 @@ class SparQ(Method):
         cache.channel("value_sum").add_(cache.values[:, :, -q.shape[2] :].sum(2, dtype=torch.float32))
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mean = self._add_newest(cache) / cache.row_tensor("lengths")[:, None, None]
+        mean = self._add_newest(cache) / cache.plan["lengths"][:, None, None]
         mass = self._approximate(cache, q, scaling)
         empty = cache.positions < 0
         scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty, -torch.inf)
-        indices = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count))
-        cache.count_read(cache.each_row(self.count)[:, None])
+        indices = ops.topk_rows(scores, cache.plan.each(self.count), self.count(cache.used))
+        cache.count_read(cache.plan.each(self.count)[:, None])
         count_scored(self, cache)
         how = {"logits": cache.logits(scaling), "block_table": cache.block_table}
         out = ops.attend_indices(q, *cache.memory, indices, **how).out
@@ -82,5 +82,5 @@ class SparQ(Method):
 
     def _add_newest(self, cache: SlotCache) -> Tensor:
         """Add the newest value of each row to the sum of its values; returns the sums, fp32 ``[B, Hkv, Dv]``."""
-        newest = (cache.row_tensor("lengths") - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+        newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         return cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])

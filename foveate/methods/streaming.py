@@ -64,9 +64,9 @@ class Streaming(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out
         # the next query sees nothing below its window: at most one token leaves it at each step
-        rows = cache.rows_where(self._leaves)
+        rows = cache.plan.where(self._leaves)
         if rows is not None:
-            cache.evict(rows, at=cache.each_row(self._leaving))
+            cache.evict(rows, at=cache.plan.each(self._leaving))
         return out
 
     def _leaving(self, length: Number) -> Number:

@@ -215,7 +215,7 @@ class Layer:
             store.reserve(store.used + max(takes))
             parts = [real[:take] for real, take in zip(left, takes)]
             left = [real[take:] for real, take in zip(left, takes)]
-            alike = columns is None and store.uniform and len(set(takes)) == 1
+            alike = columns is None and store.plan.alike and len(set(takes)) == 1
             if alike and takes[0] == n:
                 out = self._prompt_rows(store, q, k, v, scaling)
             else:
@@ -275,7 +275,7 @@ class Layer:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
-        if n > 1 and isinstance(self.method, Dense) and store.uniform:
+        if n > 1 and isinstance(self.method, Dense) and store.plan.alike:
             store.append(k, v)
             for missing in range(n - 1, -1, -1):
                 store.count_read(store.used - missing, available=store.used - missing)
@@ -393,7 +393,7 @@ def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collect
     Returns:
         Whether it was called for all rows at once, and not row by row, as if lengths differ.
     """
-    together = store.uniform and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
+    together = store.plan.alike and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
     if together:
         keep = _kept(method, store, scaling)
     else:

@@ -238,11 +238,11 @@ class EngineSteps:
             logits: how the layer's logits are made.
             out: contiguous ``[B, Hq, 1, Dv]``, to which the output is written; None: to new memory.
         """
-        rows, block_table, some_whole = self._step
         self._start(layer)
+        rows, block_table, _ = self._step
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None, out)
+        store.enter(rows, block_table, out)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
         store.audited = None if self._audit is None else []
@@ -272,7 +272,7 @@ class EngineSteps:
 
     def _audited(self, store: SlotCache, q: Tensor, logits: Logits) -> Tensor:
         """Attention to all keys, after a method has noted that to those which it reads."""
-        how = {"lengths": store.row_tensor("counts"), "block_table": store.block_table, "out": store.out}
+        how = {"lengths": store.plan["counts"], "block_table": store.block_table, "out": store.out}
         dense = ops.attend(q, *store.memory, logits=logits, need_lse=True, **how)
         self._audit.append((store.audited[0] - dense.lse).exp().clamp_max(1).mean((1, 2)))
         return dense.out
@@ -286,7 +286,9 @@ class EngineSteps:
 
     def _start(self, layer: int) -> None:
         if layer == self._first:  # of a step that has run before, too: captured after a first run, say
-            self._step[0].run()
+            rows, _, some_whole = self._step
+            rows.run()
+            rows.plan.whole = self._whole() if some_whole else None
             self._forward.clear()
 
     def _finish(self, layer: int) -> None:

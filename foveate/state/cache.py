@@ -73,8 +73,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.softcap: float | None = None  # cap of the layer's attention logits
         self.rotary: Rotary | None = None  # how queries and keys are rotated, for methods with needs_rotary
         self._row: int | None = None  # which row of a batch this is, see row
-        self.whole: Tensor | None = None  # rows that a sparse step reads whole, and where its output goes: see enter
-        self.out: Tensor | None = None
+        self.out: Tensor | None = None  # where a step's output goes, see enter
         self.audited: list[Tensor] | None = None
         """Where a step that is audited leaves the log-sum-exp of what it reads, ``[B, Hq, 1]``; None: nowhere."""
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
@@ -141,18 +140,17 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         cache._add_channels(len(memory))
         return cache
 
-    def enter(self, rows: DeviceRows, block_table: Tensor, whole: Tensor | None, out: Tensor | None) -> None:
+    def enter(self, rows: DeviceRows, block_table: Tensor, out: Tensor | None) -> None:
         """Take the rows of an engine's step, which :meth:`DeviceRows.begin_of` has started.
 
         Args:
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
-            whole: int64 ``[B]``: lengths of rows that read all keys, whatever is chosen, and 0 of others; None: no row.
             out: where methods may have attention write its output, ``[B, Hq, 1, Dv]``; None: to new memory.
         """
         if self.batch_size != len(block_table):
             self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
         self.tensors["block_table"], self.capacity = block_table, rows.bound
-        self.whole, self.out, self.device_state = whole, out, DeviceState(rows, None)
+        self.out, self.device_state = out, DeviceState(rows, None)
 
     # What methods read
 
@@ -168,7 +166,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         if "positions" in self.tensors:
             return self.tensors["positions"][:, :, : self.used]
         slots = torch.arange(self.used, dtype=torch.int32, device=self.device)
-        counts = self.row_tensor("counts")[:, None, None]
+        counts = self.plan["counts"][:, None, None]
         return slots.where(slots < counts, -1).expand(-1, self.geometry.num_kv_heads, -1)
 
     def channel(self, name: str) -> Tensor:
@@ -198,7 +196,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
                 return None, None
         if self.reuses_slots or self.uneven:
             return self.positions >= 0, None
-        return None, self.row_tensor("counts")
+        return None, self.plan["counts"]
 
     def _held(self) -> int | Tensor:
         """Tokens held, as an argument of :meth:`count_read`."""
@@ -289,7 +287,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """
         step = self.step
         if step is not None:
-            newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
+            newest = step.plan.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
             self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
@@ -302,7 +300,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             freed, appended = self.freed.slots, [not gave_up for gave_up in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
-        self._put(self.row_tensor("counts"), freed, k, v, self.row_tensor("lengths").to(torch.int32))
+        self._put(self.plan["counts"], freed, k, v, self.plan["lengths"].to(torch.int32))
         self.freed = None
         self._advance(1, appended)
 

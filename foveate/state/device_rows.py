@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foveate.state.counters import Tally
+from foveate.state.step_plan import StepPlan
 
 NAMES = ("lengths", "counts", "live", "prompt")
 """Row numbers that a step of any method may read. Each step advances the first three."""
@@ -52,8 +53,8 @@ class DeviceRows:
         self._freed: list[bool] = [False] * batch_size
         self._read: tuple[int, dict[str, list[int]], list[bool]] | None = None
         """Result of the last :meth:`read` that waited for the device, after so many steps."""
-        self._memo: dict[Hashable, Any] = {}
-        """Results of :meth:`once` in the present step."""
+        self.plan = self._new_plan()
+        """The present step, as layers read it."""
         self._constants: dict[Hashable, Tensor] = {}
         self._after: dict[Hashable, Callable[[], Any]] = {}
         """Changes to make at the end of the present maintenance, by key."""
@@ -99,22 +100,19 @@ class DeviceRows:
 
     def run(self) -> None:
         """Forget what the present step has computed and counted: its first layer runs, perhaps once more."""
-        self._memo.clear()
+        self.plan = self._new_plan()
         self.tally.forget()
+
+    def _new_plan(self) -> StepPlan:
+        return StepPlan(dict(zip(self.names, self.numbers)), self.device, captured=True)
 
     def __getitem__(self, name: str) -> Tensor:
         """The row numbers of this name, int64 ``[B]``."""
         return self.numbers[self.names.index(name)]
 
-    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """The result of ``compute()``, computed by the first layer of a step that asks for this key."""
-        if key not in self._memo:
-            self._memo[key] = compute()
-        return self._memo[key]
-
     def held(self) -> Tensor:
         """Tokens that all rows hold, fp64 ``[]``."""
-        return self.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
+        return self.plan.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
 
     def constant(self, numbers: tuple[int, ...]) -> Tensor:
         """Numbers that no step changes, int64 ``[n]``; copied to the device once."""
@@ -134,13 +132,13 @@ class DeviceRows:
             self.freed.copy_(rows)
             return True
 
-        self.once("evict", count_once)
+        self.plan.once("evict", count_once)
 
     # Between steps
 
     def pause(self) -> None:
         """Start maintenance between two steps; it sees the row numbers that the last step has left."""
-        self._memo.clear()
+        self.plan = self._new_plan()
         self._after.clear()
 
     def after(self, key: Hashable, change: Callable[[], Any]) -> None:

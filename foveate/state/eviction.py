@@ -55,7 +55,7 @@ class Eviction:
         if step is not None:
             give_up(self.positions, rows=rows, out=self.device_state.freed_slots, **by)
             step.evict(rows)
-            self.count("tokens_evicted", step.once("evicted", rows.sum))
+            self.count("tokens_evicted", step.plan.once("evicted", rows.sum))
             return
         rows = list(rows)
         if not any(rows):
@@ -90,7 +90,7 @@ class Eviction:
         self.own_memory()
         some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
         positions = self.positions
-        empty = (positions < 0) & first_keys(self.row_tensor("counts")[:, None], self.used)
+        empty = (positions < 0) & first_keys(self.plan["counts"][:, None], self.used)
         slots = weakest(scores, (positions >= 0) & (positions < before[:, None, None]), positions)[..., None]
         kept = positions.gather(2, slots)
         positions.scatter_(2, slots, kept.masked_fill(some[..., None], -1))

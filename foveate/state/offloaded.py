@@ -241,7 +241,7 @@ class OffloadedCache(SlotCache):
         if step is None:
             self.reserve(max(self.rows["counts"]) + 1)
             self.start_decoding()
-        slots = self.row_tensor("counts") if step is None else step.slots
+        slots = self.plan["counts"] if step is None else step.slots
         put_both(k, v, slots, self.host.pages, *self._decoding[:3])
         self._clear_channels(slots.view(-1, 1))
         if step is None:

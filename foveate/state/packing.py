@@ -162,10 +162,10 @@ def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
 
 def _check_positions(store: SlotCache, used: int) -> None:
     """Refuse positions that name other tokens than the rows have, or another number."""
-    positions, live = store.positions, store.row_tensor("live")
+    positions, live = store.positions, store.plan["live"]
     slots = torch.arange(used, device=store.device)
-    beyond = (slots >= store.row_tensor("counts")[:, None])[:, None]
-    lengths = store.row_tensor("lengths")[:, None, None]
+    beyond = (slots >= store.plan["counts"][:, None])[:, None]
+    lengths = store.plan["lengths"][:, None, None]
     held = (positions >= 0).sum(-1)
     wrong = (positions < -1) | (positions >= lengths) | (beyond & (positions >= 0))
     ranked = positions.sort(-1).values
