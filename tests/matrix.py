@@ -99,11 +99,11 @@ VARIANTS = [
     ("locks/directions", methods.make("locks", page_size=4, rank=4, top_k=20)),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("h2o_as_published/layer", methods.make("h2o_as_published", top_k=0.15, window=8, pool="layer")),
-    ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
+    ("streaming/share", methods.make("streaming", sinks=2, window=0.2)),
     ("streaming/nothing_kept", methods.make("streaming", sinks=0, window=1)),
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),
-    ("adakv/floor", methods.make("adakv", top_k=0.3, window=4, kernel_size=3, pooling="max", floor=0.9)),
-    ("adakv/no_floor", methods.make("adakv", top_k=9, window=5, kernel_size=1, floor=0.0)),
+    ("adakv/share", methods.make("adakv", top_k=0.3, window=4, kernel_size=3, pooling="max")),
+    ("adakv/no_pooling", methods.make("adakv", top_k=9, window=5, kernel_size=1)),
     ("rocketkv/share", methods.make("rocketkv", keep=0.25, top_k=15, page_size=7, window=3, kernel_size=1)),
     ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
     *(
@@ -127,11 +127,11 @@ VARIANTS = [
         )
         for allocation in ("uniform", "global")
     ),
-    ("expected_attention/evict_every", methods.make("expected_attention", top_k=0.25, future=9, evict_every=17)),
+    ("expected_attention/evict_every", methods.make("expected_attention", top_k=0.25, evict_every=17)),
     ("twilight/large", methods.make("twilight", p=0.6, min_k=6)),
     ("duo/other_head", methods.make("duo", heads=[[1], [], [0]], sinks=0, recent=6).for_layer(0, 3)),
     ("duo/all", methods.make("duo", heads=[0, 1], sinks=3, recent=12)),
-    ("sparq/no_mean", methods.make("sparq", top_k=0.2, min_k=6, rank=4, window=3, mean_value=False)),
+    ("sparq/share", methods.make("sparq", top_k=0.2, min_k=6, rank=4, window=3)),
     ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
     *(
         (
