@@ -189,7 +189,7 @@ class SharedSelection(Method):
                 f"{self.name}: heads of layer {self.layer_role.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"
             )
-        return selection, cache.on_device(list(heads))
+        return selection, cache.plan.constant(heads)
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:

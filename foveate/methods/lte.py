@@ -192,7 +192,7 @@ class LTE(Method):
         room = [max(min(own, length) - self.window, 0) for own in allowed]
         order = scores.sort(dim=-1, descending=True, stable=True)
         best = order.indices[..., : max(room)].masked_fill(order.values[..., : max(room)].isneginf(), -1)
-        beyond = torch.arange(max(room), device=cache.device) >= cache.on_device(room)[:, None]
+        beyond = torch.arange(max(room), device=cache.device) >= cache.plan.constant(room)[:, None]
         newest = cache.positions.topk(min(self.window, length), -1).indices
         return torch.cat([best.masked_fill(beyond, -1), newest], -1)
 

@@ -195,8 +195,7 @@ class Layer:
         out = self._prompt_parts(q, k, v, columns, scaling, ends)
         if ends or not self.method.needs_prompt_end:
             finish_prompt(self.method, store, scaling)
-            store.forget_within_prompt()
-            store.save(first + n)
+            store.save(first + n, prompt_ended=True)
         return out
 
     def _prompt_parts(
@@ -291,9 +290,9 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
-        if self.first_step and store.step is None:
+        if self.first_step and not store.plan.captured:
             return self._checked_step(q, scaling)
-        if not (self.captured_dense if store.step is not None else self.decodes_densely(store.used)):
+        if not (self.captured_dense if store.plan.captured else self.decodes_densely(store.used)):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.decode_dense(store, q, scaling)

@@ -104,8 +104,8 @@ class EngineSteps:
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
         """Shared by the layers of a step, see :meth:`SlotCache.hand_on`."""
-        self._step: tuple[DeviceRows, Tensor, bool] | None = None
-        """Row numbers and block table of the present step, and whether it may have rows that are read whole."""
+        self._step: tuple[DeviceRows, Tensor, int, bool] | None = None
+        """Of the present step: row numbers, block table, bound, and whether it may have rows that are read whole."""
         self._audit: list[Tensor] | None = None
         """Where layers note the mass that they would read, see :meth:`audit`."""
 
@@ -177,8 +177,8 @@ class EngineSteps:
             self._rows[number] = DeviceRows(number, False, self.device)
             self._rows[number].capturing = True
         step = self._rows[number]
-        step.begin_of(lengths, bound, prompts or None)
-        self._step = (step, block_table, prompts is not None or self._sparse_from > 0)
+        step.begin_of(lengths, prompts or None)
+        self._step = (step, block_table, bound, prompts is not None or self._sparse_from > 0)
         self._forward.clear()
 
     def _whole(self) -> Tensor:
@@ -239,10 +239,10 @@ class EngineSteps:
             out: contiguous ``[B, Hq, 1, Dv]``, to which the output is written; None: to new memory.
         """
         self._start(layer)
-        rows, block_table, _ = self._step
+        rows, block_table, bound, _ = self._step
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        store.enter(rows, block_table, out)
+        store.enter(rows, block_table, bound, out)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
         store.audited = None if self._audit is None else []
@@ -286,7 +286,7 @@ class EngineSteps:
 
     def _start(self, layer: int) -> None:
         if layer == self._first:  # of a step that has run before, too: captured after a first run, say
-            rows, _, some_whole = self._step
+            rows, _, _, some_whole = self._step
             rows.run()
             rows.plan.whole = self._whole() if some_whole else None
             self._forward.clear()

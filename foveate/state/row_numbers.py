@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foveate.state.description import Evicts
 from foveate.state.device_rows import DeviceRows
-from foveate.state.step_plan import StepPlan, on_device
+from foveate.state.step_plan import StepPlan
 
 
 class DeviceState(NamedTuple):
@@ -76,7 +76,7 @@ class RowNumbers:
         self.device_state: DeviceState | None = None
 
     @property
-    def step(self) -> DeviceRows | None:
+    def _step(self) -> DeviceRows | None:
         """The row numbers on the device, during a step or maintenance that is captured; else None.
 
         Outside of these, numbers that are still on the device are first brought to the host.
@@ -109,12 +109,12 @@ class RowNumbers:
     @property
     def _now(self) -> int | None:
         """Distinguishes single-token steps within one forward pass: a row's length; None in a captured step."""
-        return self.rows["lengths"][0] if self.step is None else None
+        return self.rows["lengths"][0] if self._step is None else None
 
     @property
     def plan(self) -> StepPlan:
         """The present step, shared by the layers whose rows have the same numbers."""
-        step = self.device_state and self.step
+        step = self.device_state and self._step
         if step is not None:
             return step.plan
         numbers = {name: tuple(numbers) for name, numbers in self._rows.items()}
@@ -122,11 +122,6 @@ class RowNumbers:
         if key not in self.forward:
             self.forward[key] = StepPlan(numbers, self.device)
         return self.forward[key]
-
-    def on_device(self, numbers: list[int]) -> Tensor:
-        """Host integers as int64 ``[n]`` on the device, without a host sync; in a captured step they are constants."""
-        step = self.device_state and self.step
-        return on_device(tuple(numbers), self.device) if step is None else step.constant(tuple(numbers))
 
     def _advance(self, tokens: int, slots: int | list[bool]) -> None:
         """Count ``tokens`` more in every row, stored in ``slots`` new slots, or (bools ``[B]``) one in some rows."""

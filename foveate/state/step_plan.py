@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ class StepPlan:
     Args:
         numbers: by name, a tuple ``[B]``; in a captured step int64 ``[B]`` on the device.
         device: of the numbers.
-        captured: whether the step is captured, so that nothing may depend on numbers on the host.
+        constants: of a captured step: where what :meth:`constant` makes is kept from step to step. None: the step is
+            not captured.
     """
 
     alike: bool = False
@@ -28,11 +29,15 @@ class StepPlan:
     whole: Tensor | None = None
     """int64 ``[B]``: lengths of rows that read all keys, whatever is chosen, and 0 of others; None: no row."""
 
-    def __init__(self, numbers: Mapping[str, Any], device: torch.device, captured: bool = False):
-        self.device, self.captured = device, captured
+    def __init__(self, numbers: Mapping[str, Any], device: torch.device, constants: dict | None = None):
+        self.device, self.captured = device, constants is not None
+        """Whether the step is captured, so that nothing may depend on numbers on the host."""
+        self._constants = {} if constants is None else constants
+        self.changes: dict[Hashable, Callable[[], Any]] = {}
+        """Of maintenance: changes of numbers at its end, when all layers are done, by :meth:`after`."""
         self._numbers = numbers
         self._shared: dict[Hashable, Any] = {}
-        if not captured:
+        if not self.captured:
             self.alike = all(len(set(numbers[name])) == 1 for name in ("lengths", "counts", "live"))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -44,6 +49,17 @@ class StepPlan:
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
+
+    def after(self, key: Hashable, change: Callable[[], Any]) -> None:
+        """Register a change of row numbers for the end of maintenance; once for a key."""
+        self.changes.setdefault(key, change)
+
+    def constant(self, numbers: Iterable[int]) -> Tensor:
+        """Numbers that no step changes, int64 ``[n]`` on the device; copied there once, without a host sync."""
+        numbers = tuple(numbers)
+        if numbers not in self._constants:
+            self._constants[numbers] = on_device(numbers, self.device)
+        return self._constants[numbers]
 
     def each(self, rule: Callable[..., Tensor | int], *args: Hashable, of: str = "lengths") -> Tensor:
         """``rule(numbers, *args)`` of the row numbers of a name, computed once for all layers: by default ``[B]``.

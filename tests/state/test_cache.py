@@ -213,8 +213,8 @@ def test_what_evicts_at_the_end_of_a_prompt_alone_appends_in_order_and_bounds_it
     cache.retain(torch.tensor([1, 4, 69]))
     assert cache.channel("page").eq(0).all()
     step(cache)
-    rows = DeviceRows(2, cache.reuses_slots, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
+    rows = DeviceRows(2, cache.evicts.in_decode, cache.device)
+    rows.write(cache.rows, None)
     cache.move_to_device(rows, None)
     rows.begin()
     rows.capturing = True
@@ -463,7 +463,7 @@ def test_a_branch_takes_over_what_was_filled_for_it():
     cache = filled(5, channels={"0.mass": Channel(), "0.seen": Channel((3,), per=0)})
     cache.channel("0.mass").fill_(7.0)
     channels = {"mass": Channel(), "page": Channel(per=2), "seen": Channel((3,), per=0)}
-    branch = cache.branch(channels, False, Counters(), {"mass": "0.mass"})
+    branch = cache.branch(channels, Evicts.NEVER, Counters(), {"mass": "0.mass"})
     assert branch.channel("mass").eq(7).all()
     assert branch.channel("seen").eq(0).all()
     assert branch.channel("page").shape == (2, 2, branch.capacity // 2)
@@ -645,8 +645,8 @@ def test_a_method_s_own_row_numbers_start_at_0_and_go_with_their_rows():
     cache.rows["pages"] = [4, 7]
     cache.take_rows(torch.tensor([1, 0, 1]))
     assert cache.rows["pages"] == [7, 4, 7]
-    assert cache.branch({"pages": RowNumber()}, False, Counters(), {}).rows["pages"] == [0, 0, 0]
-    assert "pages" not in cache.branch({}, False, Counters(), {}).rows
+    assert cache.branch({"pages": RowNumber()}, Evicts.NEVER, Counters(), {}).rows["pages"] == [0, 0, 0]
+    assert "pages" not in cache.branch({}, Evicts.NEVER, Counters(), {}).rows
 
 
 def test_reset_counters_still_know_sizes():
@@ -695,7 +695,7 @@ def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
 def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     cache = filled(8, evicts=Evicts.IN_DECODE)
     freed_slots, rows = torch.full((2, 2), -1), DeviceRows(2, True, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
+    rows.write(cache.rows, None)
     cache.move_to_device(rows, freed_slots)
     rows.begin()
     rows.capturing = True
@@ -727,7 +727,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
 def test_numbers_on_the_device_are_read_again_after_a_further_step():
     cache = filled(8, evicts=Evicts.IN_DECODE)
     rows = DeviceRows(2, True, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
+    rows.write(cache.rows, None)
     for steps in (1, 2):
         rows.begin()
         rows.evict(torch.tensor([True, False]))

@@ -140,11 +140,11 @@ class PageLevels:
         The number of pages cannot depend on them, so every row gets a group. One that is not due yet is not counted in
         ``pages``, so it is not read, and is made again when it is due.
         """
-        plan, rows = cache.plan, cache.step
+        plan = cache.plan
         pages, start, after = plan.once(("new pages", self.spec), lambda: self._due(plan))
         new = RaggedPages(pages, start, self.group, self.sizes[0], plan, self.spec)
         self._make(cache, new)
-        rows.after(("new pages", self.spec), lambda: [rows[name].copy_(after[name]) for name in after])
+        plan.after(("new pages", self.spec), lambda: [plan[name].copy_(after[name]) for name in after])
 
     def _due(self, rows: Mapping[str, Tensor] | StepPlan) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Which pages are due.
