@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse
+from foveate.methods._common import attend_all, attend_chosen, attend_hot, count_scored
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend.gather import among
@@ -135,10 +135,7 @@ class SharedSelection(Method):
         if cache.offloaded:
             return self._attend_in_host(cache, q, indices if heads is None else indices[:, heads], read, scaling)
         lengths = None if cache.plan.alike or not self.packed else read
-        how = {"lengths": lengths, "heads": heads, "whole": cache.plan.whole}
-        how |= {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
-        how["need_lse"] = cache.audited is not None
-        return note_lse(cache, ops.attend_indices(q, *cache.memory, indices, **how))
+        return attend_chosen(cache, q, indices, scaling, lengths=lengths, heads=heads)
 
     def _attend_in_host(self, cache: SlotCache, q: Tensor, indices: Tensor, read: Tensor, scaling: float) -> Tensor:
         """Attention to chosen keys of a cache in host memory; a layer that has chosen them has their pages."""

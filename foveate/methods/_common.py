@@ -58,6 +58,31 @@ def attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page
     return ops.with_sinks(found, sinks).out
 
 
+def attend_chosen(
+    cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0, **how: Any
+) -> Tensor:
+    """Attention to what a decode step has chosen; of a step that is audited, its log-sum-exp is noted.
+
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        chosen: pages of ``page_size`` keys or, if that is 0, slots: int ``[B, H, K]``, -1 for none. Pages of a cache in
+            host memory are on the device.
+        how: further arguments of :func:`foveate.ops.attend_pages` or :func:`foveate.ops.attend_indices`.
+
+    Returns:
+        ``[B, Hq, 1, Dv]``.
+    """
+    if cache.offloaded:
+        return attend_hot(cache, q, chosen, scaling, page_size)
+    how |= {"whole": cache.plan.whole, "block_table": cache.block_table, "out": cache.out}
+    how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
+    attend, size = (ops.attend_pages, (page_size,)) if page_size else (ops.attend_indices, ())
+    found = attend(q, *cache.memory, chosen, *size, **how)
+    if cache.audited is not None:
+        cache.audited.append(found.lse)
+    return found.out
+
+
 def count_scored(method: Method, cache: SlotCache) -> None:
     """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     plan, described = cache.plan, (cache.geometry, cache.dtype)
@@ -74,13 +99,6 @@ def count_scored(method: Method, cache: SlotCache) -> None:
 
     key = ("scored", method.spec, method.role, *described)  # once for all layers that score alike
     cache.count("keys_read", plan.once(key, scored_now) if plan.captured else scored_now())
-
-
-def note_lse(cache: SlotCache, found: ops.Attended) -> Tensor:
-    """The output of attention to what a step has chosen; of a step that is audited, the log-sum-exp is noted."""
-    if cache.audited is not None:
-        cache.audited.append(found.lse)
-    return found.out
 
 
 def scored_lengths(cache: SlotCache) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries
-from foveate.methods.base import Observation
+from foveate.methods.base import Method, Observation
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -246,6 +246,38 @@ class LowRankPages(PageSummaries):
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None
+
+
+@dataclass(frozen=True)
+class KeepsSummaries(Method):
+    """A method whose layer keeps summaries of pages, if it has any."""
+
+    @property
+    def kept(self) -> PageSummaries | None:
+        """What the layer keeps; None: nothing."""
+        raise NotImplementedError
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {} if self.kept is None else self.kept.channels(geometry)
+
+    @property
+    def observation(self) -> Observation | None:
+        return None if self.kept is None else self.kept.observation
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        if self.kept is not None:
+            self.kept.observe(cache, q)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        if self.kept is not None:
+            self.kept.prompt_end(cache)
+
+    @property
+    def summarises_blocks(self) -> bool:  # type: ignore[override]
+        return self.kept is not None and self.kept.of_keys_alone
+
+    def written(self, cache: SlotCache, slots: Tensor) -> None:
+        self.kept.write_filled(cache, slots)
 
 
 def check_records(method: Any) -> None:

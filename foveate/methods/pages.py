@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse
+from foveate.methods._common import attend_all, attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
-from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
+from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
+from foveate.methods.base import SPARSE_FROM_TOKENS, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -22,7 +22,7 @@ LEAST_KEYS = 128
 
 
 @dataclass(frozen=True)
-class PageMethod(Method):
+class PageMethod(KeepsSummaries):
     """For each decoded token, reads the pages whose summaries score best; the prefill is dense.
 
     A subclass is a preset: it says what is kept of pages, and which of them are always read. These count towards
@@ -56,27 +56,9 @@ class PageMethod(Method):
         """What is kept of pages."""
         raise NotImplementedError
 
-    # Summaries
-
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return self.summaries.channels(geometry)
-
     @property
-    def observation(self) -> Observation | None:
-        return self.summaries.observation
-
-    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        self.summaries.observe(cache, q)
-
-    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        self.summaries.prompt_end(cache)
-
-    @property
-    def summarises_blocks(self) -> bool:  # type: ignore[override]
-        return self.summaries.of_keys_alone
-
-    def written(self, cache: SlotCache, slots: Tensor) -> None:
-        self.summaries.write_filled(cache, slots)
+    def kept(self) -> PageSummaries:
+        return self.summaries
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         return self.summaries.scored(tokens, geometry, dtype)
@@ -89,11 +71,8 @@ class PageMethod(Method):
         count_scored(self, cache)
         if cache.offloaded:
             cache.fetch(pages)
-            return attend_hot(cache, q, pages, scaling, self.page_size)
         how = {"lengths": cache.plan["counts"], "counts": cache.plan.each(self.count, of="counts")}
-        how |= {"whole": cache.plan.whole, "block_table": cache.block_table, "out": cache.out}
-        how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
-        return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
+        return attend_chosen(cache, q, pages, scaling, self.page_size, **how)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self.summaries.write_newest(cache)
