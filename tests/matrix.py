@@ -22,6 +22,7 @@ from foveate.methods.pages import PageMethod
 from foveate.ops import Logits, Rotary
 from foveate.runtime import Phase, handover
 from foveate.state import Counters, Evicts
+from tests import promises
 from tests.helpers import kascade_by_head
 
 NAMES = methods.names()
@@ -303,7 +304,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
     tokens = Tokens.random(2, 6)
     driver = Driver(method, prompt_end=4)
     out = torch.cat([driver.feed(tokens[:4]), driver.feed_steps(tokens[4:5])], 2)
-    if method.short_is_dense(5):
+    if promises.short_is_dense(method, 5):
         close(out, dense(tokens[:5]))
 
 
@@ -506,13 +507,15 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
         assert scored(driver, tokens[-1:]).sum(1).mean().item() == pytest.approx(declared)
 
 
-PROMISING = [pytest.param(method, id=name) for name, method in VARIANTS if list(method.always_read(PROMPT, PROMPT + 9))]
+PROMISING = [
+    pytest.param(method, id=name) for name, method in VARIANTS if list(promises.always_read(method, PROMPT, PROMPT + 9))
+]
 
 
 def test_every_setting_that_promises_tokens_is_held_to_it():
     for name in NAMES:
         if any("always" in str(field.metadata) for field in dataclasses.fields(methods.get(name))):
-            assert methods.get(name).always_read is not methods.Method.always_read, name
+            assert list(promises.always_read(small(name), PROMPT, PROMPT + 9)), name
     assert len(PROMISING) > 30
 
 
@@ -527,7 +530,7 @@ def test_what_is_always_kept_is_always_read(method, prompt):
     for length in range(prompt, prompt + 16):
         if prompt == 5 or length in (prompt, prompt + 1, prompt + 15):
             raw, _ = influences(driver, tokens[length : length + 1])
-            promised = {position for position in method.always_read(prompt, length) if 0 <= position < length}
+            promised = {position for position in promises.always_read(method, prompt, length) if 0 <= position < length}
             for head in range(KV_HEADS):
                 positions = driver.store.positions[0, head, : driver.store.used]
                 assert promised <= set(positions[raw[head]].tolist())

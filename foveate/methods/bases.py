@@ -93,10 +93,6 @@ class KeepsByScore(Method):
     def _over(self, live: Number, length: Number) -> bool | Tensor:
         return live > self.allowed(length)
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        newest = prompt if self.evicts is Evicts.AT_PROMPT_END else length
-        return [*range(self.sinks), *range(newest - self.window, length)]
-
 
 @dataclass(frozen=True)
 class ReadsChosen(Method):

@@ -42,9 +42,6 @@ class H2OAsPublished(Method):
         self._check_count("window", 1)
         self._check_choice("pool", "kv_head", "layer")
 
-    def always_read(self, prompt: int, length: int) -> range:
-        return range(length + 1 - self.window, length)
-
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel(least=0.0)}
 

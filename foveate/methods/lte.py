@@ -98,9 +98,6 @@ class LTE(Method):
             own.__dict__["uneven"] = not same
         return own
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(length - self.window, length)]
-
     @property
     def estimates(self) -> bool:  # type: ignore[override]
         return self.artefact is not None

@@ -107,9 +107,6 @@ class PageMethod(KeepsSummaries):
 
     # Budgets
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(length + 1 - self.tail, length)] if self.tail else []
-
     def first_newest(self, length: Number) -> Number:
         """The page of the first of the newest tokens."""
         return clamp(length - self.tail, 0, length) // self.page_size

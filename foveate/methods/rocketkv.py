@@ -88,8 +88,5 @@ class RocketKV(PageMethod):
         votes = F.max_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
         return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
 
-    def short_is_dense(self, length: int) -> bool:
-        return length <= max(budget(self.keep, length), self.window)
-
     def prompt_packed(self, cache: SlotCache) -> None:
         self.summaries.write(cache, 0, cache.used // self.page_size)

@@ -40,12 +40,6 @@ class Streaming(Method):
         """First position inside the window of the query at ``position``: of one, or of each in an int64 tensor."""
         return position + 1 - budget(self.window, position + 1, 1)
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(self.lower(length), length)]
-
-    def short_is_dense(self, length: int) -> bool:
-        return self.lower(length - 1) <= self.sinks
-
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         length, n = cache.lengths[0], q.shape[2]
         lower = _lower_slots(self.window, length - n, length, cache.used, q.device)

@@ -101,12 +101,6 @@ class LuKA(Method):
             return False
         return all(big > small and big % small == 0 for small, big in itertools.pairwise(sizes))
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(length - self.tail, length)]
-
-    def short_is_dense(self, length: int) -> bool:
-        return length <= self.tail
-
     # Derived from the settings
 
     @property
