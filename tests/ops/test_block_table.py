@@ -147,8 +147,14 @@ def test_what_does_not_fit():
         (BlockTable(good.table.repeat_interleave(2, 1)[:, ::2], 50), "of contiguous rows"),
         (BlockTable(good.table.to("meta"), 50), r"on cpu must be \[N, Hkv, n, D\] on the block table's meta"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            ops.attend(q, *memory, block_table=table, **SCALING)
+        pages = torch.zeros(2, 2, 1, dtype=torch.int32)
+        for call in (
+            lambda how: ops.attend(q, *memory, **how),
+            lambda how: ops.pooled_mass(q, memory[0], **how),
+            lambda how: ops.pooled_mass_of_pages(q, memory[0], pages, 16, **how),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call({"block_table": table, **SCALING})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
