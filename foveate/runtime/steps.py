@@ -239,7 +239,9 @@ class EngineSteps:
             out: contiguous ``[B, Hq, 1, Dv]``, to which the output is written; None: to new memory.
         """
         self._start(layer)
-        rows, block_table, bound, _ = self._step
+        rows, block_table, bound, some_whole = self._step
+        if some_whole and rows.plan.whole is None:  # here, within a captured step
+            rows.plan.whole = self._whole()
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
         store.enter(rows, block_table, bound, out)
@@ -286,9 +288,7 @@ class EngineSteps:
 
     def _start(self, layer: int) -> None:
         if layer == self._first:  # of a step that has run before, too: captured after a first run, say
-            rows, _, _, some_whole = self._step
-            rows.run()
-            rows.plan.whole = self._whole() if some_whole else None
+            self._step[0].run()
             self._forward.clear()
 
     def _finish(self, layer: int) -> None:
