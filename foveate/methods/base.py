@@ -164,9 +164,6 @@ class Method(Settings):
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 
-    made_for: ClassVar[Mapping[str, Any] | None] = None
-    """The architecture for which a file of `foveate tune` names the method. Set on the instance that is made of it."""
-
     # What the layer gets from elsewhere
 
     artefact: ClassVar[Any] = None

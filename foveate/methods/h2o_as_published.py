@@ -85,13 +85,10 @@ class H2OAsPublished(Method):
         others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
         heavy = ops.topk_rows(others, cache.plan.each(self._heavy), self._heavy(cache.used))
         heavy = heavy.expand(-1, cache.geometry.num_kv_heads, -1)
-        width = self._width(cache.used)
+        width = min(self.window, cache.used)
         last = cache.plan["lengths"][:, None] - width + torch.arange(width, device=cache.device)
         last = last.clamp_min(-1)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
         return torch.cat([heavy, last], -1)
 
     def _heavy(self, length: Number) -> int | Number:
         return budget(self.top_k, length)
-
-    def _width(self, length: int) -> int:
-        return min(self.window, length)

@@ -277,7 +277,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             start = self.rows["lengths"][0]
             positions = torch.arange(start, start + n, dtype=torch.int32, device=self.device)
             self.tensors["positions"][:, :, first : first + n] = positions
-        self._clear(slice(first, first + n))
+        for name, spec in self.specs.items():
+            if spec.per == 1 and not spec.recomputed:
+                self.tensors[name][:, :, first : first + n] = 0
         self._advance(n, n)
 
     def write_step(self, k: Tensor, v: Tensor) -> None:
@@ -436,9 +438,3 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         own |= {"freed": freed, "take": take, "block_table": self.block_table}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
         self._clear_channels(slot, done=first)
-
-    def _clear(self, slots: slice) -> None:
-        """Zero the channels of new tokens."""
-        for name, spec in self.specs.items():
-            if spec.per == 1 and not spec.recomputed:
-                self.tensors[name][:, :, slots] = 0

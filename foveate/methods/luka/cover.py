@@ -62,7 +62,8 @@ def _rows(
     allowed = [[budget(share, n, 1) for n in of_level] for share, of_level in zip(budgets, nodes)]
     raw = [length - start + (pages.sinks if start else 0) for length, start in zip(lengths, paged)]
     with torch.inference_mode(False):
-        numbers = _to_device(torch.tensor([lengths, paged, *allowed, *nodes]), device)
+        numbers = torch.tensor([lengths, paged, *allowed, *nodes], pin_memory=device.type == "cuda")
+        numbers = numbers.to(device, non_blocking=True)
     return ops.summaries.Rows(
         numbers,
         most=tuple(max(counts) for counts in allowed),
@@ -92,8 +93,3 @@ def _device_rows(pages: PageLevels, budgets: tuple[float, ...], plan: StepPlan, 
         alike=False,
         means=None,
     )
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device from pinned memory, without a host sync."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

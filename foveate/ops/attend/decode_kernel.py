@@ -36,7 +36,9 @@ def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mas
         return decode.attend(q, k, v, logits=logits, block_table=block_table, **more)
     how = ("sum", "kv_head") if need_mass else None
     number = number_of_keys(k, block_table)
-    mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table, "out": out}
+    if mask is not None:
+        mask = mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
+    more = {"how": how, "block_table": block_table, "out": out}
     return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
 
 
@@ -50,11 +52,6 @@ def attend_pooled(q, k, v, *, logits, lengths=None, pooling="post_softmax", pool
     number = number_of_keys(k, block_table)
     more = {"how": (pooling, pool), "block_table": block_table, "out": out}
     return _decode(q, k, v, None, None, lengths, number, logits, True, **more)
-
-
-def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | None:
-    """A mask ``[.., .., 1, Lk]`` as int8 ``[B, Hkv, Lk]``, a view."""
-    return None if mask is None else mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
 
 
 def attend_indices(
