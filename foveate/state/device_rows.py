@@ -130,6 +130,7 @@ class DeviceRows:
         """End maintenance: make the registered changes."""
         for change in self.plan.changes.values():
             change()
+        self.plan.changes.clear()
 
     def apply_on_host(self, rule: Callable[[dict[str, list[int]]], dict[str, list[int]]]) -> None:
         """Make a change on the host that maintenance has made on the device: ``rule`` gives the changed numbers."""
