@@ -33,7 +33,7 @@ from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method, replay_obstacle
 from foveate.runtime import capture
 from foveate.runtime.layer import finish_prompt
-from foveate.state import Channel, Counters, Geometry, SlotCache
+from foveate.state import Channel, Counters, Evicts, Geometry, SlotCache
 from foveate.state.counters import Tally
 
 LEVELS = ("kernel", "layer")
@@ -134,7 +134,7 @@ def _of_size(
 
 
 def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -> _Found:
-    branch = cache.branch({}, False, Counters(), {})
+    branch = cache.branch({}, Evicts.NEVER, Counters(), {})
     layer = TimedLayer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
     if plan.level == "kernel":
         tokens, timed = float(branch.used), cold.repeated(layer.look, plan.device)

@@ -107,7 +107,7 @@ class Replayed:
         self.rows = capture.move_to_device([cache, other.cache])
         self._on_device = [self.rows.numbers, self.rows.freed]
         for one in (cache, other.cache):
-            if one.reuses_slots:
+            if one.evicts.in_decode:
                 self._on_device += [one.device_state.freed_slots, one.tensors["positions"]]
         self._decoded = cache.decoded
         self._first = [numbers.clone() for numbers in self._on_device]

@@ -22,6 +22,7 @@ from foveate.methods.pages import PageMethod
 from foveate.ops import Logits, Rotary
 from foveate.runtime import Phase, handover
 from foveate.state import Counters, Evicts
+from tests import promises
 from tests.helpers import kascade_by_head
 
 NAMES = methods.names()
@@ -99,11 +100,11 @@ VARIANTS = [
     ("locks/directions", methods.make("locks", page_size=4, rank=4, top_k=20)),
     ("omnikv/logit", methods.make("omnikv", top_k=9, filters=[0], wait=0, score="logit").for_layer(0, 2)),
     ("h2o_as_published/layer", methods.make("h2o_as_published", top_k=0.15, window=8, pool="layer")),
-    ("streaming/share", methods.make("streaming", sinks=2, window=0.2, min_window=5)),
+    ("streaming/share", methods.make("streaming", sinks=2, window=0.2)),
     ("streaming/nothing_kept", methods.make("streaming", sinks=0, window=1)),
     ("streaming/little_kept", methods.make("streaming", sinks=0, window=0.1)),
-    ("adakv/floor", methods.make("adakv", top_k=0.3, window=4, kernel_size=3, pooling="max", floor=0.9)),
-    ("adakv/no_floor", methods.make("adakv", top_k=9, window=5, kernel_size=1, floor=0.0)),
+    ("adakv/share", methods.make("adakv", top_k=0.3, window=4, kernel_size=3, pooling="max")),
+    ("adakv/no_pooling", methods.make("adakv", top_k=9, window=5, kernel_size=1)),
     ("rocketkv/share", methods.make("rocketkv", keep=0.25, top_k=15, page_size=7, window=3, kernel_size=1)),
     ("snapkv/max", methods.make("snapkv", top_k=0.2, window=4, kernel_size=5, pooling="max")),
     *(
@@ -127,11 +128,11 @@ VARIANTS = [
         )
         for allocation in ("uniform", "global")
     ),
-    ("expected_attention/evict_every", methods.make("expected_attention", top_k=0.25, future=9, evict_every=17)),
+    ("expected_attention/evict_every", methods.make("expected_attention", top_k=0.25, evict_every=17)),
     ("twilight/large", methods.make("twilight", p=0.6, min_k=6)),
     ("duo/other_head", methods.make("duo", heads=[[1], [], [0]], sinks=0, recent=6).for_layer(0, 3)),
     ("duo/all", methods.make("duo", heads=[0, 1], sinks=3, recent=12)),
-    ("sparq/no_mean", methods.make("sparq", top_k=0.2, min_k=6, rank=4, window=3, mean_value=False)),
+    ("sparq/share", methods.make("sparq", top_k=0.2, min_k=6, rank=4, window=3)),
     ("tova/kv_head", methods.make("tova", top_k=15, pool="kv_head")),
     *(
         (
@@ -303,7 +304,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
     tokens = Tokens.random(2, 6)
     driver = Driver(method, prompt_end=4)
     out = torch.cat([driver.feed(tokens[:4]), driver.feed_steps(tokens[4:5])], 2)
-    if method.short_is_dense(5):
+    if promises.short_is_dense(method, 5):
         close(out, dense(tokens[:5]))
 
 
@@ -506,13 +507,15 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
         assert scored(driver, tokens[-1:]).sum(1).mean().item() == pytest.approx(declared)
 
 
-PROMISING = [pytest.param(method, id=name) for name, method in VARIANTS if list(method.always_read(PROMPT, PROMPT + 9))]
+PROMISING = [
+    pytest.param(method, id=name) for name, method in VARIANTS if list(promises.always_read(method, PROMPT, PROMPT + 9))
+]
 
 
 def test_every_setting_that_promises_tokens_is_held_to_it():
     for name in NAMES:
         if any("always" in str(field.metadata) for field in dataclasses.fields(methods.get(name))):
-            assert methods.get(name).always_read is not methods.Method.always_read, name
+            assert list(promises.always_read(small(name), PROMPT, PROMPT + 9)), name
     assert len(PROMISING) > 30
 
 
@@ -527,7 +530,7 @@ def test_what_is_always_kept_is_always_read(method, prompt):
     for length in range(prompt, prompt + 16):
         if prompt == 5 or length in (prompt, prompt + 1, prompt + 15):
             raw, _ = influences(driver, tokens[length : length + 1])
-            promised = {position for position in method.always_read(prompt, length) if 0 <= position < length}
+            promised = {position for position in promises.always_read(method, prompt, length) if 0 <= position < length}
             for head in range(KV_HEADS):
                 positions = driver.store.positions[0, head, : driver.store.used]
                 assert promised <= set(positions[raw[head]].tolist())

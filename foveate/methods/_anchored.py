@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_hot, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_all, attend_chosen, attend_hot, count_scored
 from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend.gather import among
@@ -119,12 +119,12 @@ class SharedSelection(Method):
             return attend_all(cache, q, scaling).out
         if role.chooses and role.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
+            self._hand_on(cache, SharedKeys(indices, cache.plan.or_whole(self._read(cache, indices))))
             return out
         heads = None
         if role.chooses:
             indices = self.select(cache, q, scaling)
-            read = or_whole(cache, self._read(cache, indices))
+            read = cache.plan.or_whole(self._read(cache, indices))
             self._hand_on(cache, SharedKeys(indices, read))
             count_scored(self, cache)
         else:
@@ -134,11 +134,8 @@ class SharedSelection(Method):
         cache.count_read(read)
         if cache.offloaded:
             return self._attend_in_host(cache, q, indices if heads is None else indices[:, heads], read, scaling)
-        alike = cache.step is None and cache.uniform
-        how = {"lengths": None if alike or not self.packed else read, "heads": heads, "whole": cache.whole}
-        how |= {"logits": cache.logits(scaling), "block_table": cache.block_table, "out": cache.out}
-        how["need_lse"] = cache.audited is not None
-        return note_lse(cache, ops.attend_indices(q, *cache.memory, indices, **how))
+        lengths = None if cache.plan.alike or not self.packed else read
+        return attend_chosen(cache, q, indices, scaling, lengths=lengths, heads=heads)
 
     def _attend_in_host(self, cache: SlotCache, q: Tensor, indices: Tensor, read: Tensor, scaling: float) -> Tensor:
         """Attention to chosen keys of a cache in host memory; a layer that has chosen them has their pages."""
@@ -170,7 +167,7 @@ class SharedSelection(Method):
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
         """How many keys are read, ``[B, Hkv]``: one tensor for all layers of a step."""
-        return cache.each_row(self.count)[:, None].expand(indices.shape[:2])
+        return cache.plan.each(self.count)[:, None].expand(indices.shape[:2])
 
     def _hand_on(self, cache: SlotCache, selection: SharedKeys | ops.TileKeys) -> None:
         """For the layers that read it, if any."""
@@ -189,7 +186,7 @@ class SharedSelection(Method):
                 f"{self.name}: heads of layer {self.layer_role.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"
             )
-        return selection, cache.on_device(list(heads))
+        return selection, cache.plan.constant(heads)
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:

@@ -50,60 +50,60 @@ def attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page
     how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None, "block_table": table}
     chosen = chosen.reshape(batch * heads, 1, -1)
     if page_size:
-        found = ops.attend_pages(q_rows, *memory, chosen, page_size, lengths=_of_heads(cache, "counts"), **how)
+        lengths = cache.plan.each(torch.repeat_interleave, heads, of="counts")
+        found = ops.attend_pages(q_rows, *memory, chosen, page_size, lengths=lengths, **how)
     else:
         found = ops.attend_indices(q_rows, *memory, chosen, **how)
     found = ops.Attended(*(None if x is None else x.reshape(*q.shape[:3], *x.shape[3:]) for x in found[:2]))
     return ops.with_sinks(found, sinks).out
 
 
-def _of_heads(cache: SlotCache, name: str) -> Tensor:
-    """Row numbers of this name for every KV head, int64 ``[B * Hkv]``."""
-    heads, numbers = cache.geometry.num_kv_heads, cache.row_tensor(name)
-    if cache.step is None:
-        return numbers.repeat_interleave(heads)
-    return cache.step.once(("of heads", name, heads), lambda: numbers.repeat_interleave(heads))
+def attend_chosen(
+    cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0, **how: Any
+) -> Tensor:
+    """Attention to what a decode step has chosen; of a step that is audited, its log-sum-exp is noted.
 
+    Args:
+        q: ``[B, Hq, 1, D]``.
+        chosen: pages of ``page_size`` keys or, if that is 0, slots: int ``[B, H, K]``, -1 for none. Pages of a cache in
+            host memory are on the device.
+        how: further arguments of :func:`foveate.ops.attend_pages` or :func:`foveate.ops.attend_indices`.
 
-def count_scored(method: Method, cache: SlotCache) -> None:
-    """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
-    step, described = cache.step, (cache.geometry, cache.dtype)
-    kept = "scored_at" in cache.specs  # scores, so that a row is scored in some steps
-    if step is None and not kept:
-        scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
-        cache.count("keys_read", scored / cache.batch_size)
-        return
-
-    def scored_now() -> Tensor:
-        live = choosing(cache, cache.row_tensor("live"), "live").double()
-        now = cache.channel("scored_at") == cache.row_tensor("lengths") if kept else 1
-        return (method.scored(live, *described) * now).sum()
-
-    key = ("scored", method.spec, method.role, *described)  # once for all layers that score alike
-    cache.count("keys_read", scored_now() if step is None else step.once(key, scored_now))
-
-
-def note_lse(cache: SlotCache, found: ops.Attended) -> Tensor:
-    """The output of attention to what a step has chosen; of a step that is audited, the log-sum-exp is noted."""
+    Returns:
+        ``[B, Hq, 1, Dv]``.
+    """
+    if cache.offloaded:
+        return attend_hot(cache, q, chosen, scaling, page_size)
+    how |= {"whole": cache.plan.whole, "block_table": cache.block_table, "out": cache.out}
+    how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
+    attend, size = (ops.attend_pages, (page_size,)) if page_size else (ops.attend_indices, ())
+    found = attend(q, *cache.memory, chosen, *size, **how)
     if cache.audited is not None:
         cache.audited.append(found.lse)
     return found.out
 
 
-def or_whole(cache: SlotCache, read: Tensor) -> Tensor:
-    """Keys that rows read of those chosen, ``[B, Hkv or 1]``; of a row that is read whole, all that are counted."""
-    return read if cache.whole is None else cache.step["live"][:, None].where(cache.whole[:, None] > 0, read)
+def count_scored(method: Method, cache: SlotCache) -> None:
+    """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
+    plan, described = cache.plan, (cache.geometry, cache.dtype)
+    kept = "scored_at" in cache.specs  # scores, so that a row is scored in some steps
+    if not plan.captured and not kept:
+        scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
+        cache.count("keys_read", scored / cache.batch_size)
+        return
+
+    def scored_now() -> Tensor:
+        live = plan.choosing(torch.Tensor.double, of="live")
+        now = cache.channel("scored_at") == plan["lengths"] if kept else 1
+        return (method.scored(live, *described) * now).sum()
+
+    key = ("scored", method.spec, method.role, *described)  # once for all layers that score alike
+    cache.count("keys_read", plan.once(key, scored_now) if plan.captured else scored_now())
 
 
-def choosing(cache: SlotCache, numbers: Tensor | None, what: str) -> Tensor | None:
-    """Numbers ``[B]`` of rows that choose, such as their lengths; 0 of a row that is read whole: nothing is scored.
-
-    Args:
-        what: tells them from other numbers of a step.
-    """
-    if cache.whole is None or numbers is None:
-        return numbers
-    return cache.step.once(("choosing", what), lambda: numbers.where(cache.whole == 0, 0))
+def scored_lengths(cache: SlotCache) -> Tensor | None:
+    """How many keys of each row are scored, int64 ``[B]``: 0 of a row that is read whole; None: all in use."""
+    return None if cache.stored()[1] is None else cache.plan.choosing(operator.pos, of="counts")
 
 
 def recent(cache: SlotCache, window: int) -> Tensor:
@@ -111,7 +111,7 @@ def recent(cache: SlotCache, window: int) -> Tensor:
 
     In rows of fewer tokens their empty slots are among these; ``cache.stored()`` tells them apart.
     """
-    return cache.positions >= cache.each_row(operator.sub, window)[:, None, None]
+    return cache.positions >= cache.plan.each(operator.sub, window)[:, None, None]
 
 
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
@@ -174,7 +174,7 @@ def evict_weakest(
         scores: fp32 ``[B, Hkv, used]``, or what makes them of the tokens' positions, int32.
         over: whether one does, from the tokens that it holds and its length: of ints, or of each in int64 tensors.
     """
-    rows = cache.rows_where(over)
+    rows = cache.plan.where(over)
     if rows is not None:
-        before = cache.each_row(operator.sub, window) if window > 0 else None
+        before = cache.plan.each(operator.sub, window) if window > 0 else None
         cache.evict(rows, scores=scores(cache.positions) if callable(scores) else scores, before=before)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import choosing, note_queries
-from foveate.methods.base import Observation
+from foveate.methods._common import note_queries
+from foveate.methods.base import Method, Observation
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -45,7 +45,7 @@ class PageSummaries:
 
     @property
     def spec(self) -> str:
-        """What distinguishes these rules, see :meth:`~foveate.state.row_numbers.RowNumbers.each_row`."""
+        """What distinguishes these rules, see :meth:`~foveate.state.step_plan.StepPlan.each`."""
         return f"pages of {self.size}"
 
     # Hooks
@@ -119,16 +119,16 @@ class PageBoxes(PageSummaries):
     def write_newest(self, cache: SlotCache) -> None:
         corners = cache.channel("low"), cache.channel("high")
         how = {"block_table": cache.block_table}
-        ops.bound_newest(cache.memory[0], *corners, cache.row_tensor("counts"), self.size, **how)
+        ops.bound_newest(cache.memory[0], *corners, cache.plan["counts"], self.size, **how)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The largest logit that a key in the page's box can have, for each query head.
 
         Bounds are not capped where a model caps its logits: the order of pages is the same.
         """
-        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), cache.most(self.pages, of="counts")
+        rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), self.pages(cache.used)
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        lengths = choosing(cache, cache.each_row(self.pages, of="counts"), self.spec)
+        lengths = cache.plan.choosing(self.pages, of="counts")
         return ops.largest_logit(rows, low, high, scaling, lengths=lengths).flatten(1, 2)
 
 
@@ -212,7 +212,7 @@ class LowRankPages(PageSummaries):
         """Write the records of the pages that the rows' newest keys have filled, unless :meth:`write_filled` has."""
         if cache.channels_in_blocks:
             return
-        lengths, form = cache.row_tensor("counts"), self.form(cache.geometry)
+        lengths, form = cache.plan["counts"], self.form(cache.geometry)
         keys, table = cache.newest_page()
         how = {"weights": self._weights(cache), "block_table": table}
         ops.compress_newest(keys, cache.channel("records"), lengths, form, **how)
@@ -237,9 +237,9 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share. Rows that are not ``due``, bool ``[B]``, are not scored.
         """
-        records, table = cache.entries("records", cache.most(self.pages, of="counts"))
+        records, table = cache.entries("records", self.pages(cache.used))
         rule = self.newest if pooling == "of_largest" else self.full
-        lengths = choosing(cache, cache.each_row(rule, of="counts"), f"{self.spec}, {rule.__name__}")
+        lengths = cache.plan.choosing(rule, of="counts")
         lengths = lengths if due is None else lengths.where(due, 0)
         how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
         how |= {"pooling": pooling, "pool": pool, "block_table": table}
@@ -247,6 +247,38 @@ class LowRankPages(PageSummaries):
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None
+
+
+@dataclass(frozen=True)
+class KeepsSummaries(Method):
+    """A method whose layer keeps summaries of pages, if it has any."""
+
+    @property
+    def kept(self) -> PageSummaries | None:
+        """What the layer keeps; None: nothing."""
+        raise NotImplementedError
+
+    def channels(self, geometry: Geometry) -> dict[str, Channel]:
+        return {} if self.kept is None else self.kept.channels(geometry)
+
+    @property
+    def observation(self) -> Observation | None:
+        return None if self.kept is None else self.kept.observation
+
+    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
+        if self.kept is not None:
+            self.kept.observe(cache, q)
+
+    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        if self.kept is not None:
+            self.kept.prompt_end(cache)
+
+    @property
+    def summarises_blocks(self) -> bool:  # type: ignore[override]
+        return self.kept is not None and self.kept.of_keys_alone
+
+    def written(self, cache: SlotCache, slots: Tensor) -> None:
+        self.kept.write_filled(cache, slots)
 
 
 def check_records(method: Any) -> None:

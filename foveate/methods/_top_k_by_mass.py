@@ -11,10 +11,10 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._anchored import SharedSelection
-from foveate.methods._common import choosing
+from foveate.methods._common import scored_lengths
 from foveate.methods.base import setting
 from foveate.state import SlotCache
-from foveate.state.row_numbers import on_device
+from foveate.state.step_plan import on_device
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TopKByMass(SharedSelection):
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths = choosing(cache, cache.stored()[1], "counts")
+        lengths = scored_lengths(cache)
         mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, mass, lengths)
 
@@ -54,7 +54,7 @@ class TopKByMass(SharedSelection):
         _, lengths = cache.stored()
         cache.count_read()
         attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths), out=cache.out)
-        return self._chosen(cache, attended.mass, choosing(cache, lengths, "counts")), attended.out
+        return self._chosen(cache, attended.mass, scored_lengths(cache)), attended.out
 
     def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
         """Which keys are pooled, and how."""
@@ -63,8 +63,7 @@ class TopKByMass(SharedSelection):
 
     def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
-        alike = cache.step is None and len(set(cache.lengths)) == 1
-        best = self._best(scores, cache.each_row(self.count), cache.most(self.count), alike, lengths)
+        best = self._best(scores, cache.plan.each(self.count), self.count(cache.used), cache.plan.alike, lengths)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool, lengths: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.methods.base import register, setting
+from foveate.methods.base import register
 from foveate.methods.snapkv import SnapKV
 from foveate.state import SlotCache
 
@@ -23,11 +23,8 @@ class AdaKV(SnapKV):
     source: ClassVar[str] = "Ada-KV, Feng et al. 2024, arXiv:2407.11550"
     uneven: ClassVar[bool] = True
 
-    floor: float = setting(0.2, "share of an equal budget, window included, that each KV head keeps at least")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._check("floor", isinstance(self.floor, float) and 0 <= self.floor <= 1, "a float in [0, 1]")
+    floor: ClassVar[float] = 0.2
+    """Share of an equal budget, window included, that each KV head keeps at least."""
 
     def keep(self, cache: SlotCache, scores: Tensor, allowed: int) -> Tensor:
         votes = scores[:, :, : cache.used - self.window]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -149,18 +149,6 @@ class Method(Settings):
     """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
     prompt's first token in each row; 0: at its end alone. Per settings."""
 
-    def always_read(self, prompt: int, length: int) -> Iterable[int]:
-        """Positions that the token at position ``length`` reads whatever their attention, as settings promise.
-
-        Args:
-            prompt: tokens of the prompt, at most ``length``. Negative positions, and later ones, do not count.
-        """
-        return ()
-
-    def short_is_dense(self, length: int) -> bool:
-        """Whether a context of a few tokens, ``length``, is dense. A method that may read less says when."""
-        return True
-
     # How decode steps may be run
 
     sparse_from_tokens: ClassVar[int | None] = None
@@ -175,9 +163,6 @@ class Method(Settings):
     takes would then keep room for as many in every row. Per class."""
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
-
-    made_for: ClassVar[Mapping[str, Any] | None] = None
-    """The architecture for which a file of `foveate tune` names the method. Set on the instance that is made of it."""
 
     # What the layer gets from elsewhere
 

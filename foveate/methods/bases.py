@@ -21,7 +21,6 @@ from foveate.methods._common import (
     evict_weakest,
     eviction_setting,
     keep_heavy,
-    or_whole,
 )
 from foveate.methods.base import Method, Replay, setting
 from foveate.methods.budgets import Number, budget
@@ -94,10 +93,6 @@ class KeepsByScore(Method):
     def _over(self, live: Number, length: Number) -> bool | Tensor:
         return live > self.allowed(length)
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        newest = prompt if self.evicts is Evicts.AT_PROMPT_END else length
-        return [*range(self.sinks), *range(newest - self.window, length)]
-
 
 @dataclass(frozen=True)
 class ReadsChosen(Method):
@@ -144,17 +139,17 @@ class ReadsChosen(Method):
             cache.channel(name)[:, :, new] = made
 
     def _copy_newest(self, cache: SlotCache) -> None:
-        newest = (cache.row_tensor("lengths") - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+        newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         for name, made in self.copies(ops.gather_slots(cache.keys, newest)).items():
             cache.channel(name).scatter_(2, newest[..., None].expand_as(made), made)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self._copy_newest(cache)
         chosen = self.choose(cache, q, scaling) & (cache.positions >= 0)
-        cache.count_read(or_whole(cache, chosen.sum(-1)))
+        cache.count_read(cache.plan.or_whole(chosen.sum(-1)))
         count_scored(self, cache)
         slots = torch.arange(cache.used, dtype=torch.int32, device=q.device).where(chosen, -1)
-        how = {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
+        how = {"whole": cache.plan.whole, "block_table": cache.block_table, "out": cache.out}
         how["logits"] = cache.logits(scaling)
         return ops.attend_indices(q, *cache.memory, slots, **how).out
 

@@ -45,6 +45,6 @@ class Duo(ReadsChosen):
         return ops.Attended(torch.cat(outs, 1))
 
     def choose(self, cache, q, scaling):
-        whole = cache.on_device([head not in self.heads for head in range(cache.geometry.num_kv_heads)])
-        newest = cache.positions >= (cache.row_tensor("lengths") - self.recent)[:, None, None]
+        whole = cache.plan.constant(head not in self.heads for head in range(cache.geometry.num_kv_heads))
+        newest = cache.positions >= (cache.plan["lengths"] - self.recent)[:, None, None]
         return newest | (cache.positions < self.sinks) | (whole > 0)[:, None]

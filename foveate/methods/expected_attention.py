@@ -15,13 +15,10 @@ class ExpectedAttention(KeepsByScore):
     needs_rotary, estimates = True, True
     small_budget = {"top_k": 20}
     window, min_k = 0, 0
+    future = 512
+    """Positions after the prompt at which queries are expected."""
 
     top_k: int | float = setting(0.5, "prompt tokens kept, sinks included: a number, or a share of the prompt")
-    future: int = setting(512, "positions after the prompt at which queries are expected")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._check_count("future", 1)
 
     def channels(self, geometry):
         heads, dim = geometry.num_heads, geometry.head_dim

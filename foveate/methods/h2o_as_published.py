@@ -42,9 +42,6 @@ class H2OAsPublished(Method):
         self._check_count("window", 1)
         self._check_choice("pool", "kv_head", "layer")
 
-    def always_read(self, prompt: int, length: int) -> range:
-        return range(length + 1 - self.window, length)
-
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"mass": Channel(least=0.0)}
 
@@ -86,15 +83,12 @@ class H2OAsPublished(Method):
         mass = cache.channel("mass")
         mass = mass.sum(1, keepdim=True) if self.pool == "layer" else mass
         others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
-        heavy = ops.topk_rows(others, cache.each_row(self._heavy), cache.most(self._heavy))
+        heavy = ops.topk_rows(others, cache.plan.each(self._heavy), self._heavy(cache.used))
         heavy = heavy.expand(-1, cache.geometry.num_kv_heads, -1)
-        width = cache.most(self._width)
-        last = cache.row_tensor("lengths")[:, None] - width + torch.arange(width, device=cache.device)
+        width = min(self.window, cache.used)
+        last = cache.plan["lengths"][:, None] - width + torch.arange(width, device=cache.device)
         last = last.clamp_min(-1)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)
         return torch.cat([heavy, last], -1)
 
     def _heavy(self, length: Number) -> int | Number:
         return budget(self.top_k, length)
-
-    def _width(self, length: int) -> int:
-        return min(self.window, length)

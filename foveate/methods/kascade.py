@@ -13,12 +13,12 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import attend_hot, choosing, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
-from foveate.methods._page_summaries import LowRankPages, check_records
+from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Method, Observation, redefined, register, setting
+from foveate.methods.base import Method, redefined, register, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -33,7 +33,7 @@ SETTLED_BY = ("pool", "pooling", "decode_only")
 
 
 @register
-class Kascade(TopKByMass):
+class Kascade(KeepsSummaries, TopKByMass):
     """Anchor layers compute the attention mass of all keys and choose; the layers after an anchor read its choice.
 
     Layer 0 is dense; where it is an anchor, it chooses for the layers up to the next one. Layers before the first
@@ -306,29 +306,12 @@ class Kascade(TopKByMass):
             return super().role
         return "pages, choosing" if self.scores_keys_of_pages else "pages"
 
+    @property
+    def kept(self) -> LowRankPages | None:
+        return self.summaries if self.scores_summaries else None
+
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        if self.keeps_scores:
-            return KeptScores(self.every).channels()
-        return self.summaries.channels(geometry) if self.scores_summaries else {}
-
-    @property
-    def summarises_blocks(self) -> bool:  # type: ignore[override]
-        return self.scores_summaries and self.summaries.of_keys_alone
-
-    def written(self, cache: SlotCache, slots: Tensor) -> None:
-        self.summaries.write_filled(cache, slots)
-
-    @property
-    def observation(self) -> Observation | None:
-        return self.summaries.observation if self.scores_summaries else None
-
-    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        if self.scores_summaries:
-            self.summaries.observe(cache, q)
-
-    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        if self.scores_summaries:
-            self.summaries.prompt_end(cache)
+        return KeptScores(self.every).channels() if self.keeps_scores else super().channels(geometry)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self._decode_pages(cache, q, scaling) if self.reads_pages else super().decode(cache, q, scaling)
@@ -338,15 +321,11 @@ class Kascade(TopKByMass):
         pages = self._best_pages(cache, q, scaling)
         if self.scores_keys_of_pages:
             indices = self._select_in(cache, q, pages, scaling)
-            self._hand_on(cache, SharedKeys(indices, or_whole(cache, self._read(cache, indices))))
-        cache.count_read(or_whole(cache, cache.each_row(self.page_keys)[:, None]))
+            self._hand_on(cache, SharedKeys(indices, cache.plan.or_whole(self._read(cache, indices))))
+        cache.count_read(cache.plan.or_whole(cache.plan.each(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        if cache.offloaded:
-            return attend_hot(cache, q, pages, scaling, self.page_size)
-        how = {"whole": cache.whole, "out": cache.out, "need_lse": cache.audited is not None}
-        how |= self._of_pages(cache, scaling)
-        return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
+        return attend_chosen(cache, q, pages, scaling, self.page_size, **self._of_pages(cache))
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         if self.scores_summaries:
@@ -364,7 +343,7 @@ class Kascade(TopKByMass):
         return self._select_in(cache, q, self._best_pages(cache, q, scaling), scaling)
 
     def _select_by_kept_scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths, heads = cache.row_tensor("counts"), 1 if self.pool == "layer" else cache.geometry.num_kv_heads
+        lengths, heads = cache.plan["counts"], 1 if self.pool == "layer" else cache.geometry.num_kv_heads
 
         def mass(due: Tensor) -> Tensor:
             found = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths.where(due, 0)))
@@ -376,12 +355,13 @@ class Kascade(TopKByMass):
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
-        how = {"pooling": self.pooling, "pool": self.pool, **self._of_pages(cache, scaling)}
+        how = {"logits": cache.logits(scaling), "block_table": cache.block_table, **self._of_pages(cache)}
+        how |= {"pooling": self.pooling, "pool": self.pool}
         keys, scored = (cache.memory[0], pages) if not cache.offloaded else self._hot_keys(cache, pages)
         if cache.offloaded:  # a copy of the pages alone, in their order
-            how |= {"lengths": cache.each_row(self.page_keys), "block_table": None}
+            how |= {"lengths": cache.plan.each(self.page_keys), "block_table": None}
         mass = ops.pooled_mass_of_pages(q, keys, scored, self.page_size, **how)
-        there = choosing(cache, cache.each_row(self.places), f"{self.spec}, places")
+        there = cache.plan.choosing(self.places)
         places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
@@ -396,20 +376,18 @@ class Kascade(TopKByMass):
         places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
         return keys, places.where(pages >= 0, -1)
 
-    def _of_pages(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
-        counts = choosing(cache, cache.each_row(self.scored_pages), f"{self.spec}, scored pages")
-        how = {"lengths": cache.row_tensor("lengths"), "counts": counts}
-        return {"logits": cache.logits(scaling), "block_table": cache.block_table, **how}
+    def _of_pages(self, cache: SlotCache) -> dict[str, Tensor]:
+        return {"lengths": cache.plan["lengths"], "counts": cache.plan.choosing(self.scored_pages)}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
         int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
         self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
-        newest = cache.each_row(self.summaries.newest)
-        ends = choosing(cache, cache.each_row(self.summaries.pages), f"{self.summaries.spec}, ends")
+        newest = cache.plan.each(self.summaries.newest)
+        ends = cache.plan.choosing(self.summaries.pages)
         scores = ops.with_always_read(mass, 0, newest, ends)
-        counts, most = cache.each_row(self.scored_pages), cache.most(self.scored_pages)
+        counts, most = cache.plan.each(self.scored_pages), self.scored_pages(cache.used)
         pages = ops.topk_rows(scores, counts, most, lengths=ends, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention

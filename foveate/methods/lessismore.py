@@ -57,13 +57,13 @@ class LessIsMore(SharedSelection):
         device, heads = cache.device, scores.shape[1]
         slots = torch.arange(scores.shape[-1], device=device)
         length, begin, last, most = (
-            cache.each_row(rule)[:, None]
+            cache.plan.each(rule)[:, None]
             for rule in (operator.pos, self.first_tokens, self.last_tokens, self.best_keys)
         )
         end = length - last
         between = (slots >= begin) & (slots < end)
         scores = scores.masked_fill(~between[:, None], float("-inf"))
-        best = ops.topk_rows(scores, most[:, 0], cache.most(self.best_keys))  # no rank after these is looked at
+        best = ops.topk_rows(scores, most[:, 0], self.best_keys(cache.used))  # no rank after these is looked at
         values = scores.gather(2, best.clamp_min(0)).masked_fill(best < 0, float("-inf"))
         places = best.gather(2, values.sort(dim=-1, descending=True, stable=True).indices)
         turn = torch.arange(heads, device=device)[:, None] + heads * torch.arange(places.shape[2], device=device)
@@ -73,8 +73,8 @@ class LessIsMore(SharedSelection):
         first = first.scatter_reduce(1, places.clamp_min(0).flatten(1), turn.flatten(1), "amin")
         order = (-first).float() if none < 1 << 24 else (-first).double()
         order = order.masked_fill(first >= none, float("-inf"))[:, None]
-        chosen = ops.topk_rows(order, most[:, 0], cache.most(self.count))
-        ends = torch.arange(cache.most(self.first_tokens) + cache.most(self.last_tokens), device=device)
+        chosen = ops.topk_rows(order, most[:, 0], self.count(cache.used))
+        ends = torch.arange(self.first_tokens(cache.used) + self.last_tokens(cache.used), device=device)
         ends = torch.where(ends < begin, ends, end + ends - begin)
         ends = ends.masked_fill(ends >= length, -1)
         chosen = torch.cat([chosen, ends[:, None]], -1)

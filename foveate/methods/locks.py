@@ -43,9 +43,6 @@ class Locks(PageMethod):
         super().__post_init__()
         check_records(self)
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.page_size), *range(length // self.page_size * self.page_size, length)]
-
     @functools.cached_property
     def summaries(self) -> LowRankPages:
         return LowRankPages(self.page_size, self.rank, weighted=False, coefficient_bits=8, pooling="of_largest")

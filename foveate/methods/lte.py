@@ -98,9 +98,6 @@ class LTE(Method):
             own.__dict__["uneven"] = not same
         return own
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(length - self.window, length)]
-
     @property
     def estimates(self) -> bool:  # type: ignore[override]
         return self.artefact is not None
@@ -156,7 +153,7 @@ class LTE(Method):
         scores, reach = cache.channel("score"), self.reach
         fields = (cache.keys, cache.values, cache.positions, scores)
         slots = real = None
-        if cache.step is None and cache.ordered and cache.holes() is None:
+        if not cache.plan.captured and cache.ordered and cache.holes() is None:
             k, v, positions, old = (x[:, :, -tokens:] for x in fields)
         else:
             slots = cache.positions.topk(tokens, -1).indices.flip(-1)
@@ -192,7 +189,7 @@ class LTE(Method):
         room = [max(min(own, length) - self.window, 0) for own in allowed]
         order = scores.sort(dim=-1, descending=True, stable=True)
         best = order.indices[..., : max(room)].masked_fill(order.values[..., : max(room)].isneginf(), -1)
-        beyond = torch.arange(max(room), device=cache.device) >= cache.on_device(room)[:, None]
+        beyond = torch.arange(max(room), device=cache.device) >= cache.plan.constant(room)[:, None]
         newest = cache.positions.topk(min(self.window, length), -1).indices
         return torch.cat([best.masked_fill(beyond, -1), newest], -1)
 
@@ -206,7 +203,7 @@ class LTE(Method):
         before = [[min(n - 1, own) + 1 for own in self.allowed_by_head(n - 1, heads)] for n in cache.lengths]
         most = [self.allowed_by_head(n, heads) for n in cache.lengths]
         over = [[own > limit for own, limit in zip(*row)] for row in zip(before, most)]
-        cache.evict_by_head(over, before, cache.channel("score"), cache.each_row(operator.sub, self.window))
+        cache.evict_by_head(over, before, cache.channel("score"), cache.plan.each(operator.sub, self.window))
         return out
 
     @functools.cached_property

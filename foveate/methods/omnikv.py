@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
-from foveate.methods._common import choosing
+from foveate.methods._common import scored_lengths
 from foveate.methods.base import register, setting
 from foveate.state import SlotCache
 
@@ -57,10 +57,10 @@ class OmniKV(SharedSelection):
         return LayerRole(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths = choosing(cache, cache.stored()[1], "counts")
+        lengths = scored_lengths(cache)
         pooling = "max" if self.score == "softmax" else "max_logit"
         how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
         scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
-        counts, most = cache.each_row(self.count), cache.most(self.count)
+        counts, most = cache.plan.each(self.count), self.count(cache.used)
         chosen = ops.topk_rows(scores, counts, most, lengths=lengths, dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_hot, choosing, count_scored, note_lse, or_whole
+from foveate.methods._common import attend_all, attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
-from foveate.methods._page_summaries import LowRankPages, PageSummaries, check_records
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, redefined, register, setting
+from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
+from foveate.methods.base import SPARSE_FROM_TOKENS, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -22,7 +22,7 @@ LEAST_KEYS = 128
 
 
 @dataclass(frozen=True)
-class PageMethod(Method):
+class PageMethod(KeepsSummaries):
     """For each decoded token, reads the pages whose summaries score best; the prefill is dense.
 
     A subclass is a preset: it says what is kept of pages, and which of them are always read. These count towards
@@ -56,27 +56,9 @@ class PageMethod(Method):
         """What is kept of pages."""
         raise NotImplementedError
 
-    # Summaries
-
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        return self.summaries.channels(geometry)
-
     @property
-    def observation(self) -> Observation | None:
-        return self.summaries.observation
-
-    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        self.summaries.observe(cache, q)
-
-    def prompt_end(self, cache: SlotCache, scaling: float) -> None:
-        self.summaries.prompt_end(cache)
-
-    @property
-    def summarises_blocks(self) -> bool:  # type: ignore[override]
-        return self.summaries.of_keys_alone
-
-    def written(self, cache: SlotCache, slots: Tensor) -> None:
-        self.summaries.write_filled(cache, slots)
+    def kept(self) -> PageSummaries:
+        return self.summaries
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         return self.summaries.scored(tokens, geometry, dtype)
@@ -89,11 +71,8 @@ class PageMethod(Method):
         count_scored(self, cache)
         if cache.offloaded:
             cache.fetch(pages)
-            return attend_hot(cache, q, pages, scaling, self.page_size)
-        how = {"lengths": cache.row_tensor("counts"), "counts": cache.each_row(self.count, of="counts")}
-        how |= {"whole": cache.whole, "block_table": cache.block_table, "out": cache.out}
-        how |= {"logits": cache.logits(scaling), "need_lse": cache.audited is not None}
-        return note_lse(cache, ops.attend_pages(q, *cache.memory, pages, self.page_size, **how))
+        how = {"lengths": cache.plan["counts"], "counts": cache.plan.each(self.count, of="counts")}
+        return attend_chosen(cache, q, pages, scaling, self.page_size, **how)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         self.summaries.write_newest(cache)
@@ -108,18 +87,18 @@ class PageMethod(Method):
         of a group that read it.
         """
         scores = ranked = self.scores(cache, q, scaling)
-        ends = choosing(cache, cache.each_row(self.summaries.pages, of="counts"), f"{self.summaries.spec}, ends")
-        counts = cache.each_row(self.count, of="counts")
+        ends = cache.plan.choosing(self.summaries.pages, of="counts")
+        counts = cache.plan.each(self.count, of="counts")
         if self.tail:
-            newest = cache.each_row(self.first_newest, of="counts")
+            newest = cache.plan.each(self.first_newest, of="counts")
             ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
-        pages = ops.topk_rows(ranked, counts, cache.most(self.most_pages, of="counts"), lengths=ends, dtype=torch.int32)
+        pages = ops.topk_rows(ranked, counts, self.most_pages(cache.used), lengths=ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
             cache.count("pages_refined", counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
-        heads, lengths = cache.geometry.num_kv_heads, cache.row_tensor("counts")
-        cache.count_read(or_whole(cache, ops.keys_of_pages(pages, heads, self.page_size, lengths)))
+        heads, lengths = cache.geometry.num_kv_heads, cache.plan["counts"]
+        cache.count_read(cache.plan.or_whole(ops.keys_of_pages(pages, heads, self.page_size, lengths)))
         return pages
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -127,9 +106,6 @@ class PageMethod(Method):
         return self.summaries.scores(cache, q, scaling)
 
     # Budgets
-
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(length + 1 - self.tail, length)] if self.tail else []
 
     def first_newest(self, length: Number) -> Number:
         """The page of the first of the newest tokens."""
@@ -208,7 +184,7 @@ class Pages(PageMethod):
         def mass(due: Tensor) -> Tensor:
             return self.summaries.mass(cache, q, scaling, self.summaries.pooling, due=due)
 
-        number = cache.most(self.summaries.pages, of="counts")
+        number = self.summaries.pages(cache.used)
         return KeptScores(self.every, self.page_size).renew(cache, cache.geometry.num_kv_heads, number, mass)[0]
 
     @property

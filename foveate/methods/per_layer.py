@@ -76,18 +76,16 @@ class Mixed(Method):
 
     lined: Any = setting("h2o", "method of the first and last layers")
     clustered: Any = setting("luka", "method of the layers between")
-    ends: float = setting(8 / 36, "share of the depth at each end that is lined (the paper: 8 of 36 layers)")
 
     def __post_init__(self):
         object.__setattr__(self, "lined", _spec(self.lined))
         object.__setattr__(self, "clustered", _spec(self.clustered))
-        self._check("ends", isinstance(self.ends, float) and 0 < self.ends <= 0.5, "a share in (0, 0.5]")
 
     def settings(self) -> dict[str, Any]:
-        return {"lined": _complete(self.lined), "clustered": _complete(self.clustered), "ends": self.ends}
+        return {"lined": _complete(self.lined), "clustered": _complete(self.clustered)}
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        ends = max(1, round(self.ends * num_layers))
+        ends = max(1, round(8 / 36 * num_layers))  # of the depth, as in the paper
 
         def lined(layer: int) -> bool:
             return layer < ends or layer >= num_layers - ends

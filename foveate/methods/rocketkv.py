@@ -28,7 +28,7 @@ class GroupBoxes(PageBoxes):
         fp32 ``[B, Hkv, P]``; 0 where a row has no page.
         """
         bounds = super().scores(cache, q, scaling)
-        there = ops.first_keys(cache.each_row(self.pages, of="counts"), bounds.shape[-1])
+        there = ops.first_keys(cache.plan.each(self.pages, of="counts"), bounds.shape[-1])
         bounds = bounds.masked_fill(~there, float("-inf"))
         return bounds.softmax(-1).unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2)
 
@@ -87,9 +87,6 @@ class RocketKV(PageMethod):
         votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
         votes = F.max_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
         return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
-
-    def short_is_dense(self, length: int) -> bool:
-        return length <= max(budget(self.keep, length), self.window)
 
     def prompt_packed(self, cache: SlotCache) -> None:
         self.summaries.write(cache, 0, cache.used // self.page_size)

@@ -14,7 +14,8 @@ from foveate.state import Channel, Geometry, SlotCache
 
 @register
 class SparQ(Method):
-    """A KV head reads the keys with most attention in its queries' largest dimensions, and a recent window."""
+    """A KV head reads the keys with most attention in its queries' largest dimensions, and a recent window; the mean of
+    all values stands for the keys that are not read."""
 
     name: ClassVar[str] = "sparq"
     source: ClassVar[str] = "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985"
@@ -29,13 +30,11 @@ class SparQ(Method):
     min_k: int = setting(128, "least number of keys when top_k is a share")
     rank: int = setting(32, "dimensions of each key that are scored, at most all")
     window: int = setting(32, "recent tokens that are read whatever their scores")
-    mean_value: bool = setting(True, "whether the mean of all values stands for the keys that are not read")
 
     def __post_init__(self):
         self._check_budget("top_k")
         for name, least in (("min_k", 0), ("rank", 1), ("window", 1)):
             self._check_count(name, least)
-        self._check("mean_value", isinstance(self.mean_value, bool), "true or false")
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {"value_sum": Channel((geometry.num_kv_heads, geometry.value_dim), per=0)}
@@ -44,17 +43,15 @@ class SparQ(Method):
         cache.channel("value_sum").add_(cache.values[:, :, -q.shape[2] :].sum(2, dtype=torch.float32))
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mean = self._add_newest(cache) / cache.row_tensor("lengths")[:, None, None]
+        mean = self._add_newest(cache) / cache.plan["lengths"][:, None, None]
         mass = self._approximate(cache, q, scaling)
         empty = cache.positions < 0
         scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty, -torch.inf)
-        indices = ops.topk_rows(scores, cache.each_row(self.count), cache.most(self.count))
-        cache.count_read(cache.each_row(self.count)[:, None])
+        indices = ops.topk_rows(scores, cache.plan.each(self.count), self.count(cache.used))
+        cache.count_read(cache.plan.each(self.count)[:, None])
         count_scored(self, cache)
         how = {"logits": cache.logits(scaling), "block_table": cache.block_table}
         out = ops.attend_indices(q, *cache.memory, indices, **how).out
-        if not self.mean_value:
-            return out
         read = torch.zeros_like(scores).scatter_add_(2, indices.clamp_min(0), (indices >= 0).float())
         left = (mass * (1 - read)[:, :, None]).sum(3).flatten(1)  # 1 - alpha of each query head
         mean = mean.repeat_interleave(cache.geometry.group, 1)
@@ -82,5 +79,5 @@ class SparQ(Method):
 
     def _add_newest(self, cache: SlotCache) -> Tensor:
         """Add the newest value of each row to the sum of its values; returns the sums, fp32 ``[B, Hkv, Dv]``."""
-        newest = (cache.row_tensor("lengths") - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+        newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         return cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])

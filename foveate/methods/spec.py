@@ -50,6 +50,8 @@ def _below(cls: type[Method]) -> Iterator[type[Method]]:
 
 SETTING, SETTING_SCHEMA = "foveate_setting", 2
 """Kind and version of the files of `foveate tune`, which name a method."""
+_MADE_FOR = "made_for"
+"""Attribute of a method that such a file names: the architecture for which it does."""
 _FIELDS = {
     "kind": str,
     "schema": int,
@@ -84,7 +86,7 @@ def make(method: str | Method, **settings: Any) -> Method:
         named = path in str(error) or not path.endswith(".json") or ":" in path
         raise error if named else ValueError(f"{path}: {error}") from None
     if architecture is not None:
-        object.__setattr__(made, "made_for", architecture)
+        vars(made)[_MADE_FOR] = architecture
     return made
 
 
@@ -95,7 +97,7 @@ def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
         facts: of the model, such as its number of ``layers``.
     """
     for name in SHAPE:
-        there, here = (method.made_for or {}).get(name), facts.get(name)
+        there, here = vars(method).get(_MADE_FOR, {}).get(name), facts.get(name)
         if there is not None and here is not None and there != here:
             raise ValueError(
                 f"{method.spec} was found by foveate tune for a model of {name} {there}, and this one has {here}; "

@@ -31,26 +31,18 @@ class Streaming(Method):
     window: int | float = setting(
         1024, "recent tokens, the query's own included: a number or a share of the tokens so far"
     )
-    min_window: int = setting(0, "least window when it is a share")
 
     def __post_init__(self):
         self._check_count("sinks")
         self._check_budget("window")
-        self._check_count("min_window")
 
     def lower(self, position: Number) -> Number:
         """First position inside the window of the query at ``position``: of one, or of each in an int64 tensor."""
-        return position + 1 - budget(self.window, position + 1, max(1, self.min_window))
-
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(self.lower(length), length)]
-
-    def short_is_dense(self, length: int) -> bool:
-        return self.lower(length - 1) <= self.sinks
+        return position + 1 - budget(self.window, position + 1, 1)
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         length, n = cache.lengths[0], q.shape[2]
-        lower = _lower_slots(self.window, self.min_window, length - n, length, cache.used, q.device)
+        lower = _lower_slots(self.window, length - n, length, cache.used, q.device)
         how = {"lower": lower, "sinks": self.sinks, "offset": cache.used - n}
         return ops.attend_window(q, cache.keys, cache.values, logits=cache.logits(scaling), **how)
 
@@ -64,9 +56,9 @@ class Streaming(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out
         # the next query sees nothing below its window: at most one token leaves it at each step
-        rows = cache.rows_where(self._leaves)
+        rows = cache.plan.where(self._leaves)
         if rows is not None:
-            cache.evict(rows, at=cache.each_row(self._leaving))
+            cache.evict(rows, at=cache.plan.each(self._leaving))
         return out
 
     def _leaving(self, length: Number) -> Number:
@@ -79,11 +71,11 @@ class Streaming(Method):
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 1 is a number, 1.0 a share
-def _lower_slots(window: int | float, min_window: int, first: int, end: int, used: int, device: torch.device) -> Tensor:
+def _lower_slots(window: int | float, first: int, end: int, used: int, device: torch.device) -> Tensor:
     """int64 ``[end - first]``: the slot at which each query's window begins, the same in every layer.
 
     ``end - used`` tokens between the sinks and the first window are gone.
     """
     with torch.inference_mode(False):
         positions = torch.arange(first, end, device=device)
-        return Streaming(window=window, min_window=min_window).lower(positions) - (end - used)
+        return Streaming(window=window).lower(positions) - (end - used)

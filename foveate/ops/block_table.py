@@ -1,5 +1,6 @@
 """Keys in blocks: a table says in which physical block a row's keys are (PagedAttention, Kwon et al. 2023)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,3 +86,13 @@ class BlockTable:
             blocks = blocks.to(q.dtype) if x.dtype == EIGHT_BITS and q.is_floating_point() else blocks
             copies.append(blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length].contiguous())
         return copies
+
+
+def in_one_piece(q: Tensor, block_table: BlockTable | None, *memory: Tensor) -> Sequence[Tensor]:
+    """Memory that may be in blocks, see :meth:`BlockTable.gather`; without a table as it is."""
+    return memory if block_table is None else block_table.gather(q, *memory)
+
+
+def number_of_keys(k: Tensor, block_table: BlockTable | None) -> int:
+    """How many keys the longest row has in memory that may be in blocks."""
+    return k.shape[2] if block_table is None else block_table.length

@@ -56,12 +56,12 @@ def maintenance(groups: Sequence[DeviceRows]) -> Iterator[None]:
 
 def device_rows(store: SlotCache) -> DeviceRows:
     """Allocate row numbers on the device for a cache; :func:`write_rows` fills them."""
-    return DeviceRows(store.batch_size, store.reuses_slots, store.device, store.own_numbers)
+    return DeviceRows(store.batch_size, store.evicts.in_decode, store.device, store.own_numbers)
 
 
 def freed_slots(store: SlotCache) -> Tensor | None:
     """Allocate int64 ``[B, Hkv]``, -1, for the slots that a step evicts; None if steps never evict."""
-    if not store.reuses_slots:
+    if not store.evicts.in_decode:
         return None
     with torch.inference_mode(False):
         return torch.full((store.batch_size, store.geometry.num_kv_heads), -1, device=store.device)
@@ -69,19 +69,17 @@ def freed_slots(store: SlotCache) -> Tensor | None:
 
 def write_rows(rows: DeviceRows, store: SlotCache) -> None:
     """Copy a cache's row numbers to the device."""
-    rows.write(store.rows, None if store.freed is None else store.freed.rows, store.capacity)
+    rows.write(store.rows, None if store.freed is None else store.freed.rows)
 
 
 def move_to_device(stores: Sequence[SlotCache]) -> DeviceRows:
     """Move the row numbers of caches whose rows have the same numbers to the device, where steps advance them.
 
-    Borrowed keys and values of a method that evicts in decode are copied first (:meth:`SlotCache.own_memory`), since
-    its steps overwrite slots.
+    Borrowed keys and values of a method that evicts in decode are copied first, since its steps overwrite slots.
     """
     rows = device_rows(stores[0])
     write_rows(rows, stores[0])
     for store in stores:
-        if store.reuses_slots:
-            store.own_memory()
+        store.start_decoding()
         store.move_to_device(rows, freed_slots(store))
     return rows

@@ -195,8 +195,7 @@ class Layer:
         out = self._prompt_parts(q, k, v, columns, scaling, ends)
         if ends or not self.method.needs_prompt_end:
             finish_prompt(self.method, store, scaling)
-            store.forget_within_prompt()
-            store.save(first + n)
+            store.save(first + n, prompt_ended=True)
         return out
 
     def _prompt_parts(
@@ -215,7 +214,7 @@ class Layer:
             store.reserve(store.used + max(takes))
             parts = [real[:take] for real, take in zip(left, takes)]
             left = [real[take:] for real, take in zip(left, takes)]
-            alike = columns is None and store.uniform and len(set(takes)) == 1
+            alike = columns is None and store.plan.alike and len(set(takes)) == 1
             if alike and takes[0] == n:
                 out = self._prompt_rows(store, q, k, v, scaling)
             else:
@@ -275,7 +274,7 @@ class Layer:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
-        if n > 1 and isinstance(self.method, Dense) and store.uniform:
+        if n > 1 and isinstance(self.method, Dense) and store.plan.alike:
             store.append(k, v)
             for missing in range(n - 1, -1, -1):
                 store.count_read(store.used - missing, available=store.used - missing)
@@ -291,9 +290,9 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
-        if self.first_step and store.step is None:
+        if self.first_step and not store.plan.captured:
             return self._checked_step(q, scaling)
-        if not (self.captured_dense if store.step is not None else self.decodes_densely(store.used)):
+        if not (self.captured_dense if store.plan.captured else self.decodes_densely(store.used)):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.decode_dense(store, q, scaling)
@@ -393,7 +392,7 @@ def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collect
     Returns:
         Whether it was called for all rows at once, and not row by row, as if lengths differ.
     """
-    together = store.uniform and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
+    together = store.plan.alike and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
     if together:
         keep = _kept(method, store, scaling)
     else:

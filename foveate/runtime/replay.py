@@ -178,13 +178,11 @@ class ReplayedSteps:
             used = store.used
             if store.capacity - used < (1 if self._warm else ROOM):
                 store.reserve(used + ROOM)
-            if store.reuses_slots:
-                store.own_memory()
             store.start_decoding()
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
-                layer.method.spec if store.reuses_slots or layer.method.replay.maintains else None,
+                layer.method.spec if store.evicts.in_decode or layer.method.replay.maintains else None,
                 store.capacity,
                 *((name, tuple(numbers)) for name, numbers in store.rows.items()),
                 None if store.freed is None else tuple(store.freed.rows),

@@ -104,8 +104,8 @@ class EngineSteps:
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
         """Shared by the layers of a step, see :meth:`SlotCache.hand_on`."""
-        self._step: tuple[DeviceRows, Tensor, bool] | None = None
-        """Row numbers and block table of the present step, and whether it may have rows that are read whole."""
+        self._step: tuple[DeviceRows, Tensor, int, bool] | None = None
+        """Of the present step: row numbers, block table, bound, and whether it may have rows that are read whole."""
         self._audit: list[Tensor] | None = None
         """Where layers note the mass that they would read, see :meth:`audit`."""
 
@@ -177,8 +177,8 @@ class EngineSteps:
             self._rows[number] = DeviceRows(number, False, self.device)
             self._rows[number].capturing = True
         step = self._rows[number]
-        step.begin_of(lengths, bound, prompts or None)
-        self._step = (step, block_table, prompts is not None or self._sparse_from > 0)
+        step.begin_of(lengths, prompts or None)
+        self._step = (step, block_table, bound, prompts is not None or self._sparse_from > 0)
         self._forward.clear()
 
     def _whole(self) -> Tensor:
@@ -238,11 +238,13 @@ class EngineSteps:
             logits: how the layer's logits are made.
             out: contiguous ``[B, Hq, 1, Dv]``, to which the output is written; None: to new memory.
         """
-        rows, block_table, some_whole = self._step
         self._start(layer)
+        rows, block_table, bound, some_whole = self._step
+        if some_whole and rows.plan.whole is None:  # here, within a captured step
+            rows.plan.whole = self._whole()
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        store.enter(rows, block_table, rows.once("whole", self._whole) if some_whole else None, out)
+        store.enter(rows, block_table, bound, out)
         dense = self.dense and method.sparse_from_tokens is not None
         decode = method.decode_dense if dense else method.decode
         store.audited = None if self._audit is None else []
@@ -272,7 +274,7 @@ class EngineSteps:
 
     def _audited(self, store: SlotCache, q: Tensor, logits: Logits) -> Tensor:
         """Attention to all keys, after a method has noted that to those which it reads."""
-        how = {"lengths": store.row_tensor("counts"), "block_table": store.block_table, "out": store.out}
+        how = {"lengths": store.plan["counts"], "block_table": store.block_table, "out": store.out}
         dense = ops.attend(q, *store.memory, logits=logits, need_lse=True, **how)
         self._audit.append((store.audited[0] - dense.lse).exp().clamp_max(1).mean((1, 2)))
         return dense.out

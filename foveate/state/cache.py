@@ -73,15 +73,14 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.softcap: float | None = None  # cap of the layer's attention logits
         self.rotary: Rotary | None = None  # how queries and keys are rotated, for methods with needs_rotary
         self._row: int | None = None  # which row of a batch this is, see row
-        self.whole: Tensor | None = None  # rows that a sparse step reads whole, and where its output goes: see enter
-        self.out: Tensor | None = None
+        self.out: Tensor | None = None  # where a step's output goes, see enter
         self.audited: list[Tensor] | None = None
         """Where a step that is audited leaves the log-sum-exp of what it reads, ``[B, Hq, 1]``; None: nowhere."""
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self._free_blocks = block_size, []
-        if self.reuses_slots and any(spec.per > 1 for spec in self.specs.values()):
+        if self.evicts.in_decode and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts in decode cannot have channels per page: a page's tokens would move")
-        if self.reuses_slots and block_size:
+        if self.evicts.in_decode and block_size:
             raise ValueError("a method that evicts in decode keeps its slots in one piece, not in blocks")
         for name, spec in self.specs.items():
             if spec.per == 0:
@@ -141,25 +140,25 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         cache._add_channels(len(memory))
         return cache
 
-    def enter(self, rows: DeviceRows, block_table: Tensor, whole: Tensor | None, out: Tensor | None) -> None:
+    def enter(self, rows: DeviceRows, block_table: Tensor, bound: int, out: Tensor | None) -> None:
         """Take the rows of an engine's step, which :meth:`DeviceRows.begin_of` has started.
 
         Args:
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
-            whole: int64 ``[B]``: lengths of rows that read all keys, whatever is chosen, and 0 of others; None: no row.
+            bound: no row is longer; fixes the widths of selections.
             out: where methods may have attention write its output, ``[B, Hq, 1, Dv]``; None: to new memory.
         """
         if self.batch_size != len(block_table):
             self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
-        self.tensors["block_table"], self.capacity = block_table, rows.bound
-        self.whole, self.out, self.device_state = whole, out, DeviceState(rows, None)
+        self.tensors["block_table"], self.capacity = block_table, bound
+        self.out, self.device_state = out, DeviceState(rows, None)
 
     # What methods read
 
     @property
     def used(self) -> int:
         """Slots in use in the fullest row; in a captured step the capacity."""
-        step = self.device_state and self.step
+        step = self.device_state and self._step
         return max(self._rows["counts"]) if step is None else self.capacity
 
     @property
@@ -168,7 +167,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         if "positions" in self.tensors:
             return self.tensors["positions"][:, :, : self.used]
         slots = torch.arange(self.used, dtype=torch.int32, device=self.device)
-        counts = self.row_tensor("counts")[:, None, None]
+        counts = self.plan["counts"][:, None, None]
         return slots.where(slots < counts, -1).expand(-1, self.geometry.num_kv_heads, -1)
 
     def channel(self, name: str) -> Tensor:
@@ -192,18 +191,18 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             ``(mask, lengths)``, at most one of which is not None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
             ``[B]``, when each row's tokens fill its first slots. Both None: every slot in use holds a token.
         """
-        if (self.device_state and self.step) is None:
+        if (self.device_state and self._step) is None:
             counts = self._rows["counts"]
             if counts == self._rows["live"] and min(counts) == max(counts) and not self.uneven:
                 return None, None
-        if self.reuses_slots or self.uneven:
+        if self.evicts.in_decode or self.uneven:
             return self.positions >= 0, None
-        return None, self.row_tensor("counts")
+        return None, self.plan["counts"]
 
     def _held(self) -> int | Tensor:
         """Tokens held, as an argument of :meth:`count_read`."""
-        if self.step is not None and not self.uneven:  # the same number in every layer
-            return self.step.held()
+        if self._step is not None and not self.uneven:  # the same number in every layer
+            return self._step.held()
         mask, lengths = self.stored()
         if mask is not None:
             return mask.sum(-1)
@@ -217,7 +216,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
                 or a tensor ``[]``, already summed over the rows as the mean over the KV heads. None: all that it holds.
             available: keys that dense attention would read in each row; None: all tokens so far.
         """
-        if self.step is None:  # ReplayedSteps counts captured steps
+        if self._step is None:  # ReplayedSteps counts captured steps
             available = sum(self.lengths) if available is None else available * self.batch_size
             self.counters.count_steps(1, self.batch_size, available)
         self.count("keys_read", self._held() if keys is None else keys)
@@ -229,7 +228,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             name: of a counter, see :class:`Counters`.
             number: a Python number for every row; or a tensor, see :meth:`Tally.add`.
         """
-        total, tally = self.counters[name], self.tally if self.step is None else self.step.tally
+        total, tally = self.counters[name], self.tally if self._step is None else self._step.tally
         if not isinstance(number, Tensor):
             number = float(number * self.batch_size)
         if tally is not None and isinstance(total, Tensor) and not total.is_inference():
@@ -278,7 +277,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             start = self.rows["lengths"][0]
             positions = torch.arange(start, start + n, dtype=torch.int32, device=self.device)
             self.tensors["positions"][:, :, first : first + n] = positions
-        self._clear(slice(first, first + n))
+        for name, spec in self.specs.items():
+            if spec.per == 1 and not spec.recomputed:
+                self.tensors[name][:, :, first : first + n] = 0
         self._advance(n, n)
 
     def write_step(self, k: Tensor, v: Tensor) -> None:
@@ -287,9 +288,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         Args:
             k, v: ``[B, Hkv, 1, D(v)]``.
         """
-        step = self.step
+        step = self._step
         if step is not None:
-            newest = step.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
+            newest = step.plan.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
             self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self.rows["counts"]
@@ -302,7 +303,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             freed, appended = self.freed.slots, [not gave_up for gave_up in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
-        self._put(self.row_tensor("counts"), freed, k, v, self.row_tensor("lengths").to(torch.int32))
+        self._put(self.plan["counts"], freed, k, v, self.plan["lengths"].to(torch.int32))
         self.freed = None
         self._advance(1, appended)
 
@@ -393,7 +394,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             channels, evicts, counters: of the other method.
             filled: channels to copy from this cache: for each name in the branch, the name here. Others are empty.
         """
-        size = 0 if evicts is Evicts.IN_DECODE else self.block_size
+        size = 0 if evicts.in_decode else self.block_size
         one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
         one.rows = one.rows | {name: list(self.rows[name]) for name in one.rows if name not in one.own_numbers}
         one.capacity, one._borrowed = self.capacity, True
@@ -437,9 +438,3 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         own |= {"freed": freed, "take": take, "block_table": self.block_table}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
         self._clear_channels(slot, done=first)
-
-    def _clear(self, slots: slice) -> None:
-        """Zero the channels of new tokens."""
-        for name, spec in self.specs.items():
-            if spec.per == 1 and not spec.recomputed:
-                self.tensors[name][:, :, slots] = 0

@@ -20,6 +20,11 @@ class Evicts(enum.Enum):
     def __bool__(self) -> bool:
         return self is not Evicts.NEVER
 
+    @property
+    def in_decode(self) -> bool:
+        """Whether decoded tokens may take the slots of evicted ones."""
+        return self is Evicts.IN_DECODE
+
 
 @dataclass(frozen=True)
 class Geometry:

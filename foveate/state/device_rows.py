@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foveate.state.counters import Tally
+from foveate.state.step_plan import StepPlan
 
 NAMES = ("lengths", "counts", "live", "prompt")
 """Row numbers that a step of any method may read. Each step advances the first three."""
@@ -39,8 +40,6 @@ class DeviceRows:
             """Where a row's new token goes unless it reuses an evicted token's slot: the first slot never used."""
             self.freed = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """Slots that a row has evicted and the next token reuses: 0 or 1."""
-        self.bound = 0
-        """Capacity of the cache in slots. Without eviction no row is longer; fixes the widths of selections."""
         self.steps = 0
         """Steps since :meth:`write`."""
         self.capturing = False
@@ -52,23 +51,20 @@ class DeviceRows:
         self._freed: list[bool] = [False] * batch_size
         self._read: tuple[int, dict[str, list[int]], list[bool]] | None = None
         """Result of the last :meth:`read` that waited for the device, after so many steps."""
-        self._memo: dict[Hashable, Any] = {}
-        """Results of :meth:`once` in the present step."""
         self._constants: dict[Hashable, Tensor] = {}
-        self._after: dict[Hashable, Callable[[], Any]] = {}
-        """Changes to make at the end of the present maintenance, by key."""
+        self.plan = self._new_plan()
+        """The present step, or maintenance, as layers read it."""
 
-    def write(self, rows: dict[str, list[int]], freed: list[bool] | None, bound: int) -> None:
+    def write(self, rows: dict[str, list[int]], freed: list[bool] | None) -> None:
         """Copy row numbers from the host to the device, without a host sync.
 
         Args:
             rows: a list ``[B]`` for each name.
             freed: rows that have evicted a slot for the next token to reuse; None: none has.
-            bound: capacity of the cache in slots.
         """
         self._rows = {name: list(numbers) for name, numbers in rows.items()}
         self._freed = [False] * self.freed.numel() if freed is None else list(freed)
-        self._read, self.steps, self.bound = None, 0, bound
+        self._read, self.steps = None, 0
         self.numbers.copy_(self._pinned([self._rows[name] for name in self.names]), non_blocking=True)
         self.freed.copy_(self._pinned(self._freed), non_blocking=True)
 
@@ -83,45 +79,33 @@ class DeviceRows:
             self["counts"].sub_(self.freed)
             self.freed.zero_()
 
-    def begin_of(self, lengths: Tensor, bound: int, uncounted: Sequence[bool] | None = None) -> None:
+    def begin_of(self, lengths: Tensor, uncounted: Sequence[bool] | None = None) -> None:
         """Start a step of rows that an engine keeps, without a host sync.
 
         Args:
             lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
-            bound: no row is longer.
             uncounted: rows whose tokens are not counted: their number ``live`` is 0. None: no row.
         """
         self.run()
         self.numbers[: len(NAMES)].copy_(lengths)
-        self.bound = bound
         if uncounted is not None:
             self["live"].mul_(self._pinned([not one for one in uncounted]).to(self.device, non_blocking=True))
 
     def run(self) -> None:
         """Forget what the present step has computed and counted: its first layer runs, perhaps once more."""
-        self._memo.clear()
+        self.plan = self._new_plan()
         self.tally.forget()
+
+    def _new_plan(self) -> StepPlan:
+        return StepPlan(dict(zip(self.names, self.numbers)), self.device, self._constants)
 
     def __getitem__(self, name: str) -> Tensor:
         """The row numbers of this name, int64 ``[B]``."""
         return self.numbers[self.names.index(name)]
 
-    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """The result of ``compute()``, computed by the first layer of a step that asks for this key."""
-        if key not in self._memo:
-            self._memo[key] = compute()
-        return self._memo[key]
-
     def held(self) -> Tensor:
         """Tokens that all rows hold, fp64 ``[]``."""
-        return self.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
-
-    def constant(self, numbers: tuple[int, ...]) -> Tensor:
-        """Numbers that no step changes, int64 ``[n]``; copied to the device once."""
-        if numbers not in self._constants:
-            with torch.inference_mode(False):
-                self._constants[numbers] = self._pinned(numbers).to(self.device, non_blocking=True)
-        return self._constants[numbers]
+        return self.plan.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
 
     def _pinned(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -134,24 +118,19 @@ class DeviceRows:
             self.freed.copy_(rows)
             return True
 
-        self.once("evict", count_once)
+        self.plan.once("evict", count_once)
 
     # Between steps
 
     def pause(self) -> None:
         """Start maintenance between two steps; it sees the row numbers that the last step has left."""
-        self._memo.clear()
-        self._after.clear()
-
-    def after(self, key: Hashable, change: Callable[[], Any]) -> None:
-        """Register a change of row numbers for the end of maintenance, when all layers are done; once for a key."""
-        self._after.setdefault(key, change)
+        self.plan = self._new_plan()
 
     def resume(self) -> None:
         """End maintenance: make the registered changes."""
-        for change in self._after.values():
+        for change in self.plan.changes.values():
             change()
-        self._after.clear()
+        self.plan.changes.clear()
 
     def apply_on_host(self, rule: Callable[[dict[str, list[int]]], dict[str, list[int]]]) -> None:
         """Make a change on the host that maintenance has made on the device: ``rule`` gives the changed numbers."""

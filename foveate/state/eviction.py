@@ -16,7 +16,6 @@ from torch import Tensor
 
 from foveate.ops import first_keys, gather_slots
 from foveate.ops.retain import give_up, weakest
-from foveate.state.description import Evicts
 
 
 class Freed(NamedTuple):
@@ -30,11 +29,6 @@ class Freed(NamedTuple):
 
 class Eviction:
     """The operations of a :class:`~foveate.state.SlotCache` that remove tokens."""
-
-    @property
-    def reuses_slots(self) -> bool:
-        """Whether decoded tokens may take the slots of evicted ones."""
-        return self.evicts is Evicts.IN_DECODE
 
     def evict(
         self,
@@ -51,17 +45,17 @@ class Eviction:
             rows: for each row whether it evicts; in a captured step bool ``[B]`` on the device.
             scores, before, at: which token leaves, see :func:`foveate.ops.retain.give_up`.
         """
-        step, by = self.step, {"scores": scores, "before": before, "at": at}
+        step, by = self._step, {"scores": scores, "before": before, "at": at}
         if step is not None:
             give_up(self.positions, rows=rows, out=self.device_state.freed_slots, **by)
             step.evict(rows)
-            self.count("tokens_evicted", step.once("evicted", rows.sum))
+            self.count("tokens_evicted", step.plan.once("evicted", rows.sum))
             return
         rows = list(rows)
         if not any(rows):
             return
-        self.own_memory()
-        some = None if all(rows) else self.on_device([int(evicted) for evicted in rows]) != 0
+        self._own_memory()
+        some = None if all(rows) else self.plan.constant(map(int, rows)) != 0
         slots = give_up(self.positions, rows=some, **by)
         self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
         self.counters.add("tokens_evicted", sum(rows))
@@ -87,10 +81,10 @@ class Eviction:
         ]
         if not any(map(any, heads if self.record_past else reuses)):
             return
-        self.own_memory()
-        some = self.on_device([int(evicts) for row in heads for evicts in row]).view(len(heads), -1) != 0
+        self._own_memory()
+        some = self.plan.constant(int(evicts) for row in heads for evicts in row).view(len(heads), -1) != 0
         positions = self.positions
-        empty = (positions < 0) & first_keys(self.row_tensor("counts")[:, None], self.used)
+        empty = (positions < 0) & first_keys(self.plan["counts"][:, None], self.used)
         slots = weakest(scores, (positions >= 0) & (positions < before[:, None, None]), positions)[..., None]
         kept = positions.gather(2, slots)
         positions.scatter_(2, slots, kept.masked_fill(some[..., None], -1))
@@ -131,7 +125,7 @@ class Eviction:
         else:
             evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
         width = keep.shape[2]
-        last = torch.arange(max(kept), device=self.device) - self.on_device(kept)[:, None]  # counted from the end
+        last = torch.arange(max(kept), device=self.device) - self.plan.constant(kept)[:, None]  # counted from the end
         order = positions.argsort(dim=-1, stable=True)
         order = order.gather(2, (last % max(width, 1))[:, None].expand(-1, order.shape[1], -1))
         keep, positions = keep.gather(2, order), positions.gather(2, order)
@@ -140,7 +134,7 @@ class Eviction:
         k, v = gather_slots(self.keys, keep), gather_slots(self.values, keep)
         per_slot = [name for name, spec in self.specs.items() if spec.per == 1]
         packed = {name: gather_slots(self.tensors[name], keep) for name in per_slot} | {"positions": positions}
-        self.keep_memory()
+        self._keep_memory()
         self.capacity, self._free_blocks = 0, []
         for name in (*self._slot_specs(), "block_table"):
             self.tensors.pop(name, None)

@@ -233,15 +233,15 @@ class OffloadedCache(SlotCache):
         transfers.write(whole, row, first, k, v)
         transfers.fetch_ahead(self.order)
 
-    def fill(self, k: Tensor, v: Tensor) -> None:
+    def _fill(self, k: Tensor, v: Tensor) -> None:
         self.host.write(0, 0, k, v)
 
     def write_step(self, k: Tensor, v: Tensor) -> None:
-        step = self.step
+        step = self._step
         if step is None:
             self.reserve(max(self.rows["counts"]) + 1)
             self.start_decoding()
-        slots = self.row_tensor("counts") if step is None else step.slots
+        slots = self.plan["counts"] if step is None else step.slots
         put_both(k, v, slots, self.host.pages, *self._decoding[:3])
         self._clear_channels(slots.view(-1, 1))
         if step is None:

@@ -18,7 +18,6 @@ FACTS = ("rows", "freed", "ordered", "uneven")
 
 def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The used slots' tensors by name, and :data:`FACTS` as JSON values; :func:`unpack` reads both."""
-    store.sync_to_host()
     tensors = dict(zip(("keys", "values"), store.contents()))
     if store.evicts:
         tensors["positions"] = store.positions
@@ -62,7 +61,7 @@ def unpack(
     store.rows = {name: list(facts["rows"][name]) for name in store.rows}
     store.ordered, store.uneven = facts["ordered"], facts["uneven"]
     store.reserve(k.shape[2])
-    store.fill(k, v)
+    store._fill(k, v)
     per_slot = {name: spec.per for name, spec in store.specs.items()} | ({"positions": 1} if evicts else {})
     freed = [] if facts["freed"] is None else ["freed"]
     _same_names(tensors, ("keys", "values", *per_slot, *freed))
@@ -156,16 +155,16 @@ def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
         raise ValueError(f"rows.counts: keys has {used} slots, and not {max(rows['counts'])} are in use")
     if not evicts and (facts["uneven"] or not facts["ordered"] or freed is not None):
         raise ValueError("uneven, ordered, freed: must be false, true and null for a method that never evicts")
-    if freed is not None and not store.reuses_slots:
+    if freed is not None and not store.evicts.in_decode:
         raise ValueError("freed: must be null for a method that does not evict in decode")
 
 
 def _check_positions(store: SlotCache, used: int) -> None:
     """Refuse positions that name other tokens than the rows have, or another number."""
-    positions, live = store.positions, store.row_tensor("live")
+    positions, live = store.positions, store.plan["live"]
     slots = torch.arange(used, device=store.device)
-    beyond = (slots >= store.row_tensor("counts")[:, None])[:, None]
-    lengths = store.row_tensor("lengths")[:, None, None]
+    beyond = (slots >= store.plan["counts"][:, None])[:, None]
+    lengths = store.plan["lengths"][:, None, None]
     held = (positions >= 0).sum(-1)
     wrong = (positions < -1) | (positions >= lengths) | (beyond & (positions >= 0))
     ranked = positions.sort(-1).values

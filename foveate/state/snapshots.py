@@ -35,12 +35,16 @@ class Snapshots:
     snapshots: dict[int, _Snapshot]
     """By ``clock``: columns of the batch at the time, padding included."""
 
-    def save(self, clock: int) -> None:
+    def save(self, clock: int, prompt_ended: bool = False) -> None:
         """Save the present state for :meth:`restore`, if tokens may be undone; otherwise do nothing.
 
         Args:
             clock: columns of the batch so far, padding included.
+            prompt_ended: whether a prompt has just ended. Snapshots from within it are dropped: what is done at its end
+                is not done in them.
         """
+        if prompt_ended:
+            self.snapshots = {at: saved for at, saved in self.snapshots.items() if not any(saved.rows["observed"])}
         if self.record_past:
             used = self.used
             tensors = {
@@ -50,11 +54,7 @@ class Snapshots:
             rows = {name: list(numbers) for name, numbers in self.rows.items()}
             self.snapshots[clock] = _Snapshot(rows, tensors, self.ordered, self.uneven)
 
-    def forget_within_prompt(self) -> None:
-        """Drop snapshots from within a prompt that has ended: what is done at its end is not done in them."""
-        self.snapshots = {at: saved for at, saved in self.snapshots.items() if not any(saved.rows["observed"])}
-
-    def keep_memory(self) -> None:
+    def _keep_memory(self) -> None:
         """Have the snapshots hold the present memory. Called before tokens are packed into new memory."""
         memory = {name: getattr(self, name) for name in _MEMORY} | {"tensors": dict(self.tensors)}
         self.snapshots = {

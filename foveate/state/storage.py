@@ -227,6 +227,8 @@ class Storage:
 
     def start_decoding(self) -> None:
         """Have what decode steps read and write, before a step that reads no row numbers on the host."""
+        if self.evicts.in_decode:
+            self._own_memory()
 
     # Writing
 
@@ -250,11 +252,11 @@ class Storage:
                 shape = (self.batch_size, self.geometry.num_kv_heads, 1, *spec.shape)
                 self.tensors[name].scatter_(2, index.expand(shape), 0)
 
-    def fill(self, k: Tensor, v: Tensor) -> None:
+    def _fill(self, k: Tensor, v: Tensor) -> None:
         """Write the first tokens of every row to a cache that was empty; k, v ``[B, Hkv, n, D(v)]``."""
         self._write(0, k, v)
 
-    def own_memory(self) -> None:
+    def _own_memory(self) -> None:
         """Replace borrowed keys and values by copies. Called before a slot in use is overwritten or evicted."""
         if self._borrowed:
             with torch.inference_mode(False):
@@ -273,7 +275,7 @@ class Storage:
 
         The first occurrence of a row keeps its blocks, repeats get copies, and blocks of rows not chosen become free.
         """
-        self.own_memory()
+        self._own_memory()
         table = self.tensors["block_table"].tolist()
         self._free_blocks = [
             *self._free_blocks,

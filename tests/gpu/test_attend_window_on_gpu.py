@@ -183,7 +183,7 @@ def test_a_call_is_one_launch_and_waits_for_nothing(launches):
     assert len(launches) == 2
 
 
-@pytest.mark.parametrize("spec", ["streaming:window=100", "streaming:window=0.3,min_window=20"])
+@pytest.mark.parametrize("spec", ["streaming:window=100", "streaming:window=0.3"])
 def test_a_prompt_of_the_method_takes_the_kernel(spec, launches):
     q, k, v = problem(1, 14, 2, 613, 0, 64, torch.bfloat16)
     method = methods.parse(spec)

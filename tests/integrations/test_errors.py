@@ -136,7 +136,6 @@ def test_budgets_out_of_range(model, method, name, value):
     [
         ("streaming", "sinks", -1, f"{COUNT} 0"),
         ("streaming", "sinks", 1.0, f"{COUNT} 0"),
-        ("streaming", "min_window", -1, f"{COUNT} 0"),
         ("h2o", "min_k", -1, f"{COUNT} 0"),
         ("h2o", "window", 0, f"{COUNT} 1"),
         ("h2o", "window", 0.5, f"{COUNT} 1"),
@@ -158,9 +157,6 @@ def test_budgets_out_of_range(model, method, name, value):
         ("luka", "compressor", "median", "one of mean, attention"),
         ("luka", "mass", "keep", "one of exact, preserve"),
         ("luka", "bias", "log2", "one of none, log, entropy"),
-        ("mixed", "ends", 0.0, "a share in (0, 0.5]"),
-        ("mixed", "ends", 0.6, "a share in (0, 0.5]"),
-        ("mixed", "ends", 1, "a share in (0, 0.5]"),
     ],
 )
 def test_settings_out_of_range(method, name, value, rule):

@@ -41,12 +41,11 @@ def masked(kept, mass, window, top_k, floor):
     return [[p for i, p in enumerate(held) if (kv, i) not in pruned] for kv, held in enumerate(kept)]
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.2, 0.8, 1.0])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_what_each_head_keeps_of_two_turns(floor, seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_what_each_head_keeps_of_two_turns(seed):
     """In the second turn heads hold different numbers of tokens, and the prompt comes in two pieces."""
     top_k, window, kernel_size = 12, 6, 3
-    method = methods.make("adakv", top_k=top_k, window=window, kernel_size=kernel_size, floor=floor)
+    method = methods.make("adakv", top_k=top_k, window=window, kernel_size=kernel_size)
     end = PROMPT + 3 + SECOND
     tokens, driver, kept = Tokens.random(1, end, seed), Driver(method), [list(range(PROMPT))] * KV_HEADS
     tokens.q[:, :GROUP] *= 4.0  # so that the attention of one head is less spread than the other's
@@ -55,14 +54,14 @@ def test_what_each_head_keeps_of_two_turns(floor, seed):
         return [sorted(p for p in own if p >= 0) for own in driver.store.positions[0].tolist()]
 
     driver.feed(tokens[:PROMPT])
-    kept = masked(kept, votes(tokens[:PROMPT], kept, window, window, kernel_size), window, top_k, floor)
+    kept = masked(kept, votes(tokens[:PROMPT], kept, window, window, kernel_size), window, top_k, 0.2)
     assert held() == kept
     assert sum(map(len, kept)) == KV_HEADS * (top_k + window)
-    assert (len(kept[0]) == len(kept[1])) == (floor == 1.0)
+    assert len(kept[0]) != len(kept[1])
     driver.feed_steps(tokens[PROMPT : PROMPT + 3])
     driver.layer.phase.prompt_end = end
     driver.feed(tokens[PROMPT + 3 : end - 2])
     driver.feed(tokens[end - 2 :])
     kept = [[*own, *range(PROMPT, end)] for own in kept]
-    kept = masked(kept, votes(tokens, kept, window, window, kernel_size), window, top_k, floor)
+    kept = masked(kept, votes(tokens, kept, window, window, kernel_size), window, top_k, 0.2)
     assert held() == kept

@@ -16,7 +16,7 @@ KINDS = {
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
     "yarn": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
 }
-LENGTH, FUTURE, SINKS = 70, 40, 4
+LENGTH, FUTURE, SINKS = 70, 512, 4
 
 
 def llama(rope):
@@ -60,7 +60,7 @@ def test_scores_are_the_published_ones(kind, chunk, scored):
     model, ids, inputs = llama(KINDS[kind]), tokens(LENGTH), {}
     for layer, block in enumerate(model.model.layers):
         block.input_layernorm.register_forward_hook(lambda _, __, out, n=layer: inputs.setdefault(n, []).append(out))
-    with foveate.attached(model, "expected_attention", top_k=20, future=FUTURE, dense_below=0):
+    with foveate.attached(model, "expected_attention", top_k=20, dense_below=0):
         inputs.clear()  # of the tokens by which rotations were proved
         generate(model, ids, 1, **({} if chunk is None else {"prefill_chunk_size": chunk}))
     assert len(scored) == model.config.num_hidden_layers
@@ -71,7 +71,7 @@ def test_scores_are_the_published_ones(kind, chunk, scored):
 
 def test_sinks_and_the_best_are_kept(scored):
     model = llama(KINDS["yarn"])
-    with foveate.attached(model, "expected_attention", top_k=20, future=FUTURE, dense_below=0):
+    with foveate.attached(model, "expected_attention", top_k=20, dense_below=0):
         cache = foveate.Cache(model)
         with torch.no_grad():
             model(tokens(LENGTH), **{foveate.integrations.transformers.releases.CACHE: cache})
@@ -83,7 +83,7 @@ def test_sinks_and_the_best_are_kept(scored):
 
 def test_rows_of_a_padded_batch_are_scored_as_alone(scored):
     model, batch = llama(KINDS["default"]), left_padded([60, 41])
-    with foveate.attached(model, "expected_attention", top_k=20, future=FUTURE, dense_below=0):
+    with foveate.attached(model, "expected_attention", top_k=20, dense_below=0):
         generate(model, batch["input_ids"], 1, attention_mask=batch["attention_mask"])
         together = [scores for scores, _, _ in scored]
         scored.clear()
@@ -103,7 +103,7 @@ def test_an_engine_without_rotary_positions_is_refused():
 
 
 def test_a_plain_attribute_takes_a_setting_from_a_base():
-    assert {"sinks", "future"} <= methods.make("expected_attention").settings().keys()
+    assert {"sinks", "top_k"} <= methods.make("expected_attention").settings().keys()
     assert {"window", "min_k"} & methods.make("expected_attention").settings().keys() == set()
     assert issubclass(methods.get("expected_attention"), bases.KeepsByScore)
     with pytest.raises(ValueError, match="has no setting 'window'"):

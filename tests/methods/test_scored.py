@@ -9,7 +9,7 @@ import torch
 from foveate.methods import _common, sparq
 from foveate.state import Channel
 
-SMALL = {"top_k": 9, "rank": 4, "window": 3, "mean_value": False}
+SMALL = {"top_k": 9, "rank": 4, "window": 3}
 
 
 class DeclaresNothing(sparq.SparQ):

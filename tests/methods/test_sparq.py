@@ -45,7 +45,7 @@ def written_out(tokens, i, method, sinks=None, softcap=None):
         for h in heads:
             logits = k[kv_head, keys] @ q[h, i] * SCALING
             out = attention(logits, None if sinks is None else sinks[h], softcap) @ v[kv_head, keys]
-            rest = approximate[h].sum() - approximate[h][keys].sum() if method.mean_value else 0.0
+            rest = approximate[h].sum() - approximate[h][keys].sum()
             outs.append((1 - rest) * out + rest * v[kv_head, :length].mean(0))
     return torch.stack(outs).float(), chosen
 
@@ -61,10 +61,9 @@ class Layer(Driver):
         return self.layer.attend(tokens.q, key, value, mask, Logits(SCALING, self.sinks, self.softcap))
 
 
-@pytest.mark.parametrize("mean_value", [False, True])
 @pytest.mark.parametrize(("top_k", "rank", "window"), [(9, 4, 3), (0.3, 6, 1), (5, 7, 8), (0.5, 32, 2)])
-def test_each_kv_head_reads_the_best_keys_by_its_largest_dimensions(top_k, rank, window, mean_value):
-    method = methods.make("sparq", top_k=top_k, min_k=4, rank=rank, window=window, mean_value=mean_value)
+def test_each_kv_head_reads_the_best_keys_by_its_largest_dimensions(top_k, rank, window):
+    method = methods.make("sparq", top_k=top_k, min_k=4, rank=rank, window=window)
     tokens, driver = Tokens.random(1, TOTAL), Driver(method, PROMPT)
     driver.feed(tokens[:PROMPT])
     for i in range(PROMPT, TOTAL):
@@ -76,9 +75,8 @@ def test_each_kv_head_reads_the_best_keys_by_its_largest_dimensions(top_k, rank,
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("mean_value", [False, True])
-def test_sinks_take_their_share_and_logits_are_capped(mean_value, softcap):
-    method = methods.make("sparq", **methods.get("sparq").small_budget, mean_value=mean_value)
+def test_sinks_take_their_share_and_logits_are_capped(softcap):
+    method = methods.make("sparq", **methods.get("sparq").small_budget)
     tokens, driver = Tokens.random(1, TOTAL), Layer(method, PROMPT, softcap)
     driver.sinks = torch.linspace(-1.0, 3.0, HEADS)
     driver.feed(tokens[:PROMPT])
@@ -111,7 +109,6 @@ def test_a_query_of_zeros_attends_to_all_keys_alike():
     [
         ({"rank": 0}, "rank must be an integer of at least 1"),
         ({"window": 0}, "window must be an integer of at least 1"),
-        ({"mean_value": 1}, "mean_value must be true or false"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

@@ -243,15 +243,13 @@ def test_tiles_of_prompts(dtype, block_size, layout, tile, heads, small_tiles):
 
 
 def test_what_does_not_fit():
+    """Of kernels whose verbs do not check it before."""
     q, k, v = problem(torch.float32)
     *memory, table = in_blocks(k, v, 16)
     chosen, lower = listed(torch.zeros(2, 2, 1, 3, dtype=torch.int32)), torch.zeros(1, dtype=torch.int64)
-    form, pages = PageRecord(16, 16), torch.zeros(2, 2, 1, dtype=torch.int32)
+    form = PageRecord(16, 16)
     records = torch.zeros(2, 2, 10, form.bytes, dtype=torch.uint8)
     calls = [
-        lambda table: decode_kernel.attend(q, *memory, block_table=table, **SCALING),
-        lambda table: pooled_kernel.pooled_mass(q, memory[0], block_table=table, **SCALING),
-        lambda table: pooled_kernel.pooled_mass_of_pages(q, memory[0], pages, 16, block_table=table, **SCALING),
         lambda table: low_rank_kernel.compress_newest(
             memory[0], records, torch.tensor([16, 16]), form, block_table=table
         ),

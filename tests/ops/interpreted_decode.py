@@ -353,10 +353,6 @@ def test_what_attention_refuses():
         decode_kernel.attend_indices(q, k, v, indices, logits=Logits(1.0), need_mass=True)
     with pytest.raises(UnsupportedError, match="more than one query"):
         decode_kernel.attend_indices(q.expand(-1, -1, 2, -1), k, v, indices, logits=Logits(1.0))
-    with pytest.raises(ValueError, match="shapes do not fit"):
-        decode_kernel.attend(q, k[..., :8], v, logits=Logits(1.0))
-    with pytest.raises(ValueError, match="do not fit k"):
-        decode_kernel.attend_indices(q, k, v, indices[:1], logits=Logits(1.0))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 512])

@@ -137,7 +137,7 @@ def test_no_blocks():
 
 
 def test_what_does_not_fit():
-    q, k, v = problem()
+    (q, k, v), pages = problem(), torch.zeros(2, 2, 1, dtype=torch.int32)
     *memory, good = in_blocks(k, v, 16)
     for table, message in [
         (BlockTable(good.table[:1], 50), "a block table of 1 rows does not fit q"),
@@ -147,8 +147,13 @@ def test_what_does_not_fit():
         (BlockTable(good.table.repeat_interleave(2, 1)[:, ::2], 50), "of contiguous rows"),
         (BlockTable(good.table.to("meta"), 50), r"on cpu must be \[N, Hkv, n, D\] on the block table's meta"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            ops.attend(q, *memory, block_table=table, **SCALING)
+        for call in (
+            lambda how: ops.attend(q, *memory, **how),
+            lambda how: ops.pooled_mass(q, memory[0], **how),
+            lambda how: ops.pooled_mass_of_pages(q, memory[0], pages, 16, **how),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call({"block_table": table, **SCALING})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])

@@ -24,7 +24,7 @@ def test_a_step_counts_its_token_before_and_what_was_read_afterwards():
     cache.counters.on_device(cache.device)
     rows = capture.move_to_device([cache])
     with capture.step([rows]):
-        assert cache.step["lengths"].tolist() == [LENGTH + 1] * 2
+        assert cache.plan["lengths"].tolist() == [LENGTH + 1] * 2
         cache.count("keys_read", 3.0)
         assert float(cache.counters.keys_read) == 0.0
     assert float(cache.counters.keys_read) == 6.0
@@ -45,8 +45,8 @@ def test_within_a_block_the_host_is_not_asked_also_not_after_an_error(block):
 def test_row_numbers_that_maintenance_changes_are_changed_at_its_end():
     rows = capture.move_to_device([filled()])
     with capture.maintenance([rows]):
-        rows.after("pages", lambda: rows["pages"].add_(1))
-        rows.after("pages", lambda: rows["pages"].add_(1))  # of another layer
+        rows.plan.after("pages", lambda: rows["pages"].add_(1))
+        rows.plan.after("pages", lambda: rows["pages"].add_(1))  # of another layer
         assert rows["pages"].tolist() == [0, 0]
     assert rows["pages"].tolist() == [1, 1]
 

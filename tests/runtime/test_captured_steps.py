@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.recorded import record
-from tests.served import BATCHES, LAYERS, LONGEST, ROWS, SPECS, Served
+from tests.served import BATCHES, LAYERS, LOGITS, LONGEST, ROWS, SPECS, Served
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -80,3 +80,13 @@ def test_a_capture_counts_nothing():
     served.capture(steps, record)
     assert before[0] > 0
     assert (float(steps.keys_read()), steps.totals) == before
+
+
+def test_a_first_run_without_the_layers_that_the_engine_attends_to_counts_nothing():
+    served = Served()
+    steps = served.steps("oracle_topk:top_k=5,decode_only=true")
+    steps.begin_capture(served.lengths, served.table, LONGEST)
+    assert steps.reads_all(0)
+    for n in range(1, LAYERS):
+        steps.attend(n, served.q[n], *served.kv(n), LOGITS)
+    assert float(steps.keys_read()) == 0

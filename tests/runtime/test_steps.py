@@ -323,7 +323,7 @@ class Newest(methods.ReadsChosen):
     name: ClassVar[str] = "newest"
 
     def choose(self, cache, q, scaling):
-        return cache.positions == (cache.row_tensor("lengths") - 1)[:, None, None]
+        return cache.positions == (cache.plan["lengths"] - 1)[:, None, None]
 
 
 @pytest.mark.parametrize("prompts", [True, False])

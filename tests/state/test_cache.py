@@ -83,7 +83,7 @@ def test_tokens_are_packed_and_read_without_a_copy():
     assert [held(cache, b, h) for b in range(2) for h in range(2)] == [list(range(8))] * 4
     assert cache.lengths == [8, 8]
     assert cache.used == 8
-    assert cache.uniform
+    assert cache.plan.alike
     assert cache.holes() is None
     assert cache.keys.data_ptr() == cache.tensors["keys"].data_ptr()
     assert cache.values.data_ptr() == cache.tensors["values"].data_ptr()
@@ -152,11 +152,11 @@ def test_rows_of_different_lengths():
     cache = ragged([3, 7, 1])
     assert cache.lengths == [3, 7, 1]
     assert cache.used == 7
-    assert not cache.uniform
+    assert not cache.plan.alike
     assert cache.holes()[:, 0].sum(-1).tolist() == [3, 7, 1]
     assert held(cache, 0, 1) == [0, 1, 2, -1, -1, -1, -1]
     assert held(cache, 1, 0) == list(range(7))
-    assert cache.row_tensor("counts").tolist() == [3, 7, 1]
+    assert cache.plan["counts"].tolist() == [3, 7, 1]
     with pytest.raises(ValueError, match="rows use different numbers of slots"):
         append(cache, 2)
 
@@ -213,17 +213,15 @@ def test_what_evicts_at_the_end_of_a_prompt_alone_appends_in_order_and_bounds_it
     cache.retain(torch.tensor([1, 4, 69]))
     assert cache.channel("page").eq(0).all()
     step(cache)
-    rows = DeviceRows(2, cache.reuses_slots, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
+    rows = DeviceRows(2, cache.evicts.in_decode, cache.device)
+    rows.write(cache.rows, None)
     cache.move_to_device(rows, None)
     rows.begin()
     rows.capturing = True
     cache.write_step(*kv(71, 1, [0, 1]))
     mask, counts = cache.stored()
     assert (mask, counts.tolist()) == (None, [5, 5])
-    assert cache.most(operator.pos, of="counts") == cache.capacity
-    with pytest.raises(RuntimeError, match="have no bound from which a width could follow: ask for a rule of counts"):
-        cache.most(operator.pos)
+    assert cache.used == cache.capacity
     rows.capturing, rows.steps = False, 1
     assert cache.rows["lengths"] == [72, 72]
     for head in range(2):
@@ -465,7 +463,7 @@ def test_a_branch_takes_over_what_was_filled_for_it():
     cache = filled(5, channels={"0.mass": Channel(), "0.seen": Channel((3,), per=0)})
     cache.channel("0.mass").fill_(7.0)
     channels = {"mass": Channel(), "page": Channel(per=2), "seen": Channel((3,), per=0)}
-    branch = cache.branch(channels, False, Counters(), {"mass": "0.mass"})
+    branch = cache.branch(channels, Evicts.NEVER, Counters(), {"mass": "0.mass"})
     assert branch.channel("mass").eq(7).all()
     assert branch.channel("seen").eq(0).all()
     assert branch.channel("page").shape == (2, 2, branch.capacity // 2)
@@ -647,8 +645,8 @@ def test_a_method_s_own_row_numbers_start_at_0_and_go_with_their_rows():
     cache.rows["pages"] = [4, 7]
     cache.take_rows(torch.tensor([1, 0, 1]))
     assert cache.rows["pages"] == [7, 4, 7]
-    assert cache.branch({"pages": RowNumber()}, False, Counters(), {}).rows["pages"] == [0, 0, 0]
-    assert "pages" not in cache.branch({}, False, Counters(), {}).rows
+    assert cache.branch({"pages": RowNumber()}, Evicts.NEVER, Counters(), {}).rows["pages"] == [0, 0, 0]
+    assert "pages" not in cache.branch({}, Evicts.NEVER, Counters(), {}).rows
 
 
 def test_reset_counters_still_know_sizes():
@@ -689,27 +687,25 @@ def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
     cache = filled(8)
     append_to_row(cache, 0, 0)
     for _ in range(2):
-        assert cache.each_row(operator.truediv, 2).dtype == torch.float64
-        assert cache.each_row(operator.floordiv, 2).dtype == torch.int64
-        assert cache.each_row(operator.floordiv, 2).tolist() == [4, 4]
-    assert cache.most(operator.neg) == -8
+        assert cache.plan.each(operator.mul, 2.0).is_floating_point()
+        assert cache.plan.each(operator.mul, 2).dtype == torch.int64
+        assert cache.plan.each(operator.mul, 2).tolist() == [16, 16]
 
 
 def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     cache = filled(8, evicts=Evicts.IN_DECODE)
     freed_slots, rows = torch.full((2, 2), -1), DeviceRows(2, True, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
+    rows.write(cache.rows, None)
     cache.move_to_device(rows, freed_slots)
     rows.begin()
     rows.capturing = True
     cache.write_step(*kv(8, 1, [0, 1]))
-    assert cache.each_row(operator.sub, 1).tolist() == [8, 8]
-    assert cache.rows_where(operator.lt).tolist() == [False, False]
+    assert cache.plan.each(operator.sub, 1).tolist() == [8, 8]
+    assert cache.plan.where(operator.lt).tolist() == [False, False]
     assert cache.used == cache.capacity
-    with pytest.raises(RuntimeError, match="have no bound"):
-        cache.most(operator.pos)
+    assert not cache.plan.alike
     cache.evict(torch.tensor([True, False]), at=torch.full((2,), 3))
-    for ask in (lambda: cache.rows, lambda: cache.lengths, lambda: cache.uniform):
+    for ask in (lambda: cache.rows, lambda: cache.lengths):
         with pytest.raises(RuntimeError, match="asked for row numbers on the host"):
             ask()
     rows.capturing, rows.steps = False, 1
@@ -731,7 +727,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
 def test_numbers_on_the_device_are_read_again_after_a_further_step():
     cache = filled(8, evicts=Evicts.IN_DECODE)
     rows = DeviceRows(2, True, cache.device)
-    rows.write(cache.rows, None, cache.capacity)
+    rows.write(cache.rows, None)
     for steps in (1, 2):
         rows.begin()
         rows.evict(torch.tensor([True, False]))
@@ -839,6 +835,6 @@ def test_layers_on_several_devices_share_numbers_and_no_tensors():
     for cache in caches:
         cache.forward = shared
         cache.rows = {name: [9] for name in cache.rows}
-    found = [cache.each_row(operator.sub, 4) for cache in caches]
+    found = [cache.plan.each(operator.sub, 4) for cache in caches]
     assert [one.device.type for one in found] == ["cpu", "meta"]
-    assert caches[0].each_row(operator.sub, 4) is found[0]
+    assert caches[0].plan.each(operator.sub, 4) is found[0]

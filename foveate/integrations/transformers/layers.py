@@ -116,7 +116,7 @@ class CacheLayer(Layer, CacheLayerMixin):
         if target < 0:
             raise ValueError(f"crop({-count}) of a cache of {self.seen} tokens")
         if not self.method.stateful:
-            padded = not self.store.uniform or self.store.lengths[0] != self.seen
+            padded = not self.store.plan.alike or self.store.lengths[0] != self.seen
             if target < (self.phase.prompt_end or 0) and padded:
                 raise ValueError("a padded prompt cannot be cropped: its last columns are not tokens of every row")
         elif target not in self.store.snapshots and self.record_past:

@@ -11,7 +11,7 @@ from foveate import ops
 from foveate.methods.budgets import budget
 from foveate.methods.luka.pages import PageLevels
 from foveate.state import SlotCache
-from foveate.state.device_rows import DeviceRows
+from foveate.state.step_plan import StepPlan
 
 
 def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: SlotCache) -> ops.summaries.Tree:
@@ -36,12 +36,12 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
         for level, size in enumerate(pages.sizes)
     )
     budgets = (top_k, *[expand] * (len(levels) - 1))
-    step = cache.step
-    if step is None:
+    plan = cache.plan
+    if not plan.captured:
         numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
         rows = _rows(pages, budgets, *numbers, cache.device)
     else:
-        rows = step.once(("tree", pages.spec), lambda: _device_rows(pages, budgets, step))
+        rows = plan.once(("tree", pages.spec), lambda: _device_rows(pages, budgets, plan, cache.capacity))
     return ops.summaries.Tree(levels, rows)
 
 
@@ -62,7 +62,8 @@ def _rows(
     allowed = [[budget(share, n, 1) for n in of_level] for share, of_level in zip(budgets, nodes)]
     raw = [length - start + (pages.sinks if start else 0) for length, start in zip(lengths, paged)]
     with torch.inference_mode(False):
-        numbers = _to_device(torch.tensor([lengths, paged, *allowed, *nodes]), device)
+        numbers = torch.tensor([lengths, paged, *allowed, *nodes], pin_memory=device.type == "cuda")
+        numbers = numbers.to(device, non_blocking=True)
     return ops.summaries.Rows(
         numbers,
         most=tuple(max(counts) for counts in allowed),
@@ -75,13 +76,13 @@ def _rows(
     )
 
 
-def _device_rows(pages: PageLevels, budgets: tuple[int | float, ...], rows: DeviceRows) -> ops.summaries.Rows:
+def _device_rows(pages: PageLevels, budgets: tuple[float, ...], plan: StepPlan, longest: int) -> ops.summaries.Rows:
     """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
-    lengths, paged, number = (rows[name] for name in ("lengths", "paged", "pages"))
+    lengths, paged, number = (plan[name] for name in ("lengths", "paged", "pages"))
     nodes = [pages.count(level, number) for level in range(len(budgets))]
     allowed = [budget(share, n, 1) for share, n in zip(budgets, nodes)]
     allowed = [n if isinstance(n, Tensor) else torch.full_like(number, n) for n in allowed]
-    most = [pages.count(level, pages.most(rows.bound)) for level in range(len(budgets))]
+    most = [pages.count(level, pages.most(longest)) for level in range(len(budgets))]
     return ops.summaries.Rows(
         torch.stack([lengths, paged, *allowed, *nodes]),
         most=tuple(int(budget(share, n, 1)) for share, n in zip(budgets, most)),
@@ -92,8 +93,3 @@ def _device_rows(pages: PageLevels, budgets: tuple[int | float, ...], rows: Devi
         alike=False,
         means=None,
     )
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device from pinned memory, without a host sync."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveate.state import SlotCache
-from foveate.state.device_rows import DeviceRows
+from foveate.state.step_plan import StepPlan
 
 
 class UniformPages(NamedTuple):
@@ -66,7 +66,7 @@ class RaggedPages(NamedTuple):
     """New pages of each row."""
     size: int
     """Tokens of a page."""
-    step: DeviceRows
+    plan: StepPlan
     spec: str
     """Of the method; indices are computed once in a step for all its layers."""
 
@@ -104,5 +104,5 @@ class RaggedPages(NamedTuple):
             first = self.pages // pages_under * branch if pages_under else self.start
             return (first[:, None] + torch.arange(number, device=x.device)).clamp_max(x.shape[2] - 1)
 
-        index = self.step.once(("new places", self.spec, pages_under, number, branch, x.shape[2]), indices)
+        index = self.plan.once(("new places", self.spec, pages_under, number, branch, x.shape[2]), indices)
         return index.view(len(index), 1, number, *[1] * (x.dim() - 3))

@@ -17,7 +17,7 @@ from foveate.methods.base import Replay
 from foveate.methods.budgets import Number
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
-from foveate.state.device_rows import DeviceRows
+from foveate.state.step_plan import StepPlan
 
 _TEMPERATURE = 7.0
 """Of the attention-weighted compressor (LuKA, section 3.2: tau)."""
@@ -84,7 +84,7 @@ class PageLevels:
 
     def even(self, cache: SlotCache) -> bool:
         """Whether all rows have the same length and the same pages."""
-        return cache.uniform and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))
+        return cache.plan.alike and all(len(set(cache.rows[name])) == 1 for name in ("pages", "paged"))
 
     def channels(self, geometry: Geometry) -> dict[str, Channel | RowNumber]:
         """See :meth:`Method.channels`: for each level a channel for each field, with room for all possible nodes."""
@@ -140,13 +140,13 @@ class PageLevels:
         The number of pages cannot depend on them, so every row gets a group. One that is not due yet is not counted in
         ``pages``, so it is not read, and is made again when it is due.
         """
-        step = cache.step
-        pages, start, after = step.once(("new pages", self.spec), lambda: self._due(step))
-        new = RaggedPages(pages, start, self.group, self.sizes[0], step, self.spec)
+        plan = cache.plan
+        pages, start, after = plan.once(("new pages", self.spec), lambda: self._due(plan))
+        new = RaggedPages(pages, start, self.group, self.sizes[0], plan, self.spec)
         self._make(cache, new)
-        step.after(("new pages", self.spec), lambda: [step[name].copy_(after[name]) for name in after])
+        plan.after(("new pages", self.spec), lambda: [plan[name].copy_(after[name]) for name in after])
 
-    def _due(self, rows: Mapping[str, Tensor] | DeviceRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _due(self, rows: Mapping[str, Tensor] | StepPlan) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Which pages are due.
 
         Args:
@@ -284,7 +284,7 @@ class MakesPages(Replay):
         return decoded % self.pages.every == 0
 
     def maintain(self, cache: SlotCache) -> None:
-        if cache.step is None:
+        if not cache.plan.captured:
             self.pages.extend(cache)
         else:
             self.pages.extend_in_step(cache)

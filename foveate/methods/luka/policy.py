@@ -101,12 +101,6 @@ class LuKA(Method):
             return False
         return all(big > small and big % small == 0 for small, big in itertools.pairwise(sizes))
 
-    def always_read(self, prompt: int, length: int) -> list[int]:
-        return [*range(self.sinks), *range(length - self.tail, length)]
-
-    def short_is_dense(self, length: int) -> bool:
-        return length <= self.tail
-
     # Derived from the settings
 
     @property
@@ -172,7 +166,7 @@ class LuKA(Method):
     # Decode
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        if cache.step is not None:
+        if cache.plan.captured:
             return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
         if self.replay.maintenance_due(cache.decoded):
@@ -207,7 +201,7 @@ class LuKA(Method):
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
-        if cache.step is None and self.replay.maintenance_due(cache.decoded):
+        if not cache.plan.captured and self.replay.maintenance_due(cache.decoded):
             self.pages.extend(cache)
         return attended.out
 

@@ -9,7 +9,7 @@ from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, reada
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import among, gather_fields, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.checks import (
     check_blocks,
     check_counts,
@@ -59,8 +59,7 @@ def attend(
             :meth:`BlockTable.check`. On the CPU also for a table that names no block where a key is read; what a GPU
             reads there is not defined, for it does not wait to find out.
     """
-    if block_table is not None:
-        k, v = block_table.gather(q, k, v)
+    k, v = in_one_piece(q, block_table, k, v)
     num_heads, length = q.shape[1:3]
     rows = fold_group(q, k.shape[1])
     if lengths is not None:
@@ -130,8 +129,7 @@ def attend_indices(
         ValueError: as :func:`attend`, for indices of other shapes or not of integers, and on the CPU for an index that
             is not that of a key.
     """
-    if block_table is not None:
-        k, v = block_table.gather(q, k, v)
+    k, v = in_one_piece(q, block_table, k, v)
     indices = indices if heads is None else indices.index_select(1, heads)
     used = indices >= 0
     if lengths is not None:
@@ -175,8 +173,7 @@ def attend_pages(
         ValueError: as :func:`attend`, for a page size below 1, pages of neither kind of heads or not of integers, and
             on the CPU for a page that is not there.
     """
-    if block_table is not None:
-        k, v = block_table.gather(q, k, v)
+    k, v = in_one_piece(q, block_table, k, v)
     num_kv_heads, number = k.shape[1:3]
     shared = pages.shape[1] // num_kv_heads
     ends = number

@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate.ops.attend import decode
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.splits_kernel import merge_splits
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
 from foveate.ops.gpu.softcap import capped, constant
@@ -35,8 +35,10 @@ def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mas
         more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass, "out": out}
         return decode.attend(q, k, v, logits=logits, block_table=block_table, **more)
     how = ("sum", "kv_head") if need_mass else None
-    number = k.shape[2] if block_table is None else block_table.length
-    mask, more = _bytes(mask, q, k, number), {"how": how, "block_table": block_table, "out": out}
+    number = number_of_keys(k, block_table)
+    if mask is not None:
+        mask = mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
+    more = {"how": how, "block_table": block_table, "out": out}
     return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
 
 
@@ -47,14 +49,9 @@ def attend_pooled(q, k, v, *, logits, lengths=None, pooling="post_softmax", pool
     read once; with the log-sum-exp a second pass over the logits makes attention of them and pools it.
     """
     check(pooling, pool)
-    number = k.shape[2] if block_table is None else block_table.length
+    number = number_of_keys(k, block_table)
     more = {"how": (pooling, pool), "block_table": block_table, "out": out}
     return _decode(q, k, v, None, None, lengths, number, logits, True, **more)
-
-
-def _bytes(mask: Tensor | None, q: Tensor, k: Tensor, number: int) -> Tensor | None:
-    """A mask ``[.., .., 1, Lk]`` as int8 ``[B, Hkv, Lk]``, a view."""
-    return None if mask is None else mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
 
 
 def attend_indices(
@@ -66,8 +63,6 @@ def attend_indices(
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
-    if indices.shape[:2] != (len(q), k.shape[1]):
-        raise ValueError(f"indices {tuple(indices.shape)} do not fit k {tuple(k.shape)}")
     number, heads = indices.shape[2], None if heads is None else heads.contiguous()
     more = {"heads": heads, "whole": whole, "block_table": block_table, "out": out}
     return _decode(q, k, v, indices, None, lengths, number, logits, need_lse, **more)
@@ -89,20 +84,6 @@ def attend_pages(
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table, "out": out}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, block_table: BlockTable | None) -> None:
-    (batch, num_heads, _, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
-    if block_table is not None:
-        block_table.check(q, k, v)
-        batch = len(k)
-    if k.dtype != v.dtype or not reads(q, k, block_table):
-        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
-    if max(dim, value_dim) > _LARGEST:
-        raise UnsupportedError(f"head dims above {_LARGEST}")
-    if num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim) or len(v) != batch:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
-        raise ValueError(f"shapes do not fit: {shapes}")
 
 
 def _decode(
@@ -128,11 +109,13 @@ def _decode(
     ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
     ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all, the first ``counts [B]`` of them; 0 for none.
     """
-    _check(q, k, v, block_table)
-    batch, num_heads, _, dim = q.shape
-    num_kv_heads, value_dim = v.shape[1], v.shape[3]
+    (batch, num_heads, _, dim), (_, num_kv_heads, _, value_dim) = q.shape, v.shape
+    if k.dtype != v.dtype or not reads(q, k, block_table):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if max(dim, value_dim) > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
-    keys = k.shape[2] if block_table is None else block_table.length
+    keys = number_of_keys(k, block_table)
     group = num_heads // sets
     tile, resident = decode_tile(q.dtype, max(dim, value_dim), group, capability(q.device), block_table is not None)
     parts, blocks = cdiv(group, tile.block_m), cdiv(number if whole is None else max(number, keys), tile.block_n)

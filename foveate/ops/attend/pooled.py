@@ -4,7 +4,7 @@ from torch import Tensor
 
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import pooled_mass
 
@@ -38,7 +38,6 @@ def attend_pooled(
     Raises:
         ValueError: for a pooling or a pool that there is not.
     """
-    if block_table is not None:
-        k, v = block_table.gather(q, k, v)
+    k, v = in_one_piece(q, block_table, k, v)
     scores = pooled_mass(q, k, logits=logits, lengths=lengths, pooling=pooling, pool=pool)
     return attend(q, k, v, logits=logits, lengths=lengths, need_lse=True, out=out)._replace(mass=scores)

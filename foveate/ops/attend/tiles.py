@@ -7,7 +7,7 @@ from torch import Tensor
 from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.logits import Logits
 
 
@@ -44,8 +44,7 @@ def attend_tiles(
     Raises:
         ValueError: when there are not as many selections as tiles, or counts or ``out`` of another shape.
     """
-    if block_table is not None:
-        k, v = block_table.gather(q, k, v)
+    k, v = in_one_piece(q, block_table, k, v)
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
     tiles, width = rows.shape[2:4]

@@ -7,7 +7,7 @@ from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.attend.dense import attend_causal
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.checks import check_blocks, check_keys, check_logits, check_number, check_own_keys
 from foveate.ops.logits import Logits
 
@@ -37,8 +37,7 @@ def attend_window(
     Raises:
         ValueError: as :func:`attend`, for fewer keys than that, and for negative ``sinks`` or ``offset``.
     """
-    if block_table is not None:
-        k, v = block_table.gather(q, k, v)
+    k, v = in_one_piece(q, block_table, k, v)
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
     width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512

@@ -64,7 +64,8 @@ def indexer_scores(q, k, weights, *, ratio=1, offset=0, starts=None, key_scales=
     if not number or not queries:
         return IndexerScores(scores, maxima, lost)
     groups, tiles = triton.cdiv(queries, each), triton.cdiv(number, _KEYS)
-    span = max(1, min(_SPAN, batch * groups * tiles // _programs(q.device)))
+    programs = 4 * multiprocessors(q.device) if q.is_cuda else 1  # which keep a GPU busy
+    span = max(1, min(_SPAN, batch * groups * tiles // programs))
     tile = options(q.dtype, dim, 9 if capability[0] in (9, 10) else 8)  # 12 has the shared memory of 8
     _indexer_scores[groups * triton.cdiv(tiles, span), batch](
         q, k, weights, scores, maxima, lost, starts, key_scales,
@@ -76,11 +77,6 @@ def indexer_scores(q, k, weights, *, ratio=1, offset=0, starts=None, key_scales=
         SCALED=key_scales is not None, **tile,
     )  # fmt: skip
     return IndexerScores(scores, maxima, lost)
-
-
-def _programs(device: torch.device) -> int:
-    """How many it takes to keep a GPU busy."""
-    return 4 * multiprocessors(device) if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32
 from foveate.ops.attend.gather import gather_slots, page_slots
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.compress.low_rank import PageRecord, factors
 from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import check, pool_logits
@@ -50,8 +50,7 @@ def page_lse(
     form.check(records, rows, weights, block_table, of_records=True)
     check_pages(rows, pages, branch)
     there = None
-    if block_table is not None:
-        records = block_table.gather(rows, records)[0]
+    (records,) = in_one_piece(rows, block_table, records)
     if pages is not None:
         slots = page_slots(pages, branch).flatten(2).expand(-1, records.shape[1], -1)
         records, there = gather_slots(records, slots), slots >= 0

@@ -9,11 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._math import fold_group
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
-from foveate.ops.gpu.packed import signed, words
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
@@ -93,9 +92,7 @@ def pooled_mass_of_records(
 
 
 def _number_of(records: Tensor, pages: Tensor | None, branch: int, block_table: BlockTable | None) -> int:
-    if pages is not None:
-        return pages.shape[2] * branch
-    return records.shape[2] if block_table is None else block_table.length
+    return number_of_keys(records, block_table) if pages is None else pages.shape[2] * branch
 
 
 def _kept(
@@ -178,7 +175,7 @@ def _coefficients(
     """For a unit of each page's coefficients, ``UNIT`` of them in a word or a byte; one list per page."""
     found = ()
     for direction in tl.static_range(len(along)):
-        codes = words(coefficient_ptr + direction * ROW, unit, stored, UNIT * BITS // 8)[:, None]
+        codes = _words(coefficient_ptr + direction * ROW, unit, stored, UNIT * BITS // 8)[:, None]
         found += (codes >> (BITS * lane)[None, :] if PACKED > 1 else codes,)
     return found
 
@@ -297,15 +294,15 @@ def _page_lse(
             slot = slot % BLOCK_SIZE
         ptr += slot.to(tl.int64) * record_stride_p
         scale_ptr = ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-        code = words(ptr[:, None] + MEAN, wholes[None, :], stored[:, None] & (wholes < DIM // LANES)[None, :], LANES)
+        code = _words(ptr[:, None] + MEAN, wholes[None, :], stored[:, None] & (wholes < DIM // LANES)[None, :], LANES)
         middle = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for byte in tl.static_range(LANES):
-            mean = signed(((code >> (8 * byte)) & 255) ^ 128, 8, dtype)
+            mean = _signed(((code >> (8 * byte)) & 255) ^ 128, 8, dtype)
             middle = tl.dot(mean, whole[byte], middle, input_precision="ieee")
         middle *= (tl.load(scale_ptr, mask=stored, other=0.0) * scale)[:, None]
         along, reach, start = (), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), middle
         for direction in tl.static_range(RANK):
-            code = words(
+            code = _words(
                 ptr[:, None] + (DIRECTIONS + direction * HALF),
                 halves[None, :],
                 stored[:, None] & (halves < HALF // LANES)[None, :],
@@ -314,8 +311,8 @@ def _page_lse(
             product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for byte in tl.static_range(LANES):
                 shifted = code >> (8 * byte)
-                product = tl.dot(signed(shifted & 15, 4, dtype), low[byte], product, input_precision="ieee")
-                upper = signed((shifted >> 4) & 15, 4, dtype)
+                product = tl.dot(_signed(shifted & 15, 4, dtype), low[byte], product, input_precision="ieee")
+                upper = _signed((shifted >> 4) & 15, 4, dtype)
                 product = tl.dot(upper, high[byte], product, input_precision="ieee")
             factor = tl.load(scale_ptr + 1 + direction, mask=stored, other=0.0) * (2.0**BITS * scale)
             product *= factor[:, None]
@@ -373,3 +370,31 @@ def _page_lse(
 def _absent(unit, nibble, SIZE: tl.constexpr):
     """Whether the upper half of a byte holds no coefficient, ``[1, M]``: the last one's, of an odd page."""
     return ((nibble == 1) & (unit + (SIZE + 1) // 2 >= SIZE))[None, :]
+
+
+@triton.jit
+def _words(ptr, offsets, mask, LANES: tl.constexpr):
+    """Words of ``LANES`` bytes, 4 or 1, in int32; ``offsets`` count words."""
+    if LANES == 4:
+        return tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offsets, mask=mask, other=0)
+    else:
+        return tl.load(ptr + offsets, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _signed(code, BITS: tl.constexpr, dtype: tl.constexpr):
+    """``code - 2 ** (BITS - 1)`` exactly, of int32 codes of 4 or 8 bits.
+
+    In half precision a code becomes the mantissa of a large number, which is then subtracted: far cheaper than a
+    conversion.
+    """
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    if dtype == tl.float16:
+        return (code | 0x6400).to(tl.int16).to(dtype, bitcast=True) - (1024.0 + HALF)
+    elif dtype == tl.bfloat16 and BITS < 8:
+        return (code | 0x4300).to(tl.int16).to(dtype, bitcast=True) - (128.0 + HALF)
+    elif dtype == tl.bfloat16:  # whose mantissa holds seven bits
+        low = ((code & 127) | 0x4300).to(tl.int16).to(dtype, bitcast=True)
+        return low - ((code & 128) ^ 0x4380).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        return code.to(dtype) - HALF

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend.gather import among, gather_slots, page_slots
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.checks import (
     check_blocks,
     check_counts,
@@ -54,8 +54,7 @@ def pooled_mass(
         ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend`.
     """
     check(pooling, pool)
-    if block_table is not None:
-        (k,) = block_table.gather(q, k)
+    (k,) = in_one_piece(q, block_table, k)
     there = None if lengths is None else first_keys(lengths, k.shape[2])
     return _pooled(q, k, there, logits, pooling, pool)
 
@@ -102,8 +101,7 @@ def pooled_mass_of_pages(
         ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend_pages`.
     """
     check(pooling, pool)
-    if block_table is not None:
-        (k,) = block_table.gather(q, k)
+    (k,) = in_one_piece(q, block_table, k)
     if counts is not None:
         pages = pages.masked_fill(~first_keys(counts, pages.shape[2]), -1)
     slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)

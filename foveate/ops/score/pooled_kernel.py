@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
+from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
 from foveate.ops.gpu.softcap import capped, constant
@@ -46,7 +46,7 @@ def pooled_mass(q, k, *, logits, lengths=None, pooling="post_softmax", pool="kv_
     block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys that the lengths leave out are not
     read and may hold anything.
     """
-    number = k.shape[2] if block_table is None else block_table.length
+    number = number_of_keys(k, block_table)
     return _pooled_mass(q, k, None, lengths, None, number, 0, logits, pooling, pool, block_table)
 
 
@@ -78,16 +78,13 @@ def _pooled_mass(
     """Of ``number`` keys, or (``page_size`` not 0) places in ``pages``, of which a row has its first ``counts``."""
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
-    num_kv_heads, rows = k.shape[1], batch
-    if block_table is not None:
-        block_table.check(q, k)
-        rows = len(k)
-    keys = k.shape[2] if block_table is None else block_table.length
+    num_kv_heads = k.shape[1]
+    keys = number_of_keys(k, block_table)
     if not reads(q, k, block_table):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
-    if num_heads % num_kv_heads or length != 1 or k.shape != (rows, num_kv_heads, k.shape[2], dim):
+    if length != 1:
         raise ValueError(f"shapes do not fit one query a row: q {tuple(q.shape)}, k {tuple(k.shape)}")
     group = num_heads // num_kv_heads
     if not batch * number:

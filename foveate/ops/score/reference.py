@@ -119,7 +119,7 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
         scores = matmul_fp32(queries.flatten(2, 3), some).mul_(logits.scaling)
         weights = capped(scores, logits.softcap).unflatten(2, queries.shape[2:4]).sub_(lse[..., None]).exp_()
         mass[..., start : start + step] = weights.sum(3)
-    return mass.masked_fill_(_not_before(keys, begins), float("-inf"))
+    return mass.masked_fill_(torch.arange(keys, device=begins.device) >= begins[:, None], float("-inf"))
 
 
 _block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel", check_logits_of_keys)
@@ -139,11 +139,6 @@ def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tupl
         rows, _ = tile_rows(q[:, :, since - offset : until - offset], heads, tile, since)
         yield first, last, rows, start + torch.arange(first, last, device=q.device) * tile
         first = last
-
-
-def _not_before(keys: int, begins: Tensor) -> Tensor:
-    """bool ``[T, n]``: which of n keys are not before each tile."""
-    return torch.arange(keys, device=begins.device) >= begins[:, None]
 
 
 def query_mass(

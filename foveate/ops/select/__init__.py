@@ -3,8 +3,7 @@
 from foveate.ops.dispatch import dispatch
 from foveate.ops.select import bits, blocks, pages, reference
 from foveate.ops.select.bits import WORD_KEYS, KeyLists, TileKeys
-from foveate.ops.select.mass import by_mass
-from foveate.ops.select.reference import StreamingTopK, topk
+from foveate.ops.select.reference import StreamingTopK, by_mass, topk
 
 keys_at_places = dispatch(pages.keys_at_places, "foveate.ops.select.pages_kernel")
 keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")

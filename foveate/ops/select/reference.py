@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import first_keys
-from foveate.ops.checks import check_number
+from foveate.ops.checks import check_number, check_share
 
 CHUNK = 1 << 16
 """Scores examined at once."""
@@ -153,3 +153,22 @@ def _first_largest(scores: Tensor, k: int) -> Tensor:
     chosen = above | (ties & (ties.cumsum(-1) <= room))
     positions = torch.where(chosen, torch.arange(n, device=scores.device), n)
     return positions.topk(k, -1, largest=False, sorted=True).values
+
+
+def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
+    """As many of the heaviest as leave at most ``rest`` out (top-p).
+
+    Args:
+        mass: fp32 ``[B, Hkv, N]``, >= 0: shares of the attention.
+        rest: largest sum of the masses not taken, 0 to 1.
+
+    Returns:
+        ``(order [B, Hkv, N], counts [B, Hkv])``: heaviest first, ties to the smaller index, and how many of them.
+
+    Raises:
+        ValueError: for a rest that is no share.
+    """
+    check_share("rest", rest)
+    ordered, order = mass.sort(dim=-1, descending=True, stable=True)
+    left = ordered.flip(-1).cumsum(-1).flip(-1)
+    return order, (left > rest).sum(-1)

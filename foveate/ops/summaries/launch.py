@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from foveate.ops._math import fold_group
+from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import multiprocessors, padded
 from foveate.ops.logits import Logits
@@ -18,11 +19,14 @@ from foveate.ops.summaries.masses_kernel import note
 from foveate.ops.summaries.plan import chunks_of, merge_last, scoring_options, stages, tile_for
 from foveate.ops.summaries.score_kernel import score_nodes
 from foveate.ops.summaries.select_kernel import select_nodes
-from foveate.ops.summaries.support import check_supported
 from foveate.ops.summaries.tree import Level, Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums
 from foveate.ops.summaries.workspace import Visit, make_workspace
 
+_LARGEST = 256
+"""The largest head dim of keys and values."""
+_OF_KERNELS = {"pool": ("kv_head",), "score": ("summary", "spread", "lowrank"), "bias": ("log",), "mass": ("exact",)}
+"""The rules that kernels follow; the others are options of the paper."""
 _RANKED = 64
 """Ranks that a thread of ``select_nodes`` reads at once."""
 
@@ -43,7 +47,7 @@ def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
         UnsupportedError: for calls that only the reference supports, to which the dispatcher then falls back.
         ValueError: for inconsistent shapes.
     """
-    check_supported(q, k, v, tree, how, sums)
+    _check_supported(q, k, v, tree, how, sums)
     return SummariesLaunch(q, k, v, tree, how, logits, sums).run(need_lse)
 
 
@@ -156,3 +160,30 @@ class SummariesLaunch:
     def _places(self, visit: Visit) -> tuple[int, int, int]:
         """``(num_kv_heads, places, list_places)``, see ``score_kernel``."""
         return self.num_kv_heads, self.space.weights.shape[2], 0 if visit.above is None else visit.listed.shape[2]
+
+
+def _check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, sums: Sums | None) -> None:
+    """Raise unless the kernels support this call.
+
+    Raises:
+        UnsupportedError: for calls that only the reference supports.
+        ValueError: for inconsistent shapes, or other than one query per row.
+    """
+    (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
+    for name, known in _OF_KERNELS.items():
+        if getattr(how, name) not in known:
+            raise UnsupportedError(f"{name}={getattr(how, name)} of summaries")
+    vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if any(x.dtype != q.dtype for x in vectors):
+        raise UnsupportedError(f"summaries in other dtypes than {q.dtype}")
+    if max(dim, value_dim) > _LARGEST:
+        raise UnsupportedError(f"head dims above {_LARGEST}")
+    if length != 1 or num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
+        raise ValueError(f"shapes do not fit one query a row: {shapes}")
+    if sums is not None and (sums.total is not None or sums.recent is None):
+        raise UnsupportedError("running totals of the attention to tokens")
+    if sums is not None and (sums.recent.dtype != torch.float32 or sums.recent.stride(2) != 1 < sums.recent.shape[2]):
+        raise UnsupportedError("running averages that are not fp32 and contiguous along the slots")

@@ -661,7 +661,7 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
     ran, real = [], PageLevels.extend_in_step
 
     def noted(pages, cache):
-        ran.append(cache.step is not None)
+        ran.append(cache.plan.captured)
         real(pages, cache)
 
     monkeypatch.setattr(PageLevels, "extend_in_step", noted)

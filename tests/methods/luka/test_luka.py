@@ -322,7 +322,7 @@ def test_one_page_is_not_all_pages(budget):
     for other in (
         methods.parse(method.spec),
         methods.per_layer({"rest": method}).for_layer(0, 1),
-        methods.make("mixed", clustered=method, ends=0.1).for_layer(1, 3),
+        methods.make("mixed", clustered=method).for_layer(1, 3),
     ):
         for name in ("top_k", "expand"):
             assert type(getattr(other, name)) is type(budget), (other.spec, name)

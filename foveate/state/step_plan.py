@@ -1,0 +1,123 @@
+"""What one decode step is: the numbers of its rows, which all layers read alike."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StepPlan:
+    """The numbers of a batch's rows in one step, made once by what drives the step and shared by its layers.
+
+    ``plan["lengths"]`` is int64 ``[B]`` on the device; see :class:`~foveate.state.row_numbers.RowNumbers` for the
+    names. Numbers include the step's token.
+
+    Args:
+        numbers: by name, a tuple ``[B]``; in a captured step int64 ``[B]`` on the device.
+        device: of the numbers.
+        constants: of a captured step: where what :meth:`constant` makes is kept from step to step. None: the step is
+            not captured.
+    """
+
+    alike: bool = False
+    """Whether all rows have the same length and use the same number of slots; False in a captured step."""
+    whole: Tensor | None = None
+    """int64 ``[B]``: lengths of rows that read all keys, whatever is chosen, and 0 of others; None: no row."""
+
+    def __init__(self, numbers: Mapping[str, Any], device: torch.device, constants: dict | None = None):
+        self.device, self.captured = device, constants is not None
+        """Whether the step is captured, so that nothing may depend on numbers on the host."""
+        self._constants = {} if constants is None else constants
+        self.changes: dict[Hashable, Callable[[], Any]] = {}
+        """Of maintenance: changes of numbers at its end, when all layers are done, by :meth:`after`."""
+        self._numbers = numbers
+        self._shared: dict[Hashable, Any] = {}
+        if not self.captured:
+            self.alike = all(len(set(numbers[name])) == 1 for name in ("lengths", "counts", "live"))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The row numbers of this name. Do not write to them."""
+        return self._numbers[name] if self.captured else on_device(self._numbers[name], self.device)
+
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """The result of ``compute()``, computed by the first layer of the step that asks for this key."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
+
+    def after(self, key: Hashable, change: Callable[[], Any]) -> None:
+        """Register a change of row numbers for the end of maintenance; once for a key."""
+        self.changes.setdefault(key, change)
+
+    def constant(self, numbers: Iterable[int]) -> Tensor:
+        """Numbers that no step changes, int64 ``[n]`` on the device; copied there once, without a host sync."""
+        numbers = tuple(numbers)
+        if numbers not in self._constants:
+            self._constants[numbers] = on_device(numbers, self.device)
+        return self._constants[numbers]
+
+    def each(self, rule: Callable[..., Tensor | int], *args: Hashable, of: str = "lengths") -> Tensor:
+        """``rule(numbers, *args)`` of the row numbers of a name, computed once for all layers: by default ``[B]``.
+
+        Args:
+            rule: arithmetic on an int64 tensor. A named function or method, not a lambda: layers share results by its
+                identity, and those of methods by their spec.
+        """
+
+        def found() -> Tensor:
+            with torch.inference_mode(False):
+                made = rule(self[of], *args)
+                return made if isinstance(made, Tensor) else torch.full_like(self[of], made)
+
+        return self.once((_key(rule), args, tuple(map(type, args)), of), found)
+
+    def choosing(self, rule: Callable[..., Tensor | int], of: str = "lengths") -> Tensor:
+        """:meth:`each`, and 0 of a row that is read whole: nothing is scored there."""
+        numbers = self.each(rule, of=of)
+        if self.whole is None:
+            return numbers
+        return self.once(("choosing", _key(rule), of), lambda: numbers.where(self.whole == 0, 0))
+
+    def or_whole(self, read: Tensor) -> Tensor:
+        """Keys that rows read of those chosen, ``[B, Hkv or 1]``; of a row read whole, all that are counted."""
+        return read if self.whole is None else self["live"][:, None].where(self.whole[:, None] > 0, read)
+
+    def where(self, rule: Callable[..., Any]) -> list[bool] | Tensor | None:
+        """The rows for which ``rule(live, length)`` is true: bools, or None when there are none.
+
+        The rule is of ints; in a captured step of int64 tensors, and the result always bool ``[B]`` on the device.
+        """
+        live, lengths = self._numbers["live"], self._numbers["lengths"]
+        if self.captured:
+            return self.once((_key(rule), "where"), lambda: rule(live, lengths))
+        chosen = [bool(rule(*row)) for row in zip(live, lengths)]
+        return chosen if any(chosen) else None
+
+
+def _key(rule: Callable[..., Any]) -> Hashable:
+    """A key by which the layers of a step share a rule's result: equal for the same rule of methods with one spec.
+
+    Comparing the methods themselves would be wrong: dataclasses with top_k=1 (one key) and top_k=1.0 (all keys) are
+    equal in Python, but their specs differ.
+    """
+    if not inspect.ismethod(rule):
+        return rule
+    return rule.__func__, type(rule.__self__), getattr(rule.__self__, "spec", rule.__self__)
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Integers as a tensor int64 ``[n]`` on the device, copied from pinned memory without a host sync.
+
+    Cached: the same tensor serves every layer of a step, so it must not be written to.
+    """
+    with torch.inference_mode(False):
+        if len(set(numbers)) == 1:
+            return torch.full((len(numbers),), numbers[0], dtype=torch.int64, device=device)
+        pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)
