@@ -12,7 +12,7 @@ from foveate.lab.report.plots import figure
 from foveate.lab.report.plots.figure import Point
 from foveate.lab.report.rows import Row
 
-BUDGETS = (*("top_k", "min_k", "expand", "epsilon", "top_p", "max_refined"), *("window", "min_window", "tail"))
+BUDGETS = (*("top_k", "min_k", "expand", "epsilon", "top_p", "max_refined"), *("window", "tail"))
 """Settings that say how much is read: along a line of the frontier they differ."""
 
 
