@@ -117,6 +117,17 @@ def decode_from(model, sequences, mask, cache, said, said_mask=None, new: int = 
     return generate(model, ids, new, attention_mask=mask, **cached(cache), **options)
 
 
+SAID = tokens(9, seed=50)
+
+
+@functools.cache
+def second_turn(method: str):
+    """What is said to `SAID`, by the whole conversation on the cache of the first turn."""
+    model = tiny_model()
+    with foveate.attached(model, spec(method)):
+        return decode_from(model, *begin(model, single()), SAID)
+
+
 # Dense is the stock model
 
 
@@ -273,20 +284,9 @@ def test_dense_continues_after_a_crop():
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-MORE = {
-    "phi3": lambda: transformers.Phi3Config(**COMMON),
-    "granite": lambda: transformers.GraniteConfig(**COMMON),
-    "smollm3": lambda: transformers.SmolLM3Config(**COMMON),
-    "glm4": lambda: transformers.Glm4Config(**COMMON, head_dim=16),
-    "cohere": lambda: transformers.CohereConfig(**COMMON),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **COMMON, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16
-    ),
+MORE = {  # beside those of tests/integrations/test_families.py
     "qwen2_sliding": lambda: transformers.Qwen2Config(
         **COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1
-    ),
-    "olmo3_sliding": lambda: transformers.Olmo3Config(
-        **COMMON, sliding_window=8, layer_types=["sliding_attention", "full_attention", "full_attention"]
     ),
     "llama4_chunked": lambda: transformers.Llama4TextConfig(
         **COMMON, head_dim=16, num_local_experts=2, attention_chunk_size=8, no_rope_layers=[1, 1, 0]
@@ -617,25 +617,25 @@ def test_turns_of_a_window_equal_one_long_prompt(method, new):
 
 @every_method
 def test_new_ids_alone_equal_the_whole_conversation(method):
-    model, said = tiny_model(), tokens(9, seed=50)
+    model = tiny_model()
     with foveate.attached(model, spec(method)):
-        whole = decode_from(model, *begin(model, single()), said)
         sequences, mask, cache = begin(model, single())
-        fresh = torch.cat([sequences[:, -1:], said], 1)
-        mask = torch.cat([mask, torch.ones_like(said)], 1)
-        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, **cached(cache)), whole)
+        fresh = torch.cat([sequences[:, -1:], SAID], 1)
+        mask = torch.cat([mask, torch.ones_like(SAID)], 1)
+        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, **cached(cache)), second_turn(method))
 
 
 @every_method
 def test_a_copied_cache_serves_two_continuations(method):
-    model = tiny_model()
-    ones, others = tokens(9, seed=50), tokens(4, seed=51)
+    """The second one outside of the inference mode of the first turn."""
+    model, others = tiny_model(), tokens(4, seed=51)
     with foveate.attached(model, spec(method)):
-        expected = [decode_from(model, *begin(model, single()), said) for said in (ones, others)]
-        sequences, mask, cache = begin(model, single())
-        twin = copy.deepcopy(cache)
-        assert torch.equal(decode_from(model, sequences, mask, cache, ones), expected[0])
-        assert torch.equal(decode_from(model, sequences, mask, twin, others), expected[1])
+        expected = decode_from(model, *begin(model, single()), others)
+        with torch.inference_mode():
+            sequences, mask, cache = begin(model, single())
+            twin = copy.deepcopy(cache)
+            assert torch.equal(decode_from(model, sequences, mask, twin, others), expected)
+        assert torch.equal(decode_from(model, sequences, mask, cache, SAID), second_turn(method))
 
 
 @every_method
@@ -668,16 +668,6 @@ def test_decoding_that_is_taken_back_leaves_no_trace(method):
 
     with torch.no_grad(), foveate.attached(model, spec(method)):
         torch.testing.assert_close(logits_after(5), logits_after(0), rtol=1e-4, atol=1e-4)
-
-
-@every_method
-def test_a_turn_in_inference_mode_may_be_followed_by_one_outside(method):
-    model, said = tiny_model(), tokens(9, seed=50)
-    with foveate.attached(model, spec(method)):
-        expected = decode_from(model, *begin(model, single()), said)
-        with torch.inference_mode():
-            state = begin(model, single())
-        assert torch.equal(decode_from(model, *state, said), expected)
 
 
 # The compiler
