@@ -347,7 +347,7 @@ def test_running_out_of_memory_is_one_line(model, out, monkeypatch):
     assert done.stderr.strip() == "error: out of memory; try fewer sequences at once, or shorter ones"
 
 
-LONG = ("--limit", 60, "--method", "h2o", "--dtype", "float32")
+LONG = ("--limit", 24, "--method", "h2o", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -377,14 +377,14 @@ def test_an_ended_command_goes_on_where_it_was(model, out, blow, uninterrupted):
     _, said = process.communicate(timeout=60)
     assert not out.exists(), "the run was over before it could be ended"
     kept = partial.read_bytes().count(b"\n") - 1
-    assert 4 <= kept < 120
+    assert 4 <= kept < 48
     if blow == signal.SIGINT:
         assert process.returncode == 130
         assert "the same command goes on from there" in " ".join(said.split())
         assert "Traceback" not in said
     done = call(*arguments)
     assert done.exit_code == 0, done.output
-    assert f"resuming: {kept} of 120 answers are there" in done.stderr
+    assert f"resuming: {kept} of 48 answers are there" in done.stderr
     for ours, theirs in zip(rows(out), uninterrupted, strict=True):
         assert ours["examples"] == theirs["examples"]
         assert ours["item_values"] == theirs["item_values"]

@@ -159,7 +159,15 @@ def test_an_error_in_a_users_method_is_named_with_its_line(body, message, comman
 
 
 def test_tune_searches_methods_of_a_file(model, mine, tmp_path):
-    arguments = ["tune", "--model", model, "--data", tiny.SAMPLE / "books", "--out", tmp_path / "foveate.json"]
+    arguments = [
+        "tune",
+        "--model",
+        model,
+        "--data",
+        tiny.chapter(tmp_path / "books"),
+        "--out",
+        tmp_path / "foveate.json",
+    ]
     arguments += ["--limit", 3, "--max-loss", 80, "--task", "documents:length=120,max_new_tokens=3"]
     arguments += ["--objective", "memory", "--minutes", 1e-6, "--import"]
     done = CliRunner().invoke(app, [str(one) for one in [*arguments, mine()]])

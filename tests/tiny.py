@@ -56,3 +56,11 @@ def build(folder: Path, seed: int = 0, positions: int = 2048, layers: int = 2) -
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def chapter(folder: Path, length: int = 16_000) -> Path:
+    """Saves so many characters of the sample novel to `folder`, whose whole takes long to tokenize, and returns it."""
+    folder.mkdir()
+    text = (SAMPLE / "books" / "moby_dick.txt").read_text(encoding="utf-8")[20_000 : 20_000 + length]
+    (folder / "chapter.txt").write_text(text, encoding="utf-8")
+    return folder

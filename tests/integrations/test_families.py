@@ -152,33 +152,82 @@ def test_a_crop_is_as_a_fresh_read_or_refused(name):
     assert refused > 8
 
 
-class TestLearnedSinks:
-    """gpt-oss: in layers that take a method and in those that do not, with a cache and without."""
+def matters(model):
+    """What the learned sinks or the cap of logits of a model change the gradients of."""
+    return [weight for name, weight in model.named_parameters() if name.endswith(("sinks", "q_proj.weight"))]
 
-    @pytest.fixture(params=["dense", "kascade_paper", "streaming"])
-    def method(self, request):
-        return methods.make(request.param, **methods.get(request.param).full_budget)
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Gemma 2"])
+class TestSinksAndCaps:
+    """Learned sinks (gpt-oss) and capped logits (Gemma 2), in layers that take a method and in those that do not."""
 
     @torch.no_grad()
-    @pytest.mark.parametrize("how", ["no_cache", "cache", "padded"])
-    def test_logits_are_those_of_transformers(self, method, how):
-        model, batch = family("gpt-oss"), left_padded([40, 31]) if how == "padded" else {"input_ids": tokens(40, 2)}
+    @pytest.mark.parametrize("method", ["dense", "kascade_paper", "streaming"])
+    @pytest.mark.parametrize("how", ["no_cache", "cache", "padded", "padded, no cache"])
+    def test_logits_are_those_of_transformers(self, name, method, how):
+        model, batch = family(name), left_padded([40, 31]) if "padded" in how else {"input_ids": tokens(40, 2)}
         expected = model(**batch, use_cache=False).logits
-        with foveate.attached(model, method):
-            found = model(**batch, use_cache=how != "no_cache").logits
+        with foveate.attached(model, method, **methods.get(method).full_budget):
+            found = model(**batch, use_cache=how in ("cache", "padded")).logits
         real = batch.get("attention_mask", torch.ones(2, 40)).bool()
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
-    def test_gradients_reach_the_sinks(self):
-        model, ids = family("gpt-oss"), tokens(40)
-        sinks = [module.sinks for module in model.modules() if hasattr(module, "sinks")]
-        expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), sinks)
+    @torch.no_grad()
+    def test_windows_longer_than_a_block(self, name, monkeypatch):
+        monkeypatch.setattr("foveate.integrations.transformers.attention._BLOCK", 16)
+        model, batch = family(name), left_padded([100, 61])
+        expected, real = model(**batch, use_cache=False).logits, batch["attention_mask"].bool()
         with foveate.attached(model, "dense"):
-            found = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), sinks)
+            for use_cache in (True, False):
+                found = model(**batch, use_cache=use_cache).logits
+                torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("use_cache", [False, True])
+    def test_gradients(self, name, use_cache):
+        model, ids = family(name), tokens(40)
+        expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), matters(model))
+        with foveate.attached(model, "dense"):
+            found = torch.autograd.grad(model(ids, use_cache=use_cache).logits.square().mean(), matters(model))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
             assert other.abs().max() > 1e-6
 
+    @torch.no_grad()
+    def test_a_mask_of_pairs(self, name):
+        model, ids = family(name), tokens(40)
+        pairs = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        pairs[..., 20:, :20] = False  # two texts in one row
+        given = {"full_attention": pairs, "sliding_attention": pairs & pairs.new_ones(40, 40).triu(-7)}
+        added = {kind: torch.where(mask, 0.0, float("-inf")) for kind, mask in given.items()}
+        expected = model(ids, attention_mask=added, use_cache=False).logits
+        beside = {"gpt-oss": "beside learned sinks", "Gemma 2": "under a cap of logits"}[name]
+        with foveate.attached(model, "dense"):
+            found = model(ids, attention_mask=given, use_cache=False).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            with pytest.raises(ValueError, match=f"attention_mask must be bool {beside}"):
+                model(ids, attention_mask=added, use_cache=False)
+
+    def test_under_another_name(self, name, monkeypatch):
+        """A release that hands them over otherwise would change all tokens."""
+        model = family(name)
+        with foveate.attached(model, "dense"):
+            functions = transformers.AttentionInterface._global_mapping
+            own = functions["foveate"]
+            argument = {"gpt-oss": "s_aux", "Gemma 2": "softcap"}[name]
+            said = {
+                "s_aux": "does not hand them over as s_aux",
+                "softcap": "caps its logits and does not hand over the cap as softcap",
+            }
+
+            def renamed(*args, **kwargs):
+                return own(*args, renamed=kwargs.pop(argument, None), **kwargs)
+
+            monkeypatch.setitem(functions, "foveate", renamed)
+            with pytest.raises(ReleaseError, match=said[argument]):
+                generate(model, tokens(20))
+
+
+class TestLearnedSinks:
     @torch.no_grad()
     def test_sinks_that_are_replaced_between_steps(self):
         model, ids, step = family("gpt-oss"), tokens(40), tokens(1, seed=3)
@@ -191,41 +240,6 @@ class TestLearnedSinks:
             for module in modules:
                 module.sinks.data = module.sinks.data - 3
             assert not torch.allclose(replaced, model(step, **cached(returned_cache(model(ids)))).logits, atol=1e-2)
-
-    @torch.no_grad()
-    def test_a_mask_of_pairs(self):
-        model, ids = family("gpt-oss"), tokens(40)
-        pairs = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
-        with foveate.attached(model, "dense"):
-            found = model(ids, attention_mask=pairs, use_cache=False).logits
-            assert found.isfinite().all()
-            with pytest.raises(ValueError, match="attention_mask must be bool beside learned sinks"):
-                model(ids, attention_mask=pairs.float(), use_cache=False)
-
-    @torch.no_grad()
-    def test_windows_longer_than_a_block(self, monkeypatch):
-        monkeypatch.setattr("foveate.integrations.transformers.attention._BLOCK", 16)
-        model, batch = family("gpt-oss"), left_padded([100, 61])
-        expected = model(**batch, use_cache=False).logits
-        with foveate.attached(model, "dense"):
-            for use_cache in (True, False):
-                found = model(**batch, use_cache=use_cache).logits
-                real = batch["attention_mask"].bool()
-                torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
-
-    def test_sinks_under_another_name(self, monkeypatch):
-        """A release that hands them over otherwise would change all tokens."""
-        model = family("gpt-oss")
-        with foveate.attached(model, "dense"):
-            functions = transformers.AttentionInterface._global_mapping
-            own = functions["foveate"]
-
-            def renamed(*args, s_aux=None, **kwargs):
-                return own(*args, learned_sinks=s_aux, **kwargs)
-
-            monkeypatch.setitem(functions, "foveate", renamed)
-            with pytest.raises(ReleaseError, match="does not hand them over as s_aux"):
-                generate(model, tokens(20))
 
     def test_they_change_what_is_generated(self):
         """Else the tests of this family would show nothing."""
@@ -244,12 +258,6 @@ class TestLearnedSinks:
 
 
 class TestCappedLogits:
-    """Gemma 2: in layers that take a method and in those that do not, with a cache and without."""
-
-    @pytest.fixture(params=["dense", "kascade_paper", "streaming"])
-    def method(self, request):
-        return methods.make(request.param, **methods.get(request.param).full_budget)
-
     @pytest.fixture
     def whole(self):
         """Without windows, so that steps are replayed."""
@@ -257,67 +265,6 @@ class TestCappedLogits:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
         torch.manual_seed(0)
         return prepare(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-
-    @torch.no_grad()
-    @pytest.mark.parametrize("how", ["no_cache", "cache", "padded", "padded, no cache"])
-    def test_logits_are_those_of_transformers(self, method, how):
-        model, batch = family("Gemma 2"), {"input_ids": tokens(40, 2)}
-        batch = left_padded([40, 31]) if "padded" in how else batch
-        expected = model(**batch, use_cache=False).logits
-        with foveate.attached(model, method):
-            found = model(**batch, use_cache=how in ("cache", "padded")).logits
-        real = batch.get("attention_mask", torch.ones(2, 40)).bool()
-        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
-
-    @torch.no_grad()
-    def test_windows_longer_than_a_block(self, monkeypatch):
-        monkeypatch.setattr("foveate.integrations.transformers.attention._BLOCK", 16)
-        model, batch = family("Gemma 2"), left_padded([100, 61])
-        expected, real = model(**batch, use_cache=False).logits, batch["attention_mask"].bool()
-        with foveate.attached(model, "dense"):
-            for use_cache in (True, False):
-                found = model(**batch, use_cache=use_cache).logits
-                torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
-
-    def test_gradients(self):
-        model, ids = family("Gemma 2"), tokens(40)
-        weights = [module.weight for name, module in model.named_modules() if name.endswith("q_proj")]
-        expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), weights)
-        for use_cache in (False, True):
-            with foveate.attached(model, "dense"):
-                out = model(ids, use_cache=use_cache).logits
-                found = torch.autograd.grad(out.square().mean(), weights)
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
-                assert other.abs().max() > 1e-6
-
-    @torch.no_grad()
-    def test_a_mask_of_pairs(self):
-        model, ids = family("Gemma 2"), tokens(40)
-        pairs = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
-        pairs[..., 20:, :20] = False  # two texts in one row
-        given = {"full_attention": pairs, "sliding_attention": pairs & pairs.new_ones(40, 40).triu(-7)}
-        added = {name: torch.where(mask, 0.0, float("-inf")) for name, mask in given.items()}
-        expected = model(ids, attention_mask=added, use_cache=False).logits
-        with foveate.attached(model, "dense"):
-            found = model(ids, attention_mask=given, use_cache=False).logits
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-            with pytest.raises(ValueError, match="attention_mask must be bool under a cap of logits"):
-                model(ids, attention_mask=added, use_cache=False)
-
-    def test_a_cap_under_another_name(self, monkeypatch):
-        """A release that hands it over otherwise would change all tokens."""
-        model = family("Gemma 2")
-        with foveate.attached(model, "dense"):
-            functions = transformers.AttentionInterface._global_mapping
-            own = functions["foveate"]
-
-            def renamed(*args, softcap=None, **kwargs):
-                return own(*args, logit_cap=softcap, **kwargs)
-
-            monkeypatch.setitem(functions, "foveate", renamed)
-            with pytest.raises(ReleaseError, match="caps its logits and does not hand over the cap as softcap"):
-                generate(model, tokens(20))
 
     @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
     def test_it_changes_what_is_generated(self, kind):

@@ -117,6 +117,17 @@ def decode_from(model, sequences, mask, cache, said, said_mask=None, new: int = 
     return generate(model, ids, new, attention_mask=mask, **cached(cache), **options)
 
 
+SAID = tokens(9, seed=50)
+
+
+@functools.cache
+def second_turn(method: str):
+    """What is said to `SAID`, by the whole conversation on the cache of the first turn."""
+    model = tiny_model()
+    with foveate.attached(model, spec(method)):
+        return decode_from(model, *begin(model, single()), SAID)
+
+
 # Dense is the stock model
 
 
@@ -273,20 +284,9 @@ def test_dense_continues_after_a_crop():
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-MORE = {
-    "phi3": lambda: transformers.Phi3Config(**COMMON),
-    "granite": lambda: transformers.GraniteConfig(**COMMON),
-    "smollm3": lambda: transformers.SmolLM3Config(**COMMON),
-    "glm4": lambda: transformers.Glm4Config(**COMMON, head_dim=16),
-    "cohere": lambda: transformers.CohereConfig(**COMMON),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **COMMON, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16
-    ),
+MORE = {  # beside those of tests/integrations/test_families.py
     "qwen2_sliding": lambda: transformers.Qwen2Config(
         **COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=1
-    ),
-    "olmo3_sliding": lambda: transformers.Olmo3Config(
-        **COMMON, sliding_window=8, layer_types=["sliding_attention", "full_attention", "full_attention"]
     ),
     "llama4_chunked": lambda: transformers.Llama4TextConfig(
         **COMMON, head_dim=16, num_local_experts=2, attention_chunk_size=8, no_rope_layers=[1, 1, 0]
@@ -617,25 +617,25 @@ def test_turns_of_a_window_equal_one_long_prompt(method, new):
 
 @every_method
 def test_new_ids_alone_equal_the_whole_conversation(method):
-    model, said = tiny_model(), tokens(9, seed=50)
+    model = tiny_model()
     with foveate.attached(model, spec(method)):
-        whole = decode_from(model, *begin(model, single()), said)
         sequences, mask, cache = begin(model, single())
-        fresh = torch.cat([sequences[:, -1:], said], 1)
-        mask = torch.cat([mask, torch.ones_like(said)], 1)
-        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, **cached(cache)), whole)
+        fresh = torch.cat([sequences[:, -1:], SAID], 1)
+        mask = torch.cat([mask, torch.ones_like(SAID)], 1)
+        assert torch.equal(generate(model, fresh, 8, attention_mask=mask, **cached(cache)), second_turn(method))
 
 
 @every_method
 def test_a_copied_cache_serves_two_continuations(method):
-    model = tiny_model()
-    ones, others = tokens(9, seed=50), tokens(4, seed=51)
+    """The second one outside of the inference mode of the first turn."""
+    model, others = tiny_model(), tokens(4, seed=51)
     with foveate.attached(model, spec(method)):
-        expected = [decode_from(model, *begin(model, single()), said) for said in (ones, others)]
-        sequences, mask, cache = begin(model, single())
-        twin = copy.deepcopy(cache)
-        assert torch.equal(decode_from(model, sequences, mask, cache, ones), expected[0])
-        assert torch.equal(decode_from(model, sequences, mask, twin, others), expected[1])
+        expected = decode_from(model, *begin(model, single()), others)
+        with torch.inference_mode():
+            sequences, mask, cache = begin(model, single())
+            twin = copy.deepcopy(cache)
+            assert torch.equal(decode_from(model, sequences, mask, twin, others), expected)
+        assert torch.equal(decode_from(model, sequences, mask, cache, SAID), second_turn(method))
 
 
 @every_method
@@ -668,16 +668,6 @@ def test_decoding_that_is_taken_back_leaves_no_trace(method):
 
     with torch.no_grad(), foveate.attached(model, spec(method)):
         torch.testing.assert_close(logits_after(5), logits_after(0), rtol=1e-4, atol=1e-4)
-
-
-@every_method
-def test_a_turn_in_inference_mode_may_be_followed_by_one_outside(method):
-    model, said = tiny_model(), tokens(9, seed=50)
-    with foveate.attached(model, spec(method)):
-        expected = decode_from(model, *begin(model, single()), said)
-        with torch.inference_mode():
-            state = begin(model, single())
-        assert torch.equal(decode_from(model, *state, said), expected)
 
 
 # The compiler
@@ -1029,23 +1019,24 @@ def test_a_pad_token_that_is_sampled_is_no_padding():
 def test_a_question_is_taken_back(name, block_size):
     """The remedy that `crop` names, with `generate`: a document is asked again and again, as if for the first time."""
     model, method = tiny_model(), methods.make(name, **methods.get(name).small_budget)
-    document, questions = tokens(80, 2, seed=3), [tokens(n, 2, seed=n) for n in (6, 9, 1)]
+    document, how, expected = tokens(80, 2, seed=3), {"max_new_tokens": 10, "do_sample": False}, {}
     with foveate.attached(model, method, block_size=block_size):
         cache = foveate.Cache(model)
         with torch.no_grad():
             model(document, **cached(cache))
         plain = copy.deepcopy(cache)
         cache.activate_past_recording()
-        for question in (*questions, *questions):
-            ids = torch.cat([document, question], 1)
-            expected = model.generate(ids, max_new_tokens=10, do_sample=False, **cached(copy.deepcopy(plain)))
-            assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **cached(cache)), expected)
-            if method.stateful and question.shape[1] > 2:
+        for length in (6, 9, 1, 6, 9):
+            ids = torch.cat([document, tokens(length, 2, seed=length)], 1)
+            if length not in expected:
+                expected[length] = model.generate(ids, **how, **cached(copy.deepcopy(plain)))
+            assert torch.equal(model.generate(ids, **how, **cached(cache)), expected[length])
+            if method.stateful and length > 2:
                 with pytest.raises(ValueError, match=r"to the ends of prompts and to decoded tokens .* to 80, "):
                     cache.crop(81 - cache.get_seq_length())
             cache.crop(80 - cache.get_seq_length())
         bytes_held = cache.resident_bytes
-        model.generate(ids, max_new_tokens=10, do_sample=False, **cached(cache))
+        model.generate(ids, **how, **cached(cache))
         cache.crop(80 - cache.get_seq_length())
         assert cache.resident_bytes == bytes_held
 

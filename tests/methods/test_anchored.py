@@ -293,40 +293,6 @@ def test_evenly_spaced_anchors_and_depths():
     assert [role.layer for role in roles(methods.make("lessismore"), 36) if role.dense] == [2, 15]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("kascade", {"anchors": []}, "anchors must be a list of layers"),
-        ("kascade", {"anchors": [3, 1]}, "anchors must be rising layer numbers"),
-        ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
-        ("kascade", {"anchors": 6}, "anchors must be at most 4, the layers that it is applied to, not 6$"),
-        ("kascade", {"pooling": "pre_softmax"}, "pooling must be one of post_softmax, sqrt, not 'pre_softmax'"),
-        ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
-        ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),
-        ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
-        ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
-        ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
-        ("kascade", {"dense_anchor_prefill": 1}, "dense_anchor_prefill must be true or false"),
-        ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, pages, not 'int8'"),
-        ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
-        ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
-        ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
-        ("kascade", {"weighted": False}, "weighted must be true without score_keys=pages, not False"),
-        ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be 2 to 64, not 1"),
-        ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be 2 to 64, not 65"),
-        ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
-        ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
-        ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
-        ("omnikv", {"score": "last"}, "score must be one of softmax, logit, not 'last'"),
-        ("lessismore", {"recent": 1.0}, "recent must be a float in"),
-        ("lessismore", {"selections": [9]}, "selections must be among the layers that it is applied to"),
-    ],
-)
-def test_settings_that_cannot_be(name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make(name, **settings).for_layer(0, 4)
-
-
 def test_layers_that_the_method_is_not_applied_to_choose_nothing():
     anchors = [kascade_by_head(anchors=2).for_layer(n, 8, (3, 5, 6, 7)).layer_role.anchor for n in (3, 5, 6, 7)]
     assert anchors == [3, 3, 6, 6]

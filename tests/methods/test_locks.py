@@ -79,19 +79,3 @@ def test_it_is_published_with_2048_of_the_keys_and_a_tenth_of_their_bytes():
     assert method.observation is None
     assert method.count(2047) == 128
     assert method.count(131072) == 128
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"page_size": 1}, "page_size must be 2 to 64, not 1"),
-        ({"page_size": 65}, "page_size must be 2 to 64, not 65"),
-        ({"rank": 0}, "rank must be an integer of at least 1"),
-        ({"rank": 9}, "rank must be at most 8 with pages of 16"),
-        ({"rank": 5, "page_size": 4}, "rank must be at most 4 with pages of 4"),
-        ({"window_pages": 2}, "locks has no setting 'window_pages'"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make("locks", **settings)

@@ -159,22 +159,3 @@ def test_stats_tell_the_estimated_share_of_attention(monkeypatch):
         generate(model, new=3, **left_padded([20]))
         assert foveate.stats(model).summary()["mass_read_share"] is None
         assert "attention to pages" not in str(foveate.stats(model))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"page_size": 1}, "page_size must be 2 to 64, not 1"),
-        ({"page_size": 65}, "page_size must be 2 to 64, not 65"),
-        ({"page_size": 0}, "page_size must be an integer of at least 1"),
-        ({"rank": 0}, "rank must be an integer of at least 1"),
-        ({"rank": 9}, "rank must be at most 8 with pages of 8"),
-        ({"rank": 3, "page_size": 2}, "rank must be at most 2 with pages of 2"),
-        ({"weighted": 1}, "weighted must be true or false"),
-        ({"window": 9}, "pages has no setting 'window'"),
-        ({"dense_layers": 1}, "pages has no setting 'dense_layers'"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make("pages", **settings)

@@ -90,19 +90,6 @@ def test_first_layers_are_dense_and_keep_no_boxes():
     assert not method.for_layer(0, 4).channels(Geometry(HEADS, KV_HEADS, DIM, DIM))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"page_size": 0}, "page_size must be an integer of at least 1"),
-        ({"pool": "kv_head"}, "quest has no setting 'pool'"),
-        ({"dense_layers": -1}, "dense_layers must be an integer of at least 0"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make("quest", **settings)
-
-
 def test_settings_stand_in_one_order():
     """By which specs of rows are written, and arguments without names are taken."""
     assert (

@@ -133,17 +133,3 @@ def test_boxes_count_by_their_corners_and_queries_by_the_window():
         **{"low": (DIM,), "high": (DIM,)},
         "queries": (HEADS, 5, DIM),
     }
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"keep": 0}, r"keep must be an integer of at least 1 \(a number\) or a float in \(0, 1\] \(a share\), not 0"),
-        ({"window": 0}, "window must be an integer of at least 1, not 0"),
-        ({"kernel_size": 4}, "kernel_size must be odd and positive, not 4"),
-        ({"kernel_size": True}, "kernel_size must be odd and positive, not True"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make("rocketkv", **settings)

@@ -102,15 +102,3 @@ def test_a_query_of_zeros_attends_to_all_keys_alike():
     tokens.q[:, :, PROMPT:] = 0
     driver.feed(tokens[:PROMPT])
     assert driver.feed_steps(tokens[PROMPT:]).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, "rank must be an integer of at least 1"),
-        ({"window": 0}, "window must be an integer of at least 1"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make("sparq", **settings)

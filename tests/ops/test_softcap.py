@@ -1,10 +1,11 @@
-"""Capped logits, ``softcap * tanh(logit / softcap)``: every reference against a softmax written out."""
+"""Capped logits, ``softcap * tanh(logit / softcap)``, and learned sinks, a logit of each head without a value: every
+reference against a softmax written out."""
 
 import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits
+from foveate.ops import Logits, dispatch
 from foveate.ops.attend import attend_selected, decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
@@ -13,19 +14,30 @@ from tests.problems import listed
 
 SHAPE = Shape(batch=2, kv_heads=2, group=3, queries=7, offset=20, dim=16, value_dim=12)
 SCALING = 1.5
+"""Large, so that caps are reached; beside sinks alone a fifth, so that they matter."""
 CAPS = [0.7, 5.0, 50.0]
 each_cap = pytest.mark.parametrize("softcap", CAPS)
+KINDS = [(None, True), *((cap, with_sinks) for cap in CAPS for with_sinks in (False, True))]
+each_kind = pytest.mark.parametrize(("softcap", "sinks"), KINDS, indirect=["sinks"])
 
 
 @pytest.fixture
-def sinks():
-    return 2 * torch.randn(6, generator=torch.Generator().manual_seed(3))
+def sinks(request):
+    """Of six heads, or None where the parameter is False."""
+    if getattr(request, "param", True):
+        return 2 * torch.randn(6, generator=torch.Generator().manual_seed(3))
+    return None
+
+
+def logits_of(sinks, softcap):
+    return Logits(SCALING / 5 if softcap is None else SCALING, sinks, softcap)
 
 
 def capped_logits(q, k, softcap):
     """``[B, Hq, Lq, Lk]`` in fp64."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return softcap * torch.tanh(q.double() @ keys.transpose(-1, -2) * SCALING / softcap)
+    logits = q.double() @ keys.transpose(-1, -2) * logits_of(None, softcap).scaling
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def written_out(q, k, softcap, mask, sinks=None):
@@ -48,40 +60,41 @@ def causal(shape):
     return torch.arange(shape.keys) <= torch.arange(shape.offset, shape.keys)[:, None]
 
 
-@each_cap
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_attention_and_its_mass(softcap, with_sinks, sinks):
+@each_kind
+def test_attention_and_its_mass(softcap, sinks):
     """Sinks are not capped."""
     q, k, v = problem(SHAPE)
     mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
-    sinks = sinks if with_sinks else None
-    how = {"logits": Logits(SCALING, sinks, softcap), "mask": mask}
+    mask[0, :, 3] &= sinks is None  # else this query sees nothing but the sinks
+    how = {"logits": logits_of(sinks, softcap), "mask": mask}
     found = decode.attend(q, k, v, need_lse=True, need_mass=True, **how)
     weights, lse = written_out(q, k, softcap, mask, sinks)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
-    assert torch.equal(decode.attend(q, k, v, **how).out, found.out)
+    assert found.out[0, :, 3].any() == (sinks is None)
+    alone = decode.attend(q, k, v, **how)
+    assert torch.equal(alone.out, found.out)
+    assert alone.lse is None
 
 
-@each_cap
-@pytest.mark.parametrize("with_sinks", [False, True])
+@each_kind
 @pytest.mark.parametrize("offset", [0, 20])
 @pytest.mark.parametrize("one", [ops, dense])
-def test_causal_attention_with_gradients(softcap, with_sinks, offset, one, sinks):
+def test_causal_attention_with_gradients(softcap, offset, one, sinks):
     shape = SHAPE._replace(offset=offset)
     q, k, v = problem(shape, extra=3)
-    q.requires_grad_()
-    k = k.nan_to_num(0.0).requires_grad_()
-    sinks = sinks if with_sinks else None
-    how = {"logits": Logits(SCALING, sinks, softcap), "offset": offset}
-    found = one.attend_causal(q, k, v, need_lse=True, **how)
+    k = k if softcap is None else k.nan_to_num(0.0)
+    learned = [x for x in (q, None if softcap is None else k, sinks) if x is not None]
+    for x in learned:
+        x.requires_grad_()
+    found = one.attend_causal(q, k, v, need_lse=True, logits=logits_of(sinks, softcap), offset=offset)
     weights, lse = written_out(q, k[:, :, : shape.keys], softcap, causal(shape), sinks)
     expected = output(weights, v[:, :, : shape.keys])
     assert_close(found.out, expected)
     assert_close(found.lse, lse)
-    given = torch.autograd.grad(found.out.square().sum(), (q, k))
-    wanted = torch.autograd.grad(expected.square().sum(), (q, k))
+    given = torch.autograd.grad(found.out.square().sum(), learned)
+    wanted = torch.autograd.grad(expected.square().sum(), learned)
     for one, other in zip(given, wanted):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -95,47 +108,45 @@ def test_long_prompts_have_no_matrix(monkeypatch):
     assert largest.bytes <= 4 << 16
 
 
-def test_windows(sinks):
+@each_kind
+def test_windows(softcap, sinks):
     q, k, v = problem(SHAPE)
     position, keys = torch.arange(SHAPE.offset, SHAPE.keys), torch.arange(SHAPE.keys)
     lower = position - 5
-    how = {"lower": lower, "sinks": 2, "offset": 20}
     mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
-    for learned in (None, sinks):
-        found = window.attend_window(q, k, v, logits=Logits(SCALING, learned, 5.0), **how)
-        assert_close(found.out, output(written_out(q, k, 5.0, mask, learned)[0], v))
+    logits = logits_of(sinks, softcap)
+    found = window.attend_window(q, k, v, logits=logits, lower=lower, sinks=2, offset=20)
+    assert_close(found.out, output(written_out(q, k, softcap, mask, sinks)[0], v))
 
 
-@each_cap
-def test_chosen_keys_and_pages(softcap):
+@each_kind
+def test_chosen_keys_and_pages(softcap, sinks):
     shape = SHAPE._replace(queries=1)
     q, k, v = problem(shape)
-    indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [4, -1, -1, -1]]])
+    one, logits = 4 if sinks is None else -1, logits_of(sinks, softcap)  # or nothing but the sinks
+    indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [one, -1, -1, -1]]])
     mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
     mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_indices(
-        q, k, v, indices, logits=Logits(SCALING, softcap=softcap), need_lse=True, need_mass=True
-    )
-    weights, lse = written_out(q, k, softcap, mask)
+    found = decode.attend_indices(q, k, v, indices, logits=logits, need_lse=True, need_mass=True)
+    weights, lse = written_out(q, k, softcap, mask, sinks)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     mass = by_kv_head(weights[:, :, 0]).sum(2).gather(2, indices.clamp_min(0)).masked_fill(indices < 0, 0.0)
     assert_close(found.mass, mass)
-    pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [4, -1]]])
+    pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [one, -1]]])
     mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
     mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_pages(q, k, v, pages, 4, logits=Logits(SCALING, softcap=softcap))
-    assert_close(found.out, output(written_out(q, k, softcap, mask)[0], v))
+    found = decode.attend_pages(q, k, v, pages, 4, logits=logits)
+    assert_close(found.out, output(written_out(q, k, softcap, mask, sinks)[0], v))
 
 
 @pytest.mark.parametrize("pool", ["kv_head", "layer"])
 @pytest.mark.parametrize("pooling", ["post_softmax", "sqrt", "max"])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_pooled_mass(pooling, pool, with_sinks, sinks):
+@pytest.mark.parametrize(("softcap", "sinks"), [(5.0, False), (5.0, True), (None, True)], indirect=["sinks"])
+def test_pooled_mass(pooling, pool, softcap, sinks):
     q, k, v = problem(SHAPE._replace(queries=1))
-    sinks = sinks if with_sinks else None
-    how = {"logits": Logits(SCALING, sinks, 5.0), "pooling": pooling, "pool": pool}
-    weights, lse = written_out(q, k, 5.0, torch.ones(k.shape[2], dtype=torch.bool), sinks)
+    how = {"logits": logits_of(sinks, softcap), "pooling": pooling, "pool": pool}
+    weights, lse = written_out(q, k, softcap, torch.ones(k.shape[2], dtype=torch.bool), sinks)
     mass = weights[:, :, 0].sqrt() if pooling == "sqrt" else weights[:, :, 0]
     mass = by_kv_head(mass) if pool == "kv_head" else mass[:, None]
     expected = mass.amax(2) if pooling == "max" else mass.mean(2)
@@ -165,6 +176,25 @@ def test_tiles(softcap):
         seen = torch.cat([chosen, own]) <= torch.arange(20, shape.keys)[queries, None]
         weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
         assert_close(found[:, :, queries], output(weights, of[1]))
+
+
+def test_tiles_beside_sinks(sinks):
+    """Over all keys before each tile: causal attention. Over some: what it is without sinks, times their share."""
+    shape = SHAPE._replace(queries=12)
+    q, k, v = problem(shape)
+    how, beside = {"tile": 8, "offset": 20}, logits_of(sinks, None)
+    before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
+    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), logits=beside, **how)
+    weights, _ = written_out(q, k, None, causal(shape), sinks)
+    assert_close(found.out, output(weights, v))
+    some = listed(before.masked_fill(torch.arange(24) % 3 == 0, -1).expand(2, 2, 2, 24))
+    with_sinks = tiles.attend_tiles(q, k, v, **some, logits=beside, **how).out
+    low = tiles.attend_tiles(q, k, v, **some, logits=logits_of(torch.full_like(sinks, -1e4), None), **how).out
+    assert_close(low, tiles.attend_tiles(q, k, v, **some, logits=logits_of(None, None), **how).out)
+    share = (with_sinks / low).mean(-1)  # one factor for all dims of a query
+    torch.testing.assert_close(with_sinks, low * share[..., None], rtol=1e-3, atol=1e-4)
+    assert bool(((share > 0) & (share < 1)).all())
+    assert_close(masses.query_mass(q, k[:, :, : shape.keys], logits=beside, offset=20), weights.sum(2))
 
 
 @each_cap
@@ -208,3 +238,19 @@ def test_what_cannot_cap_has_no_such_argument():
     q, k, v = problem(SHAPE)
     with pytest.raises(TypeError, match="logits"):
         attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), logits=Logits(SCALING, softcap=5.0))
+
+
+def test_sinks_of_other_heads(sinks):
+    q, k, v = problem(SHAPE)
+    for call in (ops.attend, ops.attend_causal):
+        with pytest.raises(ValueError, match="one logit for each of 6 heads, not \\(5,\\)"):
+            call(q, k, v, logits=Logits(SCALING, sinks[:5]))
+
+
+def test_whether_a_kernel_may_run_is_asked_of_the_sinks_too(monkeypatch):
+    """Sinks on another device, or that learn, are for the reference."""
+    asked, sinks = [], torch.zeros(4)
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: asked.extend(tensors))
+    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
+    ops.attend_pooled(q, k, k, logits=Logits(0.3, sinks))
+    assert any(one is sinks for one in asked)

@@ -68,7 +68,7 @@ def test_methods_that_fetch():
 def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
     """Of a padded batch, and over growth of the cache: hot pages stay where their number was known before."""
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
-    steps = Tokens.random(len(LENGTHS), 50, seed=1)
+    steps = Tokens.random(len(LENGTHS), 32, seed=1)
     cuts = [*range(0, PROMPT, chunk), PROMPT]
     both, outs = drivers(method, budget), []
     both[1].layer.phase.offload.slots = 3 * PROMPT if budget == FEW else 0

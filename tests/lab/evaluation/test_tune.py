@@ -19,12 +19,17 @@ def folder(tmp_path_factory):
     return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny.chapter(tmp_path_factory.mktemp("data") / "books")
+
+
 @pytest.fixture
-def plan(folder, tmp_path):
+def plan(folder, data, tmp_path):
     def made(**settings):
         task = tasks.parse("documents", split="tune", length=120, max_new_tokens=4)
         how = {"max_loss": 80.0, "limit": 3, "objective": "memory", "device": "cpu"} | settings
-        return tune.Plan(folder, task, tiny.SAMPLE / "books", tmp_path / "foveate.json", **how)
+        return tune.Plan(folder, task, data, tmp_path / "foveate.json", **how)
 
     return made
 
@@ -73,9 +78,19 @@ def test_an_interrupted_search_goes_on_where_it_was(plan, monkeypatch):
     assert tune.search(plan()) == again, "a search that was finished loads no model"
 
 
-def losing(monkeypatch, loss, fixed=0.0):
-    """Each method loses ``loss(name, share)`` and costs its share, and ``fixed``; specs measured on `tune`."""
+ROW = {"score": 90.0, "dense_score": 90.0, "diff_to_dense": 0.0, "diff_low": 0.0, "diff_high": 0.0, "n": 3}
+ROW |= dict.fromkeys(("task", "split", "keys_read_share", "decode_ms_per_token", "kv_bytes_per_step", "device"))
+ROW |= {"item_values": {}, "resident_bytes": 7, "dtype": "float32", "versions": {}, "seed": 0, "architecture": {}}
+
+
+def losing(monkeypatch, loss, fixed=0.0, runs=False):
+    """Each method loses ``loss(name, share)`` and costs its share, and ``fixed``; specs measured on `tune`. The model
+    is asked where it ``runs`` alone."""
     measured, asked = tune._measure, []
+    if not runs:
+        monkeypatch.setattr(
+            tune, "_rows", lambda plan, split, specs, *more: {methods.parse(s).spec: ROW for s in specs}
+        )
 
     def found(plan, split, spec):
         if split == "tune" and spec not in asked:
@@ -90,7 +105,10 @@ def losing(monkeypatch, loss, fixed=0.0):
 
 
 def test_the_least_share_that_keeps_the_answers_is_found(plan, monkeypatch):
-    asked, said = losing(monkeypatch, lambda name, share: (5 if name == "tova" else 25) / (10 * share) ** 0.7), []
+    asked, said = (
+        losing(monkeypatch, lambda name, share: (5 if name == "tova" else 25) / (10 * share) ** 0.7, runs=True),
+        [],
+    )
     found = tune.search(plan(max_loss=4.0), said.append)
     name, share = found.spec.split(":top_k=")
     assert name == "tova"
@@ -297,14 +315,14 @@ def test_files_that_are_no_setting(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("architecture", [{"layers": 99}, {"layers": 2, "head_dim": 64}])
-def test_a_setting_of_another_model_is_refused(folder, tmp_path, architecture):
+def test_a_setting_of_another_model_is_refused(folder, data, tmp_path, architecture):
     path = tmp_path / "foveate.json"
     path.write_text(json.dumps(SETTING | {"architecture": architecture}), encoding="utf-8")
     network = loading.load_model(folder, "float32", "cpu")
     name, number = list(architecture.items())[-1]
     with pytest.raises(ValueError, match=f"found by foveate tune for a model of {name} {number}, and this one has"):
         foveate.attach(network, str(path))
-    command = ["compare", "--model", folder, "--data", tiny.SAMPLE / "books", "--task", "documents:length=64"]
+    command = ["compare", "--model", folder, "--data", data, "--task", "documents:length=64"]
     done = CliRunner().invoke(app, [str(one) for one in [*command, "--method", path, "--out", tmp_path / "rows.jsonl"]])
     assert done.exit_code == 2
     assert "found by foveate tune for a model of" in " ".join(done.output.split())
@@ -312,8 +330,8 @@ def test_a_setting_of_another_model_is_refused(folder, tmp_path, architecture):
     assert foveate.attach(network, str(path)).method.spec == "pages:top_k=0.5"
 
 
-def test_the_command(folder, tmp_path):
-    data, out = tiny.SAMPLE / "books", tmp_path / "foveate.json"
+def test_the_command(folder, data, tmp_path):
+    out = tmp_path / "foveate.json"
     arguments = ["tune", "--model", folder, "--data", data, "--out", out, "--limit", 3, "--max-loss", 80]
     arguments += ["--task", "documents:length=120,max_new_tokens=3", "--objective", "memory"]
     done = CliRunner().invoke(app, [str(one) for one in arguments])

@@ -1,0 +1,67 @@
+"""Settings of methods that cannot be: beside those of tests/integrations/test_errors.py."""
+
+import pytest
+
+from foveate import methods
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("kascade", {"anchors": []}, "anchors must be a list of layers"),
+        ("kascade", {"anchors": [3, 1]}, "anchors must be rising layer numbers"),
+        ("kascade", {"anchors": [0, 4]}, "anchors must be among the layers that it is applied to, .* not 4"),
+        ("kascade", {"anchors": 6}, "anchors must be at most 4, the layers that it is applied to, not 6$"),
+        ("kascade", {"pooling": "pre_softmax"}, "pooling must be one of post_softmax, sqrt, not 'pre_softmax'"),
+        ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
+        ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),
+        ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
+        ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
+        ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
+        ("kascade", {"dense_anchor_prefill": 1}, "dense_anchor_prefill must be true or false"),
+        ("kascade", {"score_keys": "int8"}, "score_keys must be one of exact, pages, not 'int8'"),
+        ("kascade", {"first_layer": "sparse"}, "first_layer must be one of dense, pages, not 'sparse'"),
+        ("kascade", {"first_layer": "pages"}, "first_layer must be dense without score_keys=pages, not 'pages'"),
+        ("kascade", {"page_size": 16}, "page_size must be 8 without score_keys=pages, not 16"),
+        ("kascade", {"weighted": False}, "weighted must be true without score_keys=pages, not False"),
+        ("kascade", {"page_size": 1, "score_keys": "pages"}, "page_size must be 2 to 64, not 1"),
+        ("kascade", {"page_size": 65, "score_keys": "pages"}, "page_size must be 2 to 64, not 65"),
+        ("kascade", {"tile": 0}, "tile must be an integer of at least 1"),
+        ("omnikv", {"filters": [0.5, 1]}, "filters must be rising layer numbers, or depths"),
+        ("omnikv", {"filters": "2,8"}, "filters must be a list of layers"),
+        ("omnikv", {"score": "last"}, "score must be one of softmax, logit, not 'last'"),
+        ("lessismore", {"recent": 1.0}, "recent must be a float in"),
+        ("lessismore", {"selections": [9]}, "selections must be among the layers that it is applied to"),
+        ("locks", {"page_size": 1}, "page_size must be 2 to 64, not 1"),
+        ("locks", {"page_size": 65}, "page_size must be 2 to 64, not 65"),
+        ("locks", {"rank": 0}, "rank must be an integer of at least 1"),
+        ("locks", {"rank": 9}, "rank must be at most 8 with pages of 16"),
+        ("locks", {"rank": 5, "page_size": 4}, "rank must be at most 4 with pages of 4"),
+        ("locks", {"window_pages": 2}, "locks has no setting 'window_pages'"),
+        ("pages", {"page_size": 1}, "page_size must be 2 to 64, not 1"),
+        ("pages", {"page_size": 65}, "page_size must be 2 to 64, not 65"),
+        ("pages", {"page_size": 0}, "page_size must be an integer of at least 1"),
+        ("pages", {"rank": 0}, "rank must be an integer of at least 1"),
+        ("pages", {"rank": 9}, "rank must be at most 8 with pages of 8"),
+        ("pages", {"rank": 3, "page_size": 2}, "rank must be at most 2 with pages of 2"),
+        ("pages", {"weighted": 1}, "weighted must be true or false"),
+        ("pages", {"window": 9}, "pages has no setting 'window'"),
+        ("pages", {"dense_layers": 1}, "pages has no setting 'dense_layers'"),
+        ("quest", {"page_size": 0}, "page_size must be an integer of at least 1"),
+        ("quest", {"pool": "kv_head"}, "quest has no setting 'pool'"),
+        ("quest", {"dense_layers": -1}, "dense_layers must be an integer of at least 0"),
+        (
+            "rocketkv",
+            {"keep": 0},
+            r"keep must be an integer of at least 1 \(a number\) or a float in \(0, 1\] \(a share\), not 0",
+        ),
+        ("rocketkv", {"window": 0}, "window must be an integer of at least 1, not 0"),
+        ("rocketkv", {"kernel_size": 4}, "kernel_size must be odd and positive, not 4"),
+        ("rocketkv", {"kernel_size": True}, "kernel_size must be odd and positive, not True"),
+        ("sparq", {"rank": 0}, "rank must be an integer of at least 1"),
+        ("sparq", {"window": 0}, "window must be an integer of at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        methods.make(name, **settings).for_layer(0, 4)
