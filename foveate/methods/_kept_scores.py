@@ -63,7 +63,7 @@ class KeptScores:
         lengths, at = cache.plan["lengths"], cache.channel("scored_at")
         kept = cache.tensors["kept_scores"][:, :heads, :number]
         due = (at == 0) | (lengths - at >= self.every)
-        if cache.plan.captured or due.is_cuda or due.any():
+        if cache.captured or due.is_cuda or due.any():
             there = torch.arange(number, device=due.device) < (lengths // self.size).where(due, 0)[:, None]
             kept.copy_(scores_of(due).where(there[:, None], kept))
             at.copy_(lengths.where(due, at))

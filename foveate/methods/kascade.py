@@ -318,11 +318,11 @@ class Kascade(KeepsSummaries, TopKByMass):
 
     def _decode_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention over all keys of the best pages; an anchor chooses among these for its readers."""
-        pages = self._best_pages(cache, q, scaling)
+        pages, plan = self._best_pages(cache, q, scaling), cache.plan
         if self.scores_keys_of_pages:
             indices = self._select_in(cache, q, pages, scaling)
-            self._hand_on(cache, SharedKeys(indices, cache.plan.or_whole(self._read(cache, indices))))
-        cache.count_read(cache.plan.or_whole(cache.plan.each(self.page_keys)[:, None]))
+            self._hand_on(cache, SharedKeys(indices, plan.or_whole(self._read(cache, indices))))
+        cache.count_read(plan.or_whole(plan.each(self.page_keys)[:, None]))
         count_scored(self, cache)
         pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
         return attend_chosen(cache, q, pages, scaling, self.page_size, **self._of_pages(cache))
@@ -377,17 +377,18 @@ class Kascade(KeepsSummaries, TopKByMass):
         return keys, places.where(pages >= 0, -1)
 
     def _of_pages(self, cache: SlotCache) -> dict[str, Tensor]:
-        return {"lengths": cache.plan["lengths"], "counts": cache.plan.choosing(self.scored_pages)}
+        plan = cache.plan
+        return {"lengths": plan["lengths"], "counts": plan.choosing(self.scored_pages)}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
         int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
         self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
-        newest = cache.plan.each(self.summaries.newest)
-        ends = cache.plan.choosing(self.summaries.pages)
-        scores = ops.with_always_read(mass, 0, newest, ends)
-        counts, most = cache.plan.each(self.scored_pages), self.scored_pages(cache.used)
+        plan = cache.plan
+        ends = plan.choosing(self.summaries.pages)
+        scores = ops.with_always_read(mass, 0, plan.each(self.summaries.newest), ends)
+        counts, most = plan.each(self.scored_pages), self.scored_pages(cache.used)
         pages = ops.topk_rows(scores, counts, most, lengths=ends, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention

@@ -153,7 +153,7 @@ class LTE(Method):
         scores, reach = cache.channel("score"), self.reach
         fields = (cache.keys, cache.values, cache.positions, scores)
         slots = real = None
-        if not cache.plan.captured and cache.ordered and cache.holes() is None:
+        if not cache.captured and cache.ordered and cache.holes() is None:
             k, v, positions, old = (x[:, :, -tokens:] for x in fields)
         else:
             slots = cache.positions.topk(tokens, -1).indices.flip(-1)

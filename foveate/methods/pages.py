@@ -71,7 +71,8 @@ class PageMethod(KeepsSummaries):
         count_scored(self, cache)
         if cache.offloaded:
             cache.fetch(pages)
-        how = {"lengths": cache.plan["counts"], "counts": cache.plan.each(self.count, of="counts")}
+        plan = cache.plan
+        how = {"lengths": plan["counts"], "counts": plan.each(self.count, of="counts")}
         return attend_chosen(cache, q, pages, scaling, self.page_size, **how)
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -86,19 +87,19 @@ class PageMethod(KeepsSummaries):
         H is the number of KV heads or of query heads, as of the summaries' scores. A key counts once for all the heads
         of a group that read it.
         """
-        scores = ranked = self.scores(cache, q, scaling)
-        ends = cache.plan.choosing(self.summaries.pages, of="counts")
-        counts = cache.plan.each(self.count, of="counts")
+        scores, plan = self.scores(cache, q, scaling), cache.plan
+        ends, counts = plan.choosing(self.summaries.pages, of="counts"), plan.each(self.count, of="counts")
+        ranked = scores
         if self.tail:
-            newest = cache.plan.each(self.first_newest, of="counts")
+            newest = plan.each(self.first_newest, of="counts")
             ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
         pages = ops.topk_rows(ranked, counts, self.most_pages(cache.used), lengths=ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
             cache.count("pages_refined", counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
-        heads, lengths = cache.geometry.num_kv_heads, cache.plan["counts"]
-        cache.count_read(cache.plan.or_whole(ops.keys_of_pages(pages, heads, self.page_size, lengths)))
+        read = ops.keys_of_pages(pages, cache.geometry.num_kv_heads, self.page_size, plan["counts"])
+        cache.count_read(plan.or_whole(read))
         return pages
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

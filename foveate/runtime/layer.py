@@ -290,9 +290,9 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
-        if self.first_step and not store.plan.captured:
+        if self.first_step and not store.captured:
             return self._checked_step(q, scaling)
-        if not (self.captured_dense if store.plan.captured else self.decodes_densely(store.used)):
+        if not (self.captured_dense if store.captured else self.decodes_densely(store.used)):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.decode_dense(store, q, scaling)

@@ -112,8 +112,16 @@ class RowNumbers:
         return self.rows["lengths"][0] if self._step is None else None
 
     @property
+    def captured(self) -> bool:
+        """Whether the step is captured; see :attr:`StepPlan.captured`."""
+        return self.device_state is not None and self._step is not None
+
+    @property
     def plan(self) -> StepPlan:
-        """The present step, shared by the layers whose rows have the same numbers."""
+        """The present step, shared by the layers whose rows have the same numbers.
+
+        In an eager step every reading looks the plan up by the numbers: read it once.
+        """
         step = self.device_state and self._step
         if step is not None:
             return step.plan

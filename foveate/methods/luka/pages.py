@@ -284,7 +284,7 @@ class MakesPages(Replay):
         return decoded % self.pages.every == 0
 
     def maintain(self, cache: SlotCache) -> None:
-        if not cache.plan.captured:
+        if not cache.captured:
             self.pages.extend(cache)
         else:
             self.pages.extend_in_step(cache)

@@ -166,7 +166,7 @@ class LuKA(Method):
     # Decode
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        if cache.plan.captured:
+        if cache.captured:
             return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
         if self.replay.maintenance_due(cache.decoded):
@@ -201,7 +201,7 @@ class LuKA(Method):
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
-        if not cache.plan.captured and self.replay.maintenance_due(cache.decoded):
+        if not cache.captured and self.replay.maintenance_due(cache.decoded):
             self.pages.extend(cache)
         return attended.out
 

@@ -13,6 +13,11 @@ GONE = {
     "kascade": {"top_p": 0.95, "remap": False, "score_queries": 0.25, "score_keys": "fp8"},
     "pages": {"score": "bound", "dense_layers": 1},
     "quest": {"min_pages": 1},
+    "streaming": {"min_window": 4},
+    "mixed": {"ends": 0.5},
+    "sparq": {"mean_value": False},
+    "adakv": {"floor": 0.5},
+    "expected_attention": {"future": 64},
 }
 
 
