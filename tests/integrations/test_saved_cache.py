@@ -198,7 +198,7 @@ def test_a_file_that_is_refused_late_changes_no_counter(tmp_path):
     filled(model, tokens(3, 200))
     before = foveate.stats(model).summary()
     tensors, described = taken_apart(path)
-    put_together(path, tensors | {"offsets.0": torch.zeros(2)}, described)
+    put_together(path, tensors, described, {"offsets.0": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"tensor offsets\.0 is not known"):
         foveate.load_cache(model, path)
     assert foveate.stats(model).summary() == before

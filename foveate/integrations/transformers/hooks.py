@@ -69,11 +69,12 @@ class BeforeForward(OfModel):
                 padding.check(given, cache)
                 padding.place(decoder, given, cache, ids.shape[1], ids.device)
                 cache.expect(ids.shape[0], max(seen + ids.shape[1], cache.phase.prompt_end or 0))
-            if fed and cache.ids.columns < seen + ids.shape[1]:
-                cache.ids.write(seen, ids)
+                cache.ids.check_rows(ids.shape[0], seen)
             cache.begin_forward()
             attachment.remember(cache)
             handover.begin(attachment.uid, cache.phase, cache)
+            if fed and cache.ids.columns < seen + ids.shape[1]:
+                cache.ids.write(seen, ids)
         else:
             if ids is not None and not training:
                 padding.place(decoder, given, None, ids.shape[1], ids.device)

@@ -25,11 +25,10 @@ class TokenIds:
             ids: ``[B, n]``; of another dtype than an integer one: embeddings ``[B, n, any]``, whose ids are unknown.
 
         Raises:
-            ValueError: for another number of rows than before; nothing is noted then.
+            ValueError: see :meth:`check_rows`; nothing is noted then.
         """
         rows, n = ids.shape[:2]
-        if first and self._ids is not None and len(self._ids) != rows:
-            raise ValueError(f"the cache holds {len(self._ids)} sequences, but the batch has {rows}")
+        self.check_rows(rows, first)
         end = first + n
         if self._ids is None or len(self._ids) != rows or end > self._ids.shape[1]:
             with torch.inference_mode(False):
@@ -39,6 +38,11 @@ class TokenIds:
             self._ids = grown
         self._ids[:, first:end] = UNKNOWN if ids.is_floating_point() else ids
         self.columns = end
+
+    def check_rows(self, rows: int, first: int) -> None:
+        """Raises ValueError for another number of rows than before, at a column ``first`` beyond the beginning."""
+        if first and self._ids is not None and len(self._ids) != rows:
+            raise ValueError(f"the cache holds {len(self._ids)} sequences, but the batch has {rows}")
 
     def restore(self, ids: Tensor) -> None:
         """Know these ids and no other, int64 ``[B, columns]``."""

@@ -33,7 +33,7 @@ EACH_VERB = (
         "kascade/first_layer_layer",
         "kascade/pages_layer",
     ),
-    *("quest", "pages", "pages/rank", "sparq/no_mean", "h2o_as_published", "lte/learned", "adakv/no_floor"),
+    *("quest", "pages", "pages/rank", "sparq/share", "h2o_as_published", "lte/learned", "adakv/share"),
     *("luka", "luka/layer", "luka/lowrank_levels", "luka/three_levels", "luka/none_refined", "luka/levels_share"),
 )
 """Variants that reach each verb in each of its forms: by head and by layer, without and with holes, by level."""
