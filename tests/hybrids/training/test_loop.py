@@ -478,9 +478,11 @@ def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
     assert rows[-1]["lambda_max"] > rows[0]["lambda_max"]
 
 
-def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
+@pytest.mark.parametrize("gradient", ["value", "worth"])
+def test_a_release_goes_on_as_it_was(make, tmp_path, gradient):
     """Killed in its midst and resumed. Heads keep about their budget by a bias, and λ rests."""
-    changes = {"model": TINY, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
+    model = {**TINY, "changes": {"lte_gradient": gradient}}
+    changes = {"model": model, "sparsity.budget": 9, "sparsity.interval": 1, "steps": 8}
     config = make({**changes, "sparsity.hold": 0.25, "sparsity.release": 0.5})
     train(config, tmp_path / "run", say=quiet)
     interrupted(config, tmp_path / "parts", 5)
@@ -488,6 +490,7 @@ def test_a_release_goes_on_as_it_was(make, tmp_path, monkeypatch):
     assert same(weights(tmp_path / "run"), weights(tmp_path / "parts"))
     rows = [row for row in curve(tmp_path / "run") if "loss" in row]
     assert not any(row["penalty"] for row in rows)
+    assert all((row["lesson"] > 0) == (gradient == "worth") for row in rows)
     assert rows[-1]["retained_mean"] < 30 < rows[0]["retained_mean"]
     train(make({**changes, "sparsity.release": 0}), tmp_path / "at_once", say=quiet)
     assert not same(weights(tmp_path / "run"), weights(tmp_path / "at_once"))
