@@ -44,8 +44,10 @@ class _Segment:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in whole pages of the system, large ones where it has them: those are pinned much faster."""
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
+    # by default such memory is shared with forked processes, and in small pages
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
-        memory = mmap.mmap(-1, nbytes)
+        memory = mmap.mmap(-1, nbytes, **private)
     except (OSError, OverflowError) as error:
         raise RuntimeError(
             f"offload=True: {nbytes / 1e6:.0f} MB of host memory could not be allocated: {error}"

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import sys
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -109,6 +111,19 @@ def test_the_page_cache_of_a_group_is_free(monkeypatch):
     }
     monkeypatch.setattr(offload.Path, "read_text", lambda path, encoding: files[path.name])
     assert offload._free_host_memory() == 2500
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_not_shared_with_forked_processes():
+    x = host_memory._zeros((1 << 20,), torch.float32)
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        span, permissions = line.split()[:2]
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= x.data_ptr() < last:
+            found.append(permissions)
+    assert found == ["rw-p"]  # private, not shared
+    assert not x.any()
 
 
 def test_memory_that_cannot_be_allocated():

@@ -51,7 +51,7 @@ def settle(device: str) -> None:
 def memory_rate(device: str) -> float:
     """GB/s that the device's memory moves at most: in a read, or in a copy, both ways counted.
 
-    Of 8 GiB, or half of what is free: of one GiB a tenth of the time is beginning and end.
+    Moves 8 GiB, or half of the free memory if that is less: with 1 GiB, start and end would be a tenth of the time.
     """
     size = min(torch.cuda.mem_get_info()[0] // 4, 8 << 30) if device == "cuda" else 16 << 20
     source = torch.ones(size // 4, device=device)
