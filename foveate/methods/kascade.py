@@ -181,7 +181,7 @@ class Kascade(KeepsSummaries, TopKByMass):
             return evenly
         first = best[0]
         what = f"{len(first.anchors)} anchors of calibration {first.source!r}, which {first.origin} for these weights"
-        say_once(f"{self.name}: {what}; anchors={_ANCHORS} spaces {_ANCHORS} evenly")
+        say_once(f"{self.name}: {what}; anchors={evenly.anchors} spaces {evenly.anchors} evenly")
         own = self.changed(calibration=first.source)
         own._say_what_differs()
         return own

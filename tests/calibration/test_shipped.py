@@ -160,6 +160,18 @@ class TestBeforeWeightsAreLoaded:
         with pytest.warns(UserWarning, match="shipped:tiny"):
             assert model_folder.method_for(model, method).spec == FOUND
 
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_a_folder_with_windows_finds_what_attach_finds(self, folder, tmp_path):
+        """Both look at the layers that keep all keys."""
+        gemma = tiny_model("gemma3")
+        gemma.save_pretrained(tmp_path / "gemma")
+        method, full = methods.parse("kascade:top_k=9"), [1, 3]
+        assert model_folder.method_for(tmp_path / "gemma", method).spec == attached_spec(gemma) == EVEN
+        facts = model_facts(gemma.config, {at: gemma.model.layers[at].self_attn for at in full})
+        heads = {"3": [0] * facts["kv_heads"]}
+        calibration.Calibration(facts, (1,), heads, {"layers": full}).write(folder / "tiny.json")
+        assert model_folder.method_for(tmp_path / "gemma", method).spec == attached_spec(gemma) == FOUND
+
     def test_an_engine_finds_it_but_not_for_models_with_adapters(self, folder, model):
         parts = dict.fromkeys(("lora_config", "speculative_config", "kv_transfer_config"))
         parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "tensor_parallel_size": 1}

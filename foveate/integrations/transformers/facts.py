@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +56,24 @@ def rotary_facts(config: transformers.PreTrainedConfig) -> dict[str, Any] | None
     return None if settings is None else json.loads(json.dumps(settings))
 
 
-def folder_weights(folder: Path) -> list[list[float]]:
+def folder_weights(folder: Path, layers: Collection[int] | None = None) -> list[list[float]]:
     """What :func:`model_facts` says of the weights, from the safetensors files of a model folder.
 
     Of layers with another first matrix than ``q_proj``, and of quantised ones, there is none.
+
+    Args:
+        layers: those to read, all if left out.
     """
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for layer, name in ((_FIRST.fullmatch(name), name) for name in file.keys()):  # noqa: SIM118
-                if layer and file.get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16"):
-                    one = file.get_slice(name)
+            for first, name in ((_FIRST.fullmatch(name), name) for name in file.keys()):  # noqa: SIM118
+                if first is None or (layers is not None and int(first[1]) not in layers):
+                    continue
+                if (one := file.get_slice(name)).get_dtype() in ("F64", "F32", "F16", "BF16"):
                     rows, columns = _places(*one.get_shape())
                     values = [one[row : row + 1, column : column + 1].item() for row, column in zip(rows, columns)]
-                    found[int(layer[1])] = _rounded(values)
+                    found[int(first[1])] = _rounded(values)
     return [values for _, values in sorted(found.items())]
 
 

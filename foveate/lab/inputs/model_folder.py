@@ -51,13 +51,13 @@ def model_facts(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None}
 
 
-def attention_layers(folder: Path) -> int:
-    """How many layers of a model folder's model keep all keys, which methods can choose among.
+def attention_layers(folder: Path) -> list[int]:
+    """The layers of a model folder's model that keep all keys, which methods can choose among.
 
     Raises `UserError` as :func:`model_facts` does.
     """
-    layers = cache_layers(_decoder_config(folder))
-    return sum(type(layer) not in releases.UNCHANGED_LAYERS and not keeps_memory(layer) for layer in layers)
+    layers = enumerate(cache_layers(_decoder_config(folder)))
+    return [at for at, layer in layers if type(layer) not in releases.UNCHANGED_LAYERS and not keeps_memory(layer)]
 
 
 def method_for(folder: Path, method: Method) -> Method:
@@ -66,7 +66,9 @@ def method_for(folder: Path, method: Method) -> Method:
     Raises ValueError for one that a file names for another model.
     """
     check_made_for(method, model_facts(folder))
-    return method.for_model(lambda: model_facts(folder) | {"weights": folder_weights(folder)})
+    return method.for_model(
+        lambda: model_facts(folder) | {"weights": folder_weights(folder, attention_layers(folder))}
+    )
 
 
 def _decoder_config(folder: Path) -> Any:

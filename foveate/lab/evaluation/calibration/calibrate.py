@@ -56,7 +56,7 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
     device = loading.choose_device(plan.device)
     dtype = loading.choose_dtype(plan.dtype, plan.model, device)
     plan = dataclasses.replace(plan, model=plan.model.resolve(), dtype=dtype, device=device)
-    plan = plan.with_anchors(number := model_folder.attention_layers(plan.model))
+    plan = plan.with_anchors(number := len(model_folder.attention_layers(plan.model)))
     if plan.time_share is None:
         check_number(plan.anchors, number)
     files = list(dict.fromkeys(file for task in plan.tasks for file in task.files(plan.data)))
