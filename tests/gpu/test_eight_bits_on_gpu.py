@@ -66,7 +66,7 @@ def test_summaries_are_those_of_the_same_numbers(problem):
         records = torch.zeros(*stored.shape[:2], BLOCK // 8, form.bytes, dtype=torch.uint8, device="cuda")
         low_rank_kernel.compress_written(memory, records, slots, form)
         found.append(records)
-    assert (found[0] == found[1]).float().mean() > 0.97  # sums are in another order, and few numbers round otherwise
+    assert (found[0] == found[1]).float().mean() > 0.99  # sums are in another order: 0.2 to 0.4 % differ on an H200
 
 
 @pytest.mark.parametrize("spec", ["kascade:top_k=0.1,anchors=[1]", "pages:top_k=0.1,weighted=false"])
