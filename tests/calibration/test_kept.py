@@ -118,7 +118,7 @@ class TestKascadeAlone:
             assert spec == f'{method}:calibration="{name}"'
             assert said == [
                 f"{method}: 2 anchors of calibration {name!r}, which `foveate calibrate` has kept for these weights; "
-                "anchors=5 spaces 5 evenly"
+                "anchors=3 spaces 3 evenly"
             ]
 
     def test_takes_one_of_other_settings_and_says_which_differ(self):
