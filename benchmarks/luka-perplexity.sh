@@ -15,12 +15,12 @@ source "$(dirname "$0")/luka-methods.sh"
 parts=$out/luka-perplexity/$(basename "$model")
 mkdir -p "$parts"
 
-ablations=$(dirname "$0")/ablations/luka.py
 compare() { # NAME TOKENS METHOD...
   wanted "$1" || return 0
   mapfile -t chosen < <(methods dense "${@:3}")
+  mapfile -t own < <(imported "$(dirname "$0")/ablations/luka.py" "${@:3}")
   foveate compare --model "$model" --task "perplexity:continuation=$2" --data "$data" --length 1 \
-    --import "$ablations" --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$1.jsonl" "${chosen[@]}"
+    "${own[@]}" --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$1.jsonl" "${chosen[@]}"
 }
 
 # Figures 4 and 6: compressors by the share of pages refined, with the summaries' values and without. Masses are exact,
