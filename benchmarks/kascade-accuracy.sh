@@ -4,11 +4,12 @@
 #   benchmarks/kascade-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/ and aime/; TOKENS: of a batch, 1.2 million
 # on 80 GB for half a billion parameters; ITEMS: of each RULER task at each length. Calibrates first (cell calibrate): as
-# the paper does, on MuSiQue's train split (paper.json), and by divergence, on that and on RULER's multikey_2 with
-# another seed than the one reported (divergence.json); also with anchors tried together at 8,192 tokens, five of them
-# and ten (together-5.json, together-10.json); all in OUT_FOLDER/kascade-accuracy/MODEL, and a copy in
-# OUT_FOLDER/calibrations/MODEL. The first two in float32: rounding in bfloat16 is as large as small divergences.
-# Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh, and calibrate or one of the calibrations' names.
+# the paper does, on MuSiQue's train split, by tiles (paper.json) and by tokens (tokens.json); by divergence, on that and
+# on RULER's multikey_2 with another seed than the one reported (divergence.json); and with anchors tried together at
+# 8,192 tokens, five of them and ten (together-5.json, together-10.json); all in OUT_FOLDER/kascade-accuracy/MODEL, and a
+# copy in OUT_FOLDER/calibrations/MODEL. Those not tried together in float32: rounding in bfloat16 is as large as small
+# divergences. Writes OUT_FOLDER/kascade-accuracy.jsonl. CELLS: see luka-methods.sh, and calibrate or one of the
+# calibrations' names.
 # LESS=yes, for a larger model: shares other than a tenth at 8,192 tokens of RULER alone, and variants there and at the
 # questions' own length.
 set -euo pipefail
@@ -42,9 +43,9 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
     [ -e "$file" ] || { echo "$PWD/$file is missing: CELLS=calibrate makes it" >&2; exit 1; }
   done
   mapfile -t chosen < <(methods dense "${@:6}")
-  mapfile -t own < <(imported "$here/ablations/kascade.py" "${@:6}")
+  mapfile -t imports < <(imported "$here/ablations/kascade.py" "${@:6}")
   foveate compare --model "$model" --data "$data" --task "$2" --split "$3" --limit "$4" \
-    --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$1.jsonl" "${own[@]}" "${chosen[@]}"
+    --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$1.jsonl" "${imports[@]}" "${chosen[@]}"
 }
 
 by_similarity='kascade:calibration="paper.json",pooling=post_softmax'

@@ -18,9 +18,9 @@ mkdir -p "$parts"
 compare() { # NAME TOKENS METHOD...
   wanted "$1" || return 0
   mapfile -t chosen < <(methods dense "${@:3}")
-  mapfile -t own < <(imported "$(dirname "$0")/ablations/luka.py" "${@:3}")
+  mapfile -t imports < <(imported "$(dirname "$0")/ablations/luka.py" "${@:3}")
   foveate compare --model "$model" --task "perplexity:continuation=$2" --data "$data" --length 1 \
-    "${own[@]}" --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$1.jsonl" "${chosen[@]}"
+    "${imports[@]}" --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$1.jsonl" "${chosen[@]}"
 }
 
 # Figures 4 and 6: compressors by the share of pages refined, with the summaries' values and without. Masses are exact,
