@@ -84,6 +84,16 @@ def _salad(spec: str, over: str = "dense") -> Callable[[], str]:
     )
 
 
+def _default() -> str:
+    """The default on the sets that it was asked."""
+
+    def of(model: str) -> str:
+        rows = _compared("luka-wikisalad", "luka", model, ["wikisalad"], limit=100)
+        return ", ".join(f"{row['split']} {row['diff_to_dense']:+.1f}" for row in rows)
+
+    return _by_model(of)
+
+
 def _perplexity(model: str, spec: str, tokens: int = 512) -> float:
     (row,) = [
         row
@@ -311,6 +321,7 @@ OURS: dict[str, Callable[[], str]] = {
     "clustered over lined": _salad(_CODE, "h2o_as_published"),
     "clustered, text": _salad("luka_paper"),
     "clustered, code": _salad(_CODE),
+    "default": _default,
     "mixed": _salad("mixed:clustered=luka_paper"),
     "compressors": lambda: _compressors("0.05"),
     "modes": _modes,
