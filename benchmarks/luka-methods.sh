@@ -10,6 +10,11 @@ batch() { # TOKENS LENGTH
   echo $((rows < 1 ? 1 : rows > 300 ? 300 : rows))
 }
 
+# The arguments that import a file of benchmarks/ablations, if a method is of it.
+imported() { # FILE METHOD...
+  [[ $* != *_ablated* ]] || printf -- '--import\n%s\n' "$1"
+}
+
 methods() { printf -- '--method\n%s\n' "$@"; }
 
 # Table 1 of the paper: its three modes by its text, by its code (exact mass, entropy bias) and corrected; ours with its

@@ -6,8 +6,9 @@
 A table is marked by `<!-- report: FILE.jsonl [FILE.jsonl ...] [KIND] [NAME=VALUE ...] [over-splits] -->`; `KINDS` has
 the kinds. Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does. `over-splits`
 makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
-are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`. Tables
-that no reader of a page needs are in `benchmarks/tables/`.
+are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`; `<!-- report: papers -->`
+every table and figure of the papers, see `paper_table.py`. Tables that no reader of a page needs are in
+`benchmarks/tables/`.
 """
 
 import json
@@ -16,7 +17,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import age, csa_tables, hybrid_tables, hybrid_task_tables, layer_tables, recheck, table_kinds
+from benchmarks import (
+    age,
+    csa_tables,
+    hybrid_tables,
+    hybrid_task_tables,
+    layer_tables,
+    paper_table,
+    recheck,
+    table_kinds,
+)
 from foveate.calibration import load
 from foveate.lab.report import pooled
 from foveate.lab.report.lines import once
@@ -97,7 +107,9 @@ def written(text: str, check: bool = False) -> str:
 
     def made(match: re.Match[str]) -> str:
         try:
-            if match[2] != "age":
+            if match[2] == "papers":
+                table = paper_table.table()
+            elif match[2] != "age":
                 table = marked(match[2].split())
             else:
                 table = age.kept(ROOT, match[0]) if check else age.table(ROOT)

@@ -2,11 +2,13 @@
 
 import os
 import uuid
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from foveate.methods import REGISTRY
 from tests import tiny
 from tests.kernels import poisoned_memory
 
@@ -31,6 +33,15 @@ def no_kept_calibrations(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     """Each test has a cache folder of its own, which is not there yet."""
     folder = tmp_path_factory.getbasetemp() / "caches" / uuid.uuid4().hex
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture
+def imported_methods() -> Iterator[None]:
+    """Methods of files that a test runs are forgotten at its end."""
+    known = dict(REGISTRY)
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(known)
 
 
 @pytest.fixture

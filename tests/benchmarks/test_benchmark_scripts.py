@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foveate import methods
+from foveate.cli import imports
 
 STAND_IN = """#!/bin/sh
 printf '%s\\n' "$@" >> "$ASKED"
@@ -25,7 +26,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_methods_of_scripts_are_accepted(script, tmp_path):
+def test_methods_of_scripts_are_accepted(script, tmp_path, imported_methods):
     model, data, asked = tmp_path / "qwen2.5-coder-0.5b-instruct", tmp_path / "data", tmp_path / "asked"
     for folder in (model, data, tmp_path / "bin"):
         folder.mkdir()
@@ -38,6 +39,8 @@ def test_methods_of_scripts_are_accepted(script, tmp_path):
     given = [str(model), str(out)] if script.name == "decode.sh" else [str(model), str(data), str(out)]
     subprocess.run(["bash", str(script), *given], cwd=tmp_path, env=found, capture_output=True, check=True)
     words = asked.read_text(encoding="utf-8").splitlines()
+    for file in {file for word, file in itertools.pairwise(words) if word == "--import"}:
+        imports.run(Path(file))
     specs = {method for word, method in itertools.pairwise(words) if word == "--method"}
     assert specs
     for spec in specs:

@@ -214,7 +214,7 @@ def calibrate(
         int | None, typer.Option(help="Prompts of each task; if left out 20, of the novel 8 of each kind.")
     ] = None,
     keys: Annotated[int, typer.Option(help="Keys compared: the heaviest of each tile.")] = 64,
-    tile: Annotated[int, typer.Option(help="Queries that share keys, the heads of a group counted.")] = 128,
+    tile: Annotated[int, typer.Option(help="Queries that share keys, those of a group counted; 1: each token.")] = 128,
     by: Annotated[
         str,
         typer.Option(

@@ -49,7 +49,15 @@ def exact_match(prediction: str, answers: Sequence[str]) -> float:
 
 def f1(prediction: str, answers: Sequence[str]) -> float:
     """SQuAD 2.0's token F1 in 0..1, the best over the answers; 1 only for an empty prediction if there are none."""
-    return max(_f1(normalize(prediction).split(), normalize(answer).split()) for answer in answers or [""])
+    return max(token_f1(normalize(prediction).split(), normalize(answer).split()) for answer in answers or [""])
+
+
+def token_f1(given: Sequence[str], gold: Sequence[str]) -> float:
+    """The F1 of some tokens, 0..1; 1 if both are empty, and 0 if one is."""
+    if not given or not gold:
+        return float(given == gold)
+    common = sum((Counter(given) & Counter(gold)).values())
+    return 2 * common / (len(given) + len(gold))
 
 
 def contains_match(prediction: str, answers: Sequence[str]) -> float:
@@ -117,13 +125,6 @@ def columns(rows: Iterable[Mapping[str, float]]) -> dict[str, np.ndarray]:
     """Item values as arrays `[n]`, one per key, from one mapping per item."""
     rows = list(rows)
     return {key: np.array([row[key] for row in rows], dtype=np.float64) for key in (rows[0] if rows else ())}
-
-
-def _f1(given: list[str], gold: list[str]) -> float:
-    if not given or not gold:
-        return float(given == gold)
-    common = sum((Counter(given) & Counter(gold)).values())
-    return 2 * common / (len(given) + len(gold))
 
 
 def _count(values: Values) -> int:

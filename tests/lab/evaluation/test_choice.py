@@ -32,6 +32,10 @@ RECORDS = {
         {"activity_label": "Sailing", "ctx_a": "[header] A man rows.  He", "ctx_b": "SINGS [title] loud", "label": 1}
         | {"endings": ["dives [sub] in.", "lands."]}
     ],
+    "sciq": [
+        {"support": " Whales breathe air.", "question": "What breathes?", "correct_answer": "whales"}
+        | {"distractor1": "stones", "distractor2": "sand", "distractor3": "salt"}
+    ],
 }
 PROMPTS = {
     "piqa": (["Question: boil an egg\nAnswer:"] * 2, [" in water", " in the sun"], "in water"),
@@ -45,6 +49,11 @@ PROMPTS = {
         "The cup broke the plate as the cup",
     ),
     "hellaswag": (["Sailing: A man rows. He Sings. loud"] * 2, [" dives in.", " lands."], "lands."),
+    "sciq": (
+        ["Whales breathe air.\nQuestion: What breathes?\nAnswer:"] * 4,
+        [" stones", " sand", " salt", " whales"],
+        "whales",
+    ),
 }
 FILES = {split: f"{split}.jsonl" for split in RECORDS} | {"hellaswag": "hellaswag_val_1000.jsonl"}
 

@@ -15,15 +15,20 @@ TRIVIAQA = {
     "question": "What grows?",
     "answers": ["Onion", "Leek"],
 }
+FDA = {"text": "K012\nA device. It warms blood.\nDevice name:", "value": "Warmer ", "key": "Device name"}
 RECORDS = {
     "drop": ("drop/drop_v0_dev.jsonl", DROP),
     "nq": ("nq/nq-open-oracle.jsonl", NQ),
     "triviaqa": ("evaporate/triviaqa.jsonl", TRIVIAQA),
+    "fda": ("evaporate/fda.jsonl", FDA),
+    "swde": ("evaporate/swde.jsonl", FDA | {"text": "A film. Director:"}),
 }
 ASKED = {
     "drop": ("In 1512 Brescia fell. What fell", ("Brescia", "the city")),
     "nq": ("Ann won. who won", ("Ann",)),
     "triviaqa": ("Onions  An onion grows. What grows?", ("Onion", "Leek")),
+    "fda": ("K012\nA device. It warms blood.\nDevice name:", ("Warmer",)),
+    "swde": ("A film. Director:", ("Warmer",)),
 }
 
 
@@ -109,6 +114,16 @@ def test_the_window_of_drop_begins_with_the_passage(tmp_path, tokenizer):
     write(tmp_path, "drop", DROP | {"context": f"Passage: {text}\nQuestion: What\nAnswer:", "ref_text": "none"})
     (item,) = tasks.parse("recall:split=drop,max_length=150").items(tmp_path, tokenizer, 1, 0)
     assert item.prompt.startswith("w0 w1 ")
+
+
+@pytest.mark.parametrize("line", ["\n", " "])
+def test_texts_to_be_continued_keep_their_end(tmp_path, tokenizer, line):
+    text = f"{long_passage(200)}{line}Its name:"
+    write(tmp_path, "fda", FDA | {"text": text, "value": "pump"})
+    (item,) = tasks.parse("recall:split=fda,max_length=250").items(tmp_path, tokenizer, 1, 0)
+    assert item.prompt.endswith(f"{line}Its name:" if line == "\n" else text[-200:])
+    assert " pump " in item.prompt
+    assert len(item.prompt_ids) <= 250 - 48
 
 
 def test_what_fits_is_not_cut(tmp_path, tokenizer):

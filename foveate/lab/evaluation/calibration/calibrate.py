@@ -79,6 +79,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         "dtype": plan.dtype,
         "device": device,
     }
+    if plan.tile == 1:
+        mark["own_key"] = True  # which is left out of older ones
     if plan.diverges:
         how = {"max_new_tokens": plan.answer_tokens, "stop": "", "sampling": None}  # as far as answers are compared
         items = [dataclasses.replace(item, **how) for item in items]

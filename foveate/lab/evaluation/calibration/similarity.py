@@ -33,8 +33,12 @@ class Measured(NamedTuple):
 
 def least_tokens(k: int, tile: int, group: int) -> int:
     """Tokens of the shortest prompt that shows anything: one with a tile after more than k keys."""
-    span = max(1, tile // group)
-    return (k // span + 1) * span + 1
+    return _first_scored(k, tile, group) * max(1, tile // group) + 1
+
+
+def _first_scored(k: int, tile: int, group: int) -> int:
+    """The first tile that sees more than k keys."""
+    return k // max(1, tile // group) + (tile > 1)
 
 
 @dataclass
@@ -43,7 +47,8 @@ class Similarity:
 
     Args:
         k: keys chosen for a tile.
-        tile: queries that share their keys, the heads of a group counted; 1 for each token by itself.
+        tile: queries that share their keys, the heads of a group counted, among the keys before them; 1 for each token
+            by itself, which also sees its own key (equation 3 as written).
     """
 
     k: int = 64
@@ -68,10 +73,11 @@ class Similarity:
         lse = ops.attend_causal(q, k, k, logits=logits, need_lse=True).lse
         if not bool(torch.isfinite(lse).all()):
             raise UserError(f"layer {layer}: the attention logits of a prompt are not finite (NaN or infinite)")
-        first_scored = self.k // span + 1  # tiles after more than k keys
+        first_scored = _first_scored(self.k, self.tile, group)
         chosen, captured = [], []
         for first, mass in ops.tile_mass(q, k, lse, tile=span, logits=logits):
-            mass = mass[0, :, max(first_scored - first, 0) :]
+            mass = (_with_own(mass, first, q, k, lse, logits) if self.tile == 1 else mass)[0]
+            mass = mass[:, max(first_scored - first, 0) :]
             if not mass.shape[1]:
                 continue
             own = ops.topk(mass, self.k)
@@ -91,6 +97,17 @@ class Similarity:
         for b, one in enumerate(self._captured):
             captured[:, : b + 1, :, b] = one.permute(3, 0, 1, 2).cpu()
         return Measured(captured, torch.stack([one.cpu() for one in self._coverage]))
+
+
+def _with_own(mass: Tensor, first: int, q: Tensor, k: Tensor, lse: Tensor, logits: ops.Logits) -> Tensor:
+    """Mass ``[1, H, T, n]`` of the tokens from ``first`` on and, in one column more, that of their own keys."""
+    at = torch.arange(first, first + mass.shape[2], device=q.device)
+    rows = q[0, :, at].unflatten(0, (k.shape[1], -1)).transpose(1, 2)  # [H, T, G, D]
+    own = ops.key_logits(rows, k[0, :, at, None], logits)[..., 0]
+    own = own.sub(lse[0, :, at].unflatten(0, (k.shape[1], -1)).transpose(1, 2)).exp_().mean(2)
+    mass = torch.nn.functional.pad(mass, (0, 1), value=float("-inf"))
+    mass[0, :, at - first, at] = own
+    return mass
 
 
 def _captured(mass: Tensor, chosen: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Multiple choice by likelihood: PIQA, SIQA, BoolQ, ARC, WinoGrande and HellaSwag, as lm-eval-harness asks them.
+"""Multiple choice by likelihood: PIQA, SIQA, BoolQ, ARC, WinoGrande, HellaSwag and SciQ, as lm-eval-harness asks them.
 
 Every answer is scored teacher-forced after its prompt, with no example before it. The model's choice is the likeliest
 answer (`acc`), or the likeliest by log-likelihood over characters (`acc_norm`). Prompts are lm-eval-harness's, made
@@ -89,6 +89,14 @@ def _hellaswag(value: Any, where: str) -> _Question:
     return _question(prompt, answers, reading.field(value, "label", int, where), where, "label")
 
 
+def _sciq(value: Any, where: str) -> _Question:
+    support, question, *answers = (
+        reading.field(value, name, str, where)
+        for name in ("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+    )
+    return _question(f"{support.lstrip()}\nQuestion: {question}\nAnswer:", tuple(answers), 3, where)
+
+
 def _without_brackets(text: str) -> str:
     """WikiHow's text without its marks, as lm-eval-harness cleans it."""
     text = text.strip().replace(" [title]", ". ")
@@ -117,6 +125,12 @@ _SETS = {
         "https://github.com/rowanz/hellaswag, data/hellaswag_val.jsonl or lines of it",
         _hellaswag,
         "acc_norm",
+    ),
+    "sciq": _Set(
+        "sciq.jsonl",
+        "an object a line, with the texts 'support', 'question', 'distractor1' to 'distractor3' and 'correct_answer'",
+        "https://huggingface.co/datasets/allenai/sciq, its test split as JSON Lines",
+        _sciq,
     ),
 }
 

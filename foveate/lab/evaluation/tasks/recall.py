@@ -1,9 +1,10 @@
-"""Reading a fact off a passage: SQuAD, DROP, NaturalQuestions and TriviaQA as Arora et al. (2024) ask them.
+"""Reading a fact off a passage: SQuAD, DROP, NaturalQuestions, TriviaQA, FDA and SWDE as Arora et al. (2024) ask them.
 
 The prompt is the passage, ". " and the question, raw text without an example or a chat template; the answer has up to
 48 tokens and ends with its line. It is right if it contains one of the answers, ignoring case. As in laLTE/laNSA only
 inputs beyond `max_length` are cut: to a window of the passage with half of it before the answer's place and the rest
-after it. That place is the first occurrence of an answer, and the beginning of the passages of DROP and TriviaQA. What
+after it. That place is the first occurrence of an answer, and the beginning of the passages of DROP and TriviaQA. FDA
+and SWDE are texts to be continued, asked as they stand; their last line, up to 200 characters, is always kept. What
 differs from the published evaluation:
 
 - SQuAD's and NaturalQuestions' questions are the data sets' own on their own paragraphs. The published SQuAD rewords
@@ -28,6 +29,7 @@ from foveate.lab.inputs.squad import find_squad, read_squad
 from foveate.prompting import encode
 
 _TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
+_TAIL = 200  # characters at the end of a text to be continued that hold what is asked
 _DROP = re.compile(r"Passage: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
 
 
@@ -39,6 +41,8 @@ class _Record(NamedTuple):
     question: str
     answers: tuple[str, ...]
     near: tuple[str, ...] = ()
+    continued: bool = False
+    """Whether passage and question are one text, which is asked as it stands."""
 
 
 def _squad(path: Path) -> Iterator[_Record]:
@@ -85,6 +89,13 @@ def _triviaqa(value: Any, where: str) -> Sequence[Any]:
     passage, question = (reading.field(value, name, str, where) for name in ("context", "question"))
     answers = _answers(reading.field(value, "answers", list, where), "answers", where)
     return _TRIVIAQA_MARKS.sub("", passage), question, answers
+
+
+def _continued(value: Any, where: str) -> Sequence[Any]:
+    text = _asked(reading.field(value, "text", str, where), where).strip()
+    answers = _answers([reading.field(value, "value", str, where)], "value", where)
+    end = max(text.rfind("\n"), len(text) - _TAIL, 0)
+    return text[:end], text[end:], answers, answers, True
 
 
 def _asked(question: str, where: str) -> str:
@@ -137,6 +148,15 @@ _SETS = {
         "https://huggingface.co/datasets/hazyresearch/based_triviaqa, its validation split as JSON Lines",
         _lines(_triviaqa),
     ),
+} | {
+    name: _Set(
+        "evaporate",
+        f"{name}.jsonl",
+        "an object a line, with the texts 'text', which is to be continued, and 'value'",
+        f"https://huggingface.co/datasets/hazyresearch/{folder}, its validation split as JSON Lines",
+        _lines(_continued),
+    )
+    for name, folder in {"fda": "based-fda", "swde": "based-swde-v2"}.items()
 }
 
 
@@ -171,7 +191,7 @@ class Recall(Task):
 
     def _item(self, tokenizer: Any, record: _Record) -> Item:
         passage = _bare(record)
-        prompt = _prompt(passage, record.question)
+        prompt = _prompt(record, passage)
         ids, room = encode(tokenizer, prompt), self.max_length - self.max_new_tokens
         if len(ids) > room:
             prompt, ids = _cut(tokenizer, record, passage, len(ids), room)
@@ -179,12 +199,16 @@ class Recall(Task):
         return Item(record.id, prompt, tuple(ids), record.answers, **how)
 
 
-def _prompt(passage: str, question: str) -> str:
-    return f"{passage.strip().strip('.')}. {question.strip()}"
+def _prompt(record: _Record, passage: str) -> str:
+    if record.continued:
+        return passage + record.question
+    return f"{passage.strip().strip('.')}. {record.question.strip()}"
 
 
 def _bare(record: _Record) -> str:
     """The passage without the question at its end, which some files have put there."""
+    if record.continued:
+        return record.passage
     passage, question = record.passage.strip(), record.question.strip().lower()
     while passage.lower().endswith(question):
         passage = passage[: -len(question)].rstrip()
@@ -204,7 +228,7 @@ def _cut(tokenizer: Any, record: _Record, passage: str, tokens: int, room: int) 
     while window > 0:
         start = max(0, at - window // 2)
         end = min(len(spans), start + window)
-        prompt = _prompt(passage[spans[start][0] : spans[end - 1][1]], record.question)
+        prompt = _prompt(record, passage[spans[start][0] : spans[end - 1][1]])
         ids = encode(tokenizer, prompt)
         if len(ids) <= room:
             return prompt, ids

@@ -154,6 +154,19 @@ class TestTheArtefact:
         assert found["run"]["tokens"] == [len(prompt) for prompt in prompts(plan)]
         assert found["layer_ms"] is None
 
+    def test_goes_by_every_token_with_its_own_key(self, plan):
+        """Equation 3 as written: of all tokens that see more than k keys; of the others it is 1."""
+        plan = dataclasses.replace(plan, tile=1)
+        artefact, shown = run(plan), studied(plan)
+        assert [len(one.captured) for one, _ in shown] == [len(prompt) - plan.keys for prompt in prompts(plan)]
+        choice = choose(
+            lambda: (measured.captured for measured, _ in shown), torch.stack([one for _, one in shown]).mean(0), 2
+        )
+        assert artefact.anchors == tuple(choice.anchors)
+        torch.testing.assert_close(torch.tensor(artefact.found["similarity"]), choice.similarity, rtol=1e-4, atol=1e-6)
+        assert artefact.found["run"]["own_key"]
+        assert "--tile 1 --by similarity --over least" in artefact.found["command"]
+
     def test_goes_by_the_mean_of_layers_that_count_alike(self, plan):
         plan, shown = dataclasses.replace(plan, over="mean", weights="none"), studied(plan)
         importance = torch.stack([one for _, one in shown]).mean(0)

@@ -38,11 +38,12 @@ def attention(q, k):
 def written_out(prompt, k, tile):
     """``[t, a, i, b, j]``, every tile of every head by itself."""
     span, length = max(1, tile // GROUP), prompt[0][0].shape[2]
-    tiles = [range(first, min(first + span, length)) for first in range(0, length, span) if first > k]
+    own = tile == 1  # a token by itself sees its own key, too
+    tiles = [range(first, min(first + span, length)) for first in range(0, length, span) if first + own > k]
     matrices = [attention(q, keys) for q, keys in prompt]
 
     def pooled(layer, head, queries):
-        rows = matrices[layer][head * GROUP : (head + 1) * GROUP, list(queries), : queries[0]]
+        rows = matrices[layer][head * GROUP : (head + 1) * GROUP, list(queries), : queries[0] + own]
         return rows.mean((0, 1))
 
     captured = torch.zeros(len(tiles), len(prompt), KV_HEADS, len(prompt), KV_HEADS, dtype=torch.float64)
@@ -66,6 +67,24 @@ def test_attention_on_what_others_choose(length, k, tile):
     expected = written_out(prompt, k, tile)
     assert measured.captured.dtype == torch.float32
     torch.testing.assert_close(measured.captured.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_similarity_by_tokens_is_equation_3_over_every_token():
+    """With one KV head: of tokens that see no more than k keys it is 1."""
+    k, length = 5, 60
+    generator = torch.Generator().manual_seed(3)
+    prompt = [tuple(torch.randn(1, heads, length, DIM, generator=generator) for heads in (1, 1)) for _ in range(2)]
+    captured = shown(prompt, k, 1).captured[:, :, 0, :, 0]
+    rows = [attention(*layer)[0] for layer in prompt]
+
+    def similarity_of(token):
+        seen = [row[token, : token + 1] for row in rows]
+        first, second = (one.topk(min(k, token + 1)).indices for one in seen)
+        return seen[1][first].sum() / seen[1][second].sum()
+
+    expected = torch.stack([similarity_of(token) for token in range(length)])
+    torch.testing.assert_close((captured[:, 0, 1] / captured[:, 1, 1]).double(), expected[k:], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(expected[:k], torch.ones(k).double())
 
 
 def test_the_same_in_many_small_blocks(monkeypatch):

@@ -1,0 +1,394 @@
+"""Every table and figure of the four papers beside what was measured here: `<!-- report: papers -->`.
+
+`papers.json` has the lines: what is compared, what the paper has, the name of what the rows have, which is made from
+them, the rows and their command, and how the two compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.csa_tables import PUBLISHED
+from foveate.calibration import load
+from foveate.lab.report import pooled
+from foveate.lab.report.markdown import markdown_table
+from foveate.lab.report.rows import Row, all_spelled
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = {"0.5B": "qwen2.5-coder-0.5b-instruct", "1.5B": "qwen2.5-coder-1.5b-instruct"}
+VERDICTS = ("reproduced", "surpassed", "differs because", "not run because")
+_K = 1024
+
+
+class Line(NamedTuple):
+    """One table or figure, or a part of it with a verdict of its own."""
+
+    item: str
+    theirs: str
+    ours: str
+    """A name in :data:`OURS`, or words; empty: nothing."""
+    file: str
+    """Of `benchmarks/results/`, without its ending; or a path in the repository."""
+    command: str
+    """A script of `benchmarks/`, or a command whose flags benchmarks/README.md has; empty: none."""
+    verdict: str
+
+
+# Rows
+
+
+@functools.cache
+def _rows(file: str) -> list[Row]:
+    lines = (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = list(map(json.loads, lines))
+    return all_spelled(rows) if "settings" in rows[0] and "bench" not in rows[0] else rows
+
+
+def _some(file: str, **asked: Any) -> list[Row]:
+    """Rows of benches or of training by values of their case, or of themselves."""
+    return [row for row in _rows(file) if asked.items() <= (row.get("case") or row).items()]
+
+
+def _compared(file: str, spec: str, model: str, tasks: Sequence[str], **asked: Any) -> list[Row]:
+    """Rows of `foveate compare`, of one method."""
+    where = {"spec": spec, "model": model, **asked}
+    return [row for row in _rows(file) if row["task"] in tasks and where.items() <= row.items()]
+
+
+def _joined(cells: Iterable[str]) -> str:
+    return "; ".join(cells)
+
+
+def _by_model(cell: Callable[[str], str]) -> str:
+    found = {short: cell(model) for short, model in MODELS.items()}
+    return _joined(f"{short} {value}" for short, value in found.items() if value)
+
+
+# LuKA
+
+
+def _salad(spec: str, over: str = "dense") -> Callable[[], str]:
+    """Differences on the whole sets, points, split by split."""
+
+    def of(model: str, split: str) -> str:
+        how = {"split": split, "limit": 100}
+        (row,), (base,) = (_compared("luka-wikisalad", one, model, ["wikisalad"], **how) for one in (spec, over))
+        return f"{row['score'] - base['score']:+.1f}"
+
+    return lambda: _by_model(
+        lambda model: ", ".join(of(model, split) for split in ("easy", "medium", "hard", "very_hard"))
+    )
+
+
+def _default() -> str:
+    """The default on the sets that it was asked."""
+
+    def of(model: str) -> str:
+        rows = _compared("luka-wikisalad", "luka", model, ["wikisalad"], limit=100)
+        return ", ".join(f"{row['split']} {row['diff_to_dense']:+.1f}" for row in rows)
+
+    return _by_model(of)
+
+
+def _perplexity(model: str, spec: str, tokens: int = 512) -> float:
+    (row,) = [
+        row
+        for row in _rows("luka-perplexity")
+        if (row["model"], row["spec"], row["task_settings"]["continuation"]) == (model, spec, tokens)
+    ]
+    return row["metrics"]["perplexity"]["value"]
+
+
+def _page(compressor: str, top_k: str, zero: bool = False) -> str:
+    parts = ["tail=16", *([f"compressor={compressor}"] if compressor != "attention" else []), "temperature=1"]
+    return f"luka_paper:{','.join([*parts, *['zero_values=true'] * zero, f'top_k={top_k}', 'mass=exact'])}"
+
+
+def _compressors(top_k: str) -> str:
+    kinds = ("attention", "mean", "random")
+    return _by_model(
+        lambda model: ", ".join(
+            f"{_perplexity(model, _page(kind, top_k)) / _perplexity(model, 'dense'):.2f}" for kind in kinds
+        )
+    )
+
+
+def _zeroed() -> str:
+    def of(model: str) -> str:
+        ratios = (
+            _perplexity(model, _page(kind, "0", True)) / _perplexity(model, _page(kind, "0"))
+            for kind in ("attention", "mean", "random")
+        )
+        return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+    return _by_model(of)
+
+
+def _modes() -> str:
+    specs = ("h2o", "luka_paper", "mixed:clustered=luka_paper")
+    return _by_model(
+        lambda model: ", ".join(
+            f"{_perplexity(model, spec, 1024) - _perplexity(model, 'dense', 1024):+.1f}" for spec in specs
+        )
+    )
+
+
+# StreamIndex
+
+
+def _time(ms: float) -> str:
+    return f"{ms / 1000:.2f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
+
+
+def _indexer(tokens: int, top_k: int = 512, impl: str = "foveate") -> Row:
+    (row,) = _some("indexer", tokens=tokens, top_k=top_k, impl=impl, dtype="bfloat16", gpus=1)
+    return row
+
+
+def _cost(row: Row) -> str:
+    return f"{_time(row['ms'])}, {row['peak_bytes'] / 1e9:.2f} GB"
+
+
+def _parity() -> str:
+    return _joined(f"{tokens // _K}K {_indexer(tokens)['recall_min']:.4f}" for tokens in (2048, 4096, 8192))
+
+
+def _study(study: str, value: Any) -> Row:
+    (row,) = _some("indexer-study", study=study, value=value, tokens=262144)
+    return row
+
+
+def _tiles() -> str:
+    first, last = (_study("key_chunk", value)["ms"] for value in (1024, 262144))
+    return f"{_time(first)} to {_time(last)}, {first / last:.1f}×"
+
+
+def _settings() -> str:
+    ours = _some("indexer-study", tokens=262144)
+    values = {(row["case"]["study"], str(row["case"]["value"])) for row in ours}
+    settings = PUBLISHED["streamindex"]["settings"]
+    theirs = {(name, value) for name, found in settings.items() for value in found}
+    least = min(row["recall_min"] for row in ours)
+    return f"{len(theirs & values)} of {len(theirs)} cells, recall ≥ {least:.4f}"
+
+
+def _ablations() -> str:
+    found = {row["case"]["value"][:3]: row for row in _some("indexer-study", study="ablation")}
+    means = f"{found['A1:']['recall_mean']:.4f}, {found['A2:']['recall_mean']:.4f}"
+    return f"{means}; {100 * found['A3:']['recall_whole']:.2f} %"
+
+
+def _layer(tokens: int) -> str:
+    (row,) = _some("csa", tokens=tokens)
+    return _cost(row)
+
+
+# Kascade
+
+
+def _loss(spec: str, *tasks: str) -> str:
+    """Paired differences to dense, points, with intervals, of the models that have such rows."""
+
+    def of(model: str) -> str:
+        if not (rows := _compared("kascade-accuracy", spec, model, tasks)):
+            return ""
+        dense = {row["run"]["items"]: row for row in _compared("kascade-accuracy", "dense", model, tasks)}
+        found = pooled.difference(rows, [dense[row["run"]["items"]] for row in rows])
+        return f"{found.value:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+    return _by_model(of)
+
+
+def _found(model: str, name: str = "musique") -> dict[str, Any]:
+    return load(RESULTS / "calibrations" / model / f"{name}.json").found
+
+
+def _coverage() -> str:
+    def of(model: str) -> str:
+        heads = [share for layer in _found(model)["coverage"][1:] for share in layer]
+        return f"{100 * sum(share >= 0.95 for share in heads) / len(heads):.0f} %"
+
+    return _by_model(of)
+
+
+def _neighbours() -> str:
+    def of(model: str) -> str:
+        similarity = _found(model)["mean_similarity"]
+        near = [similarity[layer][layer + 1] for layer in range(len(similarity) - 1)]
+        return f"{min(near):.2f} to {max(near):.2f}"
+
+    return _by_model(of)
+
+
+def _importance() -> str:
+    return _by_model(lambda model: "{:.2f} and {:.2f}".format(*(_found(model)["importance"][at] for at in (0, -1))))
+
+
+_DECODE = "kascade:pool=kv_head,pooling=post_softmax"
+_PREFILL = "kascade:pool=kv_head,pooling=post_softmax,decode_only=false"
+
+
+def _over_flash(file: str, method: str, **case: Any) -> float:
+    flash, ours = (_some(file, level="kernel", method=one, **case)[0]["ms"] for one in ("flash-attention-3", method))
+    return flash / ours
+
+
+def _decode_speed() -> str:
+    """Reading a tenth, a fifth and three tenths of the keys, at each length."""
+    specs = (_DECODE, *(_DECODE.replace(":", f":top_k={share},") for share in (0.2, 0.3)))
+    return _joined(
+        f"{tokens // _K}K "
+        + ", ".join(f"{_over_flash('decode', spec, context=tokens, batch=64):.2f}" for spec in specs)
+        for tokens in (8192, 32768, 131072)
+    )
+
+
+def _prompt_speed(*lengths: int, method: str = _PREFILL) -> str:
+    return _joined(
+        f"{tokens // _K}K {_over_flash('prefill', method, context=tokens, batch=1):.2f}" for tokens in lengths
+    )
+
+
+def _long_prompt() -> str:
+    own = _PREFILL.replace(":", ":dense_anchor_prefill=false,")
+    return f"{_prompt_speed(131072)}, with sparse anchors {_over_flash('prefill', own, context=131072, batch=1):.2f}"
+
+
+def _math() -> str:
+    specs = ('kascade:calibration="together-10.json"', 'kascade:top_k=0.2,calibration="together-10.json"')
+    return " and ".join(_loss(spec, "math") for spec in specs)
+
+
+def _passes() -> str:
+    (row,) = _some("decode", level="kernel", method=_DECODE, context=131072, batch=64)
+    kind = row["layers"]["choosing"]
+    return " and ".join(f"{100 * kind['parts_ms'][part] / kind['ms']:.0f} %" for part in ("score", "select"))
+
+
+# laLTE and laNSA
+
+
+def _needles(*presets: str) -> str:
+    def of(preset: str) -> str:
+        splits = ("niah_single_1", "niah_single_2", "niah_single_3")
+        scores = [
+            row["score"]
+            for row in _some("hybrids-tasks", model=f"{preset}-27M-0", task="ruler")
+            if row["split"] in splits and row["method"] in ("own", "dense")
+        ]
+        return f"{preset} {sum(scores) / len(scores):.1f}"
+
+    return ", ".join(map(of, presets))
+
+
+def _lesson() -> str:
+    def mean(file: str, **fields: Any) -> float:
+        rows = _some(file, task="ruler", **fields)
+        return statistics.fmean(row["score"] for row in rows if row["split"].startswith("niah_single"))
+
+    names = sorted({row["model"] for row in _rows("hybrids-lesson")})
+    seeds = ", ".join(f"{mean('hybrids-lesson', model=name):.1f} (seed {name[-1]})" for name in names)
+    return f"laLTE {seeds}; gdn {mean('hybrids-beyond', model='gdn_mix-27M-0'):.1f}"
+
+
+def _common_sense() -> str:
+    scores = [row["score"] for row in _some("hybrids-tasks", model="lalte-27M-0", task="choice")]
+    return f"laLTE, 27M: {min(scores):.0f} to {max(scores):.0f} on {len(scores)} tasks"
+
+
+def _passages() -> str:
+    scores = [row["score"] for row in _some("hybrids-tasks", model="lalte-27M-0", task="recall")]
+    return f"laLTE, 27M: {min(scores):.1f} to {max(scores):.1f} on {len(scores)} sets"
+
+
+def _attention(phase: str, **whats: str) -> str:
+    """Times of kinds of attention over the fastest window's."""
+    some = _some("hybrids-speed", phase=phase, batch=32 if phase == "decode" else 1)
+    rows = {row["case"]["what"]: row["ms"] for row in some}
+    window = min(ms for what, ms in rows.items() if what.startswith("swa"))
+    return ", ".join(f"{words.replace('_', ' ')} {rows[what] / window:.2f}×" for words, what in whats.items())
+
+
+def _held_out(*presets: str) -> str:
+    found = {row["model"]: row["held_out"][-1] for row in _rows("hybrids-curves")}
+    return ", ".join(f"{preset} {found[f'{preset}-27M-0']:.3f}" for preset in presets)
+
+
+def _silent() -> str:
+    (row,) = _some("hybrids-curves", model="lalte-27M-0")
+    heads = [share for layer in row["retention"]["share"] for share in layer]
+    return f"{sum(share < 1e-3 for share in heads)} of {len(heads)} heads of laLTE retain less than 0.1 %"
+
+
+_CODE = "luka_paper:mass=exact,bias=entropy"
+_HEADS = ("min_k=16,pool=kv_head,pooling=post_softmax,decode_only=false", 'calibration="divergence.json"')
+_SPARSE = "kascade:dense_anchor_prefill=false,"
+OURS: dict[str, Callable[[], str]] = {
+    "clustered over lined": _salad(_CODE, "h2o_as_published"),
+    "clustered, text": _salad("luka_paper"),
+    "clustered, code": _salad(_CODE),
+    "default": _default,
+    "mixed": _salad("mixed:clustered=luka_paper"),
+    "compressors": lambda: _compressors("0.05"),
+    "modes": _modes,
+    "zeroed": _zeroed,
+    "parity": _parity,
+    "flash 1M": lambda: _cost(_indexer(1048576)),
+    "flash 32K": lambda: _cost(_indexer(32768)),
+    "pro 1M": lambda: _cost(_indexer(1048576, 1024)),
+    "layer": lambda: _layer(262144),
+    "settings": _settings,
+    "tiles": _tiles,
+    "ablations": _ablations,
+    "coverage": _coverage,
+    "oracle": lambda: _loss("oracle_topk:top_k=0.025,min_k=16", "2wiki"),
+    "neighbours": _neighbours,
+    "importance": _importance,
+    "mean queries": lambda: _loss("oracle_topk:min_k=16,pooling=pre_softmax,tile=256", "musique"),
+    "mean attention": lambda: _loss("oracle_topk:min_k=16,tile=256", "musique"),
+    "mapped": lambda: _loss(f"{_SPARSE}{','.join(_HEADS)}", "musique"),
+    "unmapped": lambda: _loss(f"kascade:{','.join(_HEADS)},remap=false", "musique"),
+    "shares": _math,
+    "passes": _passes,
+    "questions": lambda: _loss(f'{_SPARSE}{_HEADS[0][9:]},calibration="paper.json"', "hotpotqa", "2wiki"),
+    "decode": _decode_speed,
+    "long prompt": _long_prompt,
+    "short prompts": lambda: _prompt_speed(8192, 32768),
+    "a fifth": lambda: _prompt_speed(8192, 32768, 131072, method=_PREFILL.replace(":", ":top_k=0.2,")),
+    "common sense": _common_sense,
+    "needles, hybrids": lambda: _needles("lansa", "transformer", "gdn_swa"),
+    "needles, laLTE": lambda: _needles("lalte", "gdn_swa"),
+    "needles, lesson": _lesson,
+    "needles, NSA": lambda: _needles("nsa"),
+    "passages": _passages,
+    "prefill": lambda: _attention("prefill", LTE="lte", with_its_choice="lte, with selection"),
+    "step": lambda: _attention("decode", half_full="lte, buffer half full", full="lte, buffer full"),
+    "silent": _silent,
+    "losses": lambda: _held_out("transformer", "nsa", "gdn", "lansa", "lalte"),
+}
+"""What the rows have, by the name in `papers.json`."""
+
+
+def lines() -> dict[str, list[Line]]:
+    """The lines of each paper."""
+    found = json.loads((Path(__file__).parent / "papers.json").read_text(encoding="utf-8"))
+    return {paper: [Line(*line) for line in own] for paper, own in found.items()}
+
+
+def table() -> str:
+    """All lines, a paper after the other."""
+    found = [("paper", "table or figure", "paper", "here", "rows", "command", "verdict")]
+    for paper, own in lines().items():
+        for line in own:
+            ours = OURS[line.ours]() if line.ours in OURS else line.ours or "–"
+            path = line.file if "/" in line.file else f"benchmarks/results/{line.file}.jsonl"
+            name = line.file.rpartition("/")[2]
+            rows = f"[`{name}`](../../{path})" if line.file else "–"
+            command = f"`{line.command}`" if line.command else "–"
+            found.append((paper, line.item, line.theirs or "–", ours, rows, command, line.verdict))
+    return markdown_table(found).replace("|--:", "|---")

@@ -1,0 +1,72 @@
+"""The table of the papers' tables and figures: it has all of them, and every line a verdict and rows that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import paper_table
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = [line for own in paper_table.lines().values() for line in own]
+PAPERS = {  # tables, figures
+    "LuKA": (1, 6),
+    "StreamIndex": (7, 3),
+    "Kascade": (3, 8),
+    "laLTE, laNSA": (3, 6),
+}
+
+
+def numbers(text):
+    return [float(one) for one in re.findall(r"(?<![\d.])\d+\.\d+", text)]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_table_and_figure_has_a_line(paper):
+    found = {"table": set(), "figure": set()}
+    for line in paper_table.lines()[paper]:
+        for kind, which in re.findall(r"(table|figure)s? ((?:\d[abc]?(?:, )?)+)", line.item.partition(":")[0]):
+            found[kind] |= {int(one) for one in re.findall(r"\d", which)}
+    tables, figures = PAPERS[paper]
+    assert found == {"table": set(range(1, tables + 1)), "figure": set(range(1, figures + 1))}
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.item)
+def test_a_line_has_a_verdict_and_rows_that_exist(line):
+    verdicts = re.findall(r"\*(.*?)\*", line.verdict)
+    assert verdicts
+    assert set(verdicts) <= set(paper_table.VERDICTS)
+    assert line.verdict.startswith("*")
+    if line.ours in paper_table.OURS:
+        path = ROOT / line.file if "/" in line.file else paper_table.RESULTS / f"{line.file}.jsonl"
+        assert path.exists()
+        assert line.command
+    else:
+        assert verdicts[0] == "not run because" or line.ours.startswith("[")
+    if line.command.endswith(".sh"):
+        assert (ROOT / "benchmarks" / line.command).exists()
+    elif line.command.startswith("python"):
+        name = line.command.split()[-1].removesuffix(".py").replace(".", "/")
+        assert (ROOT / f"{name}.py").exists()
+
+
+def test_every_value_is_shown():
+    assert sorted(line.ours for line in LINES if line.ours in paper_table.OURS) == sorted(paper_table.OURS)
+
+
+@pytest.mark.parametrize("name", ["decode", "long prompt"])
+def test_what_surpasses_a_speed_is_faster(name):
+    (line,) = [line for line in LINES if line.ours == name]
+    ours, theirs = (numbers(text) for text in (paper_table.OURS[name](), line.theirs))
+    assert len(theirs) in (1, 9)
+    assert all(mine > its for mine, its in zip(ours, theirs))
+
+
+def test_a_setting_of_a_line_matters():
+    assert paper_table.OURS["clustered, text"]() != paper_table.OURS["clustered, code"]()
+    assert paper_table.OURS["mapped"]() != paper_table.OURS["unmapped"]()
+
+
+def test_the_page_has_the_table():
+    page = (ROOT / "docs" / "papers" / "README.md").read_text(encoding="utf-8")
+    assert all(f"| {line.item} |" in page for line in LINES)
