@@ -42,3 +42,14 @@ def test_values_meet_in_turn():
     assert names == ["method", "padded", "family"]
     assert [method for method, *_ in cases] == list("abcde")
     assert {(padded, family) for _, padded, family in cases} == set(itertools.product([False, True], "xy"))
+
+
+def test_values_in_turn_are_spread_where_there_are_few():
+    """Each is there, also in the company of a tuple of names and of a case beside them."""
+    mark = in_turn((("dim", "value_dim"), [(64, 64), (192, 128)]), ("page", [1, 16, 24, 256]), besides=[(80, 80, 1)])
+    names, cases = mark.args
+    assert names == ["dim", "value_dim", "page"]
+    assert cases == [(64, 64, 1), (192, 128, 256), (80, 80, 1)]
+    _, cases = in_turn(("one", range(8)), ("kind", range(6)), ("weighted", [True, False])).args
+    assert {kind for _, kind, _ in cases} == set(range(6))
+    assert {weighted for *_, weighted in cases} == {True, False}

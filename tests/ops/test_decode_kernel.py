@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate.ops import Logits
-from tests.combinations import every_pair
+from tests.combinations import every_pair, in_turn
 from tests.kernels import compile_for
 
 SHAPES = (
@@ -14,6 +14,8 @@ SHAPES = (
     [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16), ("fp16", 192, 64), ("fp32", 128, 8)],
 )
 CAPABILITIES = ("capability", [90, 80])
+ON_BOTH = (("capability", *SHAPES[0]), [(capability, *shape) for capability in (90, 80) for shape in SHAPES[1]])
+"""Each shape on each GPU: what else there is of a kernel comes in turn."""
 
 
 def _tile(tile_for, dtype, dim, heads, capability, **more):
@@ -108,9 +110,8 @@ def _compile_attention(
         assert_compiled_well(compiled, capability, half, spilled=8 if page_size else 0)
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
+@in_turn(
+    ON_BOTH,
     (
         ("indexed", "masked", "kept"),
         [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
@@ -148,9 +149,8 @@ def test_attention_to_eight_bits_compiles_for_hopper(dtype, dim, heads, indexed,
     assert compiled.spilled <= 112
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
+@in_turn(
+    ON_BOTH,
     BLOCK_SIZES,
     (
         ("indexed", "masked", "bounded", "kept", "page_size"),
@@ -171,15 +171,14 @@ def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, block_size=block_size, **how)
 
 
-@every_pair(CAPABILITIES, SHAPES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]))
+@in_turn(ON_BOTH, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]))
 def test_attention_with_whole_rows_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, page_size):
     how = {"indexed": indexed, "bounded": True, "page_size": page_size, "block_size": 16, "whole": True}
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
+@in_turn(
+    ON_BOTH,
     ("own", [False, True]),
     (("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)]),
 )
@@ -191,9 +190,8 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
+@in_turn(
+    ON_BOTH,
     ("bounded", [False, True]),
     ("softcap", [0.0, 50.0]),
     besides=[(90, "fp32", 128, 8, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
@@ -203,15 +201,14 @@ def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, b
     assert_compiled_well(compiled, capability, dtype != "fp32")
 
 
-@every_pair(CAPABILITIES, SHAPES, ("bounded", [False, True]), BLOCK_SIZES)
+@in_turn(ON_BOTH, ("bounded", [False, True]), BLOCK_SIZES)
 def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, block_size):
     compiled = _scoring(capability, dtype, dim, heads, bounded, 0.0, block_size=block_size)
     assert_compiled_well_in_blocks(compiled, capability, dtype != "fp32")
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
+@in_turn(
+    ON_BOTH,
     ("bounded", [False, True]),
     ("page_size", [3, 16, 64]),
     ("block_size", [0, *BLOCK_SIZES[1]]),

@@ -1,4 +1,4 @@
-"""Run on each rank: λ is the same everywhere, sharded gates stay in fp32, and training by two ranks is training by one."""
+"""Run on each rank: λ is the same everywhere, sharded gates stay in fp32, and two ranks train as one does."""
 
 import copy
 import shutil
