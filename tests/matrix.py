@@ -171,9 +171,9 @@ each_variant = pytest.mark.parametrize("method", [m for _, m in VARIANTS], ids=[
 def each_in_turn(name, values, variants=VARIANTS):
     """Each method under its small budget with each value, its other settings with one of them in turn."""
     cases = [
-        pytest.param(method, value, id=f"{variant}-{value}")
+        pytest.param(method, values[index], id=f"{variant}-{values[index]}")
         for number, (variant, method) in enumerate(variants)
-        for value in (values if variant in NAMES else [values[number % len(values)]])
+        for index in (range(len(values)) if variant in NAMES else [number % len(values)])
     ]
     return pytest.mark.parametrize(("method", name), cases)
 

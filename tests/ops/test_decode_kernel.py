@@ -135,11 +135,11 @@ def test_attention_compiles_for_ampere_and_hopper(
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
 
 
-@pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)])
-@pytest.mark.parametrize(
-    ("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)]
+@in_turn(
+    (("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)] * 2),
+    (SHAPES[0], [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)]),
 )
-def test_attention_to_eight_bits_compiles_for_hopper(dtype, dim, heads, indexed, page_size, kept):
+def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, dtype, dim, heads):
     how = {"indexed": indexed, "bounded": True, "kept": kept, "page_size": page_size, "block_size": 16}
     compiled = _compile_attention(90, dtype, dim, heads, stored="fp8e4nv", whole=indexed is not None, **how)
     assert "e4m3x2" in compiled.ptx, "converted in pairs"

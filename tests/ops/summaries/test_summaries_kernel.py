@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import every_pair, in_turn
 from tests.kernels import compile_for
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,7 +48,7 @@ def assert_compiled_well(compiled, half, spilled, programs=2):
     assert compiled.spilled <= spilled
 
 
-@every_pair(SHAPES, ("how", ["plain", "spread", "children", "estimate"]), ("softcap", [0.0, 50.0]))
+@in_turn((SHAPES[0], SHAPES[1] * 2), ("how", ["plain", "spread", "children", "estimate"]), ("softcap", [0.0, 50.0]))
 def test_scores_compile_for_hopper(dtype, dim, group, how, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.summaries.score_kernel").score_nodes
@@ -107,7 +107,7 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
 
 @pytest.mark.parametrize(
     ("held", "warps", "group"),
-    [(1024, 4, 1), (1024, 4, 71), (4096, 8, 4), (4096, 8, 16), (8192, 16, 1), (8192, 16, 71)],
+    [(1024, 4, 1), (4096, 8, 16), (8192, 16, 1), (8192, 16, 71)],
 )
 def test_selection_compiles_for_hopper(held, warps, group):
     pytest.importorskip("triton")
