@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -27,11 +26,22 @@ def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
+def _few(combinations: Sequence[tuple[int, ...]], together: int) -> list[tuple[int, ...]]:
+    """Of combinations of indices so few that each index comes up, and all of the first so many places together."""
+    held = {one: {("first", one[:together]), *enumerate(one)} for one in combinations}
+    missing, chosen = set().union(*held.values()), []
+    while missing:
+        chosen.append(max(combinations, key=lambda one: len(held[one] & missing)))
+        missing -= held[chosen[-1]]
+    return sorted(chosen)
+
+
 def every_pair(
     *parameters: tuple[Any, Collection[Any]],
     strength: int = 2,
     indirect: Sequence[str] = (),
     besides: Collection[tuple] = (),
+    together: int | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise a test by combinations in which any two values of different parameters meet.
 
@@ -42,41 +52,28 @@ def every_pair(
         strength: how many parameters meet in all their values: 3 where a kernel distinguishes triples.
         indirect: names of fixtures among the parameters.
         besides: cases to run as well, each with a value for every name.
+        together: so few of these combinations that every value comes up, and all values of the first so many
+            parameters together: of kernels of which one takes seconds to compile.
     """
-    cases = covering([len(of) for _, of in parameters], strength)
-    return _marked(parameters, cases, indirect, besides)
-
-
-def in_turn(
-    first: tuple[Any, Collection[Any]], *others: tuple[Any, Collection[Any]], besides: Collection[tuple] = ()
-) -> pytest.MarkDecorator:
-    """Parametrise a test by each value of the first parameter once, beside values of the others in turn.
-
-    Any two values of the others meet where there are enough of the first. Where there are fewer, turns are taken far
-    from each other, so that all values come up soon. The arguments are those of `every_pair`.
-    """
-    number, turns = len(first[1]), covering([len(of) for _, of in others])
-    step = 1
-    if number < len(turns):
-        step = next(n for n in itertools.count(round(0.618 * len(turns))) if math.gcd(n, len(turns)) == 1)
-    combinations = [(n, *turns[step * n % len(turns)]) for n in range(number)]
-    return _marked((first, *others), combinations, (), besides)
-
-
-def _marked(
-    parameters: Sequence[tuple[Any, Collection[Any]]],
-    combinations: Sequence[tuple[int, ...]],
-    indirect: Sequence[str],
-    besides: Collection[tuple],
-) -> pytest.MarkDecorator:
-    """The mark for combinations of indices."""
     names = [name if isinstance(name, tuple) else (name,) for name, _ in parameters]
     values = [[one if isinstance(name, tuple) else (one,) for one in given] for name, given in parameters]
+    combinations = covering([len(of) for of in values], strength)
     cases = [
         tuple(itertools.chain.from_iterable(of[index] for of, index in zip(values, combination)))
-        for combination in combinations
+        for combination in (combinations if together is None else _few(combinations, together))
     ]
     cases += besides
     ids = ["-".join(str(value).removeprefix("torch.") for value in case) for case in cases]
     names = list(itertools.chain.from_iterable(names))
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
+
+
+def in_turn(first: tuple[str, Collection[Any]], *others: tuple[str, Collection[Any]]) -> pytest.MarkDecorator:
+    """Parametrise a test by each value of the first parameter once, beside values of the others in turn.
+
+    Any two values of the others meet where there are enough of the first.
+    """
+    names, values = [first[0], *(name for name, _ in others)], [list(given) for _, given in others]
+    turns = itertools.cycle(covering([len(of) for of in values]))
+    cases = [(one, *(of[index] for of, index in zip(values, next(turns)))) for one in first[1]]
+    return pytest.mark.parametrize(names, cases)

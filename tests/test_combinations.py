@@ -37,19 +37,18 @@ def test_cases_may_be_added():
     assert mark.kwargs["ids"][-1] == "128-True-True"
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_few_of_the_pairs_have_every_value(together):
+    parameters = [("a", range(2)), ("b", "xyz"), ("c", range(5)), ("d", [False, True])]
+    cases, pairs = (every_pair(*parameters, **how).args[1] for how in ({"together": together}, {}))
+    assert {*cases} < {*pairs}
+    assert [{*of} for of in zip(*cases)] == [{*of} for _, of in parameters]
+    assert {case[:together] for case in cases} == {pair[:together] for pair in pairs}
+    assert len(cases) <= 7 < len(pairs)
+
+
 def test_values_meet_in_turn():
     names, cases = in_turn(("method", "abcde"), ("padded", [False, True]), ("family", ["x", "y"])).args
     assert names == ["method", "padded", "family"]
     assert [method for method, *_ in cases] == list("abcde")
     assert {(padded, family) for _, padded, family in cases} == set(itertools.product([False, True], "xy"))
-
-
-def test_values_in_turn_are_spread_where_there_are_few():
-    """Each is there, also in the company of a tuple of names and of a case beside them."""
-    mark = in_turn((("dim", "value_dim"), [(64, 64), (192, 128)]), ("page", [1, 16, 24, 256]), besides=[(80, 80, 1)])
-    names, cases = mark.args
-    assert names == ["dim", "value_dim", "page"]
-    assert cases == [(64, 64, 1), (192, 128, 256), (80, 80, 1)]
-    _, cases = in_turn(("one", range(8)), ("kind", range(6)), ("weighted", [True, False])).args
-    assert {kind for _, kind, _ in cases} == set(range(6))
-    assert {weighted for *_, weighted in cases} == {True, False}

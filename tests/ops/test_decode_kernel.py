@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate.ops import Logits
-from tests.combinations import every_pair, in_turn
+from tests.combinations import every_pair
 from tests.kernels import compile_for
 
 SHAPES = (
@@ -14,8 +14,6 @@ SHAPES = (
     [("fp16", 128, 4), ("bf16", 64, 1), ("bf16", 80, 7), ("bf16", 256, 16), ("fp16", 192, 64), ("fp32", 128, 8)],
 )
 CAPABILITIES = ("capability", [90, 80])
-ON_BOTH = (("capability", *SHAPES[0]), [(capability, *shape) for capability in (90, 80) for shape in SHAPES[1]])
-"""Each shape on each GPU: what else there is of a kernel comes in turn."""
 
 
 def _tile(tile_for, dtype, dim, heads, capability, **more):
@@ -110,8 +108,9 @@ def _compile_attention(
         assert_compiled_well(compiled, capability, half, spilled=8 if page_size else 0)
 
 
-@in_turn(
-    ON_BOTH,
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
     (
         ("indexed", "masked", "kept"),
         [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
@@ -124,6 +123,7 @@ def _compile_attention(
         (90, "fp16", 192, 64, None, False, True, True, 0.0),
         (90, "fp16", 192, 64, None, False, True, True, 50.0),
     ],
+    together=2,
 )
 def test_attention_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, indexed, masked, kept, bounded, softcap
@@ -135,9 +135,10 @@ def test_attention_compiles_for_ampere_and_hopper(
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
 
 
-@in_turn(
-    (("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)] * 2),
+@every_pair(
+    (("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)]),
     (SHAPES[0], [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)]),
+    together=1,
 )
 def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, dtype, dim, heads):
     how = {"indexed": indexed, "bounded": True, "kept": kept, "page_size": page_size, "block_size": 16}
@@ -149,8 +150,9 @@ def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, d
     assert compiled.spilled <= 112
 
 
-@in_turn(
-    ON_BOTH,
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
     BLOCK_SIZES,
     (
         ("indexed", "masked", "bounded", "kept", "page_size"),
@@ -163,6 +165,7 @@ def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, d
             ("i32", False, True, False, 16),
         ],
     ),
+    together=2,
 )
 def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, block_size, indexed, masked, bounded, kept, page_size
@@ -171,16 +174,18 @@ def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, block_size=block_size, **how)
 
 
-@in_turn(ON_BOTH, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]))
+@every_pair(CAPABILITIES, SHAPES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]), together=2)
 def test_attention_with_whole_rows_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, page_size):
     how = {"indexed": indexed, "bounded": True, "page_size": page_size, "block_size": 16, "whole": True}
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@in_turn(
-    ON_BOTH,
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
     ("own", [False, True]),
     (("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)]),
+    together=2,
 )
 def test_attention_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, own, page_size, indexed, bounded
@@ -190,29 +195,33 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@in_turn(
-    ON_BOTH,
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
     ("bounded", [False, True]),
     ("softcap", [0.0, 50.0]),
     besides=[(90, "fp32", 128, 8, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
+    together=2,
 )
 def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, softcap):
     compiled = _scoring(capability, dtype, dim, heads, bounded, softcap)
     assert_compiled_well(compiled, capability, dtype != "fp32")
 
 
-@in_turn(ON_BOTH, ("bounded", [False, True]), BLOCK_SIZES)
+@every_pair(CAPABILITIES, SHAPES, ("bounded", [False, True]), BLOCK_SIZES, together=2)
 def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, block_size):
     compiled = _scoring(capability, dtype, dim, heads, bounded, 0.0, block_size=block_size)
     assert_compiled_well_in_blocks(compiled, capability, dtype != "fp32")
 
 
-@in_turn(
-    ON_BOTH,
+@every_pair(
+    CAPABILITIES,
+    SHAPES,
     ("bounded", [False, True]),
     ("page_size", [3, 16, 64]),
     ("block_size", [0, *BLOCK_SIZES[1]]),
     ("softcap", [0.0, 50.0]),
+    together=2,
 )
 def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, bounded, page_size, block_size, softcap

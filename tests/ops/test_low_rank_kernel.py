@@ -7,7 +7,7 @@ import torch
 
 from foveate.ops.compress import low_rank
 from foveate.ops.compress.low_rank import PageRecord
-from tests.combinations import in_turn
+from tests.combinations import every_pair
 from tests.kernels import compile_for
 
 
@@ -24,11 +24,17 @@ def of_form(form):
     }
 
 
-SIZES = [("bf16", (128, 16)), ("bf16", (64, 16, 4)), ("fp16", (80, 7)), ("fp32", (256, 64, 4))]
-
-
-@in_turn(
-    (("capability", "dtype", "sizes"), [(capability, *sizes) for capability in (90, 80) for sizes in SIZES]),
+@every_pair(
+    ("capability", [90, 80]),
+    (
+        ("dtype", "sizes"),
+        [
+            ("bf16", (128, 16)),
+            ("bf16", (64, 16, 4)),
+            ("fp16", (80, 7)),
+            ("fp32", (256, 64, 4)),
+        ],
+    ),
     (
         ("newest", "written", "block_size"),
         [*((True, 0, size) for size in (0, 1, 16, 24)), (False, 0, 0), (False, 64, 0)],
@@ -36,6 +42,7 @@ SIZES = [("bf16", (128, 16)), ("bf16", (64, 16, 4)), ("fp16", (80, 7)), ("fp32",
     ("weighted", [True, False]),
     # LOCKS's record takes many times as long to compile
     besides=[(90, "bf16", (128, 16, 8, 8), True, 0, 16, True), (80, "bf16", (128, 16, 8, 8), False, 0, 0, False)],
+    together=2,
 )
 def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, written, block_size, weighted):
     triton = pytest.importorskip("triton")
@@ -73,8 +80,8 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
     assert compiled.shared <= 8 << 10
 
 
-# one takes seconds to compile: each form once, and the default one and that of LOCKS on both GPUs
-@in_turn(
+@every_pair(
+    ("capability", [90, 80]),
     (
         ("dtype", "sizes", "heads"),
         [
@@ -86,20 +93,19 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
             ),
         ],
     ),
-    ("capability", [90, 80]),
     ("weighted", [True, False]),
     ("bounded", [True, False]),
     (("branch", "totals", "largest"), [(0, True, False), (0, True, True), (0, False, False), (8, False, False)]),
     ("block_size", [0, 2]),
     ("softcap", [0.0, 30.0]),
     besides=[
-        ("bf16", (128, 16), 4, 80, True, True, 0, True, True, 2, 0.0),
-        ("bf16", (128, 16, 8, 8), 4, 90, True, True, 0, True, True, 0, 0.0),
-        ("bf16", (128, 16, 8, 8), 4, 80, True, True, 0, False, False, 2, 30.0),
+        (90, "bf16", (128, 16, 8, 8), 4, True, True, 0, True, True, 0, 0.0),
+        (80, "bf16", (128, 16, 8, 8), 4, True, True, 0, False, False, 2, 30.0),
     ],
+    together=1,
 )
 def test_masses_compile_for_ampere_and_hopper(
-    dtype, sizes, heads, capability, weighted, bounded, branch, totals, largest, block_size, softcap
+    capability, dtype, sizes, heads, weighted, bounded, branch, totals, largest, block_size, softcap
 ):
     pytest.importorskip("triton")
     kernel, form = importlib.import_module("foveate.ops.score.low_rank_kernel"), PageRecord(*sizes)

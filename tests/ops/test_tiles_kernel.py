@@ -16,7 +16,8 @@ SHAPES = (
         ("bf16", 80),
         ("bf16", 128),
         ("bf16", 256),
-        ("fp16", 64),  # whose code is otherwise that of bf16
+        ("fp16", 64),
+        ("fp16", 128),
         ("fp32", 64),
         ("fp32", 128),
         ("fp32", 256),
@@ -84,6 +85,8 @@ def _compile_attention(capability, dtype, dim, softcap, block_size=0):
     ("dim", [64, 80, 128, 256]),
     ("sinks", [True, False]),
     ("mapped", [True, False]),
+    strength=3,
+    together=2,
 )
 def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
     pytest.importorskip("triton")
