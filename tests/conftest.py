@@ -14,6 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     from hypothesis import HealthCheck, settings
 
+    gc.disable()  # until all tests are there
     torch.set_num_threads(1)
     settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("foveate")
@@ -27,6 +28,7 @@ def pytest_collection_finish() -> None:
     """Thousands of tests live to the end: the garbage collector need not look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,7 +49,7 @@ def test_every_example_is_explained_and_run():
     tested = Path(__file__).read_text(encoding="utf-8")
     for path in (ROOT / "examples").glob("*.py"):
         assert f"| `{path.name}` |" in explained, path
-        assert re.search(rf'run(_by_itself)?\("{path.name}"', tested), path
+        assert re.search(rf'run(_by_itself)?\(\s*"{path.name}"', tested), path
 
 
 def test_a_method_beside_dense_attention(model):
