@@ -26,11 +26,22 @@ def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
+def _few(combinations: Sequence[tuple[int, ...]], together: int) -> list[tuple[int, ...]]:
+    """Of combinations of indices so few that each index comes up, and all of the first so many places together."""
+    held = {one: {("first", one[:together]), *enumerate(one)} for one in combinations}
+    missing, chosen = set().union(*held.values()), []
+    while missing:
+        chosen.append(max(combinations, key=lambda one: len(held[one] & missing)))
+        missing -= held[chosen[-1]]
+    return sorted(chosen)
+
+
 def every_pair(
     *parameters: tuple[Any, Collection[Any]],
     strength: int = 2,
     indirect: Sequence[str] = (),
     besides: Collection[tuple] = (),
+    together: int | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise a test by combinations in which any two values of different parameters meet.
 
@@ -41,12 +52,15 @@ def every_pair(
         strength: how many parameters meet in all their values: 3 where a kernel distinguishes triples.
         indirect: names of fixtures among the parameters.
         besides: cases to run as well, each with a value for every name.
+        together: so few of these combinations that every value comes up, and all values of the first so many
+            parameters together: of kernels of which one takes seconds to compile.
     """
     names = [name if isinstance(name, tuple) else (name,) for name, _ in parameters]
     values = [[one if isinstance(name, tuple) else (one,) for one in given] for name, given in parameters]
+    combinations = covering([len(of) for of in values], strength)
     cases = [
         tuple(itertools.chain.from_iterable(of[index] for of, index in zip(values, combination)))
-        for combination in covering([len(of) for of in values], strength)
+        for combination in (combinations if together is None else _few(combinations, together))
     ]
     cases += besides
     ids = ["-".join(str(value).removeprefix("torch.") for value in case) for case in cases]

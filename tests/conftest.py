@@ -1,26 +1,35 @@
 """Set-up of every test run: one thread, and property tests that draw the same examples every time."""
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
-from foveate.methods import REGISTRY
-from tests import tiny
-from tests.kernels import poisoned_memory
 
-torch.set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
+    """A process that hands tests to others (``-n``) runs none itself: it does without torch and Transformers."""
+    if config.getoption("numprocesses", None):
+        return
+    import torch
+    from hypothesis import HealthCheck, settings
 
-settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("foveate")
+    gc.disable()  # until all tests are there
+    torch.set_num_threads(1)
+    settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("foveate")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.interpreter import speed_up
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import speed_up
+        speed_up()
 
-    speed_up()
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests live to the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +47,8 @@ def no_kept_calibrations(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 @pytest.fixture
 def imported_methods() -> Iterator[None]:
     """Methods of files that a test runs are forgotten at its end."""
+    from foveate.methods import REGISTRY
+
     known = dict(REGISTRY)
     yield
     REGISTRY.clear()
@@ -47,6 +58,8 @@ def imported_methods() -> Iterator[None]:
 @pytest.fixture
 def poisoned():
     """Fresh memory holds NaN, so that what a kernel fails to write is seen."""
+    from tests.kernels import poisoned_memory
+
     with poisoned_memory():
         yield
 
@@ -60,15 +73,21 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
     """The folder of a tiny random model. Tests leave it as it is."""
+    from tests import tiny
+
     return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from tests import tiny
+
     return tiny.make_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def sample():
     """The data that the project ships."""
+    from tests import tiny
+
     return tiny.SAMPLE

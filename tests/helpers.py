@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from foveate import methods
-from foveate.integrations.transformers.releases import CACHE
+from foveate.integrations.transformers.releases import CACHE, OLDEST
 from foveate.integrations.transformers.releases import returned_cache as returned_cache
 from foveate.methods import Method
 from tests.problems import LAYOUTS as LAYOUTS
@@ -43,6 +44,23 @@ def full_disk(room: int):
 
 
 # Methods
+
+
+ONE_OF_A_KIND = {
+    *("dense", "h2o", "h2o_in_prompt", "evict_every", "snapkv", "quest", "pages_offloaded"),
+    *("kascade_anchors", "kascade_paper", "kascade_pages", "luka", "luka_levels", "mixed", "per_layer"),
+}
+"""Evict in decode, in prompts, at their end; choose pages, keys across layers, summaries; are made of others."""
+
+
+def of_release(specs: Iterable[str]) -> list[str]:
+    """Methods, by name or spec, to be tried on the installed Transformers: on the oldest one of each kind.
+
+    Methods know nothing of Transformers (`tests/test_architecture.py`): what they do there, they do on the newest.
+    """
+    if transformers.__version__ != OLDEST:
+        return [*specs]
+    return [spec for spec in specs if spec.partition(":")[0] in ONE_OF_A_KIND]
 
 
 def kascade_by_head(**settings: Any) -> Method:

@@ -28,7 +28,7 @@ from tests.helpers import kascade_by_head
 NAMES = methods.names()
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALING = DIM**-0.5
-PROMPT, DECODED = 61, 24
+PROMPT, DECODED = 61, 16
 
 
 def small(name, layer=0):
@@ -166,6 +166,16 @@ VARIANTS = [
     ),
 ]
 each_variant = pytest.mark.parametrize("method", [m for _, m in VARIANTS], ids=[name for name, _ in VARIANTS])
+
+
+def each_in_turn(name, values, variants=VARIANTS):
+    """Each method under its small budget with each value, its other settings with one of them in turn."""
+    cases = [
+        pytest.param(method, values[index], id=f"{variant}-{values[index]}")
+        for number, (variant, method) in enumerate(variants)
+        for index in (range(len(values)) if variant in NAMES else [number % len(values)])
+    ]
+    return pytest.mark.parametrize(("method", name), cases)
 
 
 pytestmark = pytest.mark.usefixtures("little_room")
@@ -334,15 +344,17 @@ def test_capped_logits_are_those_of_other_keys(method):
 def test_a_later_token_never_changes_an_earlier_output(method):
     tokens, others = Tokens.random(1, PROMPT + 6), Tokens.random(1, PROMPT + 6, seed=1)
     reach = method.prompt_tile(HEADS // KV_HEADS) or PROMPT
+
+    def run(some):
+        driver = Driver(method)
+        return torch.cat([driver.feed(some[:PROMPT]), driver.feed_steps(some[PROMPT:])], 2)
+
+    expected = run(tokens)
     for changed in {min(reach, PROMPT - 2), PROMPT // 2, PROMPT - 1, PROMPT, PROMPT + 3}:
-        outs = []
-        for tail in (tokens, others):
-            mixed = tokens[:changed].cat(tail[changed:])
-            driver = Driver(method)
-            outs.append(torch.cat([driver.feed(mixed[:PROMPT]), driver.feed_steps(mixed[PROMPT:])], 2))
+        out = run(tokens[:changed].cat(others[changed:]))
         upto = changed // reach * reach
-        close(outs[0][:, :, :upto], outs[1][:, :, :upto], 1e-6)
-        assert not torch.allclose(outs[0][:, :, changed:], outs[1][:, :, changed:])
+        close(out[:, :, :upto], expected[:, :, :upto], 1e-6)
+        assert not torch.allclose(out[:, :, changed:], expected[:, :, changed:])
 
 
 # What is read
@@ -604,8 +616,13 @@ def counted_of_rows(counters):
     }
 
 
-@each_variant
-def test_left_padded_rows_equal_batch_size_one(method):
+@pytest.mark.parametrize(
+    ("method", "chunks"),
+    [(method, (PROMPT, 20) if name in NAMES else ((PROMPT, 20)[n % 2],)) for n, (name, method) in enumerate(VARIANTS)],
+    ids=[name for name, _ in VARIANTS],
+)
+def test_left_padded_rows_equal_batch_size_one(method, chunks):
+    """With prompts in one piece and in chunks; under other settings than the small budget's one of both in turn."""
     prompts = [Tokens.random(1, length, seed=length) for length in LENGTHS]
     steps = [Tokens.random(1, DECODED, seed=1000 + length) for length in LENGTHS]
     batch, mask = padded(prompts, PROMPT)
@@ -619,7 +636,7 @@ def test_left_padded_rows_equal_batch_size_one(method):
             runs[row, edges] = driver, read, driver.feed_steps(steps[row])
         return runs[row, edges]
 
-    for chunk in (PROMPT, 20):
+    for chunk in chunks:
         driver, cuts = Driver(method), [*range(0, PROMPT, chunk), PROMPT]
         out = feed_pieces(driver, [(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
         if out is None:
@@ -649,8 +666,7 @@ COMPANY = [
 ]
 
 
-@each_variant
-@pytest.mark.parametrize("chunk", [PROMPT, 20])
+@each_in_turn("chunk", [PROMPT, 20])
 def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
     """Whoever else reads along, and whoever went on before: also past the room that is left after the prompt.
 
@@ -663,7 +679,7 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
             methods.SharedPrompt((*COMPANY, method))
         return
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
-    steps = Tokens.random(len(LENGTHS), 30, seed=1)
+    steps = Tokens.random(len(LENGTHS), 20, seed=1)
 
     def read(driver):
         ends = range(chunk, PROMPT + chunk, chunk)
@@ -688,7 +704,7 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
 @each_variant
 def test_chunked_prefill_equals_one_piece(method):
     tokens, whole = Tokens.random(2, PROMPT + DECODED), Driver(method)
-    expected, stepped = whole.feed(tokens[:PROMPT]), whole.feed_steps(tokens[PROMPT:])
+    expected = whole.feed(tokens[:PROMPT])
     tile = method.prompt_tile(HEADS // KV_HEADS) or 1  # tiles stay whole
     for cuts in ((1, PROMPT - 1), (7, 30), range(5, PROMPT, 5)):
         edges = sorted({0, *(max(cut // tile, 1) * tile for cut in cuts), PROMPT})
@@ -698,8 +714,9 @@ def test_chunked_prefill_equals_one_piece(method):
         if out is None:
             return
         close(out, expected)
-        close(chunked.feed_steps(tokens[PROMPT:]), stepped)
         assert_same_state(chunked.store, whole.store)
+    close(chunked.feed_steps(tokens[PROMPT:]), whole.feed_steps(tokens[PROMPT:]))
+    assert_same_state(chunked.store, whole.store)
 
 
 @each_variant
@@ -795,8 +812,7 @@ def test_second_turn_in_chunks_and_batches(method):
 # Undoing and rearranging
 
 
-@each_variant
-@pytest.mark.parametrize("removed", [4, 9])
+@each_in_turn("removed", [4, 9])
 def test_crop_leaves_what_a_fresh_run_would_have(method, removed):
     tokens, drafts = Tokens.random(1, PROMPT + DECODED), Tokens.random(1, 9, seed=5)
     driver, fresh = Driver(method), Driver(method)
@@ -916,8 +932,7 @@ def in_blocks_and_not(method, block_size):
     return Driver(method), Driver(method, block_size=block_size)
 
 
-@each_keeping
-@pytest.mark.parametrize("block_size", [5, 16])
+@each_in_turn("block_size", [5, 16], KEEPING)
 def test_blocks_give_the_same_to_the_last_bit(method, block_size):
     """Of a padded batch, whose prompt comes in chunks of 20 where blocks are small, and over growth of the cache."""
     chunk = 20 if block_size == 5 else PROMPT
@@ -972,7 +987,7 @@ def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
     """Branches of it grow, evict, and repeat their rows without harm to each other."""
     if method.sparse_prompt or method.prompt_tile(HEADS // KV_HEADS) is None:
         return
-    tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 30, seed=1)
+    tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 20, seed=1)
     shared = methods.SharedPrompt((*COMPANY, method))
     outs = []
     for read in in_blocks_and_not(shared, 16):

@@ -5,6 +5,7 @@ What a callable does to memory is recorded, and done again without it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,21 +30,23 @@ class RecordedOps(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operations: list[tuple[Any, tuple, dict[str, Any], Any]] = []
+        self.operations: list[tuple[Any, tuple, dict[str, Any], list[torch.Tensor]]] = []
+        """Each with the tensors that it gave; none where it writes to those it was given."""
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in _WAITING:
             raise RuntimeError(f"{name} {_WAITING[name]}, which no graph can capture")
-        if _writes(func):
+        writes = _writes(func)
+        if writes:
             for argument, given in zip(func._schema.arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for storage in (tensor.untyped_storage() for tensor in _tensors(given)):
                         self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = func(*args, **(kwargs or {}))
         if not _is_view(func):
-            self.operations.append((func, args, kwargs or {}, out))
+            self.operations.append((func, args, kwargs or {}, [] if writes else _tensors(out)))
         return out
 
     def undo(self) -> None:
@@ -53,10 +56,12 @@ class RecordedOps(TorchDispatchMode):
 
     def replay(self) -> None:
         """Do everything again, over the same memory: what the host decided stays decided."""
-        for func, args, kwargs, out in self.operations:
+        for func, args, kwargs, given in self.operations:
             again = func(*args, **kwargs)
-            if not _writes(func):
-                for old, new in zip(_tensors(out), _tensors(again), strict=True):
+            if given:
+                for old, new in zip(
+                    given, [again] if isinstance(again, torch.Tensor) else _tensors(again), strict=True
+                ):
                     assert old.shape == new.shape
                     old.copy_(new)
 
@@ -72,10 +77,12 @@ def record(run) -> Recording:
     return Recording(out, operations.replay)
 
 
+@functools.cache
 def _is_view(func) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
+@functools.cache
 def _writes(func) -> bool:
     return any(given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments)
 

@@ -1,6 +1,7 @@
 """Imports run one way and in no circle, also in annotations and inside functions; no file has too many lines."""
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -146,14 +147,19 @@ def imported_packages(text: str) -> set[str]:
 
 
 FILES = _files(ROOT / "foveate")
-GRAPH = imports_of(FILES)
+
+
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """The modules that each module of the package imports."""
+    return imports_of(FILES)
 
 
 def _upward(prefix: str, layers: tuple[tuple[str, ...], ...]) -> set[tuple[str, str]]:
     """Imports of a higher layer: the folder that has one, and the module that it imports, without ``prefix``."""
     layer_of = {name: place for place, names in enumerate(layers) for name in names}
     found = set()
-    for name, others in GRAPH.items():
+    for name, others in graph().items():
         for other in others:
             if name.startswith(prefix) and other.startswith(prefix):
                 mine, its = name.removeprefix(prefix), other.removeprefix(prefix)
@@ -181,23 +187,23 @@ def test_the_wings_import_one_way():
 
 
 def test_operations_import_nothing_else_of_ours():
-    others = {name for mine, names in GRAPH.items() if mine.startswith("foveate.ops") for name in names}
+    others = {name for mine, names in graph().items() if mine.startswith("foveate.ops") for name in names}
     assert {name for name in others if not name.startswith("foveate.ops")} == set()
 
 
 def test_nothing_up_to_the_runtime_imports_transformers():
     """A second engine stands on these layers; ``models`` are Transformers models and stand beside them."""
-    names = [name for name in GRAPH if name.startswith(tuple(f"foveate.{folder}" for folder in NEUTRAL))]
+    names = [name for name in graph() if name.startswith(tuple(f"foveate.{folder}" for folder in NEUTRAL))]
     found = {name for name in names if "transformers" in imported_packages(FILES[name].read_text(encoding="utf-8"))}
     assert len(names) > 50
     assert found == set()
-    assert {own for name in names for own in GRAPH[name] if own.startswith("foveate.hybrids.models")} == set()
+    assert {own for name in names for own in graph()[name] if own.startswith("foveate.hybrids.models")} == set()
 
 
 def test_the_core_imports_no_wing():
     """As text, the entry of the command line names their commands."""
     wings = ("foveate.lab", "foveate.hybrids")
-    core = {name: others for name, others in GRAPH.items() if not name.startswith(wings)}
+    core = {name: others for name, others in graph().items() if not name.startswith(wings)}
     assert len(core) > 150
     assert {name for name, others in core.items() if any(other.startswith(wings) for other in others)} == set()
     named = {name for name in core if re.search(r"""["']foveate\.(lab|hybrids)\b""", FILES[name].read_text("utf-8"))}
@@ -212,7 +218,7 @@ def test_the_library_loads_no_wing():
 
 
 def test_there_are_no_circles():
-    assert circles(GRAPH) == []
+    assert circles(graph()) == []
 
 
 def test_no_file_is_long():

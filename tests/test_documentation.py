@@ -5,8 +5,6 @@ import importlib.metadata
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,11 +63,8 @@ def sentences(block: str) -> list[str]:
     return re.split(r"(?<=[.?!])\s+(?=[^a-z])", re.sub(r"[*\[]|(?<!\w)!", "", plain).strip())
 
 
-def test_tables_are_those_of_the_result_files():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tables", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"stale: {done.stdout}{done.stderr}; run `make tables`"
+def test_tables_are_those_of_the_result_files(capsys):
+    assert tables.main(["--check"]) == 0, f"stale: {capsys.readouterr().out}; run `make tables`"
 
 
 @pytest.mark.parametrize("kind", ["decode-speedup", "decode-table decode-kinds"])

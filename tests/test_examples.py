@@ -28,7 +28,7 @@ def model(tmp_path_factory):
     return tiny.build(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def run(name: str, *arguments) -> list[str]:
+def run_by_itself(name: str, *arguments) -> list[str]:
     """The lines that an example prints."""
     command = [sys.executable, ROOT / "examples" / name, *arguments]
     done = subprocess.run([str(one) for one in command], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -36,8 +36,8 @@ def run(name: str, *arguments) -> list[str]:
     return done.stdout.splitlines()
 
 
-def run_again(name: str, *arguments) -> list[str]:
-    """The same of an example that has run, within this process: a new one takes seconds to import what it needs."""
+def run(name: str, *arguments) -> list[str]:
+    """The same within this process: a new one takes seconds to import what it needs."""
     command, printed = [str(one) for one in (ROOT / "examples" / name, *arguments)], io.StringIO()
     with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", command):
         runpy.run_path(command[0], run_name="__main__")
@@ -49,11 +49,13 @@ def test_every_example_is_explained_and_run():
     tested = Path(__file__).read_text(encoding="utf-8")
     for path in (ROOT / "examples").glob("*.py"):
         assert f"| `{path.name}` |" in explained, path
-        assert re.search(rf'runs?\("{path.name}"', tested), path
+        assert re.search(rf'run(_by_itself)?\(\s*"{path.name}"', tested), path
 
 
 def test_a_method_beside_dense_attention(model):
-    said = run("quickstart.py", "--model", model, "--file", NOVEL, "--tokens", 300, "--method", "streaming:window=32")
+    said = run_by_itself(
+        "quickstart.py", "--model", model, "--file", NOVEL, "--tokens", 300, "--method", "streaming:window=32"
+    )
     assert [line.partition(":")[0] for line in said if line.startswith(("dense:", "streaming"))] == [
         "dense",
         "streaming",
@@ -66,8 +68,8 @@ def test_questions_about_a_document_that_is_read_once(model, tmp_path):
     kept = tmp_path / "read.safetensors"
     asked = ["--question", "His name is", "--question", "He went"]
     said = []
-    for runs in (run, run_again):
-        lines = runs("questions.py", "--model", model, "--kept", kept, "--characters", 500, "--file", NOVEL, *asked)
+    for _ in range(2):
+        lines = run("questions.py", "--model", model, "--kept", kept, "--characters", 500, "--file", NOVEL, *asked)
         assert kept.exists()
         said.append([line for line in lines if line.startswith(("His name is", "He went"))])
     assert len(said[0]) == 2
@@ -88,7 +90,7 @@ def test_documents_of_one_name_are_not_mixed_up(model, tmp_path):
         file.parent.mkdir()
         file.write_text(text, encoding="utf-8")
         asked += ["--ask", file, "The word is"]
-    run_again("documents.py", "--model", model, "--folder", tmp_path / "read", *asked)
+    run("documents.py", "--model", model, "--folder", tmp_path / "read", *asked)
     kept = [path.name.rpartition("-") for path in (tmp_path / "read").iterdir()]
     assert [stem for stem, _, _ in kept] == ["same", "same"]
 
@@ -96,8 +98,8 @@ def test_documents_of_one_name_are_not_mixed_up(model, tmp_path):
 def test_a_batch_of_unequal_prompts(model):
     prompts = ["The whale", "It was a clear steel-blue day, and the sky was"]
     together, *alone = (
-        runs("batch.py", "--model", model, *(word for prompt in some for word in ("--prompt", prompt)))
-        for runs, some in ((run, prompts), (run_again, prompts[:1]), (run_again, prompts[1:]))
+        run("batch.py", "--model", model, *(word for prompt in some for word in ("--prompt", prompt)))
+        for some in (prompts, prompts[:1], prompts[1:])
     )
     answers = [list(itertools.takewhile(lambda line: "decode steps" not in line, one)) for one in (together, *alone)]
     assert answers[0] == answers[1] + answers[2]
@@ -133,7 +135,7 @@ def test_the_demo_is_a_story_of_one_screen(model, tmp_path):
     picture = Path(said[-1].rpartition(" ")[2])
     assert picture == out / "read.html"
     assert picture.read_text(encoding="utf-8").count('"kind": "lens of foveate"') == 2
-    again = run_again("demo.py", "--model", model, "--out", out, "--kascade", "kascade:anchors=1")
+    again = run("demo.py", "--model", model, "--out", out, "--kascade", "kascade:anchors=1")
     assert again == said, "finished rows are not measured again"
 
 

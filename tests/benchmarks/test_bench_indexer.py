@@ -1,19 +1,16 @@
 """The bench of the lightning indexer, on the CPU at a small size."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import indexer
 from foveate.errors import UserError
+from foveate.lab.bench.plan import measure
 from foveate.lab.results.measurements import FIELDS
+from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"heads": 16, "dim": 8, "top_k": 20, "ratio": 4, "dtype": "float32", "repeats": 1, "device": "cpu"}
 
 
@@ -124,30 +121,15 @@ def test_keys_of_the_future_are_seen(monkeypatch):
     assert row["recall_min"] < 1
 
 
-SCRIPT = """
-from pathlib import Path
-from benchmarks import indexer
-from foveate.lab.bench.plan import measure
-
-sizes = {{"heads": 4, "dim": 8, "top_k": 9, "repeats": 1, "device": "cpu"}}
-measure("indexer", indexer.run, indexer.Plan((401,), ["foveate"], **sizes), Path("{out}"), str)
-"""
+def one_of_several(out):
+    sizes = {"heads": 4, "dim": 8, "top_k": 9, "repeats": 1, "device": "cpu"}
+    measure("indexer", indexer.run, indexer.Plan((401,), ["foveate"], **sizes), out, str)
 
 
-def test_under_torchrun_the_first_rank_writes_the_rows(tmp_path):
-    out, script = tmp_path / "rows.jsonl", tmp_path / "measure.py"
-    script.write_text(SCRIPT.format(out=out), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("foveate at 401 tokens") == 1
+def test_of_several_ranks_the_first_writes_the_rows(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    said = run_ranks(2, one_of_several, out, folder=tmp_path)
+    assert ["foveate at 401 tokens" in text for text in said] == [True, False]
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["recall_min"] == 1
     assert (row["case"]["tokens"], row["case"]["ranks"]) == (401, 2)

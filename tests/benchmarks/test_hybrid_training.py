@@ -1,28 +1,19 @@
 """Training steps of hybrids, on the CPU at the smallest size."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import hybrid_training
+from foveate.lab.bench.plan import measure
 from foveate.lab.results.measurements import FIELDS
+from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}
 
 
-SCRIPT = """
-from pathlib import Path
-from benchmarks import hybrid_training
-from foveate.lab.bench.plan import measure
-
-sizes = {{"tokens": 128, "length": 64, "steps": 2, "compile": False, "device": "cpu"}}
-measure("hybrids", hybrid_training.run, hybrid_training.Plan(("gdn_swa-tiny",), **sizes), Path("{out}"), str)
-"""
+def one_of_several(out):
+    measure("hybrids", hybrid_training.run, hybrid_training.Plan(("gdn_swa-tiny",), **SMALL), out, str)
 
 
 def test_a_row_for_each_model_beside_the_transformer():
@@ -66,13 +57,7 @@ def test_a_step_moves_the_weights_and_the_sparsity_feedback(monkeypatch):
 
 def test_two_processes_train_together_and_the_first_has_the_row(tmp_path):
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(out=out), encoding="utf-8")
-    command.append(str(script))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(2, one_of_several, out, folder=tmp_path)
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert row["case"]["processes"] == 2
     assert row["tokens_per_s"] == pytest.approx(2 * 128_000 / row["ms"])

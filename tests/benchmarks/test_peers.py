@@ -61,12 +61,15 @@ def without(monkeypatch, missing, error):
     monkeypatch.setattr(importlib, "import_module", load)
 
 
-@pytest.mark.parametrize("held", [1, 4 * 50 * 7, 1 << 30])  # bytes: a query at a time, a few, all
-def test_a_peer_is_measured_in_the_same_run(packages, monkeypatch, held):
+@pytest.mark.parametrize(
+    ("held", "lengths"), [(1, (200,)), (4 * 50 * 7, (200, 1100)), (1 << 30, (200,))], ids=["one", "few", "all"]
+)
+def test_a_peer_is_measured_in_the_same_run(packages, monkeypatch, held, lengths):
+    """Where bytes are held for a query at a time, for a few, for all."""
     monkeypatch.setattr(peers, "SCORES_BYTES", held)
-    rows = indexer.run(indexer.Plan(tokens=(200, 1100), **SMALL), lambda _: None)
-    assert [row["impl"] for row in rows] == [*indexer.IMPLEMENTATIONS, NAME] * 2
-    assert [row["recall_min"] for row in rows] == [1.0] * 8
+    rows = indexer.run(indexer.Plan(tokens=lengths, **SMALL), lambda _: None)
+    assert [row["impl"] for row in rows] == [*indexer.IMPLEMENTATIONS, NAME] * len(lengths)
+    assert [row["recall_min"] for row in rows] == [1.0] * 4 * len(lengths)
     assert all(row["other_ties"] == 0 for row in rows if row["impl"] != NAME)
     assert rows[3].keys() == rows[0].keys()
     assert rows[3]["case"] == {**rows[0]["case"], "impl": NAME}

@@ -1,10 +1,6 @@
-"""Run by torchrun on each rank: the sharded indexer selects what one rank selects.
-
-Argument: a file that is not there, by which the first two ranks meet once more, without the others.
-"""
+"""Run on each rank: the sharded indexer selects what one rank selects."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -61,6 +57,7 @@ def refusals(rank, world):
 
 
 def main(meeting=None):
+    """Args: a file that is not there, by which the first two ranks meet once more, without the others."""
     dist.init_process_group("gloo")
     check()
     if meeting and (rank := dist.get_rank()) < 2:
@@ -100,7 +97,3 @@ def check():
             csa.sharded_lightning_indexer(q[:, of_mine], share, weights[:, of_mine], 5, pieces=mine, keys=keys)
     refusals(rank, world)
     print(f"rank {rank} of {world}: all equal\n", end="", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

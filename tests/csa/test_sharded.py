@@ -1,18 +1,12 @@
 """The indexer over several ranks, on the CPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import run_sharded
 import torch
 
 from foveate import csa
 from foveate.csa.sharded import _merge
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ranks import run_ranks
 
 
 def test_one_rank_selects_what_it_would_alone(monkeypatch, capfd):
@@ -25,19 +19,9 @@ def test_one_rank_selects_what_it_would_alone(monkeypatch, capfd):
 
 
 def test_two_and_three_ranks_select_what_one_would(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(ROOT / "tests/csa/run_sharded.py"), str(tmp_path / "meeting")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = "".join(run_ranks(3, run_sharded.main, tmp_path / "meeting", folder=tmp_path))
     for ranks in (2, 3):
-        assert all(f"rank {rank} of {ranks}: all equal" in done.stdout for rank in range(ranks))
+        assert all(f"rank {rank} of {ranks}: all equal" in said for rank in range(ranks))
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 1001])

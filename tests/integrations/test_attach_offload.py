@@ -13,7 +13,7 @@ import foveate
 from foveate import methods
 from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.layers import CacheLayer
-from foveate.runtime import offload
+from foveate.runtime import offload, replay
 from foveate.state import host_memory, offloaded
 from foveate.state.offloaded import OffloadedCache
 from foveate.state.transfers import Transfers
@@ -44,9 +44,10 @@ pytestmark = pytest.mark.usefixtures("little_room", "small_segments")
 
 @pytest.fixture
 def small_segments(monkeypatch):
-    """Many segments of host memory, and of few pages."""
-    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", 1 << 11)
-    monkeypatch.setattr(offload, "ROOM", 1)
+    """Several segments of host memory, and of few pages."""
+    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", 1 << 12)
+    for module in (offload, replay):
+        monkeypatch.setattr(module, "ROOM", 1)
 
 
 def run(model, mode="greedy", **options):

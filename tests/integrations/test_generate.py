@@ -32,6 +32,7 @@ from tests.helpers import (
     fingerprint,
     generate,
     left_padded,
+    of_release,
     prepare,
     repetitive,
     returned_cache,
@@ -52,7 +53,7 @@ SPECS |= {  # what one layer hands to another; other settings are the matrix's, 
     "h2o_in_prompt": "h2o:top_k=9,window=8,evict_every=17",
     "adakv_in_prompt": "adakv:top_k=9,window=5,kernel_size=3,evict_every=17",
 }
-SPARSE = [name for name in SPECS if name != "dense"]
+SPARSE = of_release(name for name in SPECS if name != "dense")
 PROMPT = 61
 LENGTHS = [PROMPT, 23, 40]
 METHODS = ("method", SPARSE)
@@ -155,7 +156,7 @@ def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant,
         assert torch.equal(run(model, single(padding=padding), new=20, **options), expected)
 
 
-@in_turn(("method", methods.names()), ("assisted", [False, True]), ("length", [1, 40]))
+@in_turn(("method", of_release(methods.names())), ("assisted", [False, True]), ("length", [1, 40]))
 def test_full_budget_speculates_over_padding_like_the_stock_model(method, assisted, length):
     """Of a single token the assistant's prompt is padding alone: it decodes the prompt's last token."""
     model, inputs = tiny_model(), single(length, padding=5)

@@ -11,7 +11,8 @@ import foveate
 from foveate import methods
 from foveate.integrations.transformers.decode_calls import DecodeCall
 from foveate.runtime import ReplayedSteps
-from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, tiny_model, tokens
+from tests.combinations import in_turn
+from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, of_release, tiny_model, tokens
 from tests.recorded import record
 
 SPECS = [
@@ -45,9 +46,9 @@ def assert_same_stats(a, b):
         assert one == {key: pytest.approx(value) if isinstance(value, float) else value for key, value in other.items()}
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("ragged", [False, True])
+@in_turn(("spec", of_release(SPECS)), ("ragged", [False, True]))
 def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
+    """tests/runtime/test_replay.py has each method with both kinds of rows, layer by layer."""
     batch = left_padded([60, 41, 3]) if ragged else {"input_ids": tokens(60, 2), "attention_mask": None}
     if not ragged:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])

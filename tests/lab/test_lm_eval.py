@@ -1,9 +1,8 @@
 """The model `foveate` of lm-eval: the numbers of `hf` where nothing is sparse, and elsewhere what the method does."""
 
+import functools
 import json
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from tests.tiny import build
 pytest.importorskip("lm_eval")
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -25,7 +25,6 @@ from foveate.lab.lm_eval import main
 from foveate.lab.lm_eval_model import FoveateLM
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 NOVEL = (ROOT / "examples" / "data" / "books" / "moby_dick.txt").read_text(encoding="utf-8")[20_000:30_000]
 SPARSE_PROMPT = "kascade_paper:anchors=1,top_k=0.1,min_k=8,tile=8"
 DECODING = ["kascade_paper:anchors=1,top_k=0.1,min_k=8,decode_only=true", "quest", "luka", "h2o", "snapkv"]
@@ -258,7 +257,7 @@ def evaluated(folder, task, model, names=("local_choice", "local_answer"), **opt
         model,
         {"pretrained": str(folder), "dtype": "float32", **options},
         tasks=list(names),
-        task_manager=TaskManager(include_path=str(task), include_defaults=False),
+        task_manager=TaskManager(include_path=str(task)),
         batch_size=4,
         device="cpu",
         bootstrap_iters=0,
@@ -269,15 +268,18 @@ def answers(results):
     return {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
 
 
-def test_a_task_on_a_real_model(task, monkeypatch):
+@pytest.fixture
+def quick(monkeypatch):
+    """lm-eval asks pip for versions, and reads thousands of tasks of its own, slowly."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
+
+
+def test_a_task(folder, task, quick):
     """Dense gives the samples of `hf`; a method that decodes gives others, and says how it read them."""
-    model = ROOT / "models" / "smollm2-135m"
-    if not (model / "config.json").exists():
-        pytest.fail("models/smollm2-135m is missing: `foveate fetch smollm2-135m --out models/smollm2-135m`")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # which asks pip, slowly
-    plain = evaluated(model, task, "hf")
-    assert answers(evaluated(model, task, "foveate", method="dense")) == answers(plain)
-    sparse = evaluated(model, task, "foveate", ["local_choice"], method="h2o:top_k=8;window=4")
+    plain = evaluated(folder, task, "hf")
+    assert answers(evaluated(folder, task, "foveate", method="dense")) == answers(plain)
+    sparse = evaluated(folder, task, "foveate", ["local_choice"], method="h2o:top_k=8;window=4")
     moved = [
         abs(one[0][0] - other[0][0])
         for ours, theirs in zip(answers(sparse)["local_choice"], answers(plain)["local_choice"])
@@ -290,23 +292,20 @@ def test_a_task_on_a_real_model(task, monkeypatch):
     assert 0 < found["keys_read_share"] < 0.5
 
 
-def test_the_command_line(folder, task, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "foveate.lab.lm_eval",
-        "--model",
-        "foveate",
-        "--tasks",
-        "local_choice,local_answer",
-    ]
+def test_the_command_line(folder, task, tmp_path, quick, monkeypatch, caplog):
+    """It makes the model known to lm-eval, too."""
+    monkeypatch.delitem(sys.modules, "foveate.lab.lm_eval_model")
+    monkeypatch.setattr(model_registry, "_objs", {**model_registry._objs})
+    model_registry._objs.pop("foveate")
+    command = ["lm_eval", "--model", "foveate", "--tasks", "local_choice,local_answer"]
     command += ["--model_args", f"pretrained={folder},dtype=float32,method={SPARSE_PROMPT.replace(',', ';')}"]
     command += ["--include_path", str(task), "--device", "cpu", "--batch_size", "4", "--output_path", str(tmp_path)]
-    environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)  # nothing is logged to the error output of one test
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "handlers", [caplog.handler])
+    main()
     spec = methods.parse(SPARSE_PROMPT).spec
-    assert f"{spec}: log-likelihoods: context and continuation in one forward pass" in done.stderr
+    assert f"{spec}: log-likelihoods: context and continuation in one forward pass" in caplog.text
     (file,) = tmp_path.rglob("results_*.json")
     results = json.loads(file.read_text(encoding="utf-8"))
     assert results["config"]["foveate"]["method"] == spec

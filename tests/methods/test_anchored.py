@@ -1,5 +1,6 @@
 """Keys chosen in one layer and read in others: Kascade, its oracle, OmniKV and LessIsMore, written out."""
 
+import functools
 import itertools
 import math
 import weakref
@@ -383,6 +384,13 @@ def test_dense_prompts_have_no_anchors_that_could_read_less():
     assert "dense_anchor_prefill" not in method.settings()
 
 
+@functools.cache
+def summary_of_page(k, channel_weights, own, page, form):
+    """The keys of a full page of a KV head as its record has them, fp64 ``[size, D]``."""
+    keys = k[None, own : own + 1, page * form.page_size : (page + 1) * form.page_size] * channel_weights[own]
+    return factors(ops.compress_pages(keys, form), form).keys()[0, 0, 0].double()
+
+
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=8, rank=2):
     """What ``score_keys=pages`` reads for the query at position i and the keys that it scores, by KV head; and the
     share of the attention to full pages that the pages of these hold by their summaries, the mean over the heads."""
@@ -391,11 +399,9 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page
     power = 0.5 if pooling == "sqrt" else 1.0
     mass = torch.zeros(2, KV_HEADS, number, dtype=torch.float64)  # as pages are scored by it, and itself
     for own, weight in enumerate(channel_weights):
-        pages = (k[None, own : own + 1, page * size : (page + 1) * size] * weight for page in range(full))
-        held = [factors(ops.compress_pages(keys, form), form).keys()[0, 0, 0].double() for keys in pages]
+        held = torch.stack([summary_of_page(k, channel_weights, own, page, form) for page in range(full)])
         for h in range(own * GROUP, (own + 1) * GROUP):
-            logs = [(keys @ (q[h, i] / weight).double() * SCALING).logsumexp(0) for keys in held]
-            share = torch.stack(logs).softmax(0)
+            share = (held @ (q[h, i] / weight).double() * SCALING).logsumexp(-1).softmax(0)
             mass[:, own, :full] += torch.stack([share**power, share / HEADS])
     mass, shares = mass
     mass = mass.sum(0, keepdim=True).expand(KV_HEADS, -1) if pool == "layer" else mass

@@ -40,14 +40,14 @@ def test_no_method_that_evicts_reads_everything():
 
 @each_that_can
 def test_short_contexts_are_read_whole(method):
-    given = Tokens.random(2, PROMPT + 24)
+    given = Tokens.random(2, PROMPT + 12)
     short, dense = Driver(method, PROMPT), Driver(methods.make("dense"), PROMPT)
     short.layer.dense_below = EVER
     for one in (short, dense):
         one.feed(given[:PROMPT])
     close(short.feed_steps(given[PROMPT:]), dense.feed_steps(given[PROMPT:]))
     counters = short.layer.counters
-    assert counters.dense_steps == counters.decode_steps == 24
+    assert counters.dense_steps == counters.decode_steps == 12
     assert float(counters.keys_read) == counters.keys_available
     dense_steps = {"mass_read": counters.decode_rows, "pages_refined": 0, "indices_reused": 0}
     assert counters.own == {name: dense_steps[name] for name in method.counters}
@@ -56,15 +56,15 @@ def test_short_contexts_are_read_whole(method):
 @each_that_can
 def test_longer_ones_find_what_they_need(method):
     """Outputs after dense steps are those that they would be, but for what was not looked back on."""
-    given = Tokens.random(2, PROMPT + 40)
+    given = Tokens.random(2, PROMPT + 22)
     short, plain = Driver(method, PROMPT), Driver(method, PROMPT)
     for one in (short, plain):
         one.feed(given[:PROMPT])
         one.layer.dense_below = EVER if one is short else 0
-        one.feed_steps(given[PROMPT:][:25])
+        one.feed_steps(given[PROMPT:][:13])
         one.layer.dense_below = 0
-    found, expected = (one.feed_steps(given[PROMPT + 25 :]) for one in (short, plain))
-    assert short.layer.counters.dense_steps == 25
+    found, expected = (one.feed_steps(given[PROMPT + 13 :]) for one in (short, plain))
+    assert short.layer.counters.dense_steps == 13
     assert plain.layer.counters.dense_steps == 0
     assert short.store.rows == plain.store.rows
     if tracks_recent(method):
@@ -79,17 +79,17 @@ def test_replayed_steps_turn_sparse_as_the_cache_grows(method, monkeypatch):
     if methods.replay_obstacle(method):
         return
     monkeypatch.setattr(replay, "ROOM", 1)
-    given = Tokens.random(2, PROMPT + 45)
+    given = Tokens.random(2, PROMPT + 32)
     driver, dense, sparse = (Driver(one, PROMPT) for one in (method, methods.make("dense"), method))
     for one in (driver, dense, sparse):
         one.feed(given[:PROMPT])
-    fits = 27
+    fits = 20
     driver.layer.dense_below = 2 * (PROMPT + fits) + 1
     replayed = Replayed(driver)
     found, whole, expected = (one.feed_steps(given[PROMPT:]) for one in (replayed, dense, sparse))
     close(found[:, :, :fits], whole[:, :, :fits])
     assert driver.layer.counters.dense_steps == fits
-    assert replayed.use.replayed > 35
+    assert replayed.use.replayed > 22
     assert replayed.use.captured > 1
     if tracks_recent(method):
         assert torch.any((found - whole)[:, :, fits:].abs() > 1e-3)

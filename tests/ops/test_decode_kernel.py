@@ -123,6 +123,7 @@ def _compile_attention(
         (90, "fp16", 192, 64, None, False, True, True, 0.0),
         (90, "fp16", 192, 64, None, False, True, True, 50.0),
     ],
+    together=2,
 )
 def test_attention_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, indexed, masked, kept, bounded, softcap
@@ -134,11 +135,12 @@ def test_attention_compiles_for_ampere_and_hopper(
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
 
 
-@pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)])
-@pytest.mark.parametrize(
-    ("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)]
+@every_pair(
+    (("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)]),
+    (SHAPES[0], [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)]),
+    together=1,
 )
-def test_attention_to_eight_bits_compiles_for_hopper(dtype, dim, heads, indexed, page_size, kept):
+def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, dtype, dim, heads):
     how = {"indexed": indexed, "bounded": True, "kept": kept, "page_size": page_size, "block_size": 16}
     compiled = _compile_attention(90, dtype, dim, heads, stored="fp8e4nv", whole=indexed is not None, **how)
     assert "e4m3x2" in compiled.ptx, "converted in pairs"
@@ -163,6 +165,7 @@ def test_attention_to_eight_bits_compiles_for_hopper(dtype, dim, heads, indexed,
             ("i32", False, True, False, 16),
         ],
     ),
+    together=2,
 )
 def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, block_size, indexed, masked, bounded, kept, page_size
@@ -171,7 +174,7 @@ def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, block_size=block_size, **how)
 
 
-@every_pair(CAPABILITIES, SHAPES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]))
+@every_pair(CAPABILITIES, SHAPES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]), together=2)
 def test_attention_with_whole_rows_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, page_size):
     how = {"indexed": indexed, "bounded": True, "page_size": page_size, "block_size": 16, "whole": True}
     _compile_attention(capability, dtype, dim, heads, **how)
@@ -182,6 +185,7 @@ def test_attention_with_whole_rows_compiles_for_ampere_and_hopper(capability, dt
     SHAPES,
     ("own", [False, True]),
     (("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)]),
+    together=2,
 )
 def test_attention_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, own, page_size, indexed, bounded
@@ -197,13 +201,14 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
     ("bounded", [False, True]),
     ("softcap", [0.0, 50.0]),
     besides=[(90, "fp32", 128, 8, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
+    together=2,
 )
 def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, softcap):
     compiled = _scoring(capability, dtype, dim, heads, bounded, softcap)
     assert_compiled_well(compiled, capability, dtype != "fp32")
 
 
-@every_pair(CAPABILITIES, SHAPES, ("bounded", [False, True]), BLOCK_SIZES)
+@every_pair(CAPABILITIES, SHAPES, ("bounded", [False, True]), BLOCK_SIZES, together=2)
 def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, block_size):
     compiled = _scoring(capability, dtype, dim, heads, bounded, 0.0, block_size=block_size)
     assert_compiled_well_in_blocks(compiled, capability, dtype != "fp32")
@@ -216,6 +221,7 @@ def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim
     ("page_size", [3, 16, 64]),
     ("block_size", [0, *BLOCK_SIZES[1]]),
     ("softcap", [0.0, 50.0]),
+    together=2,
 )
 def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, bounded, page_size, block_size, softcap

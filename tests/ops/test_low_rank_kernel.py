@@ -42,6 +42,7 @@ def of_form(form):
     ("weighted", [True, False]),
     # LOCKS's record takes many times as long to compile
     besides=[(90, "bf16", (128, 16, 8, 8), True, 0, 16, True), (80, "bf16", (128, 16, 8, 8), False, 0, 0, False)],
+    together=2,
 )
 def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, written, block_size, weighted):
     triton = pytest.importorskip("triton")
@@ -101,6 +102,7 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
         (90, "bf16", (128, 16, 8, 8), 4, True, True, 0, True, True, 0, 0.0),
         (80, "bf16", (128, 16, 8, 8), 4, True, True, 0, False, False, 2, 30.0),
     ],
+    together=1,
 )
 def test_masses_compile_for_ampere_and_hopper(
     capability, dtype, sizes, heads, weighted, bounded, branch, totals, largest, block_size, softcap

@@ -86,6 +86,7 @@ def _compile_attention(capability, dtype, dim, softcap, block_size=0):
     ("sinks", [True, False]),
     ("mapped", [True, False]),
     strength=3,
+    together=2,
 )
 def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
     pytest.importorskip("triton")

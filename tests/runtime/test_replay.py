@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, padded
+from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, each_in_turn, padded
 
 from foveate import methods
 from foveate.runtime import replay
@@ -22,20 +22,19 @@ def assert_same_counts(a, b):
         assert float(a[name]) == pytest.approx(float(b[name])), name
 
 
-@each_recorded
-@pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "ragged"])
+@each_in_turn("lengths", [LENGTHS[:1], LENGTHS], RECORDED)
 def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     """Also over growth of the cache, after which the step is recorded anew."""
     monkeypatch.setattr(replay, "ROOM", 1)
     prompts = [Tokens.random(1, length, seed=length) for length in lengths]
     batch, mask = padded(prompts, PROMPT)
-    tokens = Tokens.random(len(lengths), 35, seed=1)
+    tokens = Tokens.random(len(lengths), 22, seed=1)
     plain, driver = Driver(method), Driver(method)
     for one in (plain, driver):
         one.feed(batch, mask)
     replayed = Replayed(driver)
     close(replayed.feed_steps(tokens), plain.feed_steps(tokens))
-    assert replayed.use.replayed > 25
+    assert replayed.use.replayed > 12
     assert 1 < replayed.use.captured <= 3 or method.evicts
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)
@@ -48,13 +47,13 @@ KEEPING = [(name, method) for name, method in RECORDED if method.evicts is not E
 def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
     """Also over growth, after which rows have more blocks."""
     monkeypatch.setattr(replay, "ROOM", 1)
-    tokens = Tokens.random(2, PROMPT + (80 if method.evicts else 30), seed=1)  # what has evicted has more room
+    tokens = Tokens.random(2, PROMPT + (80 if method.evicts else 24), seed=1)  # what has evicted has more room
     plain, driver = Driver(method), Driver(method, block_size=16)
     for one in (plain, driver):
         one.feed(tokens[:PROMPT])
     replayed = Replayed(driver)
     close(replayed.feed_steps(tokens[PROMPT:]), plain.feed_steps(tokens[PROMPT:]))
-    assert replayed.use.replayed > 20
+    assert replayed.use.replayed > 14
     assert replayed.use.captured > 1
     assert_same_counts(plain.layer.counters, driver.layer.counters)
     assert_same_state(plain.store, driver.store)

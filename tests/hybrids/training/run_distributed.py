@@ -1,16 +1,8 @@
-"""Run by torchrun on each rank: λ is the same everywhere, sharded gates stay in fp32, and training by two ranks is
-training by one.
-
-Arguments: a folder with a configuration (JSON) for each run; a run's folder is named like its configuration. The run
-``whole`` is then gone on with from its last but one checkpoint, as ``parts``.
-"""
+"""Run on each rank: λ is the same everywhere, sharded gates stay in fp32, and two ranks train as one does."""
 
 import copy
 import shutil
-import sys
-from pathlib import Path
 
-import evicting  # noqa: F401  (registers its model)
 import torch
 import torch.distributed as dist
 
@@ -21,6 +13,7 @@ from foveate.hybrids.training.configuration import load
 from foveate.hybrids.training.distributed import Place, shard
 from foveate.hybrids.training.loop import train
 from foveate.hybrids.training.sparsity import SparsityFeedback, SparsitySettings
+from tests.hybrids.training import evicting  # noqa: F401  (registers its model)
 
 
 def synchronised_weights():
@@ -58,12 +51,14 @@ def exact_gates():
         assert error < 0.05, (name, error)
 
 
-def main():
-    torch.set_num_threads(1)
+def main(folder):
+    """Args: a folder with a configuration (JSON) for each run; a run's folder is named like its configuration.
+
+    The run ``whole`` is then gone on with from its last but one checkpoint, as ``parts``.
+    """
     dist.init_process_group("gloo")
     synchronised_weights()
     exact_gates()
-    folder = Path(sys.argv[1])
     for config in sorted(folder.glob("*.json")):
         outcome = train(load(config), config.with_suffix(""))
         print(f"{config.stem} done: {outcome.step}\n", end="", flush=True)
@@ -74,7 +69,3 @@ def main():
     outcome = train(load(folder / "whole.json"), folder / "parts", resume=True)
     print(f"parts done: {outcome.step}\n", end="", flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,35 +1,16 @@
-"""Two processes under torchrun, on the CPU."""
+"""Two processes as under torchrun, on the CPU."""
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from foveate.hybrids.training import checkpoints, configuration, distributed, journal
 from foveate.hybrids.training.loop import train
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def torchrun(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(ROOT / "tests/hybrids/training/run_distributed.py"), str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.hybrids.training import run_distributed
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +38,7 @@ def runs(settings, evicting_folder, tmp_path_factory):
         for key, value in (changes | more).items():
             configuration._change(values, f"{key}={json.dumps(value)}")
         (folder / f"{name}.json").write_text(json.dumps(values))
-    said = torchrun(folder)
+    said = "".join(run_ranks(2, run_distributed.main, folder, folder=tmp_path_factory.mktemp("ranks")))
     assert said.count("two done: 12") == said.count("whole done: 12") == said.count("parts done: 12") == 2
     return folder
 

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,11 +39,17 @@ ASKED = [
 def script(monkeypatch):
     made = runpy.run_path(str(ROOT / "benchmarks" / "hybrid_tasks.py"))
     monkeypatch.setitem(made["main"].__globals__, "questions", lambda limit: ASKED)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(command, check):  # within this process: a new one takes seconds to begin
+        assert check
+        assert command[:3] == [sys.executable, "-m", "foveate"]
+        assert CliRunner().invoke(app, command[3:]).exit_code == 0
+
+    monkeypatch.setitem(made["main"].__globals__, "subprocess", SimpleNamespace(run=run))
     return made
 
 
-def test_it_trains_answers_and_gathers(script, store_folder, tmp_path, monkeypatch):
+def test_it_trains_answers_and_gathers(script, store_folder, tmp_path):
     out, file = tmp_path / "out", tmp_path / "rows.jsonl"
     places = ["--text", str(store_folder), "--data", str(SAMPLE), "--out", str(out), "--gather", str(file)]
     command = [*places, "--presets", "gdn_attn", "--seeds", "3", "--batch-size", "2", "--set", *SETTINGS]
@@ -60,11 +67,6 @@ def test_it_trains_answers_and_gathers(script, store_folder, tmp_path, monkeypat
     assert file.read_text(encoding="utf-8") == text
     assert (out / "models" / "gdn_attn-27M-3" / "model.safetensors").stat().st_mtime_ns == model
 
-    def run(command, check):  # as the process of the first model did
-        assert check
-        assert CliRunner().invoke(app, command[3:]).exit_code == 0
-
-    monkeypatch.setitem(script["main"].__globals__, "subprocess", SimpleNamespace(run=run))
     script["main"]([*command, "--label", "again", "--do", "train"])
     assert {path.name for path in (out / "models").iterdir()} == {"gdn_attn-27M-3", "gdn_attn_again-27M-3"}
 

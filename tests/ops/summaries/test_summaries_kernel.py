@@ -107,7 +107,7 @@ def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap)
 
 @pytest.mark.parametrize(
     ("held", "warps", "group"),
-    [(1024, 4, 1), (1024, 4, 71), (4096, 8, 4), (4096, 8, 16), (8192, 16, 1), (8192, 16, 71)],
+    [(1024, 4, 1), (4096, 8, 16), (8192, 16, 1), (8192, 16, 71)],
 )
 def test_selection_compiles_for_hopper(held, warps, group):
     pytest.importorskip("triton")
