@@ -34,6 +34,7 @@ from foveate.methods import Method, replay_obstacle
 from foveate.runtime import capture
 from foveate.runtime.layer import finish_prompt
 from foveate.state import Channel, Counters, Evicts, Geometry, SlotCache
+from foveate.state.borrowed import branch_of
 from foveate.state.counters import Tally
 
 LEVELS = ("kernel", "layer")
@@ -134,7 +135,7 @@ def _of_size(
 
 
 def _peer(plan: Plan, attend: dense_peers.Attend, cache: SlotCache, q: Tensor) -> _Found:
-    branch = cache.branch({}, Evicts.NEVER, Counters(), {})
+    branch = branch_of(cache, {}, Evicts.NEVER, Counters(), {})
     layer = TimedLayer(branch, lambda branch: attend(q, branch.keys, branch.values, plan.scaling))
     if plan.level == "kernel":
         tokens, timed = float(branch.used), cold.repeated(layer.look, plan.device)
@@ -243,7 +244,7 @@ def _upkeep(plan: Plan, policy: Method, layer: TimedLayer) -> float:
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(2 * period):
         layer.cache.forward.clear()
-        rare = (layer.cache.decoded + 1) % period == 0
+        rare = (layer.cache.plan.decoded + 1) % period == 0
         found[rare].append(breakdown.total(functools.partial(layer.token, k, v)))
     return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
 
@@ -282,7 +283,7 @@ def _between_steps(policy: Method, cache: SlotCache) -> float:
             policy.replay.maintain(cache)
             return breakdown.total(functools.partial(policy.replay.maintain, cache))
     finally:
-        cache.sync_to_host()
+        _ = cache.rows  # from the device
 
 
 def _bytes_read(layer: TimedLayer) -> float:
@@ -353,7 +354,8 @@ def _drawn(plan: Plan, batch: int, context: int, generator: torch.Generator) -> 
 
 def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float) -> SlotCache:
     """The cache as the method has it after a prompt, over the same keys and values."""
-    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters().declare(policy.counters), {})
+    counters = Counters().declare(policy.counters)
+    branch = branch_of(cache, policy.channels(cache.geometry), policy.evicts, counters, {})
     branch.counters.on_device(branch.device)  # as those of a step that is replayed
     if policy.observation is not None:
         last = queries[:, :, -min(_OBSERVED, cache.used) :]

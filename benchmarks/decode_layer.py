@@ -78,7 +78,7 @@ def one_by_one(layer: TimedLayer, chooser: TimedLayer | None, period: int) -> tu
         layer.cache.forward.clear()
         if chooser is not None:
             chooser.token(k, v)
-        rare = period > 0 and (layer.cache.decoded + 1) % period == 0
+        rare = period > 0 and (layer.cache.plan.decoded + 1) % period == 0
         ms = cold.once(functools.partial(layer.token, k, v), layer.cache.device.type)
         if step >= _WARM_UP:
             times[rare].append(ms)
@@ -109,7 +109,7 @@ class Replayed:
         for one in (cache, other.cache):
             if one.evicts.in_decode:
                 self._on_device += [one.device_state.freed_slots, one.tensors["positions"]]
-        self._decoded = cache.decoded
+        self._decoded = self.rows.decoded
         self._first = [numbers.clone() for numbers in self._on_device]
 
     def ms(self) -> float | None:

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks import cold_cache_timing as cold
 from benchmarks import hybrid_tables
 from foveate.hybrids.models import HybridConfig
+from foveate.hybrids.ops.recur import rule_in_use
 from foveate.hybrids.training import network
 from foveate.hybrids.training.configuration import ModelSettings, OptimSettings
 from foveate.hybrids.training.distributed import Parallel, Place, joined
@@ -34,7 +35,6 @@ from foveate.lab.bench import breakdown
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
-from foveate.ops.recur import rule_in_use
 
 BASELINE = "transformer"
 TOKENS = {"tiny": 1024, "27M": 65536, "60M": 65536, "0.4B": 32768, "1.4B": 8192}

@@ -27,6 +27,7 @@ from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method
 from foveate.ops.attend import prompt_path
 from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.borrowed import branch_of
 
 _PROFILED = 2
 """How often a layer runs while its kernels are watched."""
@@ -149,7 +150,8 @@ def _branch(
 ) -> SlotCache:
     """A layer's cache over the prompt's keys and values, of which ``of`` makes use."""
     cache = prompt.cache
-    branch = cache.branch(policy.channels(cache.geometry), policy.evicts, Counters().declare(policy.counters), {})
+    counters = Counters().declare(policy.counters)
+    branch = branch_of(cache, policy.channels(cache.geometry), policy.evicts, counters, {})
     branch.forward = forward
     of(branch)
     return branch

@@ -186,12 +186,12 @@ class Stop:
         return out
 
 
-STORE = ("append", "write_step", "reserve", "retain", "evict", "save", "restore", "take_rows", "put_back", "truncate")
+STORE = ("append", "write_step", "reserve", "retain", "evict", "save", "restore", "take_rows", "truncate")
 HOOKS = ("prompt", "observe", "prompt_end", "prompt_packed", "decode")
 LAYER = ("attend", "_split", "_prompt_rows", "_step", "remove_last", "take_rows", "announce")
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 PLACES = [
-    *(("store", name) for name in (*STORE, "compact", "row", "_keep_memory")),
+    *(("store", name) for name in (*STORE, "compact", "row", "_view_of_row", "_keep_memory")),
     *(("hooks", name) for name in HOOKS),
     *(("layer", name) for name in LAYER),
     *(("modules", name) for name in MODULES),

@@ -35,7 +35,7 @@ The last two are the wings: what measures, and what trains. All else is the core
 LAYERS_OF_OPS = (
     ("_math", "dispatch", "block_table", "checks", "logits", "rotary"),
     ("gpu",),
-    ("score", "select", "attend", "compress", "retain", "recur", "fetch"),
+    ("score", "select", "attend", "compress", "retain", "fetch"),
     ("summaries",),
 )
 """The same of ``foveate.ops``."""
@@ -45,7 +45,7 @@ LAYERS_OF_STATE = (
     ("device_rows", "eviction", "snapshots", "storage", "transfers"),
     ("row_numbers",),
     ("cache",),
-    ("offloaded", "packing"),
+    ("borrowed", "offloaded", "packing"),
 )
 """The same of ``foveate.state``."""
 

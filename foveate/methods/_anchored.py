@@ -141,8 +141,8 @@ class SharedSelection(Method):
         """Attention to chosen keys of a cache in host memory; a layer that has chosen them has their pages."""
         indices = indices.masked_fill(~ops.first_keys(read, indices.shape[2]), -1) if self.packed else indices
         if not self.layer_role.chooses:
-            pages = indices.div(self.fetches, rounding_mode="floor")
-            number = -(-cache.used // self.fetches)
+            size = self.fetches.page_size
+            pages, number = indices.div(size, rounding_mode="floor"), -(-cache.used // size)
             every = torch.arange(number, dtype=torch.int32, device=q.device)
             cache.fetch(every.where(among(pages, number), -1))
         return attend_hot(cache, q, indices, scaling)
@@ -173,11 +173,15 @@ class SharedSelection(Method):
         """For the layers that read it, if any."""
         if self.layer_role.has_readers:
             own, before = ((self.name, layer) for layer in (self.layer_role.layer, self.layer_role.before))
-            cache.hand_on(own, selection, instead_of=before)
+            cache.forward.pop(cache.shared_key(before), None)
+            cache.forward[cache.shared_key(own)] = selection
 
     def _handed_on(self, cache: SlotCache) -> tuple[Any, Tensor | None]:
         """The anchor's selection, and which of its heads each of this layer reads; None: its own."""
-        selection, heads = cache.handed_on((self.name, self.layer_role.anchor)).to(cache.device), self.layer_role.heads
+        key, heads = (self.name, self.layer_role.anchor), self.layer_role.heads
+        if (selection := cache.forward.get(cache.shared_key(key))) is None:
+            raise LookupError(f"no earlier layer of this forward pass has left {key!r}")
+        selection = selection.to(cache.device)
         if heads is None:
             return selection, None
         number = cache.geometry.num_kv_heads

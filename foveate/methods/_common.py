@@ -17,6 +17,12 @@ def eviction_setting() -> Any:
     return setting(0, "evict also after so many tokens of a prompt, each time by what was read so far; 0: never")
 
 
+def occupied(cache: SlotCache) -> Tensor | None:
+    """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
+    mask, lengths = cache.stored()
+    return mask if lengths is None else ops.first_keys(lengths, cache.used)
+
+
 def attend_all(cache: SlotCache, q: Tensor, scaling: float, need_mass: bool = False) -> ops.Attended:
     """Attention of one token per row over every token that the cache holds, counted."""
     mask, lengths = cache.stored()
@@ -87,18 +93,18 @@ def count_scored(method: Method, cache: SlotCache) -> None:
     """Count what a decode step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     plan, described = cache.plan, (cache.geometry, cache.dtype)
     kept = "scored_at" in cache.specs  # scores, so that a row is scored in some steps
-    if not plan.captured and not kept:
-        scored = sum(method.scored(tokens, *described) for tokens in cache.rows["live"])
-        cache.count("keys_read", scored / cache.batch_size)
-        return
 
-    def scored_now() -> Tensor:
+    def scored_now() -> float | Tensor:
+        if not plan.captured and not kept:
+            live = cache.rows["live"]
+            return sum(method.scored(tokens, *described) for tokens in live) / len(live)
         live = plan.choosing(torch.Tensor.double, of="live")
         now = cache.channel("scored_at") == plan["lengths"] if kept else 1
         return (method.scored(live, *described) * now).sum()
 
     key = ("scored", method.spec, method.role, *described)  # once for all layers that score alike
-    cache.count("keys_read", plan.once(key, scored_now) if plan.captured else scored_now())
+    alike = plan.captured or not kept
+    cache.count("keys_read", plan.once(key, scored_now) if alike else scored_now())
 
 
 def scored_lengths(cache: SlotCache) -> Tensor | None:

@@ -60,10 +60,11 @@ class KeptScores:
             heads, number: scores of a row.
             scores_of: gives new ones of the rows of a mask, bool ``[B]``; of other rows anything.
         """
-        lengths, at = cache.plan["lengths"], cache.channel("scored_at")
+        plan, at = cache.plan, cache.channel("scored_at")
+        lengths = plan["lengths"]
         kept = cache.tensors["kept_scores"][:, :heads, :number]
         due = (at == 0) | (lengths - at >= self.every)
-        if cache.captured or due.is_cuda or due.any():
+        if plan.captured or due.is_cuda or due.any():
             there = torch.arange(number, device=due.device) < (lengths // self.size).where(due, 0)[:, None]
             kept.copy_(scores_of(due).where(there[:, None], kept))
             at.copy_(lengths.where(due, at))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from foveate.methods._common import note_queries
 from foveate.methods.base import Method, Observation
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
+from foveate.state.borrowed import EngineCache
 
 _OBSERVED = 16
 """Last queries of a prompt by which the channels of keys are weighted."""
@@ -43,7 +45,7 @@ class PageSummaries:
         """Full pages."""
         return length // self.size
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """What distinguishes these rules, see :meth:`~foveate.state.step_plan.StepPlan.each`."""
         return f"pages of {self.size}"
@@ -210,10 +212,11 @@ class LowRankPages(PageSummaries):
 
     def write_newest(self, cache: SlotCache) -> None:
         """Write the records of the pages that the rows' newest keys have filled, unless :meth:`write_filled` has."""
-        if cache.channels_in_blocks:
+        plan = cache.plan
+        if isinstance(cache, EngineCache) or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
             return
-        lengths, form = cache.plan["counts"], self.form(cache.geometry)
-        keys, table = cache.newest_page()
+        lengths, form = plan["counts"], self.form(cache.geometry)
+        keys, table = cache.newest_page() if cache.offloaded else (cache.memory[0], cache.block_table)
         how = {"weights": self._weights(cache), "block_table": table}
         ops.compress_newest(keys, cache.channel("records"), lengths, form, **how)
 
@@ -237,7 +240,11 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share. Rows that are not ``due``, bool ``[B]``, are not scored.
         """
-        records, table = cache.entries("records", self.pages(cache.used))
+        number, table = self.pages(cache.used), None
+        if isinstance(cache, EngineCache):
+            records, table = cache.entries("records", number)
+        else:
+            records = cache.channel("records")[:, :, :number]
         rule = self.newest if pooling == "of_largest" else self.full
         lengths = cache.plan.choosing(rule, of="counts")
         lengths = lengths if due is None else lengths.where(due, 0)
@@ -274,11 +281,8 @@ class KeepsSummaries(Method):
             self.kept.prompt_end(cache)
 
     @property
-    def summarises_blocks(self) -> bool:  # type: ignore[override]
-        return self.kept is not None and self.kept.of_keys_alone
-
-    def written(self, cache: SlotCache, slots: Tensor) -> None:
-        self.kept.write_filled(cache, slots)
+    def written(self) -> Callable[[SlotCache, Tensor], None] | None:  # type: ignore[override]
+        return self.kept.write_filled if self.kept is not None and self.kept.of_keys_alone else None
 
 
 def check_records(method: Any) -> None:

@@ -22,7 +22,6 @@ class Auto(Method):
 
     name: ClassVar[str] = "auto"
     source: ClassVar[str] = "foveate"
-    listed: ClassVar[bool] = False
 
     def choose(self, facts: Mapping[str, Any]) -> tuple[Method, str]:
         """The method, and why it was chosen, in words that begin with its name.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,13 +43,15 @@ class Replay:
 
     Args:
         obstacle: why no step can be captured under the method's settings; empty when steps can.
+        copies_keys: whether a step copies all keys of its rows. One that is captured for the longest rows that an
+            engine takes would then keep room for as many in every row.
     """
 
     maintains: ClassVar[bool] = False
     """Whether maintenance follows some steps; it is captured in a graph of its own. Per class."""
 
-    def __init__(self, obstacle: str = ""):
-        self.obstacle = obstacle
+    def __init__(self, obstacle: str = "", copies_keys: bool = False):
+        self.obstacle, self.copies_keys = obstacle, copies_keys
 
     def maintenance_due(self, decoded: int) -> bool:
         """Whether maintenance follows the step that decodes the ``decoded``-th token after the prompt."""
@@ -66,6 +68,15 @@ class Replay:
             rows: a list ``[B]`` for each name.
         """
         return {}
+
+
+class Fetches(NamedTuple):
+    """The pages that a method's decode steps read from host memory."""
+
+    page_size: int
+    """Tokens of a page."""
+    most: Callable[[int], int]
+    """Of a length: pages that a step fetches at most, of each KV head, where no row is longer."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,6 @@ class Method(Settings):
     """Paper that the method comes from. Per class."""
     example: ClassVar[str] = ""
     """A spec to begin with, of a method that needs more than its name. Per class."""
-    listed: ClassVar[bool] = True
-    """Whether :func:`foveate.methods.names` has it; False for what stands for another method. Per class."""
     full_budget: ClassVar[dict[str, Any]] = {}
     """Settings under which every token of any context is read or kept, so that outputs are those of dense attention.
     Per class."""
@@ -118,17 +127,15 @@ class Method(Settings):
     """Whether a decoded token changes more than cropping the cache undoes, such as channels without ``recomputed`` or
     evicted slots. Undoing tokens then needs snapshots. Per class."""
 
-    summarises_blocks: ClassVar[bool] = False
-    """Whether all channels are summaries of full pages that follow from their keys, and :meth:`written` makes them.
-    Requests that share an engine's blocks then share the summaries. Per settings."""
+    written: ClassVar[Callable[[SlotCache, Tensor], None] | None] = None
+    """Where all channels are summaries of full pages that follow from their keys, what writes those of the pages that
+    new tokens fill in blocks of an engine; requests that share blocks then share the summaries. It is called with the
+    cache and, int ``[T]``, where the tokens are: block times its size plus the place in it; negative for none. None: no
+    channels are like that. Per settings."""
 
-    fetches: ClassVar[int] = 0
-    """Tokens of the pages that decode steps read by :meth:`SlotCache.fetch`, so that keys and values may be in host
-    memory; 0: decode steps read them otherwise. Per settings."""
-
-    def most_fetched(self, length: int) -> int:
-        """Pages that a decode step fetches at most, of each KV head, where no row is longer."""
-        raise NotImplementedError
+    fetches: ClassVar[Fetches | None] = None
+    """What decode steps read by :meth:`OffloadedCache.fetch`, so that keys and values may be in host memory; None: they
+    read them otherwise. Per settings."""
 
     # What outputs depend on
 
@@ -158,9 +165,6 @@ class Method(Settings):
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
-    copies_keys: ClassVar[bool] = False
-    """Whether a decode step copies all keys of its rows. A step that is captured for the longest rows that an engine
-    takes would then keep room for as many in every row. Per class."""
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 
@@ -269,9 +273,6 @@ class Method(Settings):
         """
         return None
 
-    def check_numbers(self, rows: Mapping[str, list[int]]) -> None:
-        """Raise ValueError for row numbers of its own that no cache of the method has, as an edited file may have."""
-
     def prompt_packed(self, cache: SlotCache) -> None:
         """Called after :meth:`prompt_end`, when the kept tokens fill the first slots: fill channels per page."""
 
@@ -287,13 +288,6 @@ class Method(Settings):
         from those after :meth:`decode`.
         """
         raise NotImplementedError
-
-    def written(self, cache: SlotCache, slots: Tensor) -> None:
-        """Write the channels of the pages that new tokens fill, in blocks of an engine; see :attr:`summarises_blocks`.
-
-        Args:
-            slots: int ``[T]``, where the new tokens are: block times its size plus the place in it; negative for none.
-        """
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value; 0 by default.

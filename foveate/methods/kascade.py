@@ -18,7 +18,7 @@ from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Method, redefined, register, setting
+from foveate.methods.base import Fetches, Method, redefined, register, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -399,13 +399,10 @@ class Kascade(KeepsSummaries, TopKByMass):
         return pages
 
     @property
-    def fetches(self) -> int:  # type: ignore[override]
+    def fetches(self) -> Fetches | None:  # type: ignore[override]
         """Of an anchor the pages whose keys it scores, of other layers those with a key that is read."""
         dense = self.layer_role.anchor is None or (self.layer_role.dense and not self.reads_pages)
-        return 0 if dense or self.score_keys != "pages" else self.page_size
-
-    def most_fetched(self, length: int) -> int:
-        return self.scored_pages(length)
+        return None if dense or self.score_keys != "pages" else Fetches(self.page_size, self.scored_pages)
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
-from foveate.methods.base import register, setting
+from foveate.methods._common import occupied
+from foveate.methods.base import Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
@@ -30,7 +31,7 @@ class LessIsMore(SharedSelection):
     full_budget: ClassVar[dict] = {"top_k": 1.0}
     packed: ClassVar[bool] = False
     small_budget: ClassVar[dict] = {"top_k": 15, "selections": [0.0], "sinks": 2}
-    copies_keys: ClassVar[bool] = True
+    replay: ClassVar[Replay] = Replay(copies_keys=True)
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")
@@ -103,7 +104,7 @@ def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
     They are not capped where a model caps its logits: each head's order of keys, all that they are for, is the same.
     """
     logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys.to(q.dtype), ops.Logits(scaling))
-    holes = cache.holes()
+    holes = occupied(cache)
     if holes is not None:
         logits.masked_fill_(~holes[:, :, None], float("-inf"))
     return logits.flatten(1, 2)

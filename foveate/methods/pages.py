@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,28 @@ from foveate import ops
 from foveate.methods._common import attend_all, attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
-from foveate.methods.base import SPARSE_FROM_TOKENS, Replay, redefined, register, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Fetches, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
+from foveate.state.step_plan import StepPlan
 
 LEAST_KEYS = 128
 """Least number of keys when top_k is a share."""
+
+
+class PagesOfStep(NamedTuple):
+    """What a step reads, computed once for all layers of the same settings."""
+
+    ends: Tensor
+    """int64 ``[B]``: pages of each row that are scored."""
+    counts: Tensor
+    """int64 ``[B]``: pages that each row reads."""
+    most: int
+    """No row reads more."""
+    sinks: int
+    """First pages that are always read."""
+    newest: Tensor | None
+    """int64 ``[B]``: the first of each row's newest pages, which are always read; None: all pages compete."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +104,23 @@ class PageMethod(KeepsSummaries):
         of a group that read it.
         """
         scores, plan = self.scores(cache, q, scaling), cache.plan
-        ends, counts = plan.choosing(self.summaries.pages, of="counts"), plan.each(self.count, of="counts")
+        step = plan.once(("pages", type(self), self.spec), lambda: self._step(plan, cache.used))
         ranked = scores
-        if self.tail:
-            newest = plan.each(self.first_newest, of="counts")
-            ranked = ops.with_always_read(scores, self.summaries.pages(self.sinks), newest, ends)
-        pages = ops.topk_rows(ranked, counts, self.most_pages(cache.used), lengths=ends, dtype=torch.int32)
+        if step.newest is not None:
+            ranked = ops.with_always_read(scores, step.sinks, step.newest, step.ends)
+        pages = ops.topk_rows(ranked, step.counts, step.most, lengths=step.ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
-            cache.count("pages_refined", counts[:, None])
+            cache.count("pages_refined", step.counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
         read = ops.keys_of_pages(pages, cache.geometry.num_kv_heads, self.page_size, plan["counts"])
         cache.count_read(plan.or_whole(read))
         return pages
+
+    def _step(self, plan: StepPlan, used: int) -> PagesOfStep:
+        newest = plan.each(self.first_newest, of="counts") if self.tail else None
+        ends, counts = plan.choosing(self.summaries.pages, of="counts"), plan.each(self.count, of="counts")
+        return PagesOfStep(ends, counts, self.most_pages(used), self.summaries.pages(self.sinks), newest)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The scores of pages, see :meth:`PageSummaries.scores`."""
@@ -189,8 +209,5 @@ class Pages(PageMethod):
         return KeptScores(self.every, self.page_size).renew(cache, cache.geometry.num_kv_heads, number, mass)[0]
 
     @property
-    def fetches(self) -> int:  # type: ignore[override]
-        return self.page_size
-
-    def most_fetched(self, length: int) -> int:
-        return self.most_pages(length)
+    def fetches(self) -> Fetches:  # type: ignore[override]
+        return Fetches(self.page_size, self.most_pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class SharedPrompt(Method):
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         for observer in self.observers:
             try:
-                observer.observe(cache.part(self.filled(observer, cache.geometry)), q, attended, scaling)
+                observer.observe(_part(cache, self.filled(observer, cache.geometry)), q, attended, scaling)
             except KeyError as error:
                 spec = observer.channels(cache.geometry).get(error.args[0])
                 if not getattr(spec, "recomputed", False):
@@ -92,6 +93,16 @@ class SharedPrompt(Method):
         index = [observer.observation for observer in observers].index(method.observation)
         alike = _learnt(observers[index], geometry).items() & _learnt(method, geometry).items()
         return {name: f"{index}.{name}" for name, _ in alike}
+
+
+def _part(cache: SlotCache, names: Mapping[str, str]) -> SlotCache:
+    """A view of a cache with some of its channels under other names: for each name in the view, the name here."""
+    one = copy.copy(cache)
+    one.specs = {name: cache.specs[here] for name, here in names.items()}
+    one.tensors = {name: cache.tensors[name] for name in ("keys", "values", "block_table") if name in cache.tensors}
+    one.tensors |= {name: cache.tensors[here] for name, here in names.items()}
+    one.rows = {name: list(numbers) for name, numbers in cache.rows.items()}
+    return one
 
 
 def _learnt(method: Method, geometry: Geometry) -> dict[str, Channel]:

@@ -21,8 +21,8 @@ from foveate.methods.base import REGISTRY, Method
 
 
 def names() -> list[str]:
-    """Registered methods, sorted."""
-    return sorted(name for name, cls in REGISTRY.items() if cls.listed)
+    """Registered methods, sorted; without `auto`, which stands for another."""
+    return sorted(REGISTRY.keys() - {"auto"})
 
 
 def get(name: str) -> type[Method]:

@@ -75,7 +75,7 @@ def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], 
         allowed = " or ".join(str(x) for x in sorted(set(heads)))
         raise ValueError(f"{name} {tuple(places.shape)} do not fit {batch} rows of {allowed} heads")
     if readable(places) and places.numel():
-        least, most = (x.item() for x in places.aminmax())
+        least, most = torch.stack(places.aminmax()).tolist()
         if least < -1 or most >= number:
             raise ValueError(f"{name} must be below {number}, or -1 for none, not {least if least < -1 else most}")
 

@@ -57,10 +57,9 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
         if (watch := _watch.get()) is not None:
             watch(name, inspect.signature(reference).bind(*args, **kwargs).arguments)
         given = (*args, *kwargs.values(), *kwargs.get("logits", ()))
-        tensors = [x for x in given if isinstance(x, Tensor)]
-        if use_kernel(*tensors):
+        if use_kernel(*given):
             try:
-                with torch.cuda.device_of(tensors[0]):
+                with torch.cuda.device_of(next(x for x in given if isinstance(x, Tensor))):
                     return getattr(importlib.import_module(kernel), name)(*args, **kwargs)
             except UnsupportedError as reason:
                 _say_once(f"{name}: the kernel does not support {reason}, the slower reference runs")
@@ -69,10 +68,17 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
     return verb
 
 
-def use_kernel(*tensors: Tensor) -> bool:
-    """Whether a kernel may run on these tensors; warns once when it may not although they are on a GPU."""
+def use_kernel(*given: Any) -> bool:
+    """Whether a kernel may run on the tensors among the arguments; warns once when it may not although they are on a
+    GPU."""
+    tensors = []
+    for x in given:
+        if isinstance(x, Tensor):
+            if not x.is_cuda:
+                return False
+            tensors.append(x)
     device = tensors[0].device
-    if device.type != "cuda" or not kernels_wanted() or any(x.device != device for x in tensors):
+    if not kernels_wanted() or any(x.device != device for x in tensors):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False

@@ -80,6 +80,5 @@ def move_to_device(stores: Sequence[SlotCache]) -> DeviceRows:
     rows = device_rows(stores[0])
     write_rows(rows, stores[0])
     for store in stores:
-        store.start_decoding()
         store.move_to_device(rows, freed_slots(store))
     return rows

@@ -18,7 +18,14 @@ from torch import Tensor
 from foveate.runtime.layer import Layer
 from foveate.runtime.phase import Phase
 
-_of_thread = threading.local()
+
+class _OfThread(threading.local):
+    def __init__(self):
+        self.passes: list[Pass] = []
+        """In progress on this thread, the outermost first."""
+
+
+_of_thread = _OfThread()
 
 
 class Reached(NamedTuple):
@@ -48,7 +55,7 @@ class Pass:
     reached: dict[int, Reached] = field(default_factory=dict)
     """By layer index."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
-    """Shared by the layers of a pass without a cache, see :meth:`SlotCache.hand_on`."""
+    """Shared by the layers of a pass without a cache, see :meth:`SlotCache.shared_key`."""
 
 
 def begin(owner: str, phase: Phase | None, cache: Any = None) -> None:
@@ -56,18 +63,14 @@ def begin(owner: str, phase: Phase | None, cache: Any = None) -> None:
 
     A pass of the same owner that was interrupted by an exception is dropped, with those nested in it.
     """
-    passes = _passes()
-    for index, one in enumerate(passes):
-        if one.owner == owner:
-            del passes[index:]
-            break
+    end(owner)
     weak = None if phase is None else weakref.ref(phase)
-    passes.append(Pass(owner, weak, (lambda: None) if cache is None else weakref.ref(cache)))
+    _of_thread.passes.append(Pass(owner, weak, (lambda: None) if cache is None else weakref.ref(cache)))
 
 
 def end(owner: str) -> Pass | None:
     """End the forward pass of an owner and return it; None when there is none."""
-    passes = _passes()
+    passes = _of_thread.passes
     for index, one in enumerate(passes):
         if one.owner == owner:
             del passes[index:]
@@ -77,13 +80,8 @@ def end(owner: str) -> Pass | None:
 
 def current(owner: str | None = None) -> Pass | None:
     """The innermost forward pass in progress; None without one, or when it belongs to another owner."""
-    passes = _passes()
+    passes = _of_thread.passes
     return passes[-1] if passes and owner in (None, passes[-1].owner) else None
-
-
-def _passes() -> list[Pass]:
-    """The passes in progress on this thread, the outermost first."""
-    return _of_thread.__dict__.setdefault("passes", [])
 
 
 def reach(layer: int, owner: str, spec: str, finite: Tensor | None = None) -> None:
@@ -128,7 +126,7 @@ def take(key: Tensor, owner: str) -> Layer | None:
     one = current(owner)
     if one is None:
         return None
-    layer, posted = (None, None) if one.entry is None else (ref() for ref in one.entry)
+    posted = None if one.entry is None else one.entry[1]()
     if posted is not key:
         if one.phase is not None:
             raise ValueError(
@@ -136,5 +134,5 @@ def take(key: Tensor, owner: str) -> Layer | None:
                 "twice): such a model is not supported"
             )
         return None
-    one.entry = None
+    layer, one.entry = one.entry[0](), None
     return layer

@@ -19,6 +19,7 @@ from foveate.runtime import returned
 from foveate.runtime.phase import Phase
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.borrowed import branch_of
 from foveate.state.offloaded import OffloadedCache
 
 _EMPTY_SLOTS = 256
@@ -160,13 +161,15 @@ class Layer:
             self.store.count_in(self.phase.held)
         self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()
         self.store.softcap, self.store.rotary = logits.softcap, self.rotary
-        outs, self.finite = [], None
-        if prompt:
-            outs.append(self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, logits.scaling))
-            self.finite = outs[0][:, :, -1].isfinite().all()
-        if prompt < k.shape[2]:
-            outs.append(self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, logits.scaling))
-        return torch.cat(outs, 2) if len(outs) > 1 else outs[0]
+        self.finite = None
+        if not prompt:
+            return self._decode(q, k, v, first, logits.scaling)
+        out = self._prompt(*(x[:, :, :prompt] for x in (q, k, v)), columns, first, logits.scaling)
+        self.finite = out[:, :, -1].isfinite().all()
+        if prompt == k.shape[2]:
+            return out
+        decoded = self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, logits.scaling)
+        return torch.cat([out, decoded], 2)
 
     def new_store(
         self, geometry: Geometry, rows: int, dtype: torch.dtype, device: torch.device, counters: Counters | None = None
@@ -174,8 +177,8 @@ class Layer:
         """An empty store of the layer's keys, values and state; arguments as of :class:`SlotCache`."""
         channels = self.method.channels(geometry)
         returned.check_channels(self.method, channels)
-        if self.phase.offload is not None and self.method.fetches:
-            how = (channels, counters, self.method.fetches, self.phase.offload)
+        if self.phase.offload is not None and self.method.fetches is not None:
+            how = (channels, counters, self.method.fetches.page_size, self.phase.offload)
             return OffloadedCache(geometry, rows, dtype, device, *how)
         return SlotCache(geometry, rows, dtype, device, channels, self.method.evicts, counters, self.block_size)
 
@@ -223,9 +226,9 @@ class Layer:
                 if alike:
                     out[:, :, places[0]] = self._prompt_rows(store, *(x[:, :, places[0]] for x in (q, k, v)), scaling)
                 for b in [b for b, take in enumerate(takes) if take and not alike]:
-                    row, at = store.row(b), places[b]
-                    out[b, :, at] = self._prompt_rows(row, *(x[b : b + 1, :, at] for x in (q, k, v)), scaling)[0]
-                    store.put_back(b, row)
+                    at = places[b]
+                    with store.row(b) as row:
+                        out[b, :, at] = self._prompt_rows(row, *(x[b : b + 1, :, at] for x in (q, k, v)), scaling)[0]
             self._evict_in_prompt([b for b, take in enumerate(takes) if take and (len(left[b]) or not ends)], scaling)
         return q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out  # a chunk may be all padding
 
@@ -259,7 +262,7 @@ class Layer:
         """
         store = read.store
         channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
-        self.store = store.branch(channels, self.method.evicts, self.counters, filled)
+        self.store = branch_of(store, channels, self.method.evicts, self.counters, filled)
         self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
         self.store.count_in(self.phase.held)
         whole = self.store.resident_bytes
@@ -290,9 +293,10 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
         store, method = self.store, self.method
-        if self.first_step and not store.captured:
+        captured = store.plan.captured
+        if self.first_step and not captured:
             return self._checked_step(q, scaling)
-        if not (self.captured_dense if store.captured else self.decodes_densely(store.used)):
+        if not (self.captured_dense if captured else self.decodes_densely(store.used)):
             return method.decode(store, q, scaling)
         self.counters.dense_steps += 1
         return method.decode_dense(store, q, scaling)
@@ -398,9 +402,8 @@ def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collect
     else:
         kept = []
         for b in range(store.batch_size):
-            row = store.row(b)
-            kept.append(_kept(method, row, scaling) if row.used and b in rows else None)
-            store.put_back(b, row)
+            with store.row(b) as row:
+                kept.append(_kept(method, row, scaling) if row.used and b in rows else None)
         everything = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
         keep = [every if one is None else one for one, every in zip(kept, everything)]
         keep = keep if any(one is not None for one in kept) else None
@@ -417,9 +420,12 @@ def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
     Args:
         store: the cache, which holds the prompt and nothing after it.
     """
-    together = evict_prompt(method, store, scaling, range(store.batch_size))
-    for row in [store] if together else map(store.row, range(store.batch_size)):
-        method.prompt_packed(row)
+    if evict_prompt(method, store, scaling, range(store.batch_size)):
+        method.prompt_packed(store)
+    else:
+        for b in range(store.batch_size):
+            with store.row(b) as row:
+                method.prompt_packed(row)
     store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
 
 

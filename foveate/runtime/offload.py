@@ -51,7 +51,7 @@ class DoesNotFitError(ValueError):
 
 
 class LayerShape(NamedTuple):
-    """A layer, as far as its memory depends on it."""
+    """The facts of a layer on which its memory depends."""
 
     method: Method
     geometry: Geometry
@@ -60,7 +60,7 @@ class LayerShape(NamedTuple):
     @property
     def offloaded(self) -> bool:
         """Whether its keys and values are in host memory; otherwise it reads all of them in each step."""
-        return self.method.fetches > 0
+        return self.method.fetches is not None
 
     def kept(self, rows: int, slots: int) -> int:
         """Bytes of keys and values of so many slots."""
@@ -78,11 +78,12 @@ class LayerShape(NamedTuple):
 
     def pages(self, rows: int, number: int) -> int:
         """Bytes of so many hot pages of each KV head."""
-        return self.kept(rows, number * self.method.fetches)
+        return self.kept(rows, number * self.method.fetches.page_size)
 
     def least(self, slots: int) -> int:
         """Pages that a step may choose of each KV head, where there are so many slots."""
-        return min(self.method.most_fetched(slots), -(-slots // self.method.fetches))
+        fetches = self.method.fetches
+        return min(fetches.most(slots), -(-slots // fetches.page_size))
 
 
 class Needs(NamedTuple):
@@ -152,7 +153,7 @@ class Offload:
                 )
         else:
             offloaded = [one for one in self.layers if one.offloaded]
-            if any(self._hot(one.method.fetches, rows, slots) < one.least(slots) for one in offloaded):
+            if any(self._hot(one.method.fetches.page_size, rows, slots) < one.least(slots) for one in offloaded):
                 raise DoesNotFitError(self._too_few(slots))
         self.rows, self.slots = rows, slots
         self.transfers.room = slots
@@ -195,7 +196,7 @@ class Offload:
 
     def _too_few(self, slots: int) -> str:
         one = max((one for one in self.layers if one.offloaded), key=lambda one: one.least(slots))
-        pages, least = -(-slots // one.method.fetches), one.least(slots)
+        pages, least = -(-slots // one.method.fetches.page_size), one.least(slots)
         return (
             f"gpu_budget is {self._named()}, and a step over {slots:,} tokens may choose {least:,} of {pages:,} pages: "
             f"give a share of at least {least / pages:.2f}, or choose fewer pages (top_k)"

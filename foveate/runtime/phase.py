@@ -31,7 +31,7 @@ class Phase:
     layout: tuple[Tensor, dict[tuple[int, int], list[Tensor] | None]] | None = None
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
-    """Shared by the layers of the current forward pass, see :meth:`SlotCache.hand_on`."""
+    """Shared by the layers of the current forward pass, see :meth:`SlotCache.shared_key`."""
     held: Held = field(default_factory=Held)
     """The bytes that the layers hold together."""
     offload: Offload | None = None

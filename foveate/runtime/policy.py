@@ -23,7 +23,7 @@ class Policy:
     """Identifies the model that the method is attached to; a cache works with one owner only."""
     counters: Counters = field(default_factory=Counters)
     forward: dict[Hashable, Any] = field(default_factory=dict)
-    """Shared by the layers of a forward pass without a cache, see :meth:`SlotCache.hand_on`."""
+    """Shared by the layers of a forward pass without a cache, see :meth:`SlotCache.shared_key`."""
     dense_below: int | str = 0
     """Decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
     :attr:`Method.sparse_from_tokens`, on a GPU with the kernels."""

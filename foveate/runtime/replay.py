@@ -178,7 +178,6 @@ class ReplayedSteps:
             used = store.used
             if store.capacity - used < (1 if self._warm else ROOM):
                 store.reserve(used + ROOM)
-            store.start_decoding()
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
             (
@@ -202,16 +201,15 @@ class ReplayedSteps:
             capture.write_rows(rows, store)
             self._totals.append(sum(store.lengths))
             self._longest.append(store.used)
-        memory = [tensor for store in stores for tensor in store.device_tensors]
-        memory += [count for store in stores for count in store.counters.on_device(store.device)]
+        memory = [count for store in stores for count in store.counters.on_device(store.device)]
+        for store, group, slots in zip(stores, grouping, self._freed_slots):
+            memory += store.move_to_device(self._groups[group], slots)
         memory += written
         methods = [layer.method.spec for layer in layers]
         same = len(memory) == len(self._memory) and all(ref() is now for ref, now in zip(self._memory, memory))
         if not same or methods != self._methods:
             self._discard()
             self._memory, self._methods = [weakref.ref(tensor) for tensor in memory], methods
-        for store, group, slots in zip(stores, self._grouping, self._freed_slots):
-            store.move_to_device(self._groups[group], slots)
         found: dict[Hashable, list[int]] = {}
         for index, (layer, group) in enumerate(zip(layers, self._grouping)):
             found.setdefault((group, methods[index], layer.dense_below, layer.captured_dense), []).append(index)
@@ -251,7 +249,7 @@ class ReplayedSteps:
         due = (
             alike.indices
             for alike in self._layer_groups
-            if alike.first.method.replay.maintenance_due(alike.first.store.decoded)
+            if alike.first.method.replay.maintenance_due(self._groups[alike.group].decoded)
         )
         which = tuple(sorted(itertools.chain.from_iterable(due)))
         if not which:

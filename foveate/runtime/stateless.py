@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.methods import Method
 from foveate.ops import Logits, attend_causal
-from foveate.state import SlotCache
+from foveate.state.borrowed import cache_of
 
 
 def without_cache(
@@ -28,7 +28,7 @@ def without_cache(
         q, k, v: ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
         mask: ``[B, n]``, nonzero for real tokens; None: all are real. Reading it is a host sync.
         logits: how the layer's logits are made.
-        forward: shared by the layers of this forward pass, see :meth:`SlotCache.hand_on`.
+        forward: shared by the layers of this forward pass, see :meth:`SlotCache.shared_key`.
 
     Raises:
         ValueError: for a prompt in which the method would evict.
@@ -41,7 +41,7 @@ def without_cache(
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if method.sparse_prompt and not method.evict_every:
-            cache = SlotCache.of(k, v, q.shape[1], forward, row, logits)
+            cache = cache_of(k, v, q.shape[1], forward, row, logits)
             return method.prompt(cache, q, logits.scaling).out
         return attend_causal(q, k, v, logits=logits).out
 

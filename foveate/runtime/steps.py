@@ -19,6 +19,7 @@ from foveate import ops
 from foveate.methods import Method, replay_obstacle
 from foveate.ops import Logits
 from foveate.state import Counters, Geometry, SlotCache
+from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows
 
 
@@ -36,7 +37,7 @@ def obstacle(method: Method, geometry: Geometry) -> str:
             f"{method.name} weighs channels of keys by the queries of a request, and requests share blocks: "
             "add weighted=false"
         )
-    if method.stateful or (method.channels(geometry) and not method.summarises_blocks):
+    if method.stateful or (method.channels(geometry) and method.written is None):
         return f"{method.name} keeps state beside the keys that requests which share the engine's blocks cannot share"
     if method.needs_rotary:
         return f"{method.name} needs rotary positions, which the engine does not give"
@@ -99,11 +100,11 @@ class EngineSteps:
         self._sparse_from = self._first_sparse(dense_below, geometry)
         self.choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
-        self._stores: dict[int, SlotCache] = {}
+        self._stores: dict[int, EngineCache] = {}
         self._rows: dict[int, DeviceRows] = {}
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
-        """Shared by the layers of a step, see :meth:`SlotCache.hand_on`."""
+        """Shared by the layers of a step, see :meth:`SlotCache.shared_key`."""
         self._step: tuple[DeviceRows, Tensor, int, bool] | None = None
         """Of the present step: row numbers, block table, bound, and whether it may have rows that are read whole."""
         self._audit: list[Tensor] | None = None
@@ -198,11 +199,11 @@ class EngineSteps:
             ValueError: when pages do not divide blocks.
         """
         channels = self.methods[layer].channels(geometry)
-        store = SlotCache.over_blocks(geometry, memory, self.device, channels, self._counters[layer])
+        store = EngineCache(geometry, memory, self.device, channels, self._counters[layer])
         store.forward = self._forward
         self._stores[layer] = store
 
-    def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
+    def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> EngineCache:
         store = self._stores.get(layer)
         fits = store is not None and store.block_size == k.shape[2]
         if not fits or any(store.tensors[name].shape[0] != k.shape[0] for name in store.specs):
@@ -218,8 +219,8 @@ class EngineSteps:
             k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
             slots: int ``[T]``, where these are: block times n plus the place in it; negative for none.
         """
-        if self.methods[layer].summarises_blocks:
-            self.methods[layer].written(self._store(layer, heads, k, v), slots)
+        if (write := self.methods[layer].written) is not None:
+            write(self._store(layer, heads, k, v), slots)
 
     def attend(
         self,

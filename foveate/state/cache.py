@@ -8,13 +8,14 @@ stored as it would be alone. Until a method evicts, slot p holds the token at po
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foveate.ops import Logits, Rotary, first_keys, put_token
+from foveate.ops import Logits, Rotary, put_token
 from foveate.state.counters import Counters, Held, Tally, over_rows
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
@@ -68,7 +69,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.record_past = False  # tokens may be undone: see eviction.py and snapshots.py
         self.snapshots = {}
         self._borrowed = False  # see branch
-        self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass, see hand_on
+        self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
         self.rotary: Rotary | None = None  # how queries and keys are rotated, for methods with needs_rotary
@@ -88,70 +89,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
                     self.tensors[name] = torch.full(
                         (batch_size, *spec.shape), spec.fill, dtype=spec.dtype or dtype, device=device
                     )
-
-    @classmethod
-    def of(
-        cls,
-        k: Tensor,
-        v: Tensor,
-        num_heads: int,
-        forward: dict[Hashable, Any] | None = None,
-        row: int | None = None,
-        logits: Logits | None = None,
-    ) -> SlotCache:
-        """A cache over given keys and values, not copied, for a forward pass without a cache (training).
-
-        Args:
-            k, v: ``[B, Hkv, L, D(v)]``.
-            num_heads: query heads.
-            forward: shared by the layers of the pass, see :meth:`hand_on`.
-            row: index of the row when a padded batch is computed row by row; None: the whole batch.
-            logits: how the layer's logits are made, as far as that is not their scaling; None: without sinks and cap.
-        """
-        geometry = Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3])
-        cache = cls(geometry, k.shape[0], k.dtype, k.device)
-        cache.forward, cache._row = {} if forward is None else forward, row
-        if logits is not None:
-            cache.sink_logits, cache.softcap = logits.sinks, logits.softcap
-        cache.tensors |= {"keys": k, "values": v}
-        cache.capacity = k.shape[2]
-        cache._advance(k.shape[2], k.shape[2])
-        return cache
-
-    @classmethod
-    def over_blocks(
-        cls,
-        geometry: Geometry,
-        memory: Tensor,
-        device: torch.device,
-        channels: Mapping[str, Channel] | None = None,
-        counters: Counters | None = None,
-    ) -> SlotCache:
-        """A cache over blocks that an engine owns, for decode steps alone: it never copies, grows or writes them.
-
-        :meth:`enter` says which rows and blocks a step has. The caller sets ``keys`` and ``values`` of :attr:`tensors`.
-
-        Args:
-            memory: shape and dtype of the blocks, ``[N, Hkv, n, any]``.
-            channels: state per page, allocated beside each block: ``[N, Hkv, n / per, *shape]``.
-            counters: where to count what is read; None: new ones.
-        """
-        cache = cls(geometry, 0, memory.dtype, device, channels, counters=counters, block_size=memory.shape[2])
-        cache._add_channels(len(memory))
-        return cache
-
-    def enter(self, rows: DeviceRows, block_table: Tensor, bound: int, out: Tensor | None) -> None:
-        """Take the rows of an engine's step, which :meth:`DeviceRows.begin_of` has started.
-
-        Args:
-            block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
-            bound: no row is longer; fixes the widths of selections.
-            out: where methods may have attention write its output, ``[B, Hq, 1, Dv]``; None: to new memory.
-        """
-        if self.batch_size != len(block_table):
-            self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
-        self.tensors["block_table"], self.capacity = block_table, bound
-        self.out, self.device_state = out, DeviceState(rows, None)
 
     # What methods read
 
@@ -175,11 +112,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         tensor = self.tensors[name]
         return tensor[:, :, : self.used] if self.specs[name].per == 1 else tensor
 
-    def holes(self) -> Tensor | None:
-        """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
-        mask, lengths = self.stored()
-        return mask if lengths is None else first_keys(lengths, self.used)
-
     def logits(self, scaling: float) -> Logits:
         """How the layer's logits are made."""
         return Logits(scaling, self.sink_logits, self.softcap)
@@ -201,8 +133,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     def _held(self) -> int | Tensor:
         """Tokens held, as an argument of :meth:`count_read`."""
-        if self._step is not None and not self.uneven:  # the same number in every layer
-            return self._step.held()
+        step = self.device_state and self._step
+        if step is not None and not self.uneven:  # the same number in every layer
+            return step.held()
         mask, lengths = self.stored()
         if mask is not None:
             return mask.sum(-1)
@@ -216,9 +149,10 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
                 or a tensor ``[]``, already summed over the rows as the mean over the KV heads. None: all that it holds.
             available: keys that dense attention would read in each row; None: all tokens so far.
         """
-        if self._step is None:  # ReplayedSteps counts captured steps
-            available = sum(self.lengths) if available is None else available * self.batch_size
-            self.counters.count_steps(1, self.batch_size, available)
+        if (self.device_state and self._step) is None:  # ReplayedSteps counts captured steps
+            lengths = self._rows["lengths"]
+            available = sum(lengths) if available is None else available * len(lengths)
+            self.counters.count_steps(1, len(lengths), available)
         self.count("keys_read", self._held() if keys is None else keys)
 
     def count(self, name: str, number: float | Tensor) -> None:
@@ -228,34 +162,22 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             name: of a counter, see :class:`Counters`.
             number: a Python number for every row; or a tensor, see :meth:`Tally.add`.
         """
-        total, tally = self.counters[name], self.tally if self._step is None else self._step.tally
+        step = self.device_state and self._step
         if not isinstance(number, Tensor):
             number = float(number * self.batch_size)
-        if tally is not None and isinstance(total, Tensor) and not total.is_inference():
-            tally.add(total, number)
-        else:
-            self.counters.add(name, over_rows(number) if isinstance(number, Tensor) and number.dim() else number)
+        if (tally := self.tally if step is None else step.tally) is not None:
+            total = self.counters[name]
+            if isinstance(total, Tensor) and not total.is_inference():
+                tally.add(total, number)
+                return
+        self.counters.add(name, over_rows(number) if isinstance(number, Tensor) and number.dim() else number)
 
     # Between the layers of one forward pass
 
-    def hand_on(self, name: Hashable, value: Any, instead_of: Hashable = None) -> None:
-        """Store a value for later layers of this forward pass, which read it for the same rows and tokens.
-
-        The value stored for these under the name ``instead_of`` is dropped.
-        """
-        self.forward.pop((instead_of, self._row, self._now), None)
-        self.forward[name, self._row, self._now] = value
-
-    def handed_on(self, name: Hashable) -> Any:
-        """The value that an earlier layer of this forward pass has stored with :meth:`hand_on`.
-
-        Raises:
-            LookupError: when none has.
-        """
-        key = (name, self._row, self._now)
-        if key not in self.forward:
-            raise LookupError(f"no earlier layer of this forward pass has left {name!r}")
-        return self.forward[key]
+    def shared_key(self, name: Hashable) -> Hashable:
+        """A key of :attr:`forward`, under which a layer leaves a value for later ones of this pass, which read it for
+        the same rows and tokens."""
+        return name, self._row, self.rows["lengths"][0] if self._step is None else None
 
     # Writing
 
@@ -268,13 +190,14 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         Raises:
             ValueError: when rows use different numbers of slots.
         """
-        first, n = self.rows["counts"][0], k.shape[2]
-        if len(set(self.rows["counts"])) > 1:
-            raise ValueError("rows use different numbers of slots: append to each of them with row and put_back")
+        rows, n = self.rows, k.shape[2]
+        first = rows["counts"][0]
+        if len(set(rows["counts"])) > 1:
+            raise ValueError("rows use different numbers of slots: append to each of them with row")
         self.reserve(first + n)
         self._write(first, k, v)
         if "positions" in self.tensors:
-            start = self.rows["lengths"][0]
+            start = rows["lengths"][0]
             positions = torch.arange(start, start + n, dtype=torch.int32, device=self.device)
             self.tensors["positions"][:, :, first : first + n] = positions
         for name, spec in self.specs.items():
@@ -288,13 +211,13 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         Args:
             k, v: ``[B, Hkv, 1, D(v)]``.
         """
-        step = self._step
+        step = self.device_state and self._step
         if step is not None:
             newest = step.plan.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
             self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
-        counts = self.rows["counts"]
-        if self.freed is None and len(set(counts)) == 1 and len(set(self.rows["lengths"])) == 1:
+        counts = self._rows["counts"]
+        if self.freed is None and len(set(counts)) == 1 and len(set(self._rows["lengths"])) == 1:
             self.append(k, v)
             return
         appended = [True] * self.batch_size
@@ -309,32 +232,44 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
 
     # Captured steps
 
-    def move_to_device(self, rows: DeviceRows, freed_slots: Tensor | None) -> None:
-        """Let steps advance the row numbers on the device, until :meth:`sync_to_host`.
+    def move_to_device(self, rows: DeviceRows, freed_slots: Tensor | None) -> list[Tensor]:
+        """Let steps advance the row numbers on the device, until they are read on the host.
 
         Args:
             rows: the row numbers, already written; layers whose rows have the same numbers share it.
             freed_slots: buffer int64 ``[B, Hkv]`` for evicted slots that the next token reuses; None: no eviction.
+
+        Returns:
+            The tensors whose addresses a captured step contains.
         """
+        self._start_decoding()
         if freed_slots is not None:
             freed_slots.copy_(self.freed.slots) if self.freed is not None else freed_slots.fill_(-1)
         self.device_state, self.freed = DeviceState(rows, freed_slots), None
+        return self._device_tensors()
 
-    def sync_to_host(self) -> None:
+    def _sync_to_host(self) -> None:
         if self.device_state is not None and self.device_state.freed_slots is not None:
             freed = self.device_state.rows.read()[1]
             self.freed = Freed(self.device_state.freed_slots.clone(), list(freed)) if any(freed) else None
             self.ordered = False
-        super().sync_to_host()
+        super()._sync_to_host()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies, which do not share numbers on the device
-        self.sync_to_host()
-        return dict(self.__dict__)
+        self._sync_to_host()
+        return self.__dict__ | {"_planned": None}
 
     # Rows of a batch
 
-    def row(self, b: int) -> SlotCache:
-        """Row b as a cache of batch size 1 over the same memory; :meth:`put_back` returns its row numbers."""
+    @contextmanager
+    def row(self, b: int) -> Iterator[SlotCache]:
+        """Row b as a cache of batch size 1 over the same memory, whose row numbers the batch takes over at the end."""
+        one = self._view_of_row(b)
+        yield one
+        for name, numbers in one.rows.items():
+            self.rows[name] = [*self.rows[name][:b], *numbers, *self.rows[name][b + 1 :]]
+
+    def _view_of_row(self, b: int) -> SlotCache:
         one = object.__new__(type(self))
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
@@ -343,11 +278,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         one.snapshots = {}
         one._row = b
         return one
-
-    def put_back(self, b: int, one: SlotCache) -> None:
-        """Take over the row numbers of row b from the cache that :meth:`row` returned."""
-        for name, numbers in one.rows.items():
-            self.rows[name][b] = numbers[0]
 
     def take_rows(self, index: Tensor) -> None:
         """Replace the batch by its rows ``index``, int64 ``[B']`` (beam search, repeats, selection)."""
@@ -365,55 +295,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             self.freed = Freed(self.freed.slots.index_select(0, index), [self.freed.rows[b] for b in chosen])
         self._count_bytes()
         self.snapshots = {}
-
-    # Other methods
-
-    def part(self, names: dict[str, str]) -> SlotCache:
-        """A view of this cache with some of the channels under other names, for another method to fill.
-
-        Args:
-            names: for each channel's name in the view, its name in this cache.
-        """
-        one = object.__new__(SlotCache)
-        one.__dict__.update(self.__dict__)
-        one.specs = {name: self.specs[here] for name, here in names.items()}
-        one.tensors = {name: self.tensors[name] for name in ("keys", "values", "block_table") if name in self.tensors}
-        one.tensors |= {name: self.tensors[here] for name, here in names.items()}
-        one.rows = {name: list(numbers) for name, numbers in self.rows.items()}
-        return one
-
-    def branch(
-        self, channels: Mapping[str, Channel | RowNumber], evicts: Evicts, counters: Counters, filled: dict[str, str]
-    ) -> SlotCache:
-        """A cache of the same tokens for another method, which shares the memory of keys and values.
-
-        A branch writes its new tokens to the slots after the shared ones, and so does the next branch: use one at a
-        time. A branch that evicts in decode copies keys and values before it overwrites them.
-
-        Args:
-            channels, evicts, counters: of the other method.
-            filled: channels to copy from this cache: for each name in the branch, the name here. Others are empty.
-        """
-        size = 0 if evicts.in_decode else self.block_size
-        one = SlotCache(self.geometry, self.batch_size, self.dtype, self.device, channels, evicts, counters, size)
-        one.rows = one.rows | {name: list(self.rows[name]) for name in one.rows if name not in one.own_numbers}
-        one.capacity, one._borrowed = self.capacity, True
-        one.sink_logits, one.softcap, one.rotary = self.sink_logits, self.softcap, self.rotary
-        shared = ("keys", "values", "block_table") if size == self.block_size else ()
-        one.tensors |= {name: self.tensors[name] for name in shared if name in self.tensors}
-        one._free_blocks = self._free_blocks if shared else []
-        for name, spec in one._slot_specs().items():
-            if name not in shared:
-                one.tensors[name] = one._buffer(name, spec, self.capacity)
-        if not shared:  # copy from blocks into contiguous memory
-            one._borrowed = False
-            one._write(0, self.keys, self.values)
-        for name, here in filled.items():
-            one.tensors[name].copy_(self.tensors[here])
-        if evicts:
-            one.tensors["positions"][:, :, : self.used] = self.positions
-        one._count_bytes()
-        return one
 
     # Inside
 

@@ -85,21 +85,16 @@ class Counters:
         """
         return vars(self)[name] if name in vars(self) else self.own[name]
 
-    def _set(self, name: str, value: float | Tensor) -> None:
-        if name in vars(self):
-            setattr(self, name, value)
-        else:
-            self.own[name] = value
-
     def add(self, name: str, number: float | Tensor) -> None:
         """Add to the counter of this name: in place if it is a tensor, so that a CUDA graph can count."""
-        counted = self[name]
+        there = vars(self) if name in vars(self) else self.own
+        counted = there[name]
         if not isinstance(number, Tensor) and not number:
             return
         if isinstance(counted, Tensor) and not counted.is_inference():
             counted += number
         else:
-            self._set(name, counted + number)
+            there[name] = counted + number
 
     def count_steps(self, steps: int, rows: int, available: float) -> None:
         """Count decode steps of ``rows`` rows, in which dense attention would read ``available`` keys in all."""
@@ -120,7 +115,7 @@ class Counters:
                     value = torch.full((), value, dtype=dtype, device=device)
                 elif value.is_inference() or value.device != device or value.dtype != dtype:
                     value = torch.empty((), dtype=dtype, device=device).copy_(value)
-                self._set(name, value)
+                (vars(self) if name in vars(self) else self.own)[name] = value
                 kept.append(value)
         return kept
 

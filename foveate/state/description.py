@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowNumber:
-    """An integer that a method keeps for each row, 0 at first; see :class:`~foveate.state.row_numbers.RowNumbers`."""
+    """An integer that a method keeps for each row, 0 at first; see :class:`~foveate.state.row_numbers.RowNumbers`.
+
+    Args:
+        check: raises ValueError for row numbers, lists by name, that no cache of the method has; None: all may be.
+    """
+
+    check: Callable[[Mapping[str, list[int]]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,11 @@ class DeviceRows:
         """The row numbers of this name, int64 ``[B]``."""
         return self.numbers[self.names.index(name)]
 
+    @property
+    def decoded(self) -> int:
+        """Tokens decoded since the prompt, the same number in every row, known on the host."""
+        return self._rows["lengths"][0] + self.steps - self._rows["prompt"][0]
+
     def held(self) -> Tensor:
         """Tokens that all rows hold, fp64 ``[]``."""
         return self.plan.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
@@ -152,4 +157,4 @@ class DeviceRows:
         return self._read[1:]
 
     def __deepcopy__(self, memo):
-        raise TypeError("row numbers on the device cannot be copied: sync_to_host before copying the cache")
+        raise TypeError("row numbers on the device cannot be copied: read them before copying the cache")

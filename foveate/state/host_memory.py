@@ -87,7 +87,7 @@ class HostMemory:
 
     Args:
         batch, heads, dims: sequences, KV heads, and the dims of keys and values.
-        page_size: slots of a page, which lies in one segment.
+        page_size: slots of a page, which is within one segment.
         device: that reads the memory.
     """
 

@@ -113,14 +113,9 @@ class OffloadedCache(SlotCache):
         held = [] if self._decoding is None else [*self._decoding.hot, *self._decoding[1:]]
         return super().resident_bytes + sum(x.nbytes for x in held)
 
-    @property
-    def host_bytes(self) -> int:
-        return self.host.nbytes
-
-    @property
-    def device_tensors(self) -> list[Tensor]:
+    def _device_tensors(self) -> list[Tensor]:
         parts = [] if self._decoding is None else [*self._decoding.hot, *self._decoding[1:], self.host.pages.addresses]
-        return [*super().device_tensors, *parts]
+        return [*super()._device_tensors(), *parts]
 
     def reserve(self, slots: int) -> None:
         """See :class:`Storage`.
@@ -164,7 +159,7 @@ class OffloadedCache(SlotCache):
     def values(self) -> Tensor:
         return self._on_device()[1]
 
-    def contents(self) -> tuple[Tensor, Tensor]:
+    def copied_to_host(self) -> tuple[Tensor, Tensor]:
         """Copies of keys and values in host memory, ``[B, Hkv, used, D(v)]``."""
         self.room.transfers.wait()
         shape = (self.batch_size, self.geometry.num_kv_heads, self.used)
@@ -177,8 +172,9 @@ class OffloadedCache(SlotCache):
         return self._decoding.open_keys, BlockTable(self._decoding.open_table, self.used)
 
     @property
-    def at_hand(self) -> bool:
-        return (self._parent or self)._decoding is None
+    def decoding(self) -> bool:
+        """Whether decode steps have begun, which read the pages that they fetch, and :meth:`newest_page`, alone."""
+        return (self._parent or self)._decoding is not None
 
     def hot(self) -> Fetched:
         """The pages that are on the device."""
@@ -240,7 +236,7 @@ class OffloadedCache(SlotCache):
         step = self._step
         if step is None:
             self.reserve(max(self.rows["counts"]) + 1)
-            self.start_decoding()
+            self._start_decoding()
         slots = self.plan["counts"] if step is None else step.slots
         put_both(k, v, slots, self.host.pages, *self._decoding[:3])
         self._clear_channels(slots.view(-1, 1))
@@ -249,7 +245,7 @@ class OffloadedCache(SlotCache):
 
     # Decode steps
 
-    def start_decoding(self) -> None:
+    def _start_decoding(self) -> None:
         """Give the buffers of the prompt back and get room for hot pages, unless that is done."""
         if self._decoding is None:
             self.room.transfers.note(self)
@@ -280,7 +276,7 @@ class OffloadedCache(SlotCache):
             return _Decoding(hot, *zeros(self.batch_size, heads, size), table)
 
     def _read_open_pages(self) -> None:
-        """Read the page that each row's next token goes to, as far as it is filled."""
+        """Read the filled part of the page that each row's next token goes to."""
         self.room.transfers.wait()
         for row, count in enumerate(self.rows["counts"]):
             first = count // self.page_size * self.page_size
@@ -310,8 +306,8 @@ class OffloadedCache(SlotCache):
 
     # Rows of a batch, and undoing
 
-    def row(self, b: int) -> SlotCache:
-        one = super().row(b)
+    def _view_of_row(self, b: int) -> SlotCache:
+        one = super()._view_of_row(b)
         one._parent = self
         return one
 

@@ -16,9 +16,14 @@ FACTS = ("rows", "freed", "ordered", "uneven")
 """What :func:`pack` says besides tensors."""
 
 
+def contents(store: SlotCache) -> tuple[Tensor, Tensor]:
+    """Keys and values of all slots in use, ``[B, Hkv, used, D(v)]``; of a cache in host memory, copies there."""
+    return store.copied_to_host() if store.offloaded else (store.keys, store.values)
+
+
 def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The used slots' tensors by name, and :data:`FACTS` as JSON values; :func:`unpack` reads both."""
-    tensors = dict(zip(("keys", "values"), store.contents()))
+    tensors = dict(zip(("keys", "values"), contents(store)))
     if store.evicts:
         tensors["positions"] = store.positions
     for name, spec in store.specs.items():

@@ -10,13 +10,13 @@ to warm up; its code must not depend on host values that change from step to ste
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foveate.state.description import Evicts
 from foveate.state.device_rows import DeviceRows
 from foveate.state.step_plan import StepPlan
 
@@ -45,10 +45,10 @@ class RowNumbers:
         device: of the tensors that are returned.
     """
 
-    evicts: Evicts = Evicts.NEVER
-    """When the method evicts."""
     forward: dict[Hashable, Any]
-    """What the layers of one forward pass share: results of rules, and what :meth:`SlotCache.hand_on` stores."""
+    """What the layers of one forward pass share: the step's plan, and values under a :meth:`SlotCache.shared_key`."""
+    _planned: tuple[list[list[int]], StepPlan] | None = None
+    """The row numbers that :attr:`plan` was last asked for, and what it was."""
 
     def __init__(self, numbers: dict[str, list[int]], device: torch.device):
         self.device = device
@@ -57,6 +57,8 @@ class RowNumbers:
     @property
     def rows(self) -> dict[str, list[int]]:
         """The row numbers on the host, by name; synchronises with the device if they are there.
+
+        A list is replaced when its numbers change, and never written to.
 
         Raises:
             RuntimeError: during capture, where a host value would be frozen into the graph.
@@ -67,7 +69,7 @@ class RowNumbers:
                     "a decode step asked for row numbers on the host during CUDA graph capture; they change with each "
                     "step: read the plan"
                 )
-            self.sync_to_host()
+            self._sync_to_host()
         return self._rows
 
     @rows.setter
@@ -82,10 +84,10 @@ class RowNumbers:
         Outside of these, numbers that are still on the device are first brought to the host.
         """
         if self.device_state is not None and not self.device_state.rows.capturing:
-            self.sync_to_host()
+            self._sync_to_host()
         return None if self.device_state is None else self.device_state.rows
 
-    def sync_to_host(self) -> None:
+    def _sync_to_host(self) -> None:
         """Bring the row numbers from the device to the host, if they are there."""
         if self.device_state is not None:
             moved = self.device_state.rows.read()[0]  # shared with other layers: copy the lists
@@ -101,40 +103,24 @@ class RowNumbers:
         return self.rows["lengths"]
 
     @property
-    def decoded(self) -> int:
-        """Tokens decoded since the prompt, the same number in every row; never synchronises with the device."""
-        steps = 0 if self.device_state is None else self.device_state.rows.steps
-        return self._rows["lengths"][0] + steps - self._rows["prompt"][0]
-
-    @property
-    def _now(self) -> int | None:
-        """Distinguishes single-token steps within one forward pass: a row's length; None in a captured step."""
-        return self.rows["lengths"][0] if self._step is None else None
-
-    @property
-    def captured(self) -> bool:
-        """Whether the step is captured; see :attr:`StepPlan.captured`."""
-        return self.device_state is not None and self._step is not None
-
-    @property
     def plan(self) -> StepPlan:
-        """The present step, shared by the layers whose rows have the same numbers.
-
-        In an eager step every reading looks the plan up by the numbers: read it once.
-        """
+        """The present step, shared by the layers whose rows have the same numbers."""
         step = self.device_state and self._step
         if step is not None:
             return step.plan
-        numbers = {name: tuple(numbers) for name, numbers in self._rows.items()}
-        key = (StepPlan, self.device, *numbers.items())
-        if key not in self.forward:
-            self.forward[key] = StepPlan(numbers, self.device)
-        return self.forward[key]
+        rows = list(self._rows.values())
+        if self._planned is None or self._planned[0] != rows:  # the same lists are equal at once
+            numbers = {name: tuple(numbers) for name, numbers in self._rows.items()}
+            key = (StepPlan, self.device, *numbers.items())
+            if key not in self.forward:
+                self.forward[key] = StepPlan(numbers, self.device)
+            self._planned = rows, self.forward[key]
+        return self._planned[1]
 
     def _advance(self, tokens: int, slots: int | list[bool]) -> None:
         """Count ``tokens`` more in every row, stored in ``slots`` new slots, or (bools ``[B]``) one in some rows."""
-        slots = [slots] * self.batch_size if isinstance(slots, int) else slots
         rows = self.rows
-        rows["lengths"] = [number + tokens for number in rows["lengths"]]
-        rows["live"] = [number + tokens for number in rows["live"]]
-        rows["counts"] = [number + added for number, added in zip(rows["counts"], slots)]
+        slots = [slots] * len(rows["counts"]) if isinstance(slots, int) else slots
+        for name in ("lengths", "live"):
+            rows[name] = list(map(tokens.__add__, rows[name]))
+        rows["counts"] = list(map(operator.add, rows["counts"], slots))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class StepPlan:
         if not self.captured:
             self.alike = all(len(set(numbers[name])) == 1 for name in ("lengths", "counts", "live"))
 
+    @property
+    def decoded(self) -> int:
+        """Tokens decoded since the prompt, the same number in every row; not of a captured step."""
+        return self._numbers["lengths"][0] - self._numbers["prompt"][0]
+
     def __getitem__(self, name: str) -> Tensor:
         """The row numbers of this name. Do not write to them."""
         return self._numbers[name] if self.captured else on_device(self._numbers[name], self.device)
@@ -68,13 +73,12 @@ class StepPlan:
             rule: arithmetic on an int64 tensor. A named function or method, not a lambda: layers share results by its
                 identity, and those of methods by their spec.
         """
-
-        def found() -> Tensor:
+        key = _key(rule), args, tuple(map(type, args)), of
+        if key not in self._shared:
             with torch.inference_mode(False):
                 made = rule(self[of], *args)
-                return made if isinstance(made, Tensor) else torch.full_like(self[of], made)
-
-        return self.once((_key(rule), args, tuple(map(type, args)), of), found)
+                self._shared[key] = made if isinstance(made, Tensor) else torch.full_like(self[of], made)
+        return self._shared[key]
 
     def choosing(self, rule: Callable[..., Tensor | int], of: str = "lengths") -> Tensor:
         """:meth:`each`, and 0 of a row that is read whole: nothing is scored there."""
@@ -105,7 +109,7 @@ def _key(rule: Callable[..., Any]) -> Hashable:
     Comparing the methods themselves would be wrong: dataclasses with top_k=1 (one key) and top_k=1.0 (all keys) are
     equal in Python, but their specs differ.
     """
-    if not inspect.ismethod(rule):
+    if type(rule) is not MethodType:
         return rule
     return rule.__func__, type(rule.__self__), getattr(rule.__self__, "spec", rule.__self__)
 

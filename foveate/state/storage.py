@@ -27,9 +27,6 @@ class Storage:
     Contiguous keys and values are ``[B, Hkv, capacity, D(v)]``. In blocks they are ``[N, Hkv, block_size, D(v)]``, and
     the int32 tensor ``block_table [B, M]`` names each row's blocks (:class:`~foveate.ops.BlockTable`). A row owns
     blocks for its whole capacity; no two rows share a block. Channels are contiguous in both cases.
-
-    Blocks of an engine (:meth:`~foveate.state.SlotCache.over_blocks`) may be shared by rows. Channels are then per page
-    and in blocks, too, under the same table.
     """
 
     geometry: Geometry
@@ -45,8 +42,6 @@ class Storage:
     """Blocks that no row owns; the last one is taken first."""
     offloaded: bool = False
     """Whether keys and values are in host memory, see :class:`~foveate.state.offloaded.OffloadedCache`."""
-    channels_in_blocks: bool = False
-    """Whether channels are those of an engine's blocks, ``[N, Hkv, block_size / per, *shape]``."""
     _borrowed: bool
     """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
 
@@ -60,18 +55,18 @@ class Storage:
         """Bytes allocated for keys, values and channels."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes in host memory."""
-        return 0
-
-    @property
-    def device_tensors(self) -> list[Tensor]:
-        """The tensors whose addresses a captured step contains."""
+    def _device_tensors(self) -> list[Tensor]:
         return list(self.tensors.values())
 
     def count_in(self, held: Held, counters: Counters | None = None) -> None:
-        """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any."""
+        """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any.
+
+        Of a copied cache, which counts there already, all is counted anew.
+        """
+        if held is self.held:
+            self._counted = self.resident_bytes
+            held.change(self._counted)
+            return
         if counters is not None:
             counters.bytes_per_key, counters.resident_bytes = self.counters.bytes_per_key, self.resident_bytes
             counters.host_bytes = self.counters.host_bytes
@@ -84,11 +79,6 @@ class Storage:
         self.counters.resident_bytes, self.counters.held = self.resident_bytes, self.held
         self.held.change(self.counters.resident_bytes - self._counted)
         self._counted = self.counters.resident_bytes
-
-    def count_anew(self) -> None:
-        """Count all that the layer holds in :attr:`held`, which counts it no more; for copies."""
-        self._counted = self.resident_bytes
-        self.held.change(self._counted)
 
     # What methods read
 
@@ -119,29 +109,6 @@ class Storage:
     def _contiguous(self, name: str) -> Tensor:
         tensor, blocks = self.tensors[name], self.block_table
         return tensor[:, :, : self.used] if blocks is None else blocks.gather(blocks.table, tensor)[0]
-
-    def newest_page(self) -> tuple[Tensor, BlockTable | None]:
-        """Keys, of which those of the page are there that each row's newest token is in, as in :attr:`memory`."""
-        return self.memory[0], self.block_table
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether :attr:`keys` and :attr:`values` may be read; keys in host memory may, while a prompt is read."""
-        return True
-
-    def contents(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots in use, to be written to a file: ``[B, Hkv, used, D(v)]``."""
-        return self.keys, self.values
-
-    def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
-        """The first ``number`` entries of a channel per page, for verbs that take a ``block_table``.
-
-        Returns:
-            A view ``[B, Hkv, number, *shape]`` and None; or the channel in blocks and the table of the rows' entries.
-        """
-        if self.channels_in_blocks:
-            return self.tensors[name], BlockTable(self.tensors["block_table"], number)
-        return self.tensors[name][:, :, :number], None
 
     # Capacity
 
@@ -186,23 +153,6 @@ class Storage:
         with torch.inference_mode(False):
             self.tensors["block_table"] = added if held is None else torch.cat([held, added], 1)
 
-    def _add_channels(self, blocks: int) -> None:
-        """Allocate channels per page beside so many of an engine's blocks.
-
-        Raises:
-            ValueError: when the pages of a channel do not divide a block.
-        """
-        self.channels_in_blocks = True
-        for name, spec in self.specs.items():
-            if not spec.per or self.block_size % spec.per:
-                raise ValueError(
-                    f"pages of {spec.per} tokens do not divide the engine's blocks of {self.block_size}: choose a "
-                    "page_size, or blocks of a size, so that they do"
-                )
-            shape = (blocks, self.geometry.num_kv_heads, self.block_size // spec.per, *spec.shape)
-            with torch.inference_mode(False):
-                self.tensors[name] = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=self.device)
-
     def _take_blocks(self, number: int) -> list[int]:
         """Take ``number`` free blocks; allocates more memory when there are too few."""
         missing = number - len(self._free_blocks)
@@ -225,7 +175,7 @@ class Storage:
         with torch.inference_mode(False):
             return torch.tensor(blocks, dtype=torch.int32, device=self.device)
 
-    def start_decoding(self) -> None:
+    def _start_decoding(self) -> None:
         """Have what decode steps read and write, before a step that reads no row numbers on the host."""
         if self.evicts.in_decode:
             self._own_memory()

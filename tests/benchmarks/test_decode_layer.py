@@ -8,6 +8,7 @@ from benchmarks import decode, decode_layer, layer_kinds
 from foveate.methods import parse
 from foveate.runtime import capture
 from foveate.state import Counters, Evicts
+from foveate.state.borrowed import branch_of
 
 SMALL = {"batches": (2,), "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "level": "kernel"}
 SMALL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
@@ -134,7 +135,7 @@ def test_what_a_layer_reads_is_counted_by_token():
 
 def test_a_library_stores_its_token_in_one_place():
     plan = decode.Plan(("dense",), (200,), **SMALL)
-    cache = decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0)).branch({}, Evicts.NEVER, Counters(), {})
+    cache = branch_of(decode._drawn(plan, 2, 200, torch.Generator().manual_seed(0)), {}, Evicts.NEVER, Counters(), {})
     lengths = []
     step = decode_layer.TimedLayer(cache, lambda cache: lengths.append(cache.keys.shape[2])).newest_again()
     k, v = decode_layer.newest(cache)

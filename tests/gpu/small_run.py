@@ -17,7 +17,7 @@ from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
 from foveate.hybrids.state import BlockMemory, RetainedMemory
 from foveate.ops import Logits, dispatch
 from foveate.ops.attend import attend_selected
-from foveate.state import SlotCache
+from foveate.state.borrowed import cache_of
 
 PROMPT, DECODED = 289, 4
 SPECS = (
@@ -134,7 +134,7 @@ def read_tiles() -> None:
             forward, own = {}, (q[:, :, offset:], k, v)
             for layer in (1, 2):
                 method = methods.parse(f"kascade_paper:anchors=[0,1],min_k=150{more}").for_layer(layer, 3)
-                method.prompt(SlotCache.of(*own[1:], 8, forward), own[0], 0.1)
+                method.prompt(cache_of(*own[1:], 8, forward), own[0], 0.1)
 
 
 def evict(dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foveate import methods, ops
 from foveate.ops import Logits, dispatch
 from foveate.ops.attend import window
-from foveate.state import SlotCache
+from foveate.state.borrowed import cache_of
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
@@ -187,11 +187,11 @@ def test_a_call_is_one_launch_and_waits_for_nothing(launches):
 def test_a_prompt_of_the_method_takes_the_kernel(spec, launches):
     q, k, v = problem(1, 14, 2, 613, 0, 64, torch.bfloat16)
     method = methods.parse(spec)
-    expected = method.prompt(SlotCache.of(*(x.float().cpu() for x in (k, v)), 14), q.float().cpu(), 0.125).out
+    expected = method.prompt(cache_of(*(x.float().cpu() for x in (k, v)), 14), q.float().cpu(), 0.125).out
     ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower_of("window", 613, 0), sinks=4)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = method.prompt(SlotCache.of(k, v, 14), q, 0.125).out
+        out = method.prompt(cache_of(k, v, 14), q, 0.125).out
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(launches) == 2

@@ -8,7 +8,7 @@ from foveate.ops import Logits, _math, dispatch
 from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.select import bits, bits_kernel
-from foveate.state import SlotCache
+from foveate.state.borrowed import cache_of
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
 from tests.problems import listed
@@ -93,7 +93,7 @@ def test_memory_of_a_long_prompt(spec, length, chunk):
     )
     forward, peaks = {}, []
     for number in (1, 2):
-        method, cache = methods.parse(spec).for_layer(number, 3), SlotCache.of(k, v, 32, forward)
+        method, cache = methods.parse(spec).for_layer(number, 3), cache_of(k, v, 32, forward)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out = method.prompt(cache, q, 128**-0.5).out

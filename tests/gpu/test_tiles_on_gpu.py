@@ -10,7 +10,7 @@ from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.score import reference as score_reference
 from foveate.ops.score import tiles_hopper_kernel as mass_hopper_kernel
 from foveate.ops.score import tiles_kernel as mass_kernel
-from foveate.state import SlotCache
+from foveate.state.borrowed import cache_of
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
 from tests.kernels import poisoned_memory
@@ -328,7 +328,7 @@ def test_a_prompt_of_kascade_takes_the_kernels(layer, launches):
         forward = {}
         for number in (2, 3)[: layer - 1]:
             method = methods.parse("kascade_paper:anchors=[0,2],min_k=16").for_layer(number, 4)
-            cache = SlotCache.of(k.to(device), v.to(device), 14, forward)
+            cache = cache_of(k.to(device), v.to(device), 14, forward)
             found = method.prompt(cache, q.to(device), 0.125).out.cpu()
         expected = found if device == "cpu" else expected
     assert {"attend_tiles", "tile_block_mass"} == set(launches)
@@ -338,7 +338,7 @@ def test_a_prompt_of_kascade_takes_the_kernels(layer, launches):
 def test_a_decode_step_that_reads_the_choice_of_other_heads_does_not_wait():
     kascade, forward = methods.parse('kascade_paper:anchors=[0,1],heads={"2":[1,1]},min_k=16'), {}
     q, k, v = problem(2, 14, 2, 1, 2999, 64, torch.bfloat16)
-    layers = [(kascade.for_layer(n, 3), SlotCache.of(k, v, 14, forward)) for n in range(3)]
+    layers = [(kascade.for_layer(n, 3), cache_of(k, v, 14, forward)) for n in range(3)]
     for method, cache in layers:
         cache.counters.declare(method.counters)
     outs = [method.decode(cache, q, 0.125) for method, cache in layers]

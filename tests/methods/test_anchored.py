@@ -12,7 +12,8 @@ from foveate import methods, ops
 from foveate.methods import kascade
 from foveate.ops.compress.low_rank import factors
 from foveate.runtime import Layer, Phase, handover
-from foveate.state import Counters, Evicts, SlotCache
+from foveate.state import Counters, Evicts
+from foveate.state.borrowed import branch_of, cache_of
 from tests.combinations import every_pair
 from tests.helpers import assert_close, kascade_by_head
 
@@ -238,7 +239,7 @@ def test_lessismore_reads_every_key_once_where_its_budget_is_the_context(recent,
     method = methods.make("lessismore", recent=recent, sinks=sinks)
     for length in range(1, 20):
         ((q, k, v),) = draw(1, 1, length)
-        chosen = method.select(SlotCache.of(k, v, HEADS), q[:, :, -1:], SCALING)
+        chosen = method.select(cache_of(k, v, HEADS), q[:, :, -1:], SCALING)
         assert [sorted(head[head >= 0].tolist()) for head in chosen[0]] == [list(range(length))] * KV_HEADS
 
 
@@ -509,9 +510,10 @@ def test_layer_0_reads_no_keys_of_other_pages():
     layers, size = [method.for_layer(layer, 2) for layer in range(2)], method.page_size
     lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
-    given = SlotCache.of(k, v, HEADS)
+    given = cache_of(k, v, HEADS)
     caches = [
-        given.branch(one.channels(given.geometry), Evicts.NEVER, Counters().declare(one.counters), {}) for one in layers
+        branch_of(given, one.channels(given.geometry), Evicts.NEVER, Counters().declare(one.counters), {})
+        for one in layers
     ]
     for cache in caches:
         cache.forward = caches[0].forward
@@ -542,9 +544,8 @@ def test_keys_of_other_pages_are_not_scored():
     method = kascade_by_head(anchors=[1], score_keys="pages", page_size=16, top_k=9, decode_only=True)
     anchor, size = method.for_layer(1, 2), method.page_size
     lengths, k = [160, 157, 9], torch.randn(3, KV_HEADS, 160, DIM, generator=torch.manual_seed(0))
-    cache = SlotCache.of(k, k, HEADS).branch(
-        anchor.channels(SlotCache.of(k, k, HEADS).geometry), Evicts.NEVER, Counters(), {}
-    )
+    given = cache_of(k, k, HEADS)
+    cache = branch_of(given, anchor.channels(given.geometry), Evicts.NEVER, Counters(), {})
     cache.rows["observed"] = [0, 0, 0]
     anchor.prompt_end(cache, SCALING)
     for name in ("lengths", "counts", "live"):
@@ -575,8 +576,8 @@ def test_scores_by_pages_find_what_exact_scores_choose(page_size, missed, recall
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
     k = torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)
     k[:, :, 300:360] += 2 * q.unflatten(1, (KV_HEADS, GROUP)).mean(2)
-    cache = SlotCache.of(k, k, HEADS)
-    cache = cache.branch(method.channels(cache.geometry), Evicts.NEVER, Counters(), {})
+    cache = cache_of(k, k, HEADS)
+    cache = branch_of(cache, method.channels(cache.geometry), Evicts.NEVER, Counters(), {})
     cache.rows["observed"] = [2000] * 4
     cache.channel("queries").copy_(q.expand(-1, -1, 16, -1))
     method.prompt_end(cache, SCALING)

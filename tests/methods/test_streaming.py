@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.state import SlotCache
+from foveate.state.borrowed import cache_of
 
 POSITIONS = 70_000
 
@@ -33,7 +33,7 @@ def test_where_windows_begin():
 def test_a_number_and_a_share_of_equal_value_are_not_taken_for_each_other():
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     outs = [
-        methods.make("streaming", sinks=0, window=window).prompt(SlotCache.of(k, v, 2), q, 0.25).out
+        methods.make("streaming", sinks=0, window=window).prompt(cache_of(k, v, 2), q, 0.25).out
         for window in (1, 1.0, 1)
     ]
     torch.testing.assert_close(outs[0], v)

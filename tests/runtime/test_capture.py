@@ -5,6 +5,7 @@ import torch
 
 from foveate.runtime import capture
 from foveate.state import Counters, Evicts, Geometry, RowNumber, SlotCache
+from foveate.state.borrowed import branch_of
 
 LENGTH = 9
 
@@ -53,7 +54,7 @@ def test_row_numbers_that_maintenance_changes_are_changed_at_its_end():
 
 def test_steps_that_free_slots_get_memory_for_them_and_keys_of_their_own():
     read = filled()
-    branch = read.branch({}, Evicts.IN_DECODE, Counters(), {})
+    branch = branch_of(read, {}, Evicts.IN_DECODE, Counters(), {})
     assert branch.tensors["keys"] is read.tensors["keys"]
     capture.move_to_device([branch])
     assert branch.device_state.freed_slots.tolist() == [[-1, -1]] * 2

@@ -12,6 +12,7 @@ from foveate import methods
 from foveate.runtime import offload, replay
 from foveate.runtime.offload import LayerShape, Offload
 from foveate.state import Geometry, host_memory
+from foveate.state.packing import contents
 from foveate.state.storage import capacity_for
 from tests.recorded import Replayed
 
@@ -34,14 +35,14 @@ def drivers(method, budget=FEW):
     """A layer on the device, and one in host memory: the device keeps this share of pages, or what a step needs."""
     found = Driver(method), Driver(method)
     shape = LayerShape(method, Geometry(HEADS, KV_HEADS, DIM, DIM), torch.float32)
-    needed = max(shape.least(slots) / -(-slots // method.fetches) for slots in range(PROMPT, 2 * PROMPT))
+    needed = max(shape.least(slots) / -(-slots // method.fetches.page_size) for slots in range(PROMPT, 2 * PROMPT))
     found[1].layer.phase.offload = Offload(max(budget, needed), {0: shape}, torch.device("cpu"))
     return found
 
 
 def same_state(plain, offloaded):
     assert plain.rows == offloaded.rows
-    for mine, its in zip(offloaded.contents(), plain.contents(), strict=True):
+    for mine, its in zip(contents(offloaded), contents(plain), strict=True):
         for row, count in enumerate(plain.rows["counts"]):
             assert torch.equal(mine[row, :, :count], its[row, :, :count])
     for name, spec in plain.specs.items():
@@ -81,7 +82,7 @@ def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
         assert torch.equal(found, expected)
     same_state(*(driver.store for driver in both))
     check_table(both[1].store._decoding.hot)
-    for x in both[1].store.contents():  # what no token has is as in a cache on the device
+    for x in contents(both[1].store):  # what no token has is as in a cache on the device
         assert all((x[row, :, count:] == 0).all() for row, count in enumerate(both[1].store.rows["counts"]))
     counted = [driver.layer.counters for driver in both]
     assert counted[0].keys_read == counted[1].keys_read

@@ -6,7 +6,10 @@ import operator
 import pytest
 import torch
 
+from foveate.methods._common import occupied
+from foveate.methods.shared_prompt import _part
 from foveate.state import Channel, Counters, Evicts, Geometry, RowNumber, SlotCache
+from foveate.state.borrowed import branch_of, cache_of
 from foveate.state.counters import Tally
 from foveate.state.device_rows import DeviceRows
 
@@ -36,9 +39,8 @@ def filled(n: int, batch: int = 2, **options) -> SlotCache:
 
 
 def append_to_row(cache: SlotCache, b: int, n: int) -> None:
-    row = cache.row(b)
-    row.append(*kv(row.lengths[0], n, [b]))
-    cache.put_back(b, row)
+    with cache.row(b) as row:
+        row.append(*kv(row.lengths[0], n, [b]))
 
 
 def ragged(lengths: list[int], **options) -> SlotCache:
@@ -84,7 +86,7 @@ def test_tokens_are_packed_and_read_without_a_copy():
     assert cache.lengths == [8, 8]
     assert cache.used == 8
     assert cache.plan.alike
-    assert cache.holes() is None
+    assert occupied(cache) is None
     assert cache.keys.data_ptr() == cache.tensors["keys"].data_ptr()
     assert cache.values.data_ptr() == cache.tensors["values"].data_ptr()
 
@@ -153,7 +155,7 @@ def test_rows_of_different_lengths():
     assert cache.lengths == [3, 7, 1]
     assert cache.used == 7
     assert not cache.plan.alike
-    assert cache.holes()[:, 0].sum(-1).tolist() == [3, 7, 1]
+    assert occupied(cache)[:, 0].sum(-1).tolist() == [3, 7, 1]
     assert held(cache, 0, 1) == [0, 1, 2, -1, -1, -1, -1]
     assert held(cache, 1, 0) == list(range(7))
     assert cache.plan["counts"].tolist() == [3, 7, 1]
@@ -177,7 +179,7 @@ def test_a_page_channel_cannot_be_kept_where_slots_move():
 
 def test_of_wraps_given_tensors_without_a_copy():
     k, v = kv(0, 6, [0, 1])
-    cache = SlotCache.of(k, v, num_heads=6)
+    cache = cache_of(k, v, num_heads=6)
     assert cache.keys.data_ptr() == k.data_ptr()
     assert cache.geometry == GEOMETRY
     assert cache.geometry.group == 3
@@ -193,7 +195,7 @@ def test_the_next_token_takes_the_freed_slot_of_each_head():
     evict(cache, [[2, 4], [0, 5]])
     assert held(cache, 0, 0) == [0, 1, -1, 3, 4, 5]
     assert cache.rows["live"] == [5, 5]
-    assert cache.holes().sum(-1).tolist() == [[5, 5], [5, 5]]
+    assert occupied(cache).sum(-1).tolist() == [[5, 5], [5, 5]]
     step(cache)
     assert held(cache, 0, 0) == [0, 1, 6, 3, 4, 5]
     assert held(cache, 0, 1) == [0, 1, 2, 3, 6, 5]
@@ -202,7 +204,7 @@ def test_the_next_token_takes_the_freed_slot_of_each_head():
     assert cache.channel("mass")[0, 0].tolist() == [5, 5, 0, 5, 5, 5]
     assert cache.lengths == [7, 7]
     assert cache.used == 6
-    assert cache.holes() is None
+    assert occupied(cache) is None
     assert cache.counters.tokens_evicted == 2
 
 
@@ -257,7 +259,7 @@ def test_only_some_rows_evict():
     assert held(cache, 0, 1)[:6] == [0, 1, 2, 3, 6, 5]
     assert held(cache, 1, 1) == [0, 1, 2, 3, 4, 5, 6]
     assert held(cache, 2, 1)[:6] == [0, 6, 2, 3, 4, 5]
-    assert cache.holes()[:, 0].sum(-1).tolist() == [6, 7, 6]
+    assert occupied(cache)[:, 0].sum(-1).tolist() == [6, 7, 6]
     assert cache.counters.tokens_evicted == 2
 
 
@@ -311,7 +313,7 @@ def test_retain_of_a_different_number_in_each_row():
     assert cache.rows["counts"] == cache.rows["live"] == [2, 4, 0]
     assert held(cache, 0, 0)[:2] == [0, 5]
     assert held(cache, 1, 1) == [2, 3, 4, 5]
-    assert cache.holes()[:, 0].sum(-1).tolist() == [2, 4, 0]
+    assert occupied(cache)[:, 0].sum(-1).tolist() == [2, 4, 0]
     assert cache.counters.tokens_evicted == 4 + 2 + 6
     step(cache)
     assert held(cache, 0, 1)[:3] == [1, 2, 6]
@@ -383,49 +385,48 @@ def test_taken_rows_are_independent():
 
 def test_a_row_shares_the_memory_of_its_batch():
     cache = ragged([3, 6], channels=MASS)
-    row = cache.row(1)
-    assert row.batch_size == 1
-    assert row.lengths == [6]
-    assert row.keys.data_ptr() == cache.keys[1].data_ptr()
-    row.channel("mass").fill_(4)
+    with cache.row(1) as row:
+        assert row.batch_size == 1
+        assert row.lengths == [6]
+        assert row.keys.data_ptr() == cache.keys[1].data_ptr()
+        row.channel("mass").fill_(4)
     assert cache.channel("mass")[:, 0].tolist() == [[0] * 6, [4] * 6]
     append_to_row(cache, 0, 2)
     assert held(cache, 0, 1) == [0, 1, 2, 3, 4, -1]
 
 
-def test_a_row_changes_its_batch_only_when_put_back():
+def test_a_row_changes_its_batch_at_its_end():
     cache = ragged([3, 6])
-    row = cache.row(0)
-    row.append(*kv(3, 2, [0]))
-    assert cache.lengths == [3, 6]
-    cache.put_back(0, row)
+    with cache.row(0) as row:
+        row.append(*kv(3, 2, [0]))
+        assert cache.lengths == [3, 6]
     assert cache.lengths == [5, 6]
     assert cache.rows["live"] == [5, 6]
 
 
 def test_a_row_cannot_grow():
     cache = filled(60)
-    with pytest.raises(RuntimeError, match="row of a batch cannot grow alone"):
-        cache.row(0).reserve(cache.capacity + 1)
+    with pytest.raises(RuntimeError, match="row of a batch cannot grow alone"), cache.row(0) as row:
+        row.reserve(cache.capacity + 1)
 
 
 # Other methods
 
 
 def branched(cache: SlotCache, evicts: Evicts = Evicts.NEVER, channels=None) -> SlotCache:
-    return cache.branch(channels or {}, evicts, Counters(), {})
+    return branch_of(cache, channels or {}, evicts, Counters(), {})
 
 
 def test_a_part_has_channels_by_other_names_and_numbers_of_its_own():
     cache = filled(5, channels={"0.mass": Channel(), "1.mass": Channel(), "1.seen": Channel((3,), per=0)})
-    part = cache.part({"mass": "1.mass", "seen": "1.seen"})
+    part = _part(cache, {"mass": "1.mass", "seen": "1.seen"})
     part.channel("mass").fill_(7.0)
     part.channel("seen").fill_(8.0)
     assert cache.channel("1.mass").eq(7).all()
     assert cache.channel("1.seen").eq(8).all()
     assert cache.channel("0.mass").eq(0).all()
     assert held(part, 1) == list(range(5))
-    part.rows["prompt"][0] = 9
+    part.rows["prompt"] = [9, 0]
     assert cache.rows["prompt"] == [0, 0]
 
 
@@ -463,7 +464,7 @@ def test_a_branch_takes_over_what_was_filled_for_it():
     cache = filled(5, channels={"0.mass": Channel(), "0.seen": Channel((3,), per=0)})
     cache.channel("0.mass").fill_(7.0)
     channels = {"mass": Channel(), "page": Channel(per=2), "seen": Channel((3,), per=0)}
-    branch = cache.branch(channels, Evicts.NEVER, Counters(), {"mass": "0.mass"})
+    branch = branch_of(cache, channels, Evicts.NEVER, Counters(), {"mass": "0.mass"})
     assert branch.channel("mass").eq(7).all()
     assert branch.channel("seen").eq(0).all()
     assert branch.channel("page").shape == (2, 2, branch.capacity // 2)
@@ -645,8 +646,8 @@ def test_a_method_s_own_row_numbers_start_at_0_and_go_with_their_rows():
     cache.rows["pages"] = [4, 7]
     cache.take_rows(torch.tensor([1, 0, 1]))
     assert cache.rows["pages"] == [7, 4, 7]
-    assert cache.branch({"pages": RowNumber()}, Evicts.NEVER, Counters(), {}).rows["pages"] == [0, 0, 0]
-    assert "pages" not in cache.branch({}, Evicts.NEVER, Counters(), {}).rows
+    assert branch_of(cache, {"pages": RowNumber()}, Evicts.NEVER, Counters(), {}).rows["pages"] == [0, 0, 0]
+    assert "pages" not in branch_of(cache, {}, Evicts.NEVER, Counters(), {}).rows
 
 
 def test_reset_counters_still_know_sizes():
@@ -720,7 +721,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
         one.write_step(*kv(9, 1, [0, 1]))
         assert one.positions[0, 0].tolist() == [0, 1, 2, 9, 4, 5, 6, 7, 8, -1]
         assert one.positions[1, 1].tolist() == list(range(10))
-    with pytest.raises(TypeError, match="sync_to_host before copying"):
+    with pytest.raises(TypeError, match="read them before copying"):
         copy.deepcopy(rows)
 
 

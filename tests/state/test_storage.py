@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foveate.state import Channel, Evicts, Geometry, SlotCache
+from foveate.state.borrowed import branch_of
 
 GEOMETRY = Geometry(4, 2, 8, 6)
 
@@ -49,16 +50,15 @@ def test_rows_of_different_lengths(block_size):
     store, (k, v), lengths = cache(block_size), tokens(31), [20, 3, 30]
     store.reserve(31)
     for b, length in enumerate(lengths):
-        row = store.row(b)
-        row.append(k[b : b + 1, :, :length], v[b : b + 1, :, :length])
-        assert_holds(row, k[b : b + 1, :, :length], v[b : b + 1, :, :length])
-        store.put_back(b, row)
+        with store.row(b) as row:
+            row.append(k[b : b + 1, :, :length], v[b : b + 1, :, :length])
+            assert_holds(row, k[b : b + 1, :, :length], v[b : b + 1, :, :length])
     store.write_step(k[:, :, 30:], v[:, :, 30:])
     for b, length in enumerate(lengths):
         assert torch.equal(store.keys[b, :, :length], k[b, :, :length])
         assert torch.equal(store.values[b, :, length], v[b, :, 30])
-    with pytest.raises(RuntimeError, match="cannot grow alone"):
-        store.row(0).reserve(1000)
+    with pytest.raises(RuntimeError, match="cannot grow alone"), store.row(0) as row:
+        row.reserve(1000)
 
 
 def test_memory_is_what_a_block_table_says():
@@ -116,7 +116,7 @@ def test_branches(evicts):
     """A branch that evicts in decode has slots in one piece; what one does with its rows leaves the other as it is."""
     store, (k, v), more = cache(16), tokens(50), tokens(100, seed=1)
     store.append(k, v)
-    branch = store.branch({}, evicts, copy.deepcopy(store.counters), {})
+    branch = branch_of(store, {}, evicts, copy.deepcopy(store.counters), {})
     assert branch.block_size == (0 if evicts is Evicts.IN_DECODE else 16)
     assert_holds(branch, k, v)
     assert (branch.memory[0] is store.memory[0]) == (evicts is not Evicts.IN_DECODE)
@@ -130,7 +130,7 @@ def test_what_is_kept_of_a_prompt_gets_blocks_of_its_own():
     """Those of the prompt stay with the cache that it was branched from."""
     store, (k, v) = cache(16), tokens(50)
     store.append(k, v)
-    branch = store.branch({}, Evicts.AT_PROMPT_END, copy.deepcopy(store.counters), {})
+    branch = branch_of(store, {}, Evicts.AT_PROMPT_END, copy.deepcopy(store.counters), {})
     branch.retain(torch.tensor([40, 2, 30]))
     assert_holds(branch, k[:, :, [2, 30, 40]], v[:, :, [2, 30, 40]])
     assert len(branch.memory[0]) * 16 == 3 * branch.capacity
@@ -146,7 +146,8 @@ def test_state_of_a_method_is_in_one_piece():
     store.append(k, v)
     assert store.channel("mass").shape == (3, 2, 50)
     assert store.channel("low").shape[:2] == (3, 2)
-    assert store.row(1).channel("count").shape == (1,)
+    with store.row(1) as row:
+        assert row.channel("count").shape == (1,)
 
 
 def test_what_evicts_is_refused():

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foveate.hybrids.ops.recur import gated_delta_rule
 from foveate.hybrids.state import Packing, RecurrentMemory
-from foveate.ops.recur import gated_delta_rule
 
 
 class GatedDeltaNet(nn.Module):

@@ -1,7 +1,7 @@
 """Operations that only hybrids need, each a reference and a kernel as in :mod:`foveate.ops`.
 
 ``gated`` is the attention of NSA's three branches, ``until`` attention to keys that leave, ``running`` a buffer of the
-best tokens so far.
+best tokens so far, ``recur`` the gated delta rule.
 """
 
 from foveate.hybrids.ops import gated, running, until

@@ -55,7 +55,7 @@ Progress = Callable[[int, int, dict[str, float]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be trained, on what, and how. `dtype` and `device` may be "auto"."""
+    """Options of a training of eviction scores. `dtype` and `device` may be "auto"."""
 
     model: Path
     text: Path

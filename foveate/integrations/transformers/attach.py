@@ -247,6 +247,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         counted, rows = policy.counters, max(policy.counters.decode_rows, 1)
         read, own = float(counted.keys_read) / rows, counted.own
         asked, fetched = (float(own.get(name, 0)) for name in ("pages_asked", "pages_fetched"))
+        page_size = policy.method.fetches.page_size if fetched else 0
         layers.append(
             LayerStats(
                 layer=index,
@@ -261,7 +262,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
                 mass_read_share=float(own["mass_read"]) / rows if "mass_read" in own else None,
                 indices_reused=round(float(own.get("indices_reused", 0))),
                 pages_hot_share=1 - fetched / asked if asked else None,
-                fetched_bytes_per_step=fetched * policy.method.fetches * counted.bytes_per_key / rows,
+                fetched_bytes_per_step=fetched * page_size * counted.bytes_per_key / rows,
                 dense_steps=counted.dense_steps,
             )
         )

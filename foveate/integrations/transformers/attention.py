@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def attention(
         dtype = layer.store.dtype
     elif cast and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
-    given = (x.to(dtype) for x in (query, key, value))
+    given = query.to(dtype), key.to(dtype), value.to(dtype)
     with torch.autocast(device, enabled=False) if cast else nullcontext():
         out, weights = _attention(module, policy, layer, *given, attention_mask, dropout, scaling, **kwargs)
     return out.to(value.dtype), weights
@@ -92,8 +92,11 @@ def _attention(
     rotary = None if policy.rotary is None else policy.rotary()
     if layer is not None:
         layer.rotary = rotary
-        with _named(module.layer_idx, policy.method, query, key, value):
+        try:
             out = layer.attend(query, key, value, attention_mask, logits)
+        except ValueError as error:
+            _look_for_nan(error, module.layer_idx, policy.method, query, key, value)
+            raise
     else:
         refuse_dropout(dropout)
         if key.shape[2] != query.shape[2]:
@@ -112,8 +115,11 @@ def _attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=logits.scaling)
         one = handover.current(policy.owner)
         forward = policy.forward if one is None else one.forward
-        with _named(module.layer_idx, policy.method, query, key, value):
+        try:
             out = read_once(policy.method, query, key, value, attention_mask, logits, forward, rotary)
+        except ValueError as error:
+            _look_for_nan(error, module.layer_idx, policy.method, query, key, value)
+            raise
     handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
@@ -170,17 +176,13 @@ def _with_mask(
     return torch.cat(outs, 2)
 
 
-@contextmanager
-def _named(layer: int, method: Method, *given: Tensor) -> Iterator[None]:
-    """Where a method cannot work with queries, keys or values that are no numbers: name the first layer with such."""
-    try:
-        yield
-    except ValueError as error:
-        if all(bool(x.isfinite().all()) for x in given):
-            raise
-        one = handover.current()
-        check_finite({} if one is None else one.reached, given[0].dtype)
-        raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
+def _look_for_nan(error: ValueError, layer: int, method: Method, *given: Tensor) -> None:
+    """Where a method failed on queries, keys or values that are not finite, name the first layer with such instead."""
+    if all(bool(x.isfinite().all()) for x in given):
+        return
+    one = handover.current()
+    check_finite({} if one is None else one.reached, given[0].dtype)
+    raise not_finite(f"layer {layer} ({method.spec}): its queries, keys or values are", given[0].dtype) from error
 
 
 def check_finite(reached: Mapping[int, handover.Reached], dtype: torch.dtype) -> None:

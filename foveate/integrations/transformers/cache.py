@@ -85,7 +85,7 @@ class Cache(transformers.Cache):
             _IN_HOST.add(self)
             self.phase.held.bytes = 0  # copies have no buffers of a prompt, and no hot pages
             for store in self._stores:
-                store.count_anew()
+                store.count_in(self.phase.held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         if self.phase.offload is not None:
@@ -204,13 +204,13 @@ class Cache(transformers.Cache):
     def end_forward(self, failed: bool) -> None:
         """End a forward pass; one that failed after it had written to a layer is never ended."""
         self.phase.forward.clear()
-        # layers without a method do not say what they wrote
-        own = all(type(layer) is CacheLayer for layer in self.layers)
-        pending = any(isinstance(layer, CacheLayer) and layer.pending for layer in self.layers)
         if failed:
             self.ids.columns = min(self.ids.columns, self.get_seq_length())
-        if not failed or (own and not pending and not self.phase.written):
-            self.phase.end_change()
+            # layers without a method do not say what they wrote
+            whole = all(type(layer) is CacheLayer and not layer.pending for layer in self.layers)
+            if self.phase.written or not whole:
+                return
+        self.phase.end_change()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; what remains becomes final while the past is recorded.
@@ -236,7 +236,7 @@ class Cache(transformers.Cache):
         with self.phase.change():
             super().crop(remove)
             if self._stores and not unfinished:  # the end of an earlier prompt perhaps
-                self.phase.prompt_end = self.get_seq_length() - self._stores[0].decoded
+                self.phase.prompt_end = self.get_seq_length() - self._stores[0].plan.decoded
             self.ids.columns = min(self.ids.columns, self.get_seq_length())
 
     def activate_past_recording(self) -> None:
@@ -299,7 +299,7 @@ class Cache(transformers.Cache):
     @property
     def host_bytes(self) -> int:
         """Bytes of keys and values in host memory."""
-        return sum(store.host_bytes for store in self._stores)
+        return sum(store.host.nbytes for store in self._stores if store.offloaded)
 
     @property
     def _stores(self) -> list[SlotCache]:

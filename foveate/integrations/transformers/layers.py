@@ -13,6 +13,7 @@ from foveate.runtime import handover
 from foveate.runtime.layer import Layer
 from foveate.runtime.phase import Phase
 from foveate.state import Counters
+from foveate.state.packing import contents
 
 
 class CacheLayer(Layer, CacheLayerMixin):
@@ -34,12 +35,12 @@ class CacheLayer(Layer, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """The keys held, ``[B, Hkv, n, D]``, of rows or heads that hold fewer first, then anything; None without."""
-        return None if self.store is None else self.store.contents()[0]
+        return None if self.store is None else contents(self.store)[0]
 
     @property
     def values(self) -> Tensor | None:
         """The values of :attr:`keys`, ``[B, Hkv, n, Dv]``."""
-        return None if self.store is None else self.store.contents()[1]
+        return None if self.store is None else contents(self.store)[1]
 
     @keys.setter
     def keys(self, given: None) -> None:

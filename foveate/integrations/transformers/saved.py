@@ -24,7 +24,7 @@ from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.support import decoder_of, unwrapped
 from foveate.json_text import parse_json
-from foveate.state import Geometry
+from foveate.state import Geometry, RowNumber
 from foveate.state.packing import pack, unpack
 
 _KIND, _SCHEMA = "foveate_cache", 3
@@ -324,7 +324,9 @@ def _fill_layer(
         raise ValueError(f"scaling: must be a number above 0, not {scaling!r}")
     numbers = {name: value for name, value in known.items() if name not in ("method", "scaling")}
     layer.store = unpack(tensors, numbers, geometry, device, layer.new_store)
-    layer.method.check_numbers(layer.store.rows)
+    for one in layer.method.channels(geometry).values():
+        if isinstance(one, RowNumber) and one.check is not None:
+            one.check(layer.store.rows)
     if layer.store.batch_size != batch:
         raise ValueError(f"keys: has {layer.store.batch_size} rows, and batch is {batch}")
     layer.store.forward = cache.phase.forward

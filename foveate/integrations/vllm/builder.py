@@ -76,7 +76,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
     cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
-        if index in own and chosen[index].summarises_blocks:
+        if index in own and chosen[index].written is not None:
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
             shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
             dtype = EIGHT_BITS if cache.cache_dtype in FP8 else model.dtype
@@ -181,7 +181,7 @@ class StepBuilder:
 def summarise(impl: Any, layer: Any, kv_cache: torch.Tensor, step: Step) -> None:
     """Summarise the pages that a batch's new tokens fill, after these have been written to ``kv_cache``."""
     index = index_of(impl, layer)
-    if step.steps.methods[index].summarises_blocks:
+    if step.steps.methods[index].written is not None:
         step.steps.written(index, impl.num_heads, *keys_and_values(impl, kv_cache), step.slots)
 
 

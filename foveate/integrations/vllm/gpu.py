@@ -78,7 +78,7 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
         So do references, which run where kernels are turned off.
         """
         copies = not runs_kernel("attend_indices")
-        copies |= any(method.copies_keys for method in methods_of(vllm_config).values())
+        copies |= any(method.replay and method.replay.copies_keys for method in methods_of(vllm_config).values())
         return AttentionCGSupport.NEVER if copies else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

@@ -116,7 +116,7 @@ def told(config: Any) -> list[str]:
     choosing = [method for method in methods.values() if method.role not in ("dense", "reading")]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    if graphs and any(not method.summarises_blocks for method in choosing):
+    if graphs and any(method.written is None for method in choosing):
         by_head = any(getattr(method, "pool", "layer") != "layer" for method in choosing)
         each = 4 * geometry.num_kv_heads if by_head else 2 * geometry.num_heads
         lines.append(

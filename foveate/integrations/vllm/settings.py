@@ -24,7 +24,8 @@ from foveate.methods.auto import Auto
 from foveate.methods.pages import Pages
 from foveate.methods.spec import SETTING
 from foveate.runtime.steps import obstacle
-from foveate.state import Counters, Geometry, SlotCache
+from foveate.state import Counters, Geometry
+from foveate.state.borrowed import EngineCache
 
 HOW = (
     'name a method with --additional-config \'{"foveate": "kascade:..."}\' or FOVEATE_METHOD, '
@@ -141,13 +142,13 @@ def check_early(vllm_config: Any) -> None:
     check_engine(vllm_config)
     if settings_of(vllm_config.additional_config).audit:
         check_audit(vllm_config)
-    summarising = [method for method in methods_of(vllm_config).values() if method.summarises_blocks]
+    summarising = [method for method in methods_of(vllm_config).values() if method.written is not None]
     if summarising:
         check_summaries(vllm_config, summarising[0].name)
     shape, block = geometry_of(facts_of(vllm_config.model_config)), vllm_config.cache_config.block_size
     memory = torch.empty(1, 1, block or 0, shape.head_dim, device="meta")
     for channels in (method.channels(shape) for method in dict.fromkeys(summarising) if block):
-        SlotCache.over_blocks(shape, memory, memory.device, channels, Counters())
+        EngineCache(shape, memory, memory.device, channels, Counters())
 
 
 def methods_of(vllm_config: Any) -> dict[int, Method]:

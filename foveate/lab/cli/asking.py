@@ -297,7 +297,7 @@ def tune(
         Path, typer.Option(help="File for the setting, which attach takes in the place of a method.", callback=announce)
     ] = Path("foveate.json"),
     max_loss: Annotated[float, typer.Option(help="Points of the score that may be lost against dense.")] = 1.0,
-    objective: Annotated[str, typer.Option(help="What is to be small: latency, throughput or memory.")] = "latency",
+    objective: Annotated[str, typer.Option(help="What to minimise: latency, throughput or memory.")] = "latency",
     task: Annotated[str, typer.Option(help="documents with settings, such as documents:length=8192.")] = "documents",
     calibration: Annotated[
         Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.")

@@ -19,7 +19,6 @@ def doctor(as_json: AsJson = False) -> None:
     from foveate.lab.results import circumstances
     from foveate.ops.attend import PromptHeads, dense_obstacles, prompt_path
     from foveate.ops.dispatch import kernel_status
-    from foveate.ops.recur import rule_in_use
 
     on_gpu = torch.cuda.is_available()
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
@@ -39,7 +38,6 @@ def doctor(as_json: AsJson = False) -> None:
         "dense libraries": libraries,
         "decode": "references (torch), gathering what they read",
         "kernels": kernel_status(),
-        "gated delta rule": rule_in_use(first, 128, 128, torch.bfloat16),
         "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",
         "models": "decoder-only, with attention through Transformers' AttentionInterface (docs/guide/models.md)",
     }

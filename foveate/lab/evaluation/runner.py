@@ -42,7 +42,7 @@ Progress = Callable[[str, int], None]  # called with a method's spec and the num
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What is to be compared. `dtype` and `device` may be "auto".
+    """Options of a comparison. `dtype` and `device` may be "auto".
 
     `methods` are foveate methods, "dense" among them, or :class:`NativeModel` alone or among them.
 

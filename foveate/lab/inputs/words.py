@@ -1,4 +1,4 @@
-"""Words for the keys of retrieval tasks: common, short, easily told apart."""
+"""Words for the keys of retrieval tasks: common, short, distinct."""
 
 _ADJECTIVES = """
 amber ancient arctic autumn bitter bold brave breezy brisk bronze calm careful cheerful clever copper cosmic crimson

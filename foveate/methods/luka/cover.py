@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -20,44 +18,24 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
     Args:
         top_k, expand: budgets of pages and of nodes on the levels above, settings of the method.
     """
-    names = ["k", "v", *["spread"] * pages.spread, *["entropy"] * pages.entropy]
-
-    def field(name: str, level: int) -> Tensor:
-        return cache.channel(pages.channel(name, level))
-
-    levels = tuple(
-        ops.summaries.Level(
-            ops.Nodes(**{name: field(name, level) for name in names}),
-            size,
-            field("recent", level) if pages.recent else None,
-            field("records", level) if pages.records else None,
-            pages.record(level, cache.geometry) if pages.records else None,
-        )
-        for level, size in enumerate(pages.sizes)
-    )
-    budgets = (top_k, *[expand] * (len(levels) - 1))
+    get, levels = cache.tensors.get, []
+    for level, (size, names) in enumerate(zip(pages.sizes, pages.fields)):
+        nodes = ops.Nodes(*map(get, names[: len(ops.Nodes._fields)]))
+        recent, records = map(get, names[len(ops.Nodes._fields) :])
+        record = pages.record(level, cache.geometry) if pages.records else None
+        levels.append(ops.summaries.Level(nodes, size, recent, records, record))
     plan = cache.plan
-    if not plan.captured:
-        numbers = (tuple(cache.rows[name]) for name in ("lengths", "pages", "paged"))
-        rows = _rows(pages, budgets, *numbers, cache.device)
-    else:
-        rows = plan.once(("tree", pages.spec), lambda: _device_rows(pages, budgets, plan, cache.capacity))
-    return ops.summaries.Tree(levels, rows)
+
+    def rows() -> ops.summaries.Rows:
+        budgets = (top_k, *[expand] * (len(levels) - 1))
+        return _device_rows(pages, budgets, plan, cache.capacity) if plan.captured else _rows(pages, budgets, cache)
+
+    return ops.summaries.Tree(tuple(levels), plan.once(("tree", pages.spec), rows))
 
 
-@functools.lru_cache(maxsize=64)
-def _rows(
-    pages: PageLevels,
-    budgets: tuple[int | float, ...],
-    lengths: tuple[int, ...],
-    number: tuple[int, ...],
-    paged: tuple[int, ...],
-    device: torch.device,
-) -> ops.summaries.Rows:
-    """The numbers of each row, from row numbers on the host. Cached, so that all layers of a step share the tensors.
-
-    The spec of ``pages`` tells budgets of 1 (a page) and 1.0 (all pages) apart, which compare equal.
-    """
+def _rows(pages: PageLevels, budgets: tuple[int | float, ...], cache: SlotCache) -> ops.summaries.Rows:
+    """The numbers of each row, from row numbers on the host."""
+    (lengths, number, paged), device = (cache.rows[name] for name in ("lengths", "pages", "paged")), cache.device
     nodes = [[pages.count(level, n) for n in number] for level in range(len(budgets))]
     allowed = [[budget(share, n, 1) for n in of_level] for share, of_level in zip(budgets, nodes)]
     raw = [length - start + (pages.sinks if start else 0) for length, start in zip(lengths, paged)]

@@ -5,6 +5,7 @@ Terms are defined in :mod:`foveate.methods.luka`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,6 +19,8 @@ from foveate.methods.budgets import Number
 from foveate.methods.luka.new_pages import RaggedPages, UniformPages
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 from foveate.state.step_plan import StepPlan
+
+_record = functools.cache(ops.PageRecord)  # whose layout is computed once
 
 _TEMPERATURE = 7.0
 """Of the attention-weighted compressor (LuKA, section 3.2: tau)."""
@@ -105,7 +108,7 @@ class PageLevels:
                 channels[self.channel("mass", level)] = number
             if self.recent:
                 channels[self.channel("recent", level)] = Channel(per=per, least=0.0)
-        channels |= {"pages": RowNumber(), "paged": RowNumber()}
+        channels |= {"pages": RowNumber(self.check_numbers), "paged": RowNumber()}
         if self.mass:
             channels["mass"] = Channel(least=0.0)
         if self.recent:
@@ -120,7 +123,13 @@ class PageLevels:
 
     def record(self, level: int, geometry: Geometry) -> ops.PageRecord:
         """The format of the low-rank summaries of a level."""
-        return ops.PageRecord(geometry.head_dim, self.sizes[level])
+        return _record(geometry.head_dim, self.sizes[level])
+
+    @functools.cached_property
+    def fields(self) -> tuple[tuple[str, ...], ...]:
+        """For each level its channels: those of :class:`ops.Nodes`, ``recent`` and ``records``, kept or not."""
+        names = (*ops.Nodes._fields, "recent", "records")
+        return tuple(tuple(self.channel(name, level) for name in names) for level in range(len(self.sizes)))
 
     # Making pages
 
@@ -130,9 +139,8 @@ class PageLevels:
             self._extend(cache)
             return
         for b in range(cache.batch_size):
-            row = cache.row(b)
-            self._extend(row)
-            cache.put_back(b, row)
+            with cache.row(b) as row:
+                self._extend(row)
 
     def extend_in_step(self, cache: SlotCache) -> None:
         """:meth:`extend` in captured maintenance: all rows at once, by row numbers on the device.
@@ -209,7 +217,8 @@ class PageLevels:
 
     def _make(self, cache: SlotCache, new: UniformPages | RaggedPages) -> None:
         """Compute the new nodes of each level from their children and write them to the cache."""
-        tokens = [new.tokens(x) for x in (cache.keys, cache.values)] if cache.at_hand else new.fetched(cache)
+        fetch = cache.offloaded and cache.decoding
+        tokens = new.fetched(cache) if fetch else [new.tokens(x) for x in (cache.keys, cache.values)]
         for level in range(len(self.sizes)):
             self._make_level(cache, level, new, self._made_of(cache, level, new, tokens), tokens[0])
 
@@ -249,9 +258,8 @@ class PageLevels:
         cache.channel("recent").lerp_(recent, share)
         if not self.even(cache):
             for b in range(cache.batch_size):
-                row = cache.row(b)
-                self._look_back(row, recent[b : b + 1], share)
-                cache.put_back(b, row)
+                with cache.row(b) as row:
+                    self._look_back(row, recent[b : b + 1], share)
         else:
             self._look_back(cache, recent, share)
 
@@ -284,7 +292,7 @@ class MakesPages(Replay):
         return decoded % self.pages.every == 0
 
     def maintain(self, cache: SlotCache) -> None:
-        if not cache.captured:
+        if not cache.plan.captured:
             self.pages.extend(cache)
         else:
             self.pages.extend_in_step(cache)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, attend_fetched, note_queries, observed_mass
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Observation, Replay, register, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, Fetches, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import budget, clamp
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import MakesPages, PageLevels
@@ -160,28 +159,27 @@ class LuKA(Method):
                 self.pages.look_back(cache, recent, queries / self.window)
         self.pages.extend(cache)
 
-    def check_numbers(self, rows: Mapping[str, list[int]]) -> None:
-        self.pages.check_numbers(rows)
-
     # Decode
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        if cache.captured:
+        plan = cache.plan
+        if plan.captured:
             return self._attend(cache, q, scaling)
         out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        if self.replay.maintenance_due(cache.decoded):
+        if self.replay.maintenance_due(plan.decoded):
             self.pages.extend(cache)
         return out
 
     @property
-    def fetches(self) -> int:  # type: ignore[override]
+    def fetches(self) -> Fetches:  # type: ignore[override]
         """Pieces of pages that begin where pages do, unless sinks would make them tiny."""
         piece = math.gcd(self.sizes[0], self.sinks)
-        return piece if piece >= min(_LEAST_PIECE, self.sizes[0]) else self.sizes[0]
+        piece = piece if piece >= min(_LEAST_PIECE, self.sizes[0]) else self.sizes[0]
+        return Fetches(piece, functools.partial(self._most_fetched, piece))
 
-    def most_fetched(self, length: int) -> int:
+    def _most_fetched(self, piece: int, length: int) -> int:
         """For sinks and tail, or for the pages that are refined, whichever are more."""
-        size, piece, pages = self.sizes[0], self.fetches, self.pages.most(length)
+        size, pages = self.sizes[0], self.pages.most(length)
         of_page = size // piece + (self.sinks % piece > 0)
         raw = min(length, self.pages.most_raw)
         return max(-(-raw // piece) + 3, clamp(budget(self.top_k, pages, 1), 0, pages) * of_page)
@@ -201,7 +199,8 @@ class LuKA(Method):
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
-        if not cache.captured and self.replay.maintenance_due(cache.decoded):
+        plan = cache.plan
+        if not plan.captured and self.replay.maintenance_due(plan.decoded):
             self.pages.extend(cache)
         return attended.out
 

@@ -155,7 +155,7 @@ def attend_pages(
     block_table: BlockTable | None = None,
     out: Tensor | None = None,
 ) -> Attended:
-    """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
+    """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1`` that exist.
 
     Args:
         pages: int ``[B, H, P]``, of the KV heads, or of the query heads, each of which then reads pages of its own; -1
@@ -268,5 +268,6 @@ def _or_whole(found: Attended, q: Tensor, k: Tensor, v: Tensor, whole: Tensor | 
 
 def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) -> Attended:
     """Attention over gathered keys; the content of unused places, NaN included, has no influence."""
-    k, v = (x.masked_fill(~used[..., None], 0) for x in (k, v))
+    unused = ~used[..., None]
+    k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
     return attend(q, k, v, mask=used[:, :, None], **how)

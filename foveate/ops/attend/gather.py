@@ -58,7 +58,7 @@ def page_slots(pages: Tensor, page_size: int, *, complete: bool = False) -> Tens
 
 
 def among(slots: Tensor, number: int) -> Tensor:
-    """Which of ``number`` keys stand in ``slots [B, H, P]``: bool ``[B, H, number]``."""
+    """Which of ``number`` keys are in ``slots [B, H, P]``: bool ``[B, H, number]``."""
     slots = slots.long().masked_fill((slots < 0) | (slots >= number), number)
     there = torch.zeros(*slots.shape[:2], number + 1, dtype=torch.bool, device=slots.device)
     return there.scatter_(2, slots, True)[..., :number]

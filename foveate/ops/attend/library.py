@@ -216,7 +216,7 @@ def obstacle(library: Library, q: Tensor, k: Tensor, v: Tensor, offset: int = 0,
 
 
 class PromptHeads(NamedTuple):
-    """What a layer's prompts are attended to with, as far as a library's choice depends on it."""
+    """Facts of a layer's prompt attention on which the choice of a library depends."""
 
     device: torch.device
     dtype: torch.dtype
@@ -321,7 +321,7 @@ def _problem(kind: _Kind, queries: int, offset: int) -> tuple[Tensor, Tensor, Te
 
 
 def _sample(heads: PromptHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """A few queries, keys and values with such heads, which nobody reads."""
+    """A few queries, keys and values with such heads, to try a library with."""
 
     def empty(number: int, dim: int) -> Tensor:
         return torch.empty(1, number, 8, dim, device=heads.device, dtype=heads.dtype)

@@ -1,4 +1,4 @@
-"""What lies in host memory, what of it the device keeps, and what a step asks for."""
+"""Pages in host memory, those that the device keeps, and those that a step asks for."""
 
 from typing import NamedTuple
 

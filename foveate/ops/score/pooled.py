@@ -82,7 +82,7 @@ def pooled_mass_of_pages(
 ) -> Tensor:
     """:func:`pooled_mass` of the keys of some pages: attention is that among these keys, and sinks.
 
-    Page p is the keys ``p * page_size .. (p + 1) * page_size - 1``, as far as these are there.
+    Page p is the keys ``p * page_size .. (p + 1) * page_size - 1`` that exist.
 
     Args:
         pages: int ``[B, Hkv, P]``, or ``[B, 1, P]`` for all KV heads, which ``pool="layer"`` needs; -1 marks an unused

@@ -29,7 +29,7 @@ def with_always_read(scores: Tensor, first: int, newest: Tensor, ends: Tensor) -
 
     Args:
         scores: fp32 ``[B, H, P]``.
-        first: so many first pages are always read, as far as there are any.
+        first: so many first pages are always read, if they exist.
         newest: int ``[B]``: the first of the newest pages, which are always read.
         ends: int ``[B]``: how many pages a row has.
 

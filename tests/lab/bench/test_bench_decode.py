@@ -394,7 +394,7 @@ def test_what_is_done_every_so_often_has_its_share(monkeypatch):
     pages, real = [], SlotCache.write_step
 
     def noted(cache, *token):
-        if (cache.decoded + 1) % 16 == 0:
+        if (cache.plan.decoded + 1) % 16 == 0:
             pages.append(cache)
         return real(cache, *token)
 

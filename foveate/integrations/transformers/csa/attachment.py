@@ -142,4 +142,4 @@ def _check_inputs(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
     if positions is None or mask is not None or cached or kwargs.get("cache") is not None:
         return
     if bool((positions.diff(dim=-1) != 1).any()):  # Transformers reads that as packed sequences
-        raise ValueError("position_ids must rise by one with sparse attention: packed sequences are not told apart")
+        raise ValueError("position_ids must rise by one with sparse attention: packed sequences are not supported")

@@ -17,6 +17,7 @@ from foveate.lab.results import timing
 from foveate.methods import Method, make
 from foveate.methods.kascade import Kascade
 from foveate.state import Counters, SlotCache
+from foveate.state.borrowed import branch_of, cache_of
 
 _WARM_UP, _REPEATS = 3, 15
 _BEYOND_CACHES = 256 << 20  # bytes of keys and values that no cache of a device holds
@@ -48,12 +49,13 @@ def measure(
 
     shape, scaling, forward = (batch, kv_heads, context, head_dim), head_dim**-0.5, {}
     number = min(-(-_BEYOND_CACHES // (2 * math.prod(shape) * dtype.itemsize)), 4)
-    caches = [SlotCache.of(random(*shape), random(*shape), heads, forward) for _ in range(number)]
+    caches = [cache_of(random(*shape), random(*shape), heads, forward) for _ in range(number)]
     q = random(batch, heads, 1, head_dim)
 
     def after_prompt(method: Method, cache: SlotCache) -> SlotCache:
         """The cache with what the method keeps beside keys and values, of the same forward pass."""
-        branch = cache.branch(method.channels(cache.geometry), method.evicts, Counters().declare(method.counters), {})
+        counters = Counters().declare(method.counters)
+        branch = branch_of(cache, method.channels(cache.geometry), method.evicts, counters, {})
         branch.forward = cache.forward
         method.prompt_end(branch, scaling)
         return branch

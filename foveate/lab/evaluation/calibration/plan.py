@@ -1,4 +1,4 @@
-"""What a calibration of Kascade is to be: the prompts, the anchors, what they are chosen by; checked as it is made."""
+"""Options of a calibration of Kascade: prompts, number of anchors, criterion; checked when made."""
 
 from __future__ import annotations
 

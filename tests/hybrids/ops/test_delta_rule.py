@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from foveate.ops.recur import chunked, gated_delta_rule, reference, rule_in_use
+from foveate.hybrids.ops.recur import chunked, gated_delta_rule, reference, rule_in_use
 
 
 def problem(length: int = 130, dim: int = 16, value_dim: int = 24, dtype: torch.dtype = torch.float32, batch: int = 2):

@@ -8,9 +8,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from foveate.hybrids.ops.recur import chunked
+from foveate.hybrids.ops.recur.reference import Recurred
 from foveate.ops.dispatch import kernels_wanted
-from foveate.ops.recur import chunked
-from foveate.ops.recur.reference import Recurred
 
 _TOLERANCE = 0.01
 """Largest error of the library, relative to the largest number in fp32: bf16 rounds to 0.004."""

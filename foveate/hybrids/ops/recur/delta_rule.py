@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from foveate.ops.recur import chunked, library, reference
-from foveate.ops.recur.reference import Recurred
+from foveate.hybrids.ops.recur import chunked, library, reference
+from foveate.hybrids.ops.recur.reference import Recurred
 
 
 @torch.compiler.disable
@@ -12,7 +12,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *, state: Tensor | None = None
 ) -> Recurred:
     """Read a sequence into a state of fixed size and query it after every token, see
-    :func:`foveate.ops.recur.reference.gated_delta_rule`, which has the same arguments.
+    :func:`foveate.hybrids.ops.recur.reference.gated_delta_rule`, which has the same arguments.
 
     Raises:
         ValueError: for shapes that do not fit together.

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.ops.recur.reference import Recurred, check, normalized, start
+from foveate.hybrids.ops.recur.reference import Recurred, check, normalized, start
 
 CHUNK = 64
 

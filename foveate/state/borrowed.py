@@ -1,0 +1,135 @@
+"""Caches over memory that is not their own: the keys of one pass, a prompt that another cache has read, an engine's
+blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.ops import BlockTable, Logits
+from foveate.state.cache import SlotCache
+from foveate.state.counters import Counters
+from foveate.state.description import Channel, Evicts, Geometry, RowNumber
+from foveate.state.device_rows import DeviceRows
+from foveate.state.row_numbers import DeviceState
+
+
+def cache_of(
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    forward: dict[Hashable, Any] | None = None,
+    row: int | None = None,
+    logits: Logits | None = None,
+) -> SlotCache:
+    """A cache over given keys and values, not copied, for a forward pass without a cache (training).
+
+    Args:
+        k, v: ``[B, Hkv, L, D(v)]``.
+        num_heads: query heads.
+        forward: shared by the layers of the pass, see :meth:`SlotCache.shared_key`.
+        row: index of the row when a padded batch is computed row by row; None: the whole batch.
+        logits: how the layer's logits are made, as far as that is not their scaling; None: without sinks and cap.
+    """
+    cache = SlotCache(Geometry(num_heads, k.shape[1], k.shape[3], v.shape[3]), k.shape[0], k.dtype, k.device)
+    cache.forward, cache._row = {} if forward is None else forward, row
+    if logits is not None:
+        cache.sink_logits, cache.softcap = logits.sinks, logits.softcap
+    cache.tensors |= {"keys": k, "values": v}
+    cache.capacity = k.shape[2]
+    cache._advance(k.shape[2], k.shape[2])
+    return cache
+
+
+def branch_of(
+    cache: SlotCache,
+    channels: Mapping[str, Channel | RowNumber],
+    evicts: Evicts,
+    counters: Counters,
+    filled: Mapping[str, str],
+) -> SlotCache:
+    """A cache of the same tokens for another method, which shares the memory of keys and values.
+
+    A branch writes its new tokens to the slots after the shared ones, and so does the next branch: use one at a time. A
+    branch that evicts in decode copies keys and values before it overwrites them.
+
+    Args:
+        channels, evicts, counters: of the other method.
+        filled: channels to copy: for each name in the branch, the name in the cache. Others are empty.
+    """
+    size = 0 if evicts.in_decode else cache.block_size
+    one = SlotCache(cache.geometry, cache.batch_size, cache.dtype, cache.device, channels, evicts, counters, size)
+    one.rows = one.rows | {name: list(cache.rows[name]) for name in one.rows if name not in one.own_numbers}
+    one.capacity, one._borrowed = cache.capacity, True
+    one.sink_logits, one.softcap, one.rotary = cache.sink_logits, cache.softcap, cache.rotary
+    shared = ("keys", "values", "block_table") if size == cache.block_size else ()
+    one.tensors |= {name: cache.tensors[name] for name in shared if name in cache.tensors}
+    one._free_blocks = cache._free_blocks if shared else []
+    for name, spec in one._slot_specs().items():
+        if name not in shared:
+            one.tensors[name] = one._buffer(name, spec, cache.capacity)
+    if not shared:  # copy from blocks into contiguous memory
+        one._borrowed = False
+        one._write(0, cache.keys, cache.values)
+    for name, here in filled.items():
+        one.tensors[name].copy_(cache.tensors[here])
+    if evicts:
+        one.tensors["positions"][:, :, : cache.used] = cache.positions
+    one._count_bytes()
+    return one
+
+
+class EngineCache(SlotCache):
+    """A cache over blocks that an engine owns, for decode steps alone: it never copies, grows or writes them.
+
+    Rows may share blocks. Channels are per page and beside the blocks, ``[N, Hkv, n / per, *shape]``, under the same
+    table. :meth:`enter` says which rows and blocks a step has. The caller sets ``keys`` and ``values`` of
+    :attr:`tensors`.
+
+    Args:
+        geometry, device, counters: as of :class:`SlotCache`.
+        memory: shape and dtype of the blocks, ``[N, Hkv, n, any]``.
+        channels: state per page.
+
+    Raises:
+        ValueError: when the pages of a channel do not divide a block.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        memory: Tensor,
+        device: torch.device,
+        channels: Mapping[str, Channel] | None = None,
+        counters: Counters | None = None,
+    ):
+        super().__init__(geometry, 0, memory.dtype, device, channels, counters=counters, block_size=memory.shape[2])
+        for name, spec in self.specs.items():
+            if not spec.per or self.block_size % spec.per:
+                raise ValueError(
+                    f"pages of {spec.per} tokens do not divide the engine's blocks of {self.block_size}: choose a "
+                    "page_size, or blocks of a size, so that they do"
+                )
+            shape = (len(memory), geometry.num_kv_heads, self.block_size // spec.per, *spec.shape)
+            with torch.inference_mode(False):
+                self.tensors[name] = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=device)
+
+    def enter(self, rows: DeviceRows, block_table: Tensor, bound: int, out: Tensor | None) -> None:
+        """Take the rows of a step, which :meth:`DeviceRows.begin_of` has started.
+
+        Args:
+            block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
+            bound: no row is longer; fixes the widths of selections.
+            out: where methods may have attention write its output, ``[B, Hq, 1, Dv]``; None: to new memory.
+        """
+        if self.batch_size != len(block_table):
+            self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
+        self.tensors["block_table"], self.capacity = block_table, bound
+        self.out, self.device_state = out, DeviceState(rows, None)
+
+    def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable]:
+        """A channel, and a table of the first ``number`` entries of each row in it, for verbs that take one."""
+        return self.tensors[name], BlockTable(self.tensors["block_table"], number)
