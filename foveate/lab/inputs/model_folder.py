@@ -66,9 +66,7 @@ def method_for(folder: Path, method: Method) -> Method:
     Raises ValueError for one that a file names for another model.
     """
     check_made_for(method, model_facts(folder))
-    return method.for_model(
-        lambda: model_facts(folder) | {"weights": folder_weights(folder, attention_layers(folder))}
-    )
+    return method.for_model(lambda: model_facts(folder) | {"weights": folder_weights(folder, attention_layers(folder))})
 
 
 def _decoder_config(folder: Path) -> Any:
