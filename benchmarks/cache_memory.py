@@ -37,8 +37,8 @@ class Plan(ModelPlan):
 
     model: str
     methods: Sequence[str] = METHODS
-    context: int = 7168
-    new: int = 512
+    context: int = 4096
+    new: int = 256
     chunk: int = 512
     hot: float = 0.3
     """Share of the pages that stay on the device."""
