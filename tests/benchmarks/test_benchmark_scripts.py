@@ -36,7 +36,8 @@ def test_methods_of_scripts_are_accepted(script, tmp_path, imported_methods):
     (stand_in.parent / "python").symlink_to(stand_in)
     found = {"PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}", "ASKED": str(asked)}
     out = tmp_path / ("rows.jsonl" if script.name == "decode.sh" else "runs")
-    given = [str(model), str(out)] if script.name == "decode.sh" else [str(model), str(data), str(out)]
+    of_data = script.name not in ("decode.sh", "recommended-times.sh")
+    given = [str(model), str(data), str(out)] if of_data else [str(model), str(out)]
     subprocess.run(["bash", str(script), *given], cwd=tmp_path, env=found, capture_output=True, check=True)
     words = asked.read_text(encoding="utf-8").splitlines()
     for file in {file for word, file in itertools.pairwise(words) if word == "--import"}:
