@@ -70,7 +70,7 @@ class KascadeAblated(Method):
             return dense
         span, offset, heads = self.prompt_tile(cache.geometry.group), cache.used - q.shape[2], cache.keys.shape[1]
         begins = range(offset - offset % span, cache.used, span)
-        chosen = [] if self.anchor == self.layer else cache.handed_on((self.name, self.anchor))
+        chosen = [] if self.anchor == self.layer else cache.forward[cache.shared_key((self.name, self.anchor))]
         outs = []
         for number, begin in enumerate(begins):
             first, end = max(begin, offset), min(begin + span, cache.used)
@@ -87,7 +87,7 @@ class KascadeAblated(Method):
             logits = logits.masked_fill(~(causal & seen[:, :, None, None]), -torch.inf)
             outs.append((logits.softmax(-1) @ cache.values[:, :, None, :end].float()).flatten(1, 2))
         if self.anchor == self.layer:
-            cache.hand_on((self.name, self.layer), chosen)
+            cache.forward[cache.shared_key((self.name, self.layer))] = chosen
         return dense if self.layer == 0 else dense._replace(out=torch.cat(outs, 2).to(dense.out.dtype))
 
     def decode(self, cache, q, scaling):
@@ -101,10 +101,10 @@ class KascadeAblated(Method):
             scores = self._scores(cache, rows, logits, scaling).masked_fill(~there, -torch.inf)
             counts = torch.tensor([[[self.count(int(one))] for one in row] for row in lengths[..., 0]])
             chosen = first_of(scores, counts.to(q.device))
-            cache.hand_on((self.name, self.layer), chosen)
+            cache.forward[cache.shared_key((self.name, self.layer))] = chosen
             scored = cache.geometry.key_share
         else:
-            chosen = cache.handed_on((self.name, self.anchor))
+            chosen = cache.forward[cache.shared_key((self.name, self.anchor))]
             chosen = chosen if self.heads is None else chosen[:, self.heads]
             cache.count("indices_reused", 1)
         if self.layer == 0:

@@ -116,7 +116,7 @@ class LuKAAblated(Method):
 
     def decode(self, cache, q, scaling):
         out = self._attend(cache, q, scaling)
-        if cache.decoded % min(EVERY, self.page_size) == 0:
+        if cache.plan.decoded % min(EVERY, self.page_size) == 0:
             self._make_pages(cache)
         return out
 
