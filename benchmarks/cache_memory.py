@@ -3,8 +3,8 @@
     python -m benchmarks.cache_memory benchmarks/results/cache-memory.jsonl --model DIR --device cpu
     python -m benchmarks.cache_memory benchmarks/results/cache-memory.jsonl --out docs/figures/cache-memory.png
 
-The bytes follow from the model's shape and the method, not from the device. Under ``offload`` a share of the pages
-stays on the device; where the device is a CPU both sides are host memory, and are told apart all the same.
+The bytes follow from the model's shape and the method; CUDA graphs reserve up to 256 tokens more. Under
+``offload`` a share of the pages stays on the device; where that is a CPU, both sides are host memory.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ def run(plan: Plan) -> list[Row]:
             points.append([cache.get_seq_length(), cache.resident_bytes, cache.host_bytes])
 
         hook = model.register_forward_hook(note, with_kwargs=True)
-        generate(model, ids, plan.new, plan.chunk)
-        hook.remove()
-        foveate.detach(model)
+        try:
+            generate(model, ids, plan.new, plan.chunk)
+        finally:
+            hook.remove()
+            foveate.detach(model)
         case = plan.case(spec, plan.context, 1, new=plan.new, chunk=plan.chunk, hot=plan.hot if offload else None)
         rows.append({"kind": KIND, "case": case, "points": points, **circumstances.of(plan.device)})
     return rows

@@ -66,6 +66,8 @@ def _joined(cells: Iterable[str]) -> str:
 
 def _by_model(cell: Callable[[str], str]) -> str:
     found = {short: cell(model) for short, model in MODELS.items()}
+    if not any(found.values()):
+        raise ValueError("no row is of the settings that this line names")
     return _joined(f"{short} {value}" for short, value in found.items() if value)
 
 

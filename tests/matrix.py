@@ -28,7 +28,7 @@ from tests.helpers import kascade_by_head
 NAMES = methods.names()
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALING = DIM**-0.5
-PROMPT, DECODED = 61, 16
+PROMPT, DECODED = 61, 20
 
 
 def small(name, layer=0):

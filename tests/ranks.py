@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,11 @@ def run_ranks(world: int, main: Callable[..., None], *arguments: Any, folder: Pa
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(context.Process(target=_rank, args=(file, environment, main, arguments), daemon=True))
         ranks[-1].start()
-    for rank in ranks:
-        rank.join(timeout=300)
+    end = time.monotonic() + 300
+    while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
     codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()
@@ -47,4 +52,8 @@ def _rank(file: Path, environment: dict[str, str], main: Callable[..., None], ar
         os.dup2(said.fileno(), 2)
         sys.stdout = sys.stderr = said
         torch.set_num_threads(1)
-        main(*arguments)
+        try:
+            main(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            raise

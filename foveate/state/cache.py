@@ -68,7 +68,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.uneven = False  # KV heads of a row may hold different numbers of tokens
         self.record_past = False  # tokens may be undone: see eviction.py and snapshots.py
         self.snapshots = {}
-        self._borrowed = False  # see branch
+        self._borrowed = False  # see :func:`foveate.state.borrowed.branch_of`
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits

@@ -14,7 +14,7 @@ import foveate
 from foveate import calibration, methods
 from foveate.calibration import artefact
 from foveate.integrations.transformers.facts import folder_weights, model_facts
-from foveate.integrations.vllm.settings import check_early, served
+from foveate.integrations.vllm.settings import Settings, check_early, check_folder, served
 from foveate.lab.inputs import model_folder
 from tests.helpers import tiny_model, tokens
 
@@ -171,6 +171,11 @@ class TestBeforeWeightsAreLoaded:
         heads = {"3": [0] * facts["kv_heads"]}
         calibration.Calibration(facts, (1,), heads, {"layers": full}).write(folder / "tiny.json")
         assert model_folder.method_for(tmp_path / "gemma", method).spec == attached_spec(gemma) == FOUND
+        engine = Settings(methods.parse(FOUND))
+        check_folder(engine, tmp_path / "gemma")
+        tiny_model("gemma3", seed=1).save_pretrained(tmp_path / "other")
+        with pytest.raises(ValueError, match="weights differ"):
+            check_folder(engine, tmp_path / "other")
 
     def test_an_engine_finds_it_but_not_for_models_with_adapters(self, folder, model):
         parts = dict.fromkeys(("lora_config", "speculative_config", "kv_transfer_config"))

@@ -67,6 +67,13 @@ def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]
     return transformers.DynamicCache(config=config).layers if make is None else make()
 
 
+def choosing_layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
+    """The layers of a decoder that keep all keys, among which methods choose."""
+    layers = enumerate(cache_layers(config))
+    kept = ((at, layer) for at, layer in layers if type(layer) not in releases.UNCHANGED_LAYERS)
+    return tuple(at for at, layer in kept if not keeps_memory(layer))
+
+
 def keeps_memory(layer: CacheLayerMixin) -> bool:
     """Whether a layer's mixer keeps a memory of its own instead of keys and values, as those of hybrids do."""
     return getattr(layer, "keeps_memory", False)

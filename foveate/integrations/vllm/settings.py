@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig
 
 from foveate.integrations.transformers.facts import folder_weights
+from foveate.integrations.transformers.support import choosing_layers
 from foveate.json_text import parse_json
 from foveate.methods import Method, check_made_for, make
 from foveate.methods.auto import Auto
@@ -75,9 +76,10 @@ def check_folder(settings: Settings, folder: Path, strict: bool = True) -> None:
             raise
         return
     shape = shape_of(config.get_text_config())
-    facts = shape | {"weights": _weights(folder)}
+    layers = choosing_layers(config.get_text_config())
+    facts = shape | {"weights": _weights(folder, layers)}
     method = settings.settled(shape, lambda: facts).method
-    layer_methods(method, _geometries(shape), shape["layers"], facts)
+    layer_methods(method, dict.fromkeys(layers, geometry_of(shape)), shape["layers"], facts)
 
 
 def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
@@ -123,7 +125,7 @@ def served(vllm_config: Any) -> Settings:
                 folder = Path(cached).parent if isinstance(cached, str) else folder
         by_head = getattr(settings.method, "pool", "layer") != "layer"  # of which a rank has some of the heads
         unfit = vllm_config.lora_config or (by_head and vllm_config.parallel_config.tensor_parallel_size > 1)
-        return facts_of(model) | {"weights": [] if unfit else _weights(folder)}
+        return facts_of(model) | {"weights": [] if unfit else _weights(folder, choosing_layers(model.hf_text_config))}
 
     return settings.settled(facts_of(model), facts)
 
@@ -152,10 +154,11 @@ def check_early(vllm_config: Any) -> None:
 
 
 def methods_of(vllm_config: Any) -> dict[int, Method]:
-    """:func:`layer_methods` as far as they are known before weights are loaded, as if all layers had full attention."""
+    """:func:`layer_methods` as far as they are known before weights are loaded."""
     settings, facts = served(vllm_config), facts_of(vllm_config.model_config)
-    geometries = _geometries(facts, vllm_config.parallel_config.tensor_parallel_size)
-    return layer_methods(settings.method, geometries, facts["layers"], facts)
+    geometry = geometry_of(facts, vllm_config.parallel_config.tensor_parallel_size)
+    layers = choosing_layers(vllm_config.model_config.hf_text_config)
+    return layer_methods(settings.method, dict.fromkeys(layers, geometry), facts["layers"], facts)
 
 
 def check_summaries(vllm_config: Any, name: str) -> None:
@@ -262,7 +265,3 @@ def geometry_of(facts: Mapping[str, Any], ranks: int = 1) -> Geometry:
     """The shape of a layer on one of so many ranks of tensor parallelism."""
     heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
     return Geometry(heads, kv_heads, size, size)
-
-
-def _geometries(facts: Mapping[str, Any], ranks: int = 1) -> dict[int, Geometry]:
-    return dict.fromkeys(range(facts["layers"]), geometry_of(facts, ranks))

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError
-from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.facts import folder_weights, head_dim
 from foveate.integrations.transformers.positions import HYBRID, max_positions
-from foveate.integrations.transformers.support import cache_layers, keeps_memory
+from foveate.integrations.transformers.support import choosing_layers
 from foveate.json_text import parse_json
 from foveate.methods import Method, check_made_for
 
@@ -51,13 +50,9 @@ def model_facts(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None}
 
 
-def attention_layers(folder: Path) -> list[int]:
-    """The layers of a model folder's model that keep all keys, which methods can choose among.
-
-    Raises `UserError` as :func:`model_facts` does.
-    """
-    layers = enumerate(cache_layers(_decoder_config(folder)))
-    return [at for at, layer in layers if type(layer) not in releases.UNCHANGED_LAYERS and not keeps_memory(layer)]
+def attention_layers(folder: Path) -> tuple[int, ...]:
+    """The layers of a model folder's model that keep all keys. Raises `UserError` as :func:`model_facts` does."""
+    return choosing_layers(_decoder_config(folder))
 
 
 def method_for(folder: Path, method: Method) -> Method:
