@@ -36,7 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a model")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows, lenses and the page")
-    parser.add_argument("--kascade", default="kascade", help="its spec for the model")
+    parser.add_argument(
+        "--kascade", default='kascade:calibration="shipped:smollm2-135m"', help="its spec for the model"
+    )
     given = parser.parse_args()
 
     quiet()
