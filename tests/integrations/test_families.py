@@ -184,12 +184,13 @@ class TestSinksAndCaps:
 
     @pytest.mark.parametrize("use_cache", [False, True])
     def test_gradients(self, name, use_cache):
-        model, ids = family(name), tokens(40)
+        model, ids = family(name).double(), tokens(40)  # sums in fp32 differ by processor
+        model.config._experts_implementation = "eager"  # grouped products know no fp64
         expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), matters(model))
         with foveate.attached(model, "dense"):
             found = torch.autograd.grad(model(ids, use_cache=use_cache).logits.square().mean(), matters(model))
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=5e-6)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
             assert other.abs().max() > 1e-6
 
     @torch.no_grad()

@@ -374,7 +374,7 @@ def check_mass(q, k, **more):
 def tolerance(dtype, pooling=None):
     """Half a step of a logit, and the error of fp16 products: of a mass relative, of a logit absolute."""
     if dtype == torch.float32:
-        return {"rtol": 1e-5, "atol": 1e-5 if pooling == "max_logit" else 1e-7}
+        return {"rtol": 1e-5, "atol": 1e-5 if pooling == "max_logit" else 1e-9}
     return {"rtol": 1e-4, "atol": 1e-3} if pooling == "max_logit" else {"rtol": 3e-4, "atol": 1e-9}
 
 

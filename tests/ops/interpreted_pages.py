@@ -163,10 +163,11 @@ def check_mass(q, k, pages, page_size, lengths=None, **how):
     """Against the reference, of which pages are read and keys that are not hold NaN; repeats are equal bit for bit."""
     how = {"logits": Logits(0.3), "lengths": lengths, **how}
     forget_unread(k, k.clone(), pages.expand(-1, k.shape[1], -1), page_size, lengths)
-    expected = pooled.pooled_mass_of_pages(q, k, pages, page_size, **how)
-    found = pooled_kernel.pooled_mass_of_pages(q, k, pages, page_size, **how)
     exact, logit = q.dtype == torch.float32, how.get("pooling") == "max_logit"
-    atol = (1e-5 if exact else 1e-3) if logit else 1e-7
+    precise = (q.double(), k.double()) if exact else (q, k)  # sums in fp32 differ by processor
+    expected = pooled.pooled_mass_of_pages(*precise, pages, page_size, **how).float()
+    found = pooled_kernel.pooled_mass_of_pages(q, k, pages, page_size, **how)
+    atol = (1e-5 if exact else 1e-3) if logit else 1e-9
     torch.testing.assert_close(found, expected, rtol=1e-5 if exact else 3e-4, atol=atol)
     assert torch.equal(found, pooled_kernel.pooled_mass_of_pages(q, k, pages.long(), page_size, **how))
     return found
