@@ -1018,8 +1018,8 @@ def test_methods_that_evict_in_decode_keep_their_slots_in_one_piece(method):
 
 
 @each_variant
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_stays_close_to_the_same_choice_in_fp32(method, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_every_precision_stays_close_to_the_same_choice_in_fp32(method, dtype):
     tokens = Tokens.random(1, PROMPT + 1, dtype=dtype)
     driver = Driver(method)
     driver.feed(tokens[:PROMPT])

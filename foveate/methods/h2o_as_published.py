@@ -74,7 +74,7 @@ class H2OAsPublished(Method):
         how = {"logits": cache.logits(scaling), "need_mass": True, "block_table": cache.block_table}
         attended = ops.attend_indices(q, *cache.memory, indices, **how)
         mass = attended.mass.masked_fill(indices < 0, 0.0)
-        cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass)
+        cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass.float())
         cache.count_read((indices >= 0).sum(-1))
         return attended.out
 

@@ -170,7 +170,8 @@ class LTE(Method):
     def _score(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
         """Scores of tokens in their order, fp32 ``[B, Hkv, L]``; sinks are worth more than any other."""
         if self.artefact is None:
-            found = -torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
+            wide = torch.promote_types(k.dtype, torch.float32)
+            found = -torch.linalg.vector_norm(k, dim=-1, dtype=wide).float()
         else:
             found = self.artefact.score(self.layer, k, v, positions, real)
         return found.masked_fill(positions < self.sinks, float("inf"))

@@ -184,7 +184,7 @@ class TestSinksAndCaps:
 
     @pytest.mark.parametrize("use_cache", [False, True])
     def test_gradients(self, name, use_cache):
-        model, ids = family(name).double(), tokens(40)  # sums in fp32 differ by processor
+        model, ids = copy.deepcopy(family(name)).double(), tokens(40)  # sums in fp32 differ by processor
         model.config._experts_implementation = "eager"  # grouped products know no fp64
         expected = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), matters(model))
         with foveate.attached(model, "dense"):

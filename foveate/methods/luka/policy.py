@@ -215,7 +215,8 @@ class LuKA(Method):
         if self.weighs_mass:
             cache.channel("mass").add_(attended.mass)
         if self.tracks_recent:
-            cache.channel("recent").lerp_(attended.mass / cache.geometry.group, 1 / self.window)
+            recent = cache.channel("recent")
+            recent.lerp_((attended.mass / cache.geometry.group).to(recent.dtype), 1 / self.window)
         return attended.out
 
     def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -76,7 +76,8 @@ def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spr
         variance = average((children.k.float() - k.unsqueeze(3)).square())
         variance = variance if children.spread is None else variance + average(children.spread)
     if variance is not None:
-        variance = variance.clamp_max(torch.finfo(children.k.dtype).max).to(children.k.dtype)  # finite in fp16 too
+        largest = min(torch.finfo(x).max for x in (children.k.dtype, torch.float32))
+        variance = variance.clamp_max(largest).to(children.k.dtype)  # finite in fp16 too
     if children.entropy is not None:
         size = children.k.shape[3]
         own = math.log(size) if weights is None else torch.special.entr(weights).sum(-1)

@@ -26,7 +26,8 @@ def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
     Returns:
         fp32 ``[B, Hkv, G, N]``.
     """
-    squared = (rows.float() * scaling).square().clamp_max_(torch.finfo(spread.dtype).max).to(spread.dtype)
+    largest = min(torch.finfo(x).max for x in (spread.dtype, torch.float32))
+    squared = (rows.float() * scaling).square().clamp_max_(largest).to(spread.dtype)
     return matmul_fp32(squared, spread.transpose(-1, -2)).clamp_(min=0.0).sqrt_()
 
 

@@ -45,7 +45,7 @@ def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
     """Add the mass of sinks and tail to ``total``."""
     rows, sinks = tree.rows, tree.sinks
     if rows.raw_slots is not None:
-        total.scatter_add_(2, rows.raw_slots.expand(mass.shape), mass)
+        total.scatter_add_(2, rows.raw_slots.expand(mass.shape), mass.to(total.dtype))
         return
     total[:, :, :sinks] += mass[..., :sinks]
     total[:, :, rows.start :] += mass[..., sinks:]
@@ -56,7 +56,7 @@ def _average(
 ) -> None:
     """Move the moving averages of sinks and tail (``tokens``) and of visited nodes, from the lowest level up."""
     sinks, rows = tree.sinks, tree.rows
-    masses = [mass / group for mass in masses]
+    masses = [(mass / group).to(tokens.dtype) for mass in masses]
     if rows.raw_slots is not None:
         slots = rows.raw_slots.expand(masses[0].shape)
         change = (masses[0] - tokens.gather(2, slots)).masked_fill_(rows.raw_hidden[:, :, 0], 0.0)

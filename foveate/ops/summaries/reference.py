@@ -295,6 +295,7 @@ class Reader:
             mass = mass.mean(2)
         exist = None if nodes.complete else nodes.exist[:, : mass.shape[1]]
         if recent is not None:
+            recent = recent.to(mass.dtype)
             mass = mass.lerp(recent if exist is None else recent.masked_fill(~exist, 0.0), how.prior)
         if exist is not None:
             mass = mass.masked_fill(~exist, float("-inf"))
