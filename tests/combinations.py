@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -26,14 +27,14 @@ def covering(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
-def _few(combinations: Sequence[tuple[int, ...]], together: int) -> list[tuple[int, ...]]:
-    """Of combinations of indices so few that each index comes up, and all of the first so many places together."""
-    held = {one: {("first", one[:together]), *enumerate(one)} for one in combinations}
-    missing, chosen = set().union(*held.values()), []
-    while missing:
-        chosen.append(max(combinations, key=lambda one: len(held[one] & missing)))
-        missing -= held[chosen[-1]]
-    return sorted(chosen)
+def _evenly(combinations: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The combinations in an order in which each next has the values that came up least."""
+    left, counts, ordered = [*combinations], collections.Counter(), []
+    while left:
+        ordered.append(min(left, key=lambda one: [sum(counts[place] for place in enumerate(one)), one]))
+        left.remove(ordered[-1])
+        counts.update(enumerate(ordered[-1]))
+    return ordered
 
 
 def every_pair(
@@ -41,7 +42,6 @@ def every_pair(
     strength: int = 2,
     indirect: Sequence[str] = (),
     besides: Collection[tuple] = (),
-    together: int | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise a test by combinations in which any two values of different parameters meet.
 
@@ -52,28 +52,42 @@ def every_pair(
         strength: how many parameters meet in all their values: 3 where a kernel distinguishes triples.
         indirect: names of fixtures among the parameters.
         besides: cases to run as well, each with a value for every name.
-        together: so few of these combinations that every value comes up, and all values of the first so many
-            parameters together: of kernels of which one takes seconds to compile.
     """
-    names = [name if isinstance(name, tuple) else (name,) for name, _ in parameters]
-    values = [[one if isinstance(name, tuple) else (one,) for one in given] for name, given in parameters]
-    combinations = covering([len(of) for of in values], strength)
-    cases = [
-        tuple(itertools.chain.from_iterable(of[index] for of, index in zip(values, combination)))
-        for combination in (combinations if together is None else _few(combinations, together))
-    ]
-    cases += besides
+    names, values = _unpacked(parameters)
+    chosen = covering([len(of) for of in values], strength)
+    cases = _cases(values, chosen, besides)
     ids = ["-".join(str(value).removeprefix("torch.") for value in case) for case in cases]
-    names = list(itertools.chain.from_iterable(names))
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
 
 
-def in_turn(first: tuple[str, Collection[Any]], *others: tuple[str, Collection[Any]]) -> pytest.MarkDecorator:
+def in_turn(*parameters: tuple[Any, Collection[Any]], besides: Collection[tuple] = ()) -> pytest.MarkDecorator:
     """Parametrise a test by each value of the first parameter once, beside values of the others in turn.
 
-    Any two values of the others meet where there are enough of the first.
+    Any two values of the others meet where there are enough of the first. For kernels of which one takes seconds to
+    compile, too.
+
+    Args:
+        parameters: as for :func:`every_pair`; the first has so many values that each of the others comes up.
+        besides: cases to run as well, each with a value for every name.
     """
-    names, values = [first[0], *(name for name, _ in others)], [list(given) for _, given in others]
-    turns = itertools.cycle(covering([len(of) for of in values]))
-    cases = [(one, *(of[index] for of, index in zip(values, next(turns)))) for one in first[1]]
-    return pytest.mark.parametrize(names, cases)
+    names, values = _unpacked(parameters)
+    turns = itertools.cycle(_evenly(covering([len(of) for of in values[1:]])))
+    chosen = [(index, *turn) for index, turn in zip(range(len(values[0])), turns)]
+    assert all({*range(len(of))} == {*indices} for of, indices in zip(values, zip(*chosen))), "a value never comes up"
+    return pytest.mark.parametrize(names, _cases(values, chosen, besides))
+
+
+def _unpacked(parameters: Sequence[tuple[Any, Collection[Any]]]) -> tuple[list[str], list[list[tuple]]]:
+    """All names, and for each parameter the tuples of values that it may take."""
+    together = [isinstance(name, tuple) for name, _ in parameters]
+    names = [name if packed else (name,) for packed, (name, _) in zip(together, parameters)]
+    values = [[*given] if packed else [(one,) for one in given] for packed, (_, given) in zip(together, parameters)]
+    return [*itertools.chain.from_iterable(names)], values
+
+
+def _cases(values: list[list[tuple]], chosen: Collection[tuple[int, ...]], besides: Collection[tuple]) -> list[tuple]:
+    """The values at the chosen indices, then ``besides``."""
+    return [
+        *(tuple(itertools.chain.from_iterable(of[one] for of, one in zip(values, indices))) for indices in chosen),
+        *besides,
+    ]

@@ -37,16 +37,6 @@ def test_cases_may_be_added():
     assert mark.kwargs["ids"][-1] == "128-True-True"
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_few_of_the_pairs_have_every_value(together):
-    parameters = [("a", range(2)), ("b", "xyz"), ("c", range(5)), ("d", [False, True])]
-    cases, pairs = (every_pair(*parameters, **how).args[1] for how in ({"together": together}, {}))
-    assert {*cases} < {*pairs}
-    assert [{*of} for of in zip(*cases)] == [{*of} for _, of in parameters]
-    assert {case[:together] for case in cases} == {pair[:together] for pair in pairs}
-    assert len(cases) <= 7 < len(pairs)
-
-
 def test_values_meet_in_turn():
     names, cases = in_turn(("method", "abcde"), ("padded", [False, True]), ("family", ["x", "y"])).args
     assert names == ["method", "padded", "family"]

@@ -67,7 +67,7 @@ def equal(mine, its):
         assert torch.equal(a, b)
 
 
-@in_turn(("spec", SPECS), ("mode", MODES), ("budget", [0.5, 1.0, "1GB", None]), ("family", ["llama", "gemma3"]))
+@in_turn(("mode", MODES), ("spec", SPECS), ("budget", [0.75, 1.0, "1GB", None]), ("family", ["llama", "gemma3"]))
 def test_host_memory_gives_the_same_tokens_and_logits(spec, mode, budget, family):
     model, found = tiny_model(family), []
     for how in ({}, {"offload": True, "gpu_budget": budget}):
@@ -78,7 +78,8 @@ def test_host_memory_gives_the_same_tokens_and_logits(spec, mode, budget, family
                 assert {type(store) for store in kept} == {OffloadedCache}
                 assert all(len(store.host.pages.keys) > 1 for store in kept)
                 assert stats.host_bytes == sum(store.host.nbytes for store in kept)
-                assert 0 < stats.summary()["pages_hot_share"] < 1
+                share = stats.summary()["pages_hot_share"]
+                assert share == 0 if mode == "beams" else 0 < share < 1  # rows of beams change places at every step
                 assert "in host memory" in str(stats)
             else:
                 assert stats.host_bytes == 0

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.kernels import assert_compiled_well, compile_for
 
 SHAPES = (
@@ -26,14 +26,14 @@ SHAPES = (
 )
 
 
-@every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
+@in_turn(SHAPES, ("capability", [80, 90]), ("softcap", [0.0, 50.0]))
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softcap):
     assert_compiled_well(*_compiled(capability, dtype, dim, value_dim, softcap), spilled=40)
 
 
-@every_pair(
-    ("capability", [80, 90]),
+@in_turn(
     (SHAPES[0], [("bf16", 64, 64), ("bf16", 192, 128), ("fp16", 128, 128), ("fp32", 128, 128)]),
+    ("capability", [80, 90]),
     ("block_size", [16, 24]),
 )
 def test_prompts_in_blocks_compile_for_ampere_and_hopper(capability, dtype, dim, value_dim, block_size):

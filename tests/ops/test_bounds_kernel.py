@@ -5,12 +5,11 @@ import importlib
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.kernels import compile_for
 
 
-@every_pair(
-    ("capability", [90, 80]),
+@in_turn(
     (
         ("dtype", "dim", "heads"),
         [
@@ -19,6 +18,7 @@ from tests.kernels import compile_for
         ],
     ),
     ("bounded", [True, False]),
+    ("capability", [90, 80]),
 )
 def test_bounds_compile_for_ampere_and_hopper(capability, dtype, dim, heads, bounded):
     triton = pytest.importorskip("triton")

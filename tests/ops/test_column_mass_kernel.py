@@ -11,7 +11,7 @@ import torch
 from foveate import ops
 from foveate.ops import Logits, dispatch
 from foveate.ops.score import reference
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.kernels import assert_compiled_well, compile_for
 
 # What it compiles to
@@ -32,7 +32,7 @@ SHAPES = (
 )
 
 
-@every_pair(("capability", [80, 90]), SHAPES, ("softcap", [0.0, 50.0]))
+@in_turn(SHAPES, ("capability", [80, 90]), ("softcap", [0.0, 50.0]))
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.column_mass_kernel")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate.ops import Logits
-from tests.combinations import every_pair
+from tests.combinations import every_pair, in_turn
 from tests.kernels import compile_for
 
 SHAPES = (
@@ -108,9 +108,9 @@ def _compile_attention(
         assert_compiled_well(compiled, capability, half, spilled=8 if page_size else 0)
 
 
-@every_pair(
-    CAPABILITIES,
+@in_turn(
     SHAPES,
+    CAPABILITIES,
     (
         ("indexed", "masked", "kept"),
         [(None, False, False), (None, True, False), ("i32", False, False), ("i64", False, False), (None, False, True)],
@@ -119,11 +119,10 @@ def _compile_attention(
     ("softcap", [0.0, 50.0]),
     # the fullest registers of Ampere, and the fullest shared memory of Hopper
     besides=[
-        (80, "fp32", 128, 8, None, True, False, False, 50.0),
-        (90, "fp16", 192, 64, None, False, True, True, 0.0),
-        (90, "fp16", 192, 64, None, False, True, True, 50.0),
+        ("fp32", 128, 8, 80, None, True, False, False, 50.0),
+        ("fp16", 192, 64, 90, None, False, True, True, 0.0),
+        ("fp16", 192, 64, 90, None, False, True, True, 50.0),
     ],
-    together=2,
 )
 def test_attention_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, indexed, masked, kept, bounded, softcap
@@ -135,10 +134,9 @@ def test_attention_compiles_for_ampere_and_hopper(
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
 
 
-@every_pair(
+@in_turn(
     (("indexed", "page_size", "kept"), [(None, 0, False), (None, 0, True), ("i32", 0, False), ("i32", 16, False)]),
     (SHAPES[0], [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 4)]),
-    together=1,
 )
 def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, dtype, dim, heads):
     how = {"indexed": indexed, "bounded": True, "kept": kept, "page_size": page_size, "block_size": 16}
@@ -150,9 +148,9 @@ def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, d
     assert compiled.spilled <= 112
 
 
-@every_pair(
-    CAPABILITIES,
+@in_turn(
     SHAPES,
+    CAPABILITIES,
     BLOCK_SIZES,
     (
         ("indexed", "masked", "bounded", "kept", "page_size"),
@@ -165,7 +163,6 @@ def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, d
             ("i32", False, True, False, 16),
         ],
     ),
-    together=2,
 )
 def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, block_size, indexed, masked, bounded, kept, page_size
@@ -174,18 +171,17 @@ def test_attention_in_blocks_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, block_size=block_size, **how)
 
 
-@every_pair(CAPABILITIES, SHAPES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]), together=2)
+@in_turn(SHAPES, CAPABILITIES, (("indexed", "page_size"), [("i32", 0), ("i64", 0), ("i32", 16)]))
 def test_attention_with_whole_rows_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, indexed, page_size):
     how = {"indexed": indexed, "bounded": True, "page_size": page_size, "block_size": 16, "whole": True}
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@every_pair(
-    CAPABILITIES,
+@in_turn(
     SHAPES,
+    CAPABILITIES,
     ("own", [False, True]),
     (("page_size", "indexed", "bounded"), [(16, "i32", True), (3, "i64", True), (1, "i32", False)]),
-    together=2,
 )
 def test_attention_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, own, page_size, indexed, bounded
@@ -195,33 +191,31 @@ def test_attention_of_pages_compiles_for_ampere_and_hopper(
     _compile_attention(capability, dtype, dim, heads, **how)
 
 
-@every_pair(
-    CAPABILITIES,
+@in_turn(
     SHAPES,
+    CAPABILITIES,
     ("bounded", [False, True]),
     ("softcap", [0.0, 50.0]),
-    besides=[(90, "fp32", 128, 8, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
-    together=2,
+    besides=[("fp32", 128, 8, 90, False, softcap) for softcap in (0.0, 50.0)],  # the fullest registers
 )
 def test_scoring_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, softcap):
     compiled = _scoring(capability, dtype, dim, heads, bounded, softcap)
     assert_compiled_well(compiled, capability, dtype != "fp32")
 
 
-@every_pair(CAPABILITIES, SHAPES, ("bounded", [False, True]), BLOCK_SIZES, together=2)
+@in_turn(SHAPES, CAPABILITIES, ("bounded", [False, True]), BLOCK_SIZES)
 def test_scoring_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, heads, bounded, block_size):
     compiled = _scoring(capability, dtype, dim, heads, bounded, 0.0, block_size=block_size)
     assert_compiled_well_in_blocks(compiled, capability, dtype != "fp32")
 
 
-@every_pair(
-    CAPABILITIES,
+@in_turn(
     SHAPES,
+    CAPABILITIES,
     ("bounded", [False, True]),
     ("page_size", [3, 16, 64]),
     ("block_size", [0, *BLOCK_SIZES[1]]),
     ("softcap", [0.0, 50.0]),
-    together=2,
 )
 def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     capability, dtype, dim, heads, bounded, page_size, block_size, softcap
@@ -274,9 +268,7 @@ def _scoring(capability, dtype, dim, heads, bounded, softcap, block_size=0, page
     )
 
 
-@every_pair(
-    CAPABILITIES, ("coded", [True, False]), ("how", ["SUM", "MAX", "LOGIT", "LARGEST"]), ("page_size", [0, 3, 16])
-)
+@in_turn(("how", ["SUM", "MAX", "LOGIT", "LARGEST"]), CAPABILITIES, ("coded", [True, False]), ("page_size", [0, 3, 16]))
 def test_pooling_compiles_for_ampere_and_hopper(capability, coded, how, page_size):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.kept_logits_kernel")
@@ -359,7 +351,7 @@ def test_selection_compiles_for_ampere_and_hopper(capability, name, number, k, b
         assert "ld.global.v4.b32" in compiled.ptx, "scores are read 16 bytes at a time"
 
 
-@every_pair(CAPABILITIES, ("held", [256, 16384]), ("bounded", [False, True]))
+@in_turn((("held", "bounded"), [(256, True), (16384, True), (16384, False)]), CAPABILITIES)
 def test_selection_of_short_rows_compiles_for_ampere_and_hopper(capability, held, bounded):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.select.rows_kernel")

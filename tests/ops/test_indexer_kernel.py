@@ -5,15 +5,15 @@ import importlib
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import every_pair, in_turn
 from tests.kernels import compile_for
 
 
-@every_pair(
-    ("capability", [90, 80]),
+@in_turn(
     (("dtype", "dim"), [("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("fp32", 256)]),
+    ("capability", [90, 80]),
     ("heads", [16, 64, 128]),
-    besides=[(90, "fp8e4nv", 128, 16), (90, "fp8e4nv", 128, 64), (90, "fp8e4nv", 128, 128)],  # Ampere has none
+    besides=[("fp8e4nv", 128, 90, heads) for heads in (16, 64, 128)],  # Ampere has none
 )
 def test_scores_compile_for_ampere_and_hopper(capability, dtype, dim, heads):
     pytest.importorskip("triton")

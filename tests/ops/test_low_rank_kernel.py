@@ -7,7 +7,7 @@ import torch
 
 from foveate.ops.compress import low_rank
 from foveate.ops.compress.low_rank import PageRecord
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.kernels import compile_for
 
 
@@ -24,25 +24,15 @@ def of_form(form):
     }
 
 
-@every_pair(
-    ("capability", [90, 80]),
-    (
-        ("dtype", "sizes"),
-        [
-            ("bf16", (128, 16)),
-            ("bf16", (64, 16, 4)),
-            ("fp16", (80, 7)),
-            ("fp32", (256, 64, 4)),
-        ],
-    ),
+@in_turn(
     (
         ("newest", "written", "block_size"),
         [*((True, 0, size) for size in (0, 1, 16, 24)), (False, 0, 0), (False, 64, 0)],
     ),
+    ("capability", [90, 80]),
+    (("dtype", "sizes"), [("bf16", (128, 16)), ("bf16", (64, 16, 4)), ("fp16", (80, 7)), ("fp32", (256, 64, 4))]),
     ("weighted", [True, False]),
-    # LOCKS's record takes many times as long to compile
-    besides=[(90, "bf16", (128, 16, 8, 8), True, 0, 16, True), (80, "bf16", (128, 16, 8, 8), False, 0, 0, False)],
-    together=2,
+    besides=[(True, 0, 16, 90, "bf16", (128, 16, 8, 8), True)],  # LOCKS's record takes many times as long to compile
 )
 def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, newest, written, block_size, weighted):
     triton = pytest.importorskip("triton")
@@ -80,29 +70,21 @@ def test_compressing_compiles_for_ampere_and_hopper(capability, dtype, sizes, ne
     assert compiled.shared <= 8 << 10
 
 
-@every_pair(
-    ("capability", [90, 80]),
+@in_turn(
     (
         ("dtype", "sizes", "heads"),
         [
             *(("bf16", (128, 16), 4), ("bf16", (64, 16), 7), ("fp16", (80, 7, 1), 1), ("bf16", (128, 32), 4)),
-            *(
-                ("bf16", (256, 32, 3), 4),
-                ("fp16", (192, 64, 4), 32),
-                ("fp32", (128, 16), 8),
-            ),
+            *(("bf16", (256, 32, 3), 4), ("fp16", (192, 64, 4), 32), ("fp32", (128, 16), 8)),
         ],
     ),
+    ("capability", [90, 80]),
     ("weighted", [True, False]),
     ("bounded", [True, False]),
     (("branch", "totals", "largest"), [(0, True, False), (0, True, True), (0, False, False), (8, False, False)]),
     ("block_size", [0, 2]),
     ("softcap", [0.0, 30.0]),
-    besides=[
-        (90, "bf16", (128, 16, 8, 8), 4, True, True, 0, True, True, 0, 0.0),
-        (80, "bf16", (128, 16, 8, 8), 4, True, True, 0, False, False, 2, 30.0),
-    ],
-    together=1,
+    besides=[("bf16", (128, 16, 8, 8), 4, 90, True, True, 0, False, False, 2, 30.0)],
 )
 def test_masses_compile_for_ampere_and_hopper(
     capability, dtype, sizes, heads, weighted, bounded, branch, totals, largest, block_size, softcap

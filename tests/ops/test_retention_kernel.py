@@ -6,16 +6,16 @@ import re
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.kernels import compile_for
 
 POINTERS = ("x", "y", "weight", "bias", "real", "slot", "cos", "sin", "head", "head_bias", "out")
 
 
-@every_pair(
-    ("capability", [80, 90]),
+@in_turn(
     (("dtype", "dim"), [("bf16", 64), ("fp16", 128), ("bf16", 80), ("fp32", 64), ("fp32", 128)]),
     ("number", [0, 1, 2, "mlp"]),
+    ("capability", [80, 90]),
 )
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, number):
     pytest.importorskip("triton")

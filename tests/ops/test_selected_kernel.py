@@ -5,25 +5,28 @@ import importlib
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.kernels import compile_for
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("dtype", "dim", "value_dim", "heads", "shared"),
-    [
-        ("bf16", 512, 512, 64, True),
-        ("fp16", 512, 512, 64, True),
-        ("bf16", 512, 512, 64, False),
-        ("bf16", 576, 512, 128, True),
-        ("bf16", 576, 512, 16, False),
-        ("bf16", 256, 256, 64, False),
-        ("bf16", 192, 128, 1, False),
-        ("bf16", 80, 80, 4, False),
-        ("bf16", 64, 64, 8, True),
-        ("fp32", 128, 128, 8, False),
-        ("fp32", 512, 512, 64, True),
-    ],
+@in_turn(
+    (
+        ("dtype", "dim", "value_dim", "heads", "shared"),
+        [
+            ("bf16", 512, 512, 64, True),
+            ("fp16", 512, 512, 64, True),
+            ("bf16", 512, 512, 64, False),
+            ("bf16", 576, 512, 128, True),
+            ("bf16", 576, 512, 16, False),
+            ("bf16", 256, 256, 64, False),
+            ("bf16", 192, 128, 1, False),
+            ("bf16", 80, 80, 4, False),
+            ("bf16", 64, 64, 8, True),
+            ("fp32", 128, 128, 8, False),
+            ("fp32", 512, 512, 64, True),
+        ],
+    ),
+    ("capability", [80, 90]),
 )
 def test_it_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, heads, shared):
     triton = pytest.importorskip("triton")

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import in_turn
 from tests.kernels import assert_compiled_well, assert_products_overlap, compile_for
 
 SHAPES = (
@@ -26,18 +26,14 @@ SHAPES = (
 CAPABILITIES = ("capability", [90, 80])
 
 
-@every_pair(
-    CAPABILITIES,
-    SHAPES,
-    ("softcap", [0.0, 50.0]),
-)
+@in_turn(SHAPES, CAPABILITIES, ("softcap", [0.0, 50.0]))
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
     _compile_attention(capability, dtype, dim, softcap)
 
 
-@every_pair(
-    CAPABILITIES,
+@in_turn(
     (SHAPES[0], [("bf16", 64), ("bf16", 256), ("fp16", 128), ("fp32", 128)]),
+    CAPABILITIES,
     ("block_size", [16, 24]),
 )
 def test_attention_in_blocks_compiles_for_ampere_and_hopper(capability, dtype, dim, block_size):
@@ -80,13 +76,11 @@ def _compile_attention(capability, dtype, dim, softcap, block_size=0):
     assert_compiled_well(compiled, capability, half, spilled=60)
 
 
-@every_pair(
-    ("dtype", ["bf16", "fp16"]),
+@in_turn(
     ("dim", [64, 80, 128, 256]),
+    ("dtype", ["bf16", "fp16"]),
     ("sinks", [True, False]),
     ("mapped", [True, False]),
-    strength=3,
-    together=2,
 )
 def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
     pytest.importorskip("triton")
@@ -127,7 +121,7 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
     assert "setmaxnreg" in compiled.ptx
 
 
-@every_pair(CAPABILITIES, SHAPES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
+@in_turn(SHAPES, CAPABILITIES, ("one", [True, False]), ("softcap", [0.0, 50.0]))
 def test_mass_compiles_for_ampere_and_hopper(capability, dtype, dim, one, softcap):
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.tiles_kernel")

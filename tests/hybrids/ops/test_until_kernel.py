@@ -5,11 +5,14 @@ import importlib
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.kernels import assert_compiled_well, compile_for
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("fp16", 64), ("bf16", 128), ("fp32", 64), ("fp32", 128)])
+@in_turn(
+    (("dtype", "dim"), [("bf16", 64), ("fp16", 64), ("bf16", 128), ("fp32", 64), ("fp32", 128)]),
+    ("capability", [90, 80]),
+)
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.hybrids.ops.until_kernel")

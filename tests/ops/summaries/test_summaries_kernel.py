@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.combinations import every_pair
+from tests.combinations import every_pair, in_turn
 from tests.kernels import compile_for
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -77,7 +77,7 @@ def test_scores_compile_for_hopper(dtype, dim, group, how, softcap):
     assert_compiled_well(compiled, dtype != "fp32", 8 if dtype != "fp32" else 192)
 
 
-@every_pair(SHAPES, ("keeps", [False, True]), ("width", [16, 40]), ("softcap", [0.0, 50.0]))
+@in_turn(SHAPES, ("keeps", [False, True]), ("width", [16, 40]), ("softcap", [0.0, 50.0]))
 def test_attention_compiles_for_hopper(dtype, dim, group, keeps, width, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.summaries.attend_kernel").attend_nodes
