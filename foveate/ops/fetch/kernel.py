@@ -99,7 +99,10 @@ def _place(
     OLDEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``given [R, P]`` is scratch: the blocks of the slots that are given away, in their order."""
+    """A program owns a row: it reads its choice twice, and its slots ten times where pages are missing.
+
+    ``given [R, P]`` is scratch: the blocks of the slots that are given away, in their order.
+    """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     now = tl.load(clock_ptr + row) + 1
     pages_ptr += row * number
@@ -115,6 +118,7 @@ def _place(
         missing += tl.sum(((page >= 0) & (block < 0)).to(tl.int32), 0)
     tl.debug_barrier()  # this step's choice is noted, and no slot of it is given away
     if missing > 0:
+        # ``low``: the largest age of which, or older, there are as many slots as are missing
         low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + (OLDEST + 1)
         for _ in tl.range(0, 8):
             middle, older = (low + high) // 2, tl.zeros([], tl.int32)
@@ -123,6 +127,7 @@ def _place(
                 last = tl.load(chosen_ptr + row * size + first + lanes, mask=there, other=now)
                 older += tl.sum((there & (tl.minimum(now - last, OLDEST) >= middle)).to(tl.int32), 0)
             low, high = tl.where(older >= missing, middle, low), tl.where(older >= missing, high, middle)
+        # all slots that are older go, and of those of this age the first few
         older = tl.zeros([], tl.int32)
         for first in tl.range(0, size, BLOCK):
             last = tl.load(chosen_ptr + row * size + first + lanes, mask=first + lanes < size, other=now)
@@ -139,7 +144,7 @@ def _place(
             taken += tl.sum(take.to(tl.int32), 0)
             alike += tl.sum(same, 0)
         tl.debug_barrier()
-    seen = tl.zeros([], tl.int32)
+    seen = tl.zeros([], tl.int32)  # missing pages so far: the next takes the slot of this number in ``given``
     for first in tl.range(0, number, BLOCK):
         page = tl.load(pages_ptr + first + lanes, mask=first + lanes < number, other=-1)
         block = tl.load(table_ptr + page, mask=page >= 0, other=0)
@@ -174,6 +179,10 @@ def _fetch(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A program owns a place of a row, and copies its page from pinned memory, if it is missing: first all keys.
+
+    A copy, so exact. Programs of pages that are there end at once.
+    """
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = tl.load(blocks_ptr + row * number + place).to(tl.int64)
     if block >= 0:
@@ -220,6 +229,7 @@ def _put(
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A program owns a KV head of a sequence, and writes its new key and value to as many as three places."""
     row = tl.program_id(0).to(tl.int64)
     batch, head, dims = row // heads, row % heads, tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + batch)
@@ -230,7 +240,7 @@ def _put(
     v = tl.load(v_ptr + batch * v_stride_b + head * v_stride_h + dims * v_stride_d, mask=dims < VALUE_DIM)
     tl.store(open_k_ptr + (row * PAGE + inside) * DIM + dims, k, mask=dims < DIM)
     tl.store(open_v_ptr + (row * PAGE + inside) * VALUE_DIM + dims, v, mask=dims < VALUE_DIM)
-    hot = block >= 0
+    hot = block >= 0  # a page that is chosen while it still fills has a copy, which gets the token too
     tl.store(hot_k_ptr + (block * PAGE + inside) * DIM + dims, k, mask=hot & (dims < DIM))
     tl.store(hot_v_ptr + (block * PAGE + inside) * VALUE_DIM + dims, v, mask=hot & (dims < VALUE_DIM))
     tl.store(tl.load(address_ptr + segment).to(k_ptr.dtype) + at * DIM + dims, k, mask=dims < DIM)

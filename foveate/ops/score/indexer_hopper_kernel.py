@@ -95,6 +95,7 @@ def _fetch(
     q_desc, k_desc, first_row, begin, end, q_tiles, k_tiles, q_full, full, empty,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """The warp that fetches: both tiles of queries once, then block after block of keys into a ring of ``STAGES``."""
     WIDTH: gl.constexpr = q_desc.block_shape[1] * q_desc.dtype.primitive_bitwidth // 8
     mbarrier.expect(q_full, 2 * ROWS * WIDTH)
     for which in gl.static_range(2):

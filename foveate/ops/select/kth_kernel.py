@@ -51,6 +51,7 @@ def _between(low, high, reach_low, reach_high, k, turn):
 
 @triton.jit
 def _inside(at, low, high, otherwise):
+    """``at`` where it lies between the bounds, ``otherwise`` where it does not."""
     return tl.where((at > low) & (at < high), at, otherwise)
 
 
@@ -95,6 +96,7 @@ def scores_at(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, B
 
 @triton.jit
 def count_valid(x):
+    """How many scores are of keys that may be chosen."""
     return tl.sum((x > float("-inf")).to(tl.int32), 0)
 
 
@@ -185,6 +187,7 @@ def put(found_ptr, written, index, chosen):
 
 @triton.jit
 def put_end(found_ptr, written, k, CHUNK: tl.constexpr):
+    """Write -1 to the places of a row for which there was no key."""
     for first in tl.range(written, k, CHUNK):
         places = first + tl.arange(0, CHUNK)
         tl.store(found_ptr + places, -1, mask=places < k)
