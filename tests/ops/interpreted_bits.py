@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foveate.ops.select import bits, bits_kernel
+from tests.combinations import every_pair
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -32,9 +33,11 @@ def assert_same(found, expected):
     assert torch.equal(found.counts, expected.counts)
 
 
-@pytest.mark.parametrize("before", [[0], [0, 1], [31, 32, 33, 64, 0], [100, 250, 700]], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 17, 90])
-@pytest.mark.parametrize("strided", [False, True])
+@every_pair(
+    ("before", [[0], [0, 1], [31, 32, 33, 64, 0], [100, 250, 700]]),
+    ("count", [0, 1, 17, 90]),
+    ("strided", [False, True]),
+)
 def test_keys_become_bits_and_bits_keys(before, count, strided):
     indices, begins = drawn(before, count)
     if strided:

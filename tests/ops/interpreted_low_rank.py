@@ -153,9 +153,9 @@ def test_masses_of_given_pages(branch, group, of_layer):
     )
 
 
-@EACH_FORM
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", ["slots", "tokens_first", "padded_rows"])
+@every_pair(
+    ("form", FORMS), ("dtype", [torch.float32, torch.float16]), ("layout", ["slots", "tokens_first", "padded_rows"])
+)
 def test_the_pages_that_new_tokens_fill(form, dtype, layout):
     size = form.page_size
     keys = in_buffer(draw(4, 2, 2 * size, form.head_dim, dtype=dtype), layout)

@@ -5,6 +5,7 @@ import torch
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import retention, retention_kernel
+from tests.combinations import every_pair
 from tests.retention import in_slots, weights
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -20,10 +21,12 @@ def check(k, v, given, **options):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kind", ["conv", "mlp"])
-@pytest.mark.parametrize("length", [1, 2, 5, 67, 130])
-@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (40, 24)])
+@every_pair(
+    ("dims", [(16, 16), (64, 64), (40, 24)]),
+    ("length", [1, 2, 5, 67, 130]),
+    ("kind", ["conv", "mlp"]),
+    ("dtype", [torch.float32, torch.float16]),
+)
 def test_tokens_in_slots(dims, length, kind, dtype):
     k, v, options, _ = in_slots(2, 3, length, dims, dtype)
     check(k, v, weights(3, sum(dims), kind, dtype), **options)

@@ -5,6 +5,7 @@ import torch
 
 from foveate.hybrids.ops import running, running_kernel
 from foveate.ops.dispatch import UnsupportedError
+from tests.combinations import every_pair
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -40,10 +41,13 @@ def check_best(kept, places, margins, positions):
     return found
 
 
-@pytest.mark.parametrize("kind", ["few", "all", "rising"])
-@pytest.mark.parametrize(("size", "filled"), [(1, (0, 1)), (7, (3, 7)), (32, (0, 32)), (40, (40, 11))])
-@pytest.mark.parametrize("count", [1, 30, 300])
-@pytest.mark.parametrize("first", [32, 512])
+@every_pair(
+    ("kind", ["few", "all", "rising"]),
+    (("size", "filled"), [(1, (0, 1)), (7, (3, 7)), (32, (0, 32)), (40, (40, 11))]),
+    ("count", [1, 30, 300]),
+    ("first", [32, 512]),
+    strength=3,
+)
 def test_when_tokens_leave(kind, size, filled, count, first, monkeypatch):
     """With one floor, and with several, each from blocks of tokens."""
     monkeypatch.setattr(running_kernel, "_FIRST", first)
