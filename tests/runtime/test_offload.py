@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import DIM, HEADS, KV_HEADS, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each_in_turn, padded
+from matrix import GEOMETRY, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, deal, each, each_in_turn, padded
 
 from foveate import methods
 from foveate.runtime import offload, replay
@@ -18,7 +18,6 @@ from tests.recorded import Replayed
 
 FETCHING = [(name, method) for name, method in VARIANTS if method.fetches]
 FETCHING += [("pages/every2", methods.make("pages", page_size=8, top_k=40, every=2))]
-each_fetching = pytest.mark.parametrize("method", [m for _, m in FETCHING], ids=[name for name, _ in FETCHING])
 pytestmark = pytest.mark.usefixtures("little_room")
 FEW, ALL = 0.75, 1.0
 """Of the pages on the device."""
@@ -34,7 +33,7 @@ def small_segments(monkeypatch):
 def drivers(method, budget=FEW):
     """A layer on the device, and one in host memory: the device keeps this share of pages, or what a step needs."""
     found = Driver(method), Driver(method)
-    shape = LayerShape(method, Geometry(HEADS, KV_HEADS, DIM, DIM), torch.float32)
+    shape = LayerShape(method, GEOMETRY, torch.float32)
     needed = max(shape.least(slots) / -(-slots // method.fetches.page_size) for slots in range(PROMPT, 2 * PROMPT))
     found[1].layer.phase.offload = Offload(max(budget, needed), {0: shape}, torch.device("cpu"))
     return found
@@ -64,10 +63,10 @@ def test_methods_that_fetch():
     assert {method.name for _, method in FETCHING} == {"pages", "luka", "luka_paper", "kascade"}
 
 
-@each_fetching
-@pytest.mark.parametrize(("budget", "chunk"), [(FEW, 20), (ALL, PROMPT)])
-def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
+@each_in_turn("budget", [FEW, ALL], FETCHING)
+def test_host_memory_gives_the_same_to_the_last_bit(method, budget):
     """Of a padded batch, and over growth of the cache: hot pages stay where their number was known before."""
+    chunk = 20 if budget == FEW else PROMPT
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
     steps = Tokens.random(len(LENGTHS), 32, seed=1)
     cuts = [*range(0, PROMPT, chunk), PROMPT]
@@ -89,7 +88,7 @@ def test_host_memory_gives_the_same_to_the_last_bit(method, budget, chunk):
     assert 0 < counted[1]["pages_fetched"] < counted[1]["pages_asked"]
 
 
-@each_fetching
+@each(deal(0, variants=FETCHING))
 def test_host_memory_is_undone_and_rearranged_to_the_last_bit(method):
     tokens, steps = Tokens.random(3, PROMPT + 8), Tokens.random(6, 5, seed=3)
     outs, both = [[], []], drivers(method)
@@ -111,8 +110,7 @@ def test_host_memory_is_undone_and_rearranged_to_the_last_bit(method):
     same_state(*(driver.store for driver in both))
 
 
-@each_fetching
-@pytest.mark.parametrize("removed", [1, 6])
+@each_in_turn("removed", [1, 6], deal(1, variants=FETCHING))
 def test_tokens_after_a_crop(method, removed):
     """Also where it leaves the page that was being filled."""
     tokens, steps = Tokens.random(2, PROMPT + 8), Tokens.random(2, 11, seed=3)
@@ -127,7 +125,7 @@ def test_tokens_after_a_crop(method, removed):
     same_state(*(driver.store for driver in both))
 
 
-@each_fetching
+@each(deal(0, variants=FETCHING))
 def test_rows_change_before_anything_is_decoded(method):
     """The buffers of the prompt, which have room for more, are of other rows then."""
     tokens, outs, both = Tokens.random(2, PROMPT + 20), [[], []], drivers(method)
@@ -143,7 +141,7 @@ def test_rows_change_before_anything_is_decoded(method):
         assert torch.equal(mine, its)
 
 
-@each_fetching
+@each(deal(1, variants=FETCHING))
 def test_rows_that_stay_keep_their_hot_pages(method):
     """As beams do at most steps."""
     tokens, outs, both = Tokens.random(2, PROMPT + 20), [], drivers(method)
@@ -158,7 +156,7 @@ def test_rows_that_stay_keep_their_hot_pages(method):
     assert torch.equal(*outs)
 
 
-@each_fetching
+@each(deal(0, variants=FETCHING))
 def test_copies_and_another_turn(method):
     """A copy goes on by itself, from memory of its own."""
     tokens, more = Tokens.random(2, PROMPT + 9), Tokens.random(2, 30, seed=3)
@@ -175,7 +173,7 @@ def test_copies_and_another_turn(method):
         assert torch.equal(mine, its)
 
 
-@each_in_turn("lengths", [LENGTHS[:1], LENGTHS], FETCHING)
+@each_in_turn("lengths", [LENGTHS[:1], LENGTHS], deal(1, variants=FETCHING))
 def test_replays_equal_ordinary_steps(method, lengths):
     """Also over growth, after which the step is recorded anew: nothing is read on the host."""
     batch, mask = padded([Tokens.random(1, length, seed=length) for length in lengths], PROMPT)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, each_in_turn, padded
+from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, deal, each, each_in_turn, padded
 
 from foveate import methods
 from foveate.runtime import replay
@@ -11,7 +11,6 @@ from tests.recorded import Replayed, record
 
 pytestmark = pytest.mark.usefixtures("little_room")
 RECORDED = [(name, method) for name, method in VARIANTS if not methods.replay_obstacle(method)]
-each_recorded = pytest.mark.parametrize("method", [m for _, m in RECORDED], ids=[name for name, _ in RECORDED])
 
 
 def assert_same_counts(a, b):
@@ -22,7 +21,7 @@ def assert_same_counts(a, b):
         assert float(a[name]) == pytest.approx(float(b[name])), name
 
 
-@each_in_turn("lengths", [LENGTHS[:1], LENGTHS], RECORDED)
+@each_in_turn("lengths", [LENGTHS[:1], LENGTHS], deal(0, variants=RECORDED))
 def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     """Also over growth of the cache, after which the step is recorded anew."""
     monkeypatch.setattr(replay, "ROOM", 1)
@@ -43,7 +42,7 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
 KEEPING = [(name, method) for name, method in RECORDED if method.evicts is not Evicts.IN_DECODE]
 
 
-@pytest.mark.parametrize("method", [m for _, m in KEEPING], ids=[name for name, _ in KEEPING])
+@each(deal(0, variants=KEEPING))
 def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
     """Also over growth, after which rows have more blocks."""
     monkeypatch.setattr(replay, "ROOM", 1)
@@ -59,7 +58,7 @@ def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
     assert_same_state(plain.store, driver.store)
 
 
-@pytest.mark.parametrize("method", [m for _, m in KEEPING if m.evicts], ids=[name for name, m in KEEPING if m.evicts])
+@each([one for one in KEEPING if one[1].evicts])
 def test_a_prompt_after_replays_evicts_and_counts(method):
     """Counters are the layer's own; a captured step has put them on the device."""
     plain, driver = Driver(method), Driver(method)
@@ -75,11 +74,7 @@ def test_a_prompt_after_replays_evicts_and_counts(method):
     assert_same_counts(plain.layer.counters, driver.layer.counters)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [m for _, m in KEEPING if not m.name.startswith("luka")],
-    ids=[name for name, m in KEEPING if not m.name.startswith("luka")],
-)
+@each([one for one in deal(1, variants=KEEPING) if not one[1].name.startswith("luka")])
 def test_rows_in_another_order_have_other_blocks(method):
     """Keys and values stay where they are: it is the table of blocks that is another."""
     tokens = Tokens.random(2, PROMPT + 12, seed=1)
@@ -151,7 +146,7 @@ def test_pages_are_made_where_that_cannot_be_recorded():
     assert_same_state(plain.store, driver.store)
 
 
-@each_recorded
+@each(deal(1, variants=RECORDED))
 def test_what_the_host_does_in_between_is_seen(method):
     """Ordinary steps, rows in another order, and a second prompt between replays."""
     tokens = Tokens.random(3, PROMPT + 40)
