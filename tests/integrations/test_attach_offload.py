@@ -53,7 +53,7 @@ def small_segments(monkeypatch):
 def run(model, mode="greedy", **options):
     alone = mode == "prompt_lookup"
     inputs = {"input_ids": repetitive(61)} if alone else left_padded([61, 23, 40])
-    how = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    how = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(**inputs, **how, **MODES[mode], **options)
 
 
@@ -127,7 +127,7 @@ def turn(model, cache, ids):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **how, **cached(cache))
 
 
-@pytest.mark.parametrize("spec", [*SPECS.values(), *READERS])
+@pytest.mark.parametrize("spec", [SPECS["pages"], *READERS[::3]])
 def test_turns_copies_crops_and_files(spec, tmp_path):
     model, found, path = tiny_model(), [], tmp_path / "cache.safetensors"
     more = torch.randint(3, 90, (1, 9))
@@ -165,7 +165,7 @@ def test_a_file_is_of_any_storage(tmp_path):
 def test_steps_are_replayed(spec):
     """Over growth, and in another turn."""
     model, found = tiny_model(), []
-    more = {"max_new_tokens": 18, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    more = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for replays in (False, True):
         attachment = foveate.attach(model, spec, offload=True, cuda_graph=replays and "auto")
         attachment.graphs.recorder = record
@@ -174,7 +174,7 @@ def test_steps_are_replayed(spec):
         ids = torch.cat([ids, torch.arange(3, 12).expand(2, -1)], 1)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
         found.append([out, model.generate(ids, attention_mask=mask, **more, **cached(returned_cache(out)))])
-    assert foveate.stats(model).graphs.replayed > 25
+    assert foveate.stats(model).graphs.replayed > 17
     for mine, its in zip(*found, strict=True):
         assert torch.equal(mine.sequences, its.sequences)
         for a, b in zip(mine.logits, its.logits, strict=True):

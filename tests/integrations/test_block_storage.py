@@ -33,7 +33,7 @@ MODES = {
 def run(model, mode, **options):
     alone = mode == "prompt_lookup"
     inputs = {"input_ids": repetitive(61)} if alone else left_padded([61, 23, 40])
-    how = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    how = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(**inputs, **how, **MODES[mode], **options)
 
 

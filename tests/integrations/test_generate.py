@@ -23,7 +23,7 @@ from tests.helpers import (
     COMMON,
     CONFIGS,
     FAMILIES,
-    ONE_OF_A_KIND,
+    ONE_OF_EACH,
     SLIDING,
     VOCAB,
     assistant,
@@ -58,8 +58,6 @@ SPARSE = of_release(name for name in SPECS if name != "dense")
 PROMPT = 61
 LENGTHS = [PROMPT, 23, 40]
 METHODS = ("method", SPARSE)
-ONE_OF_EACH = {*of_release(ONE_OF_A_KIND | {"adakv", "expected_attention", "lessismore", "sparq", "streaming"})}
-"""For what `generate` and a cache do for all methods alike: each method's own part is the matrix's."""
 KINDS = ("method", [name for name in SPARSE if name in ONE_OF_EACH])
 TWO_FAMILIES = ("family", ["llama", "gemma3"])
 every_method = pytest.mark.parametrize(*METHODS)
@@ -172,7 +170,7 @@ def test_dense_speculates_like_the_stock_model(family, mode, attached_assistant,
 
 
 @in_turn(
-    ("method", [name for name in methods.names() if name in ONE_OF_EACH]),
+    ("method", of_release(name for name in methods.names() if name in ONE_OF_EACH)),
     ("assisted", [False, True]),
     ("length", [1, 40]),
 )

@@ -12,13 +12,24 @@ from foveate import methods
 from foveate.integrations.transformers.decode_calls import DecodeCall
 from foveate.runtime import ReplayedSteps
 from tests.combinations import in_turn
-from tests.helpers import FAMILIES, SLIDING, assistant, cached, generate, left_padded, of_release, tiny_model, tokens
+from tests.helpers import (
+    FAMILIES,
+    ONE_OF_EACH,
+    SLIDING,
+    assistant,
+    cached,
+    generate,
+    left_padded,
+    of_release,
+    tiny_model,
+    tokens,
+)
 from tests.recorded import record
 
 SPECS = [
     methods.make(name, **methods.get(name).small_budget).spec
     for name in methods.names()
-    if methods.get(name).replay is not None
+    if methods.get(name).replay is not None and name in ONE_OF_EACH
 ] + [
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
@@ -53,7 +64,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     if not ragged:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     plain, model = attached(spec, cuda_graph=False), attached(spec)
-    more = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 30, "min_new_tokens": 30}
+    more = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 20, "min_new_tokens": 20}
     expected, found = (one.generate(**batch, do_sample=False, **more) for one in (plain, model))
     assert torch.equal(found.sequences, expected.sequences)
     for step, wanted in zip(found.logits, expected.logits, strict=True):
@@ -62,7 +73,7 @@ def test_tokens_and_logits_are_those_of_ordinary_steps(spec, ragged):
     used = foveate.stats(model).graphs
     assert used.reason == ""
     # the prompt gives the first token; then come a step in which methods settle and one that makes ready
-    assert used.replayed >= 25
+    assert used.replayed >= 15
     assert used.captured <= 2
     assert foveate.stats(plain).graphs.replayed == 0
 

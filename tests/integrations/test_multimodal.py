@@ -14,7 +14,8 @@ from tests.helpers import cached, fingerprint, generate, left_padded, returned_c
 from tests.multimodal import IMAGE, IMAGES, WRAPPERS, with_image, wrapper
 from tests.recorded import record
 
-METHODS = ["luka", "kascade", "h2o", "quest"]
+METHODS = ["luka", "kascade"]
+"""A wrapper's text model is a family of tests/integrations/test_families.py, which has more."""
 
 
 @functools.cache

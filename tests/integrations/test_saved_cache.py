@@ -37,7 +37,7 @@ def goes_on(model, cache, ids, **more):
     if mask is not None:
         more["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] + 5 - mask.shape[1])], 1)
     ids = torch.cat([ids, new], 1)
-    return model.generate(ids, max_new_tokens=12, do_sample=False, **cached(cache), **more)
+    return model.generate(ids, max_new_tokens=6, do_sample=False, **cached(cache), **more)
 
 
 @pytest.mark.parametrize("name", of_release(METHODS))

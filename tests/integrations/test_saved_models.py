@@ -9,6 +9,7 @@ import torch
 import foveate
 from foveate.integrations.transformers.digests import digests, weights_digest
 from foveate.integrations.transformers.support import forgets
+from tests.combinations import in_turn
 from tests.families import FAMILIES, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, tiny_model, tokens
 from tests.multimodal import IMAGES, with_image, wrapper
@@ -26,8 +27,7 @@ def read(model, input_ids, **given):
     return cache
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", [*SLIDING, *RECURRENT])
+@in_turn(("name", [*SLIDING, *RECURRENT]), ("batch", [1, 2]))
 def test_layers_without_a_method_are_kept(name, batch, tmp_path):
     assert len(SLIDING) >= 6
     model, ids = copy.deepcopy(family(name)), tokens(60, batch)

@@ -14,17 +14,13 @@ from tests.helpers import cached, left_padded, tiny_model, tokens
 pytestmark = pytest.mark.usefixtures("little_room")
 GROUP = [
     "dense",
-    "uniform:top_k=9,window=8",
     "h2o:top_k=9,window=8",
     "h2o:top_k=0.2,window=4",
     "h2o:top_k=60,window=8",
-    "tova:top_k=9",
     "tova:top_k=20,pool=kv_head",
-    "snapkv:top_k=12,window=8",
     "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
     "luka:page_size=4,tail=9,top_k=2",
     "luka:page_size=5,tail=7,top_k=0.3,bias=log,compressor=attention,prior=0.0",
-    "luka:score=spread,page_size=6,tail=14,top_k=2",
     methods.make("mixed", **methods.get("mixed").small_budget).spec,
     'per_layer:layers={"0": "dense", "rest": "luka:page_size=4,tail=9,compressor=attention,prior=0.0"}',
 ]

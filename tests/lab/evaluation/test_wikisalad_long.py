@@ -14,6 +14,7 @@ from foveate.errors import DataError, UserError
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.tasks import wikisalad_long as long
 from foveate.lab.evaluation.tasks.base import Output
+from tests.combinations import in_turn
 
 NAMES = ("Abel", "Bath", "Cork", "Dole", "Edam", "Faro", "Gent", "Hove", "Iasi", "Jena", "Kiel", "Linz", "Metz", "Nara")
 TITLES = tuple(f"Town_of_{name}" for name in NAMES)
@@ -65,8 +66,7 @@ def fake(sizes):
     return [[long.Segment(f"{a}", f"{a}.{p}", (), 1) for p in range(size)] for a, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("pattern", ["A", "ABAB", "AABBAABB", "ABCABC", "AAABBBCCC", "ABCDEF"])
-@pytest.mark.parametrize("length", [1500, 1777, 4000])
+@in_turn(("pattern", ["A", "ABAB", "AABBAABB", "ABCABC", "AAABBBCCC", "ABCDEF"]), ("length", [1500, 1777, 4000]))
 def test_prompts_have_the_length_asked_for(towns, tokenizer, length, pattern):
     items = make(towns, tokenizer, length=length, pattern=pattern)
     assert [item.id for item in items] == [f"{example}.{index}" for example in range(3) for index in range(5)]
