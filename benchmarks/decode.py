@@ -30,7 +30,7 @@ from foveate import ops
 from foveate.errors import UserError, unknown
 from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
 from foveate.lab.results.measurements import speed_row
-from foveate.methods import Method, replay_obstacle
+from foveate.methods import Method, get, make, replay_obstacle
 from foveate.runtime import capture
 from foveate.runtime.layer import finish_prompt
 from foveate.state import Channel, Counters, Evicts, Geometry, SlotCache
@@ -151,7 +151,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
     layers, graphs, recall = {}, [], None
     for kind in those:
         layer, chooser = _layers(plan, kind, caches, queries)
-        approximate = getattr(kind.policy, "scores_approximately", False)
+        approximate = getattr(kind.policy, "scores_summaries", False) and kind.policy.layer_role.chooses
         if plan.level == "kernel":  # counted before it is recorded
             pages = _summarised_pages(kind.policy, layer)
             if pages and layer.cache.used % pages == 0:
@@ -179,7 +179,8 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
 
 def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     """The share of the keys that exact scores choose which a layer that scores summaries chooses, too."""
-    exact = policy.exact.for_layer(policy.layer_role.layer, plan.layers)
+    summaries = {"first_layer": "dense", "page_size": get("kascade").page_size, "weighted": True}
+    exact = make(policy, score_keys="exact", **summaries).for_layer(policy.layer_role.layer, plan.layers)
     places = torch.zeros(2, plan.kv_heads * cache.batch_size, cache.used + 1, dtype=torch.bool, device=cache.device)
     for one, method in zip(places, (exact, policy)):
         one.scatter_(1, method.select(cache, q, plan.scaling).flatten(0, 1).long().remainder(cache.used + 1), True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
-from foveate.methods import Method
+from foveate.methods import Method, sparse_prompt
 
 
 class Kind(NamedTuple):
@@ -21,12 +21,12 @@ class Kind(NamedTuple):
 
 def in_prompt(policy: Method) -> str:
     """What a layer does with a prompt, in a word."""
-    if not policy.sparse_prompt:
+    if not sparse_prompt(policy):
         return "dense" if policy.observation is None else "dense, learning"
-    return policy.role
+    return policy.role.name
 
 
-def kinds(method: Method, layers: int, name: Callable[[Method], str] = attrgetter("role")) -> list[Kind]:
+def kinds(method: Method, layers: int, name: Callable[[Method], str] = attrgetter("role.name")) -> list[Kind]:
     """What the layers of a method do, by name, and how many do the same; by default with a decoded token."""
     policies = [method.for_layer(layer, layers) for layer in range(layers)]
     alike: dict[tuple[str, str], list[int]] = {}
@@ -35,6 +35,6 @@ def kinds(method: Method, layers: int, name: Callable[[Method], str] = attrgette
     found = []
     for same in alike.values():
         policy = policies[same[-1]]  # of layers that read, one after all that choose
-        chooser = None if policy.reads_choice_of is None else policies[policy.reads_choice_of]
+        chooser = None if policy.role.reads_choice_of is None else policies[policy.role.reads_choice_of]
         found.append(Kind(name(policy), len(same), policy, chooser))
     return found

@@ -169,7 +169,7 @@ def _end(plan: Plan, policy: Method, prompt: _Prompt, forward: dict[Any, Any]) -
     def end() -> None:
         keep = policy.prompt_end(branch, plan.scaling)
         if keep is not None:
-            branch.retain(keep, policy.uneven)
+            branch.retain(keep, policy.evicts.unevenly)
         policy.prompt_packed(branch)
 
     return _timed(end, plan.device)

@@ -96,7 +96,7 @@ def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, 
 def settled(model: Path | str, spec: str) -> str:
     """A spec that names the calibration which comes with foveate for a model folder, if the method is to use it."""
     own = model_folder.method_for(Path(model), parse(spec))
-    return own.spec if own.artefact is not None and own != parse(spec) else spec
+    return own.spec if getattr(own, "calibration", "") and own != parse(spec) else spec
 
 
 def written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:

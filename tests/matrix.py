@@ -21,7 +21,7 @@ from foveate.integrations.transformers.layers import CacheLayer
 from foveate.methods.pages import PageMethod
 from foveate.ops import Logits, Rotary
 from foveate.runtime import Phase, handover
-from foveate.state import Counters, Evicts, Geometry
+from foveate.state import Counters, Geometry
 from tests import promises
 from tests.helpers import kascade_by_head
 
@@ -34,13 +34,19 @@ PROMPT, DECODED = 61, 20
 
 def small(name, layer=0):
     """A registered method as one of three layers gets it, under its small budget."""
-    return methods.make(name, **methods.get(name).small_budget).for_layer(layer, 3, [layer])
+    return methods.make(name, **methods.get(name).about.small_budget).for_layer(layer, 3, [layer])
 
 
 def by_layers(name):
     """Whether a method makes an instance for each layer, which may be equal and yet keep other state of its own."""
-    method = methods.make(name, **methods.get(name).small_budget)
+    method = methods.make(name, **methods.get(name).about.small_budget)
     return method.for_layer(1, 3, [1]) is not method
+
+
+def estimates(method):
+    """Whether a method chooses keys by something else than their logits."""
+    declared = method.about.estimates
+    return declared(method) if callable(declared) else declared
 
 
 _FOLDER = tempfile.TemporaryDirectory()
@@ -119,7 +125,7 @@ VARIANTS = [
         }.items()
     ),
     *(
-        (f"{name}/evict_every", methods.make(name, **methods.get(name).small_budget, evict_every=17))
+        (f"{name}/evict_every", methods.make(name, **methods.get(name).about.small_budget, evict_every=17))
         for name in ("uniform", "h2o", "tova", "snapkv", "adakv", "rocketkv", "lte")
     ),
     *(
@@ -317,7 +323,7 @@ def assert_same_state(a, b):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_full_budget_is_dense(name, layer, softcap):
-    method = methods.make(name, **methods.get(name).full_budget).for_layer(layer, 3, [layer])
+    method = methods.make(name, **methods.get(name).about.full_budget).for_layer(layer, 3, [layer])
     tokens = Tokens.random(2, PROMPT + DECODED)
     driver = Driver(method, softcap=softcap)
     out = torch.cat([driver.feed(tokens[:PROMPT]), driver.feed_steps(tokens[PROMPT:])], 2)
@@ -341,7 +347,7 @@ def test_context_shorter_than_the_budget_is_dense(method):
         close(out, dense(tokens[:5]))
 
 
-@each([one for one in VARIANTS if not one[1].estimates])  # what stands for moved keys is another
+@each([one for one in VARIANTS if not estimates(one[1])])  # what stands for moved keys is another
 def test_capped_logits_are_those_of_other_keys(method):
     """Where all queries and all keys are along one axis, keys can be moved to where their logits are capped."""
     softcap, tokens = 0.7, Tokens.random(2, PROMPT + DECODED)
@@ -364,7 +370,8 @@ def test_capped_logits_are_those_of_other_keys(method):
 @each_variant
 def test_a_later_token_never_changes_an_earlier_output(method):
     tokens, others = Tokens.random(1, PROMPT + 6), Tokens.random(1, PROMPT + 6, seed=1)
-    reach = method.prompt_tile(HEADS // KV_HEADS) or PROMPT
+    tile = method.prompt_tile(HEADS // KV_HEADS)
+    reach = PROMPT if tile is None else max(1, tile)
 
     def run(some):
         driver = Driver(method)
@@ -577,7 +584,7 @@ def test_small_budget_reads_less_than_dense(method):
     assert counters.decode_steps == DECODED
     available = sum(range(PROMPT + 1, PROMPT + DECODED + 1))
     assert counters.keys_available == available
-    if method.role.startswith("dense"):
+    if method.role.name.startswith("dense"):
         assert float(counters.keys_read) == available
     else:
         assert float(counters.keys_read) < 0.8 * available
@@ -687,7 +694,7 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
     a prompt in the same chunks where another variant is tested. They evict and make pages within a dozen steps; the
     method itself goes past the room both times.
     """
-    if method.sparse_prompt:
+    if methods.sparse_prompt(method):
         with pytest.raises(ValueError, match="sparse in prefill"):
             methods.SharedPrompt((*COMPANY, method))
         return
@@ -735,7 +742,7 @@ def test_chunked_prefill_equals_one_piece(method):
 TILED = [
     (name, method)
     for name, method in VARIANTS
-    if method.prompt_tile(HEADS // KV_HEADS) not in (1, None)
+    if method.prompt_tile(HEADS // KV_HEADS) not in (0, 1, None)
     and not getattr(method, "dense_anchor_prefill", False)  # such an anchor chooses by tiles for others alone
 ]
 
@@ -814,7 +821,7 @@ def test_second_turn_in_chunks_and_batches(method):
     held = [beside_what_is_held(driver.store, b, last[b][:1]) for b in range(2)]
     out = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in last]) for n in "qkv")))
     for b in range(2):
-        if not method.sparse_prompt:
+        if not methods.sparse_prompt(method):
             close(read[b : b + 1, :, -len(second[b]) :], expected[b])
         if method.evicts and not isinstance(method, PageMethod):
             close(out[b : b + 1, :, :1], held[b])
@@ -940,7 +947,7 @@ def test_repeated_and_selected_rows_continue_like_fresh_ones(method):
 # Keys and values in blocks
 
 
-KEEPING = [(name, method) for name, method in VARIANTS if method.evicts is not Evicts.IN_DECODE]
+KEEPING = [(name, method) for name, method in VARIANTS if not method.evicts.in_decode]
 
 
 def in_blocks_and_not(method, block_size):
@@ -998,7 +1005,7 @@ def test_blocks_are_undone_and_rearranged_to_the_last_bit(method):
     assert sorted([*held, *store._free_blocks]) == list(range(len(store.memory[0])))
 
 
-@each([one for one in deal(1) if one in KEEPING and not one[1].sparse_prompt])
+@each([one for one in deal(1) if one in KEEPING and not methods.sparse_prompt(one[1])])
 def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
     """Branches of it grow, evict, and repeat their rows without harm to each other."""
     tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 12, seed=1)
@@ -1010,7 +1017,7 @@ def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
         for one in (method, *COMPANY[::3], method):  # of company one evicts, one keeps everything
             branch = Driver(one)
             branch.layer.continue_from(read.layer)
-            assert branch.store.block_size == (0 if one.evicts is Evicts.IN_DECODE else read.layer.block_size)
+            assert branch.store.block_size == (0 if one.evicts.in_decode else read.layer.block_size)
             branch.layer.batch_repeat_interleave(2)
             outs[-1].append(branch.feed_steps(steps))
     for mine, its in zip(*outs, strict=True):
@@ -1021,7 +1028,7 @@ def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
 @each_variant
 def test_methods_that_evict_in_decode_keep_their_slots_in_one_piece(method):
     driver = Driver(method, block_size=16)
-    if method.evicts is not Evicts.IN_DECODE:
+    if not method.evicts.in_decode:
         driver.feed(Tokens.random(1, 4))
         assert driver.store.block_table.length == 4
         return
@@ -1050,13 +1057,11 @@ def test_every_precision_stays_close_to_the_same_choice_in_fp32(method, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_spec_reads_back_as_the_same_method(name):
     cls = methods.get(name)
-    assert cls.source
+    assert cls.about.source
     assert cls.__doc__
-    for settings in (cls.full_budget, cls.small_budget):
+    for settings in (cls.about.full_budget, cls.about.small_budget):
         method = methods.make(name, **settings)
         assert methods.parse(method.spec) == method
-        fields = [field for field in dataclasses.fields(cls) if field.metadata.get("later")]
-        later = {field.name for field in fields if field.default == field.metadata["before"]}
         idle = {"dense_anchor_prefill"} if getattr(method, "decode_only", False) else set()
-        assert set(method.settings()) == {field.name for field in dataclasses.fields(cls)} - later - idle
+        assert set(methods.settings_of(method)) == {field.name for field in dataclasses.fields(cls)} - idle
         assert all(field.metadata.get("help") for field in dataclasses.fields(cls))

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from foveate.methods import KeepsByScore, Method, get
 from foveate.methods.budgets import budget
 from foveate.methods.pages import PageMethod
-from foveate.state import Evicts
 
 BASES = {
     "locks": lambda m, prompt, n: [*range(m.page_size), *range(n // m.page_size * m.page_size, n)],
@@ -34,7 +33,7 @@ def always_read(method: Method, prompt: int, length: int) -> Iterable[int]:
     if own := of(BASES, method):
         return own(method, prompt, length)
     if isinstance(method, KeepsByScore):
-        newest = prompt if method.evicts is Evicts.AT_PROMPT_END else length
+        newest = prompt if method.evicts and not method.evicts.in_decode else length
         return [*range(method.sinks), *range(newest - method.window, length)]
     if isinstance(method, PageMethod) and method.tail:
         return [*range(method.sinks), *range(length + 1 - method.tail, length)]

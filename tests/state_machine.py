@@ -60,7 +60,7 @@ NAMES = [*sorted({*methods.names()} - {"lte"}), *VARIANTS]
 
 def spec_of(name: str) -> str:
     """Settings under which a method is sparse here."""
-    return VARIANTS[name] if name in VARIANTS else methods.make(name, **methods.get(name).small_budget).spec
+    return VARIANTS[name] if name in VARIANTS else methods.make(name, **methods.get(name).about.small_budget).spec
 
 
 def options_of(name: str) -> dict[str, Any]:

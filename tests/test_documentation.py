@@ -116,9 +116,9 @@ def test_the_method_that_the_guide_prints_is_one(monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", (GUIDE / "extend.md").read_text(encoding="utf-8"), re.DOTALL)
     names: dict = {}
     exec(example, names)
-    method = names["ShortKeys"](**names["ShortKeys"].small_budget)
+    method = names["ShortKeys"](**names["ShortKeys"].about.small_budget)
     assert method.spec == "short_keys:top_k=12,window=8"
-    assert {"top_k", "sinks", "window", "evict_every", "order"} == method.settings().keys()
+    assert {"top_k", "sinks", "window", "evict_every", "order"} == methods.settings_of(method).keys()
     driver, tokens = Driver(method), Tokens.random(1, PROMPT + 1)
     driver.feed(tokens[:PROMPT])
     lengths, held = tokens.k[0, :, 4 : PROMPT - 8].norm(dim=-1), driver.store.positions[0]
@@ -134,7 +134,7 @@ def test_packages_are_named_without_the_host_of_a_registry():
     files = [*PAGES, *sorted((ROOT / "foveate").rglob("*.py"))]
     hosts = re.compile(r"pypi\.org|pythonhosted|anaconda\.org|registry\.npmjs")
     assert [str(path) for path in files if hosts.search(path.read_text(encoding="utf-8"))] == []
-    assert methods.get("locks").source.endswith("Python package locks-kv, release 0.1.4")
+    assert methods.get("locks").about.source.endswith("Python package locks-kv, release 0.1.4")
 
 
 def test_every_extra_has_its_line():

@@ -62,7 +62,7 @@ def test_dense_writes_what_the_unattached_model_writes(smollm, short, plain):
 @pytest.mark.parametrize("name", foveate.methods.names())
 def test_a_full_budget_writes_what_dense_writes(smollm, short, plain, name):
     model, _ = smollm
-    with foveate.attached(model, name, **foveate.methods.get(name).full_budget):
+    with foveate.attached(model, name, **foveate.methods.get(name).about.full_budget):
         sequences, logits = greedy_with_logits(model, short)
     assert torch.equal(sequences, plain[0])
     torch.testing.assert_close(logits, plain[1], rtol=0, atol=1e-3)  # of logits up to 35

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from foveate.methods import Method, attend_all, register, setting
+from foveate.methods import About, Method, Role, attend_all, register, setting
 
 
 @register
@@ -21,11 +21,13 @@ class KascadeAblated(Method):
     """Reads the keys of the highest score, in prompts a choice for each tile of queries; layer 0 is dense."""
 
     name = "kascade_ablated"
-    source = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391, sections 3.1, 3.4 and 3.5"
+    about = About(
+        "Kascade, Deshmukh et al. 2025, arXiv:2512.16391, sections 3.1, 3.4 and 3.5",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 9, "tile": 1},
+    )
     stateful = False
     needs_prompt_end = True
-    full_budget = {"top_k": 1.0}
-    small_budget = {"top_k": 9, "tile": 1}
     counters = ("indices_reused",)
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
@@ -58,8 +60,8 @@ class KascadeAblated(Method):
     layer = anchor = heads = None  # set by for_layer
 
     @property
-    def reads_choice_of(self):
-        return None if self.anchor == self.layer else self.anchor
+    def role(self):
+        return Role(self.name, None if self.anchor == self.layer else self.anchor)
 
     def prompt_tile(self, group):
         return 1 if self.anchor is None else max(1, self.tile // group)

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from foveate.methods import Channel, Method, register, setting
+from foveate.methods import About, Channel, Method, register, setting
 
 EVERY = 16
 """Decoded tokens between two rounds of making pages (section 4.4)."""
@@ -23,11 +23,13 @@ class LuKAAblated(Method):
     """Reads summaries of old pages, all tokens of the refined ones, the first tokens and the newest."""
 
     name = "luka_ablated"
-    source = "LuKA, Fei et al. 2025, sections 3.2 and 5"
+    about = About(
+        "LuKA, Fei et al. 2025, sections 3.2 and 5",
+        full_budget={"top_k": 1.0, "mass": "exact"},
+        small_budget={"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2},
+        estimates=True,
+    )
     needs_prompt_end = True
-    estimates = True
-    full_budget = {"top_k": 1.0, "mass": "exact"}
-    small_budget = {"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2}
     counters = ("pages_refined",)
 
     page_size: int = setting(16, "tokens of a page")

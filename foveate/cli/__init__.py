@@ -94,7 +94,7 @@ def methods(
             for field in dataclasses.fields(method)
         ]
         summary = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("``", "")
-        entry = {"name": method.name, "summary": summary, "source": method.source, "settings": settings}
+        entry = {"name": method.name, "summary": summary, "source": method.about.source, "settings": settings}
         entries.append(entry | {"example": _example(method)})
     if as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False, default=str))
@@ -104,8 +104,8 @@ def methods(
 
 def _example(method: Any) -> str:
     """A spec of a method, with what it needs, or else its budget, written out."""
-    if method.example:
-        return method.example
+    if method.about.example:
+        return method.about.example
     defaults = {field.name: field.default for field in dataclasses.fields(method)}
     budget = next((one for one in ("top_k", "window") if one in defaults), None)
     return method.name if budget is None else f"{method.name}:{budget}={defaults[budget]}"

@@ -7,11 +7,16 @@ import importlib
 import pkgutil
 
 from foveate.methods._common import attend_all
+from foveate.methods._settings import settings_of as settings_of
 from foveate.methods.auto import Auto as Auto
 from foveate.methods.base import REGISTRY as REGISTRY
-from foveate.methods.base import Method, Replay, register, setting
+from foveate.methods.base import About, Method, Replay, register, setting
 from foveate.methods.base import Observation as Observation
+from foveate.methods.base import Role as Role
+from foveate.methods.base import check_artefacts as check_artefacts
+from foveate.methods.base import evict_every as evict_every
 from foveate.methods.base import replay_obstacle as replay_obstacle
+from foveate.methods.base import sparse_prompt as sparse_prompt
 from foveate.methods.bases import KeepsByScore, ReadsChosen
 from foveate.methods.dense import Dense as Dense
 from foveate.methods.per_layer import per_layer as per_layer
@@ -26,6 +31,7 @@ from foveate.ops import Rotary
 from foveate.state import Channel, Evicts
 
 __all__ = [
+    "About",
     "Channel",
     "Evicts",
     "KeepsByScore",

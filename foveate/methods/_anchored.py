@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, attend_chosen, attend_hot, count_scored
-from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay
+from foveate.methods.base import SPARSE_FROM_TOKENS, Method, Replay, Role
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend.gather import among
 from foveate.state import Geometry, SlotCache
@@ -97,17 +97,13 @@ class SharedSelection(Method):
         return own
 
     @property
-    def role(self) -> str:
+    def role(self) -> Role:
         role = self.layer_role
         if role.reads_another:
-            return "reading"
+            return Role("reading", role.anchor)
         if role.anchor is None or (role.dense and not role.has_readers):
-            return "dense"
-        return "dense, choosing" if role.dense else "choosing"
-
-    @property
-    def reads_choice_of(self) -> int | None:  # type: ignore[override]
-        return self.layer_role.anchor if self.layer_role.reads_another else None
+            return Role("dense")
+        return Role("dense, choosing" if role.dense else "choosing")
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""

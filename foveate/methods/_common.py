@@ -13,7 +13,7 @@ from foveate.state import SlotCache
 
 
 def eviction_setting() -> Any:
-    """The setting of :attr:`Method.evict_every`, for methods with dense prompts that evict when a prompt ends."""
+    """The setting ``evict_every``, for methods with dense prompts that evict when a prompt ends."""
     return setting(0, "evict also after so many tokens of a prompt, each time by what was read so far; 0: never")
 
 
@@ -102,7 +102,7 @@ def count_scored(method: Method, cache: SlotCache) -> None:
         now = cache.channel("scored_at") == plan["lengths"] if kept else 1
         return (method.scored(live, *described) * now).sum()
 
-    key = ("scored", method.spec, method.role, *described)  # once for all layers that score alike
+    key = ("scored", method.spec, method.role.name, *described)  # once for all layers that score alike
     alike = plan.captured or not kept
     cache.count("keys_read", plan.once(key, scored_now) if alike else scored_now())
 

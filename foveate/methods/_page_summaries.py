@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +52,6 @@ class PageSummaries:
     # Hooks
 
     @property
-    def of_keys_alone(self) -> bool:
-        """Whether the summary of a full page follows from its keys, so that requests may share it; :meth:`write_filled`
-        makes it."""
-        return False
-
-    @property
     def observation(self) -> Observation | None:
         """What is learned from prompt queries."""
         return None
@@ -85,10 +78,6 @@ class PageSummaries:
 
     def write_newest(self, cache: SlotCache) -> None:
         """Bring the summaries of the pages that hold the rows' newest keys up to date."""
-        raise NotImplementedError
-
-    def write_filled(self, cache: SlotCache, slots: Tensor) -> None:
-        """Write the summaries of the pages that new tokens fill, see :meth:`Method.written`."""
         raise NotImplementedError
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -161,10 +150,6 @@ class LowRankPages(PageSummaries):
     pooling: str = "post_softmax"
 
     @property
-    def of_keys_alone(self) -> bool:
-        return not self.weighted
-
-    @property
     def observation(self) -> Observation | None:
         return Observation(("queries", _OBSERVED)) if self.weighted else None
 
@@ -174,7 +159,8 @@ class LowRankPages(PageSummaries):
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         width, heads = geometry.head_dim, geometry.num_kv_heads
-        found = {"records": Channel((self.form(geometry).bytes,), per=self.size, dtype=torch.uint8, recomputed=True)}
+        how = {"per": self.size, "recomputed": True, "written": None if self.weighted else self._write_filled}
+        found = {"records": Channel((self.form(geometry).bytes,), dtype=torch.uint8, **how)}
         if self.weighted:
             found["queries"] = Channel((geometry.num_heads, _OBSERVED, width), per=0, dtype=None)
             # 1 in a row without a prompt
@@ -211,7 +197,7 @@ class LowRankPages(PageSummaries):
     # Decode
 
     def write_newest(self, cache: SlotCache) -> None:
-        """Write the records of the pages that the rows' newest keys have filled, unless :meth:`write_filled` has."""
+        """Write the records of the pages that the rows' newest keys have filled, unless :meth:`_write_filled` has."""
         plan = cache.plan
         if isinstance(cache, EngineCache) or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
             return
@@ -220,7 +206,8 @@ class LowRankPages(PageSummaries):
         how = {"weights": self._weights(cache), "block_table": table}
         ops.compress_newest(keys, cache.channel("records"), lengths, form, **how)
 
-    def write_filled(self, cache: SlotCache, slots: Tensor) -> None:
+    def _write_filled(self, cache: SlotCache, slots: Tensor) -> None:
+        """Write the records of the pages that new tokens fill, see :class:`~foveate.state.Channel`."""
         ops.compress_written(cache.memory[0], cache.tensors["records"], slots, self.form(cache.geometry))
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -279,10 +266,6 @@ class KeepsSummaries(Method):
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         if self.kept is not None:
             self.kept.prompt_end(cache)
-
-    @property
-    def written(self) -> Callable[[SlotCache, Tensor], None] | None:  # type: ignore[override]
-        return self.kept.write_filled if self.kept is not None and self.kept.of_keys_alone else None
 
 
 def check_records(method: Any) -> None:

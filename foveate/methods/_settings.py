@@ -31,8 +31,8 @@ class Settings:
     def __deepcopy__(self, memo):
         return self
 
-    def settings(self) -> dict[str, Any]:
-        """The settings as JSON-able values."""
+    def _settings(self) -> dict[str, Any]:
+        """See :func:`settings_of`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
@@ -51,8 +51,8 @@ class Settings:
         ]
         return cls.name + (":" + ",".join(changed) if changed else "")
 
-    def changed(self: Same, **settings: Any) -> Same:
-        """The method with some settings replaced."""
+    def _changed(self: Same, **settings: Any) -> Same:
+        """See :func:`~foveate.methods.make`."""
         return dataclasses.replace(self, **settings)
 
     # Checks for subclasses
@@ -88,6 +88,12 @@ class Settings:
 
     def _check_choice(self, name: str, *choices: str) -> None:
         self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))
+
+
+def settings_of(method: Settings) -> dict[str, Any]:
+    """A method's settings as JSON-able values, those of the methods in it written out, so that a record of them stays
+    true when a default changes."""
+    return method._settings()
 
 
 def spelled_value(value: Any) -> str:

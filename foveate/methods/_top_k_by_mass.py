@@ -83,25 +83,17 @@ class TopKByMass(SharedSelection):
 
     # Prompt
 
-    @property
-    def sparse_prompt(self) -> bool:
-        """Also in a dense layer that chooses for others."""
-        return not self.decode_only and self.layer_role.anchor is not None and not self._chooses_for_nobody
-
-    @property
-    def _chooses_for_nobody(self) -> bool:
-        """Whether this layer reads all keys of a prompt itself, and no other layer reads what it chooses."""
-        role = self.layer_role
-        return (role.dense or self.dense_anchor_prefill) and role.chooses and not role.has_readers
-
     def prompt_tile(self, group: int) -> int:
-        return max(1, self.tile // group) if self.sparse_prompt else 1
+        """0 in a layer that reads all keys of a prompt, and chooses none of them for others."""
+        role = self.layer_role
+        for_nobody = (role.dense or self.dense_anchor_prefill) and role.chooses and not role.has_readers
+        return 0 if self.decode_only or role.anchor is None or for_nobody else max(1, self.tile // group)
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
-        if not self.sparse_prompt:
+        tile = self.prompt_tile(cache.geometry.group)
+        if not tile:
             return super().prompt(cache, q, scaling)
         role, offset, heads = self.layer_role, cache.used - q.shape[2], None
-        tile = self.prompt_tile(cache.geometry.group)
         how = {"logits": cache.logits(scaling), "offset": offset}
         if role.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveate.methods.base import register
+from foveate.methods.base import About, register
 from foveate.methods.snapkv import SnapKV
-from foveate.state import SlotCache
+from foveate.state import Evicts, SlotCache
 
 
 @register
@@ -20,8 +20,8 @@ class AdaKV(SnapKV):
     """
 
     name: ClassVar[str] = "adakv"
-    source: ClassVar[str] = "Ada-KV, Feng et al. 2024, arXiv:2407.11550"
-    uneven: ClassVar[bool] = True
+    about: ClassVar[About] = About("Ada-KV, Feng et al. 2024, arXiv:2407.11550")
+    evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END | Evicts.UNEVENLY
 
     floor: ClassVar[float] = 0.2
     """Share of an equal budget, window included, that each KV head keeps at least."""

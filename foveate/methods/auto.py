@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from foveate.calibration import known, say_once
-from foveate.methods.base import Method, register
+from foveate.methods.base import About, Method, register
 from foveate.methods.kascade import Kascade
 from foveate.methods.pages import Pages
 
@@ -21,7 +21,7 @@ class Auto(Method):
     """
 
     name: ClassVar[str] = "auto"
-    source: ClassVar[str] = "foveate"
+    about: ClassVar[About] = About("foveate")
 
     def choose(self, facts: Mapping[str, Any]) -> tuple[Method, str]:
         """The method, and why it was chosen, in words that begin with its name.

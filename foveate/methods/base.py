@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -70,6 +70,15 @@ class Replay:
         return {}
 
 
+class Role(NamedTuple):
+    """What a layer does with a decoded token."""
+
+    name: str
+    """A short one, such as "dense"."""
+    reads_choice_of: int | None = None
+    """Index of the earlier layer whose selected keys it reads; None: it reads no other layer's."""
+
+
 class Fetches(NamedTuple):
     """The pages that a method's decode steps read from host memory."""
 
@@ -93,6 +102,28 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class About:
+    """What a class of methods is, for people and tests. What is left out is that of the class that it inherits from."""
+
+    source: str | None = None
+    """Paper that the method comes from."""
+    example: str | None = None
+    """A spec to begin with, of a method that needs more than its name."""
+    full_budget: Mapping[str, Any] | None = None
+    """Settings under which every token of any context is read or kept, so that outputs are those of dense attention."""
+    small_budget: Mapping[str, Any] | None = None
+    """Settings under which a context of about sixty tokens is already sparse, for tests."""
+    estimates: bool | Callable[[Any], bool] | None = None
+    """Whether keys are chosen by something else than their logits, such as a summary, a copy in fewer bits or a learned
+    score, which a cap of the logits changes in another way; a function of the method where settings decide."""
+
+    def over(self, base: About) -> About:
+        """This, with what is left out from another."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(base, **given)
+
+
+@dataclass(frozen=True)
 class Method(Settings):
     """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
 
@@ -106,32 +137,17 @@ class Method(Settings):
     the layer. ``tests/matrix.py`` tests most declarations.
     """
 
-    source: ClassVar[str] = ""
-    """Paper that the method comes from. Per class."""
-    example: ClassVar[str] = ""
-    """A spec to begin with, of a method that needs more than its name. Per class."""
-    full_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which every token of any context is read or kept, so that outputs are those of dense attention.
-    Per class."""
-    small_budget: ClassVar[dict[str, Any]] = {}
-    """Settings under which a context of about sixty tokens is already sparse, for tests. Per class."""
+    about: ClassVar[About] = About("", "", {}, {}, False)
+    """What the method is, for people and tests. Per class."""
 
     # What the cache may assume
 
     evicts: ClassVar[Evicts] = Evicts.NEVER
     """When the method removes tokens from the cache: at the end of a prompt alone, or in decode steps too. The latter
-    excludes channels per page, and keys in blocks. Per class."""
-    uneven: ClassVar[bool] = False
-    """Whether the KV heads of a layer may hold different numbers of tokens. Per settings."""
+    excludes channels per page, and keys in blocks. Per class, but for :attr:`Evicts.UNEVENLY`: per settings."""
     stateful: ClassVar[bool] = True
     """Whether a decoded token changes more than cropping the cache undoes, such as channels without ``recomputed`` or
     evicted slots. Undoing tokens then needs snapshots. Per class."""
-
-    written: ClassVar[Callable[[SlotCache, Tensor], None] | None] = None
-    """Where all channels are summaries of full pages that follow from their keys, what writes those of the pages that
-    new tokens fill in blocks of an engine; requests that share blocks then share the summaries. It is called with the
-    cache and, int ``[T]``, where the tokens are: block times its size plus the place in it; negative for none. None: no
-    channels are like that. Per settings."""
 
     fetches: ClassVar[Fetches | None] = None
     """What decode steps read by :meth:`OffloadedCache.fetch`, so that keys and values may be in host memory; None: they
@@ -145,16 +161,9 @@ class Method(Settings):
     engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
     dense, or that treats all tokens alike, declares False."""
 
-    estimates: ClassVar[bool] = False
-    """Whether keys are chosen by something else than their logits, such as a summary, a copy in fewer bits or a learned
-    score, which a cap of the logits changes in another way. Per settings."""
     needs_rotary: ClassVar[bool] = False
     """Whether hooks read :attr:`SlotCache.rotary`, the layer's rotary positions. An engine gives them, or refuses the
     model. Per settings."""
-
-    evict_every: ClassVar[int] = 0
-    """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
-    prompt's first token in each row; 0: at its end alone. Per settings."""
 
     # How decode steps may be run
 
@@ -170,31 +179,26 @@ class Method(Settings):
 
     # What the layer gets from elsewhere
 
-    artefact: ClassVar[Any] = None
-    """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`;
-    :func:`foveate.attach` calls its ``check_model(facts)``."""
-    reads_choice_of: ClassVar[int | None] = None
-    """Index of the earlier layer whose selected keys this layer reads; None: it reads no other layer's. Per layer."""
+    _artefact: ClassVar[Any] = None
+    """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`."""
 
     @property
-    def caution(self) -> str:
-        """What a user should know before relying on these settings; `attach` warns of it once. Empty: nothing."""
-        return ""
-
-    @property
-    def role(self) -> str:
-        """A short name for what this layer does with a decoded token, by which measurements group layers."""
-        return self.name
+    def role(self) -> Role:
+        """What this layer does with a decoded token; measurements group layers by its name."""
+        return Role(self.name)
 
     def __init_subclass__(cls, **kwargs: Any):
         """Raises ValueError for a name that cannot be in a spec, and for a misspelt hook."""
         super().__init_subclass__(**kwargs)
         check_names(cls, Method)
+        if "about" in vars(cls):
+            cls.about = cls.about.over(super(cls, cls).about)
 
     # Hooks
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
-        """The method for one model, by default the same for all; called before :meth:`for_layer`.
+        """The method for one model, by default the same for all; called before :meth:`for_layer`. It may warn of what a
+        user should know before relying on these settings.
 
         Args:
             facts: gives what tells the model from others, as :meth:`foveate.calibration.Calibration.check_model` takes.
@@ -233,22 +237,18 @@ class Method(Settings):
         held = ops.Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
         return ops.with_sinks(ops.merge([held, own]), logits.sinks)
 
-    @property
-    def sparse_prompt(self) -> bool:
-        """Whether prefill is sparse: by default, whether it evicts or :meth:`prompt` is overridden."""
-        return self.evict_every > 0 or type(self).prompt is not Method.prompt
-
     def prompt_tile(self, group: int) -> int | None:
         """Size in tokens of the tiles whose queries share one selection in prefill, counted from a row's first token.
 
         A token may change outputs of earlier tokens in its own tile. A prompt in chunks that end between tiles gives
         the outputs of the same prompt in one piece; other chunks need not. 1: outputs are strictly causal, and any
-        chunks do. None: the prompt is one tile, must come in one chunk, and the cache takes no second prompt.
+        chunks do. 0: so they are, for every token reads all earlier ones. None: the prompt is one tile, must come in
+        one chunk, and the cache takes no second prompt. By default 1 where :meth:`prompt` is overridden, else 0.
 
         Args:
             group: query heads of a KV head.
         """
-        return 1
+        return 0 if type(self).prompt is Method.prompt else 1
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         """Fill channels from prompt queries; called after :meth:`prompt` for each chunk, when there is a cache.
@@ -269,7 +269,7 @@ class Method(Settings):
         """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]`` or, for all rows and
         heads, ``[K]``; None: all.
 
-        A method that is :attr:`uneven` may give -1 for none, and other numbers of slots to each KV head.
+        A method that evicts :attr:`~Evicts.UNEVENLY` may give -1 for none, and other numbers of slots to each KV head.
         """
         return None
 
@@ -336,6 +336,32 @@ def register(cls: Registered | None = None, /, *, replaces: bool = False) -> Any
             )
     REGISTRY[made.name] = made
     return made
+
+
+def check_artefacts(methods: Iterable[Method], facts: Callable[[], Mapping[str, Any]]) -> None:
+    """Check calibrations, and files of learned scores, of layers' methods.
+
+    Args:
+        facts: of the model, as :meth:`foveate.calibration.Calibration.check_model` takes; called where there are any.
+
+    Raises:
+        ValueError: for those of another model.
+    """
+    artefacts = {id(method._artefact): method._artefact for method in methods if method._artefact is not None}
+    of_model = facts() if artefacts else {}
+    for artefact in artefacts.values():
+        artefact.check_model(of_model)
+
+
+def sparse_prompt(method: Method) -> bool:
+    """Whether prompt tokens do not read all earlier ones."""
+    return evict_every(method) > 0 or method.prompt_tile(1) != 0
+
+
+def evict_every(method: Method) -> int:
+    """Prompt tokens after which :meth:`Method.prompt_end` evicts although more of the prompt is to come, counted from
+    the prompt's first token in each row: the setting of this name, where a method has it. 0: at its end alone."""
+    return getattr(method, "evict_every", 0)
 
 
 def replay_obstacle(method: Method) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from foveate.methods._common import (
     eviction_setting,
     keep_heavy,
 )
-from foveate.methods.base import Method, Replay, setting
+from foveate.methods.base import About, Method, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
@@ -41,7 +41,7 @@ class KeepsByScore(Method):
     evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
-    full_budget: ClassVar[dict[str, Any]] = {"top_k": 1.0}
+    about: ClassVar[About] = About(full_budget={"top_k": 1.0})
 
     top_k: int | float = setting(0.25, "tokens kept beside the window, sinks included: a number, or a share")
     min_k: int = setting(0, "least number of tokens when top_k is a share")
@@ -82,7 +82,7 @@ class KeepsByScore(Method):
         attended = attend_all(cache, q, scaling, need_mass=learns)
         if learns:
             self.note(cache, attended.mass)
-        if self.evicts is Evicts.IN_DECODE:
+        if self.evicts.in_decode:
             evict_weakest(cache, lambda positions: self._weakest(cache, positions, scaling), self._over, self.window)
         return attended.out
 

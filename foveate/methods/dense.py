@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, Replay, register
+from foveate.methods.base import About, Method, Replay, register
 from foveate.state import SlotCache
 
 
@@ -14,7 +14,7 @@ class Dense(Method):
     """Every query looks at every earlier key."""
 
     name: ClassVar[str] = "dense"
-    source: ClassVar[str] = "Vaswani et al. 2017"
+    about: ClassVar[About] = About("Vaswani et al. 2017")
     stateful: ClassVar[bool] = False
     replay: ClassVar[Replay] = Replay()
 

@@ -1,9 +1,11 @@
 """DuoAttention: some KV heads read everything, the others the first keys and the newest ones."""
 
+import dataclasses
+
 import torch
 
 from foveate import ops
-from foveate.methods import ReadsChosen, register, setting
+from foveate.methods import About, ReadsChosen, register, setting
 
 
 @register
@@ -12,11 +14,13 @@ class Duo(ReadsChosen):
     keys stay in memory, for a layer stores as many tokens for each of its KV heads."""
 
     name = "duo"
-    source = "DuoAttention, Xiao et al. 2024, arXiv:2410.10819"
-    example = "duo:heads=[0,3]"
+    about = About(
+        "DuoAttention, Xiao et al. 2024, arXiv:2410.10819",
+        example="duo:heads=[0,3]",
+        full_budget={"heads": []},
+        small_budget={"heads": [0], "sinks": 2, "recent": 9},
+    )
     sparse_from_tokens, needs_prompt_end = None, False
-    full_budget = {"heads": []}
-    small_budget = {"heads": [0], "sinks": 2, "recent": 9}
 
     heads: tuple = setting(None, "KV heads that stream: a list for all layers, or a list of lists, one a layer")
     sinks: int = setting(64, "first keys that streaming heads read")
@@ -31,7 +35,7 @@ class Duo(ReadsChosen):
         if not any(isinstance(one, tuple) for one in self.heads):
             return self
         self._check("heads", len(self.heads) == num_layers, f"a list of {num_layers} lists, as the model has layers")
-        return self.changed(heads=self.heads[layer])
+        return dataclasses.replace(self, heads=self.heads[layer])
 
     def prompt(self, cache, q, scaling):
         start, heads, logits, outs = cache.used - q.shape[2], cache.geometry.num_kv_heads, cache.logits(scaling), []

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._settings import redefined
-from foveate.methods.base import Observation, register, setting
+from foveate.methods.base import About, Observation, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
@@ -20,10 +20,12 @@ class H2O(KeepsByScore):
     """
 
     name = "h2o"
-    source = "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1"
+    about: ClassVar[About] = About(
+        "H2O, Zhang et al. 2023, arXiv:2306.14048; LuKA, section 3.1",
+        small_budget={"top_k": 0.15, "min_k": 4, "window": 8},
+    )
     evicts = Evicts.IN_DECODE
     observation: ClassVar[Observation] = Observation("column_mass", needs_lse=True)
-    small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
     sinks = 0
 
     top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import recent
-from foveate.methods.base import Method, Observation, Replay, register, setting
+from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -25,11 +25,13 @@ class H2OAsPublished(Method):
     """
 
     name: ClassVar[str] = "h2o_as_published"
-    source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.1, as its published code computes it"
+    about: ClassVar[About] = About(
+        "LuKA, Fei et al. 2025, section 3.1, as its published code computes it",
+        full_budget={"top_k": 1.0, "window": 1 << 20},
+        small_budget={"top_k": 0.15, "window": 8},
+    )
     needs_prompt_end: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay()
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "window": 1 << 20}
-    small_budget: ClassVar[dict] = {"top_k": 0.15, "window": 8}
 
     top_k: int | float = setting(0.125, "heavy hitters: a number, or a share of the tokens so far")
     window: int = setting(128, "recent tokens that are always read")

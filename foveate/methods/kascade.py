@@ -18,7 +18,7 @@ from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import Fetches, Method, redefined, register, setting
+from foveate.methods.base import About, Fetches, Method, Role, redefined, register, setting
 from foveate.methods.budgets import Number, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -51,9 +51,12 @@ class Kascade(KeepsSummaries, TopKByMass):
     """
 
     name: ClassVar[str] = "kascade"
-    source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, arXiv:2512.16391"
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "anchors": 1}
-    small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "anchors": 1}
+    about: ClassVar[About] = About(
+        "Kascade, Deshmukh et al. 2025, arXiv:2512.16391",
+        full_budget={"top_k": 1.0, "anchors": 1},
+        small_budget={"top_k": 9, "tile": 1, "anchors": 1},
+        estimates=lambda own: own.score_keys == "pages",
+    )
     rank: ClassVar[int] = 2
     """Directions of a page's summary."""
 
@@ -135,7 +138,7 @@ class Kascade(KeepsSummaries, TopKByMass):
             artefact = load(self.calibration)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-        self.__dict__["artefact"] = artefact
+        self.__dict__["_artefact"] = artefact
         object.__setattr__(self, "anchors", list(artefact.anchors))
         object.__setattr__(self, "heads", dict(artefact.heads))
 
@@ -150,41 +153,50 @@ class Kascade(KeepsSummaries, TopKByMass):
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return self._spell(values | {"anchors": None, "heads": None})
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """As of any method; without `dense_anchor_prefill` under `decode_only`, which makes it idle, and with the size
         of pages where there are any."""
         found = {
-            key: x for key, x in super().settings().items() if not (self.decode_only and key == "dense_anchor_prefill")
+            key: x for key, x in super()._settings().items() if not (self.decode_only and key == "dense_anchor_prefill")
         }
         return found | ({"page_size": self.page_size} if self.score_keys == "pages" else {})
 
-    def changed(self, **settings: Any) -> Method:
+    def _changed(self, **settings: Any) -> Method:
         own = {"anchors": None, "heads": None} if self.calibration else {}
-        return super().changed(**own | settings)
+        return super()._changed(**own | settings)
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
         """With anchors of a calibration that is kept, or comes with foveate, for the model's weights; else evenly
         spaced. One that was chosen under this method's settings comes before others."""
         if self.anchors is not None:
             self._say_what_differs()
-            return self
+            return self._warned()
         of_model = facts()
         layers = len(of_model.get("weights") or ())  # those that the method is applied to, where they are known
-        evenly = self.changed(anchors=min(_ANCHORS, layers or _ANCHORS))
+        evenly = self._changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         if self.heads is not None:
-            return evenly
+            return evenly._warned()
         found = known(of_model)
         best = sorted(found.calibrations, key=lambda one: len(self.differing(one)))
         if not best:
             for obstacle in found.obstacles:
                 say_once(f"{self.name}: {obstacle}")
-            return evenly
+            return evenly._warned()
         first = best[0]
         what = f"{len(first.anchors)} anchors of calibration {first.source!r}, which {first.origin} for these weights"
         say_once(f"{self.name}: {what}; anchors={evenly.anchors} spaces {evenly.anchors} evenly")
-        own = self.changed(calibration=first.source)
+        own = self._changed(calibration=first.source)
         own._say_what_differs()
         return own
+
+    def _warned(self) -> Method:
+        """This method; says once what evenly spaced anchors lose."""
+        if not isinstance(self.anchors, (list, tuple)) and self.top_k != 1.0:
+            say_once(
+                f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up; "
+                "`foveate calibrate --model DIR` chooses them (docs/guide/calibrate.md)"
+            )
+        return self
 
     def differing(self, calibration: Calibration) -> list[str]:
         """The settings under which a calibration was chosen and that this method has otherwise."""
@@ -192,11 +204,11 @@ class Kascade(KeepsSummaries, TopKByMass):
         return [name for name in SETTLED_BY if name in theirs and theirs[name] != getattr(self, name)]
 
     def _say_what_differs(self) -> None:
-        if self.artefact is None or not (names := self.differing(self.artefact)):
+        if self._artefact is None or not (names := self.differing(self._artefact)):
             return
         theirs, ours = (
             ", ".join(f"{name}={spelled_value(of(name))}" for name in names)
-            for of in (self.artefact.settings.get, functools.partial(getattr, self))
+            for of in (self._artefact.settings.get, functools.partial(getattr, self))
         )
         say_once(
             f"{self.name}: the anchors of calibration {self.calibration!r} were chosen under {theirs}, and may lose "
@@ -205,23 +217,14 @@ class Kascade(KeepsSummaries, TopKByMass):
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
         if self.calibration:
-            if self.artefact is None:  # as in a row of results, which names a file that need not be here
+            if self._artefact is None:  # as in a row of results, which names a file that need not be here
                 raise ValueError(
                     f"{self.name}: anchors and heads must be left out beside a calibration, which has them"
                 )
-            self.artefact.check_layers(num_layers)
+            self._artefact.check_layers(num_layers)
         own = super().for_layer(layer, num_layers, among)
-        own.__dict__["artefact"] = self.artefact
+        own.__dict__["_artefact"] = self._artefact
         return own
-
-    @property
-    def caution(self) -> str:
-        if isinstance(self.anchors, (list, tuple)) or self.top_k == 1.0:
-            return ""
-        return (
-            f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up; "
-            "`foveate calibrate --model DIR` chooses them (docs/guide/calibrate.md)"
-        )
 
     def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
         if not isinstance(self.anchors, (list, tuple)):
@@ -271,16 +274,6 @@ class Kascade(KeepsSummaries, TopKByMass):
         return self.first_layer == "pages" and self.layer_role.layer == 0
 
     @property
-    def scores_approximately(self) -> bool:
-        """Whether this layer may choose other keys than exact scores would."""
-        return self.scores_summaries and self.layer_role.chooses
-
-    @property
-    def exact(self) -> Method:
-        """This method with keys scored exactly."""
-        return self.changed(score_keys="exact", first_layer="dense", page_size=_PAGE_SIZE, weighted=True)
-
-    @property
     def scores_keys_of_pages(self) -> bool:
         """Whether this layer scores the keys of the best pages: to read some of them, or in layer 0 for its readers."""
         return (
@@ -292,19 +285,15 @@ class Kascade(KeepsSummaries, TopKByMass):
         return self.reads_pages or super().needs_prompt_end
 
     @property
-    def estimates(self) -> bool:  # type: ignore[override]
-        return self.score_keys == "pages"
-
-    @property
     def counters(self) -> tuple[str, ...]:  # type: ignore[override]
         """Where layer 0 reads pages also the share of the attention that they hold by their summaries, 0 to 1."""
         return (*super().counters, "mass_read") if self.reads_pages else super().counters
 
     @property
-    def role(self) -> str:
+    def role(self) -> Role:
         if not self.reads_pages:
             return super().role
-        return "pages, choosing" if self.scores_keys_of_pages else "pages"
+        return Role("pages, choosing" if self.scores_keys_of_pages else "pages")
 
     @property
     def kept(self) -> LowRankPages | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from foveate.methods.base import redefined, register
+from foveate.methods.base import About, redefined, register
 from foveate.methods.kascade import Kascade
 
 
@@ -17,7 +17,7 @@ class KascadePaper(Kascade):
     """
 
     name: ClassVar[str] = "kascade_paper"
-    source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, sections 3.3 to 3.5"
+    about: ClassVar[About] = About("Kascade, Deshmukh et al. 2025, sections 3.3 to 3.5")
 
     pool: str = redefined(Kascade, "pool", "kv_head")
     pooling: str = redefined(Kascade, "pooling", "post_softmax")

@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
 from foveate.methods._common import occupied
-from foveate.methods.base import Replay, register, setting
+from foveate.methods.base import About, Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
@@ -27,10 +27,12 @@ class LessIsMore(SharedSelection):
     """
 
     name: ClassVar[str] = "lessismore"
-    source: ClassVar[str] = "LessIsMore, Yang et al. 2025, arXiv:2508.07101"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
+    about: ClassVar[About] = About(
+        "LessIsMore, Yang et al. 2025, arXiv:2508.07101",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 15, "selections": [0.0], "sinks": 2},
+    )
     packed: ClassVar[bool] = False
-    small_budget: ClassVar[dict] = {"top_k": 15, "selections": [0.0], "sinks": 2}
     replay: ClassVar[Replay] = Replay(copies_keys=True)
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")

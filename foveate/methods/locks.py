@@ -6,7 +6,7 @@ import functools
 from typing import ClassVar
 
 from foveate.methods._page_summaries import LowRankPages, check_records
-from foveate.methods.base import register, setting
+from foveate.methods.base import About, register, setting
 from foveate.methods.pages import LEAST_KEYS, PageMethod
 
 
@@ -25,10 +25,12 @@ class Locks(PageMethod):
     """
 
     name: ClassVar[str] = "locks"
-    source: ClassVar[str] = "LOCKS, Hwang, Python package locks-kv, release 0.1.4"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 16, "page_size": 4, "rank": 2}
-    estimates: ClassVar[bool] = True
+    about: ClassVar[About] = About(
+        "LOCKS, Hwang, Python package locks-kv, release 0.1.4",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 16, "page_size": 4, "rank": 2},
+        estimates=True,
+    )
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages that are read."""
     sinks: ClassVar[int] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -14,7 +15,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import eviction_scores
 from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy, occupied, recent
-from foveate.methods.base import Method, Observation, Replay, register, setting
+from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend import gather_fields
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -35,12 +36,15 @@ class LTE(Method):
     """
 
     name: ClassVar[str] = "lte"
-    source: ClassVar[str] = "laLTE, He and Garner 2025, section 3.1, on a frozen model"
+    about: ClassVar[About] = About(
+        "laLTE, He and Garner 2025, section 3.1, on a frozen model",
+        example="lte:file=lte.safetensors",
+        full_budget={"top_k": 1.0, "score": "key_norm"},
+        small_budget={"top_k": 0.25, "window": 13, "sinks": 2, "score": "key_norm"},
+        estimates=lambda own: own._artefact is not None,
+    )
     evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     needs_prompt_end: ClassVar[bool] = True
-    example: ClassVar[str] = "lte:file=lte.safetensors"
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "score": "key_norm"}
-    small_budget: ClassVar[dict] = {"top_k": 0.25, "window": 13, "sinks": 2, "score": "key_norm"}
     layer: ClassVar[int | None] = None
     """The layer that the method is applied to; set by :meth:`for_layer`."""
     weights: ClassVar[tuple[float, ...] | None] = None
@@ -88,19 +92,15 @@ class LTE(Method):
                 f"{self.name}: file {self.file!r} has scores of layers {list(scores.layers)}, and not of layer "
                 f"{missing[0]}; it is for another model"
             )
-        own = self.changed()
-        own.__dict__.update(artefact=scores, layer=layer)
+        own = dataclasses.replace(self)
+        own.__dict__.update(_artefact=scores, layer=layer)
         if self.allocation != "uniform":
             share = self.top_k if isinstance(self.top_k, float) else min(1.0, self.top_k / scores.length)
             shares = _weights(scores, share, tuple(among))[list(among).index(layer)]
             same = self.allocation == "layer"
             own.__dict__["weights"] = tuple([shares.mean().item()] * len(shares) if same else shares.tolist())
-            own.__dict__["uneven"] = not same
+            own.__dict__["evicts"] = Evicts.IN_DECODE if same else Evicts.IN_DECODE | Evicts.UNEVENLY
         return own
-
-    @property
-    def estimates(self) -> bool:  # type: ignore[override]
-        return self.artefact is not None
 
     # Budgets
 
@@ -125,9 +125,9 @@ class LTE(Method):
     # Scores
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        if self.artefact is not None:
+        if self._artefact is not None:
             shapes = (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim)
-            trained = (self.artefact.num_kv_heads, self.artefact.head_dim, self.artefact.value_dim)
+            trained = (self._artefact.num_kv_heads, self._artefact.head_dim, self._artefact.value_dim)
             if shapes != trained:
                 raise ValueError(
                     f"{self.name}: file {self.file!r} is for layers of {trained[0]} KV heads with keys and values of "
@@ -138,7 +138,7 @@ class LTE(Method):
     @property
     def reach(self) -> int:
         """Tokens after a token that its score depends on, and as many before it."""
-        return 0 if self.artefact is None else self.artefact.reach
+        return 0 if self._artefact is None else self._artefact.reach
 
     @property
     def observation(self) -> Observation:
@@ -169,18 +169,18 @@ class LTE(Method):
 
     def _score(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
         """Scores of tokens in their order, fp32 ``[B, Hkv, L]``; sinks are worth more than any other."""
-        if self.artefact is None:
+        if self._artefact is None:
             wide = torch.promote_types(k.dtype, torch.float32)
             found = -torch.linalg.vector_norm(k, dim=-1, dtype=wide).float()
         else:
-            found = self.artefact.score(self.layer, k, v, positions, real)
+            found = self._artefact.score(self.layer, k, v, positions, real)
         return found.masked_fill(positions < self.sinks, float("inf"))
 
     # Eviction
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         length = cache.lengths[0]
-        if not self.uneven:
+        if not self.evicts.unevenly:
             return keep_heavy(cache, cache.channel("score"), self.allowed(length), self.window)
         allowed = self.allowed_by_head(length, cache.geometry.num_kv_heads)
         if cache.used <= min(allowed) and not cache.uneven:
@@ -197,7 +197,7 @@ class LTE(Method):
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out
         self._write_scores(cache, min(2 * self.reach + 1, cache.used))
-        if not self.uneven:
+        if not self.evicts.unevenly:
             evict_weakest(cache, cache.channel("score"), self._over, self.window)
             return out
         heads = cache.geometry.num_kv_heads

@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
 from foveate.methods._common import scored_lengths
-from foveate.methods.base import register, setting
+from foveate.methods.base import About, register, setting
 from foveate.state import SlotCache
 
 
@@ -27,9 +27,11 @@ class OmniKV(SharedSelection):
     """
 
     name: ClassVar[str] = "omnikv"
-    source: ClassVar[str] = "OmniKV, Hao et al., ICLR 2025"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 9, "filters": [0.0], "wait": 0}
+    about: ClassVar[About] = About(
+        "OmniKV, Hao et al., ICLR 2025",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 9, "filters": [0.0], "wait": 0},
+    )
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")

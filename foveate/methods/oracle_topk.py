@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from foveate.methods._anchored import LayerRole
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import register, setting
+from foveate.methods.base import About, register, setting
 
 
 @register
@@ -18,9 +18,11 @@ class OracleTopK(TopKByMass):
     """
 
     name: ClassVar[str] = "oracle_topk"
-    source: ClassVar[str] = "Kascade, Deshmukh et al. 2025, section 3.1 and figure 2"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 9, "tile": 1, "dense_layers": 0}
+    about: ClassVar[About] = About(
+        "Kascade, Deshmukh et al. 2025, section 3.1 and figure 2",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 9, "tile": 1, "dense_layers": 0},
+    )
 
     dense_layers: int = setting(1, "first layers that read all keys")
 

@@ -13,7 +13,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
-from foveate.methods.base import SPARSE_FROM_TOKENS, Fetches, Replay, redefined, register, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 from foveate.state.step_plan import StepPlan
@@ -167,10 +167,12 @@ class Pages(PageMethod):
     """
 
     name: ClassVar[str] = "pages"
-    source: ClassVar[str] = "foveate; of the kind of Quest, arXiv:2406.10774, and LOCKS"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 32, "page_size": 4}
-    estimates: ClassVar[bool] = True
+    about: ClassVar[About] = About(
+        "foveate; of the kind of Quest, arXiv:2406.10774, and LOCKS",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 32, "page_size": 4},
+        estimates=True,
+    )
     counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
     """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
     sinks: ClassVar[int] = 4

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from foveate.methods.base import Method, register, setting
+from foveate.methods._settings import settings_of
+from foveate.methods.base import About, Method, register, setting
 from foveate.methods.spec import make
 
 
@@ -17,12 +18,12 @@ class PerLayer(Method):
     """
 
     name: ClassVar[str] = "per_layer"
-    source: ClassVar[str] = "LuKA, section 3.3"
-    example: ClassVar[str] = 'per_layer:layers={"0-1":"dense","rest":"pages"}'
-    full_budget: ClassVar[dict] = {"layers": {"0": "dense", "rest": "luka:top_k=1.0,expand=1.0"}}
-    small_budget: ClassVar[dict] = {
-        "layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,top_k=2"}
-    }
+    about: ClassVar[About] = About(
+        "LuKA, section 3.3",
+        example='per_layer:layers={"0-1":"dense","rest":"pages"}',
+        full_budget={"layers": {"0": "dense", "rest": "luka:top_k=1.0,expand=1.0"}},
+        small_budget={"layers": {"0": "streaming:sinks=2,window=11", "rest": "luka:page_size=4,tail=9,top_k=2"}},
+    )
 
     layers: Any = setting(None, 'method specs by layer, e.g. {"0-1": "h2o", "rest": "luka"}')
 
@@ -35,7 +36,7 @@ class PerLayer(Method):
             specs[key] = _spec(method)
         object.__setattr__(self, "layers", specs)
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return {"layers": {key: _complete(method) for key, method in self.layers.items()}}
 
     def __hash__(self):
@@ -66,13 +67,15 @@ class Mixed(Method):
     """Lined attention (H2O) in the first and last layers, clustered attention (LuKA) between them."""
 
     name: ClassVar[str] = "mixed"
-    source: ClassVar[str] = "LuKA, sections 3.3 and 4.2"
+    about: ClassVar[About] = About(
+        "LuKA, sections 3.3 and 4.2",
+        full_budget={"lined": "h2o:top_k=1.0", "clustered": "luka:top_k=1.0,expand=1.0"},
+        small_budget={
+            "lined": "h2o:top_k=9,window=8",
+            "clustered": "luka:page_size=4,tail=9,top_k=2",
+        },
+    )
     needs_prompt_end: ClassVar[bool] = True
-    full_budget: ClassVar[dict] = {"lined": "h2o:top_k=1.0", "clustered": "luka:top_k=1.0,expand=1.0"}
-    small_budget: ClassVar[dict] = {
-        "lined": "h2o:top_k=9,window=8",
-        "clustered": "luka:page_size=4,tail=9,top_k=2",
-    }
 
     lined: Any = setting("h2o", "method of the first and last layers")
     clustered: Any = setting("luka", "method of the layers between")
@@ -81,7 +84,7 @@ class Mixed(Method):
         object.__setattr__(self, "lined", _spec(self.lined))
         object.__setattr__(self, "clustered", _spec(self.clustered))
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return {"lined": _complete(self.lined), "clustered": _complete(self.clustered)}
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
@@ -103,7 +106,7 @@ def _spec(method: str | Method | dict[str, Any]) -> str:
 def _complete(spec: str) -> dict[str, Any]:
     """A method with all its settings, so that records stay true when a default changes."""
     method = make(spec)
-    return {"method": method.name, **method.settings()}
+    return {"method": method.name, **settings_of(method)}
 
 
 def _bounds(key: str) -> tuple[int, int] | None:

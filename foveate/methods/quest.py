@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from foveate.methods._page_summaries import PageBoxes
-from foveate.methods.base import Method, register, setting
+from foveate.methods.base import About, Method, register, setting
 from foveate.methods.dense import Dense
 from foveate.methods.pages import PageMethod
 
@@ -21,9 +21,11 @@ class Quest(PageMethod):
     """
 
     name: ClassVar[str] = "quest"
-    source: ClassVar[str] = "Quest, Tang et al. 2024, arXiv:2406.10774"
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 9, "page_size": 3, "dense_layers": 0}
+    about: ClassVar[About] = About(
+        "Quest, Tang et al. 2024, arXiv:2406.10774",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 9, "page_size": 3, "dense_layers": 0},
+    )
     fewest: ClassVar[int] = 3
 
     dense_layers: int = setting(2, "first layers that read all keys")

@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._common import eviction_setting, keep_heavy, note_queries, window_votes
 from foveate.methods._page_summaries import PageBoxes
-from foveate.methods.base import Observation, register, setting
+from foveate.methods.base import About, Observation, register, setting
 from foveate.methods.budgets import budget
 from foveate.methods.pages import PageMethod
 from foveate.state import Channel, Evicts, Geometry, SlotCache
@@ -43,12 +43,14 @@ class RocketKV(PageMethod):
     """
 
     name: ClassVar[str] = "rocketkv"
-    source: ClassVar[str] = "RocketKV, Behnam et al. 2025, arXiv:2502.14051"
+    about: ClassVar[About] = About(
+        "RocketKV, Behnam et al. 2025, arXiv:2502.14051",
+        full_budget={"keep": 1.0, "top_k": 1.0},
+        small_budget={"keep": 25, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3},
+    )
     evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     stateful: ClassVar[bool] = True
     sparse_from_tokens: ClassVar[int | None] = None  # what is kept is always short
-    full_budget: ClassVar[dict] = {"keep": 1.0, "top_k": 1.0}
-    small_budget: ClassVar[dict] = {"keep": 25, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3}
 
     top_k: int | float = setting(256, "keys read: a number, or a share of those kept, at least 128; in whole pages")
     page_size: int = setting(4, "tokens of a page")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods.base import Method, Observation
+from foveate.methods.base import Method, Observation, sparse_prompt
 from foveate.state import Channel, Geometry, SlotCache
 
 
@@ -29,7 +29,7 @@ class SharedPrompt(Method):
 
     def __post_init__(self):
         for method in self.methods:
-            if method.sparse_prompt:
+            if sparse_prompt(method):
                 raise ValueError(f"{method.spec} is sparse in prefill: its prompt is no other method's")
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class SharedPrompt(Method):
         Raises:
             ValueError: for a method that is not one of these, unless it learns nothing from a dense prompt.
         """
-        if method.observation is None and not method.sparse_prompt:
+        if method.observation is None and not sparse_prompt(method):
             return {}
         if method not in self.methods:
             raise ValueError(f"{method.spec} is not among the methods that the prompt was read for: {self.spec}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries, window_votes
-from foveate.methods.base import Observation, register, setting
+from foveate.methods.base import About, Observation, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -22,8 +22,9 @@ class SnapKV(KeepsByScore):
     """
 
     name = "snapkv"
-    source = "SnapKV, Li et al. 2024, arXiv:2404.14469"
-    small_budget: ClassVar[dict] = {"top_k": 12, "window": 8, "kernel_size": 3}
+    about: ClassVar[About] = About(
+        "SnapKV, Li et al. 2024, arXiv:2404.14469", small_budget={"top_k": 12, "window": 8, "kernel_size": 3}
+    )
     sinks = 0
 
     top_k: int | float = setting(0.125, "prompt tokens kept beside the window: a number, or a share of the prompt")

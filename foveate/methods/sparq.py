@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, count_scored, estimated_attention, recent
-from foveate.methods.base import Method, Observation, Replay, register, setting
+from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -18,13 +18,15 @@ class SparQ(Method):
     all values stands for the keys that are not read."""
 
     name: ClassVar[str] = "sparq"
-    source: ClassVar[str] = "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985"
+    about: ClassVar[About] = About(
+        "SparQ Attention, Ribar et al. 2024, arXiv:2312.04985",
+        full_budget={"top_k": 1.0},
+        small_budget={"top_k": 9, "rank": 4, "window": 3},
+    )
     sparse_from_tokens: ClassVar[int] = 1 << 62  # never faster: no kernel reads some dimensions of all keys
     needs_prompt_end: ClassVar[bool] = True
     observation: ClassVar[Observation] = Observation("value_sum")
     replay: ClassVar[Replay] = Replay()
-    full_budget: ClassVar[dict] = {"top_k": 1.0}
-    small_budget: ClassVar[dict] = {"top_k": 9, "rank": 4, "window": 3}
 
     top_k: int | float = setting(0.1, "keys read, the window included: a number, or a share of the tokens so far")
     min_k: int = setting(128, "least number of keys when top_k is a share")

@@ -75,7 +75,7 @@ def make(method: str | Method, **settings: Any) -> Method:
     if isinstance(method, Method):
         check_class(type(method), Method)
         settings = _known(type(method), settings)
-        return method.changed(**settings) if settings else method
+        return method._changed(**settings) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
     path = method.strip()

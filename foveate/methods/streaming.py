@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all
-from foveate.methods.base import Method, Replay, register, setting
+from foveate.methods.base import About, Method, Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Evicts, SlotCache
 
@@ -21,11 +21,13 @@ class Streaming(Method):
     """
 
     name: ClassVar[str] = "streaming"
-    source: ClassVar[str] = "StreamingLLM, Xiao et al. 2024, arXiv:2309.17453"
+    about: ClassVar[About] = About(
+        "StreamingLLM, Xiao et al. 2024, arXiv:2309.17453",
+        full_budget={"window": 1.0},
+        small_budget={"sinks": 2, "window": 13},
+    )
     evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     replay: ClassVar[Replay] = Replay()
-    full_budget: ClassVar[dict] = {"window": 1.0}
-    small_budget: ClassVar[dict] = {"sinks": 2, "window": 13}
 
     sinks: int = setting(4, "first tokens that are always kept")
     window: int | float = setting(

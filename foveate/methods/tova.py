@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._settings import redefined
-from foveate.methods.base import Observation, register, setting
+from foveate.methods.base import About, Observation, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
@@ -20,9 +20,8 @@ class TOVA(KeepsByScore):
     """
 
     name = "tova"
-    source = "TOVA, Oren et al. 2024, arXiv:2401.06104"
+    about: ClassVar[About] = About("TOVA, Oren et al. 2024, arXiv:2401.06104", small_budget={"top_k": 0.2, "min_k": 8})
     evicts = Evicts.IN_DECODE
-    small_budget: ClassVar[dict] = {"top_k": 0.2, "min_k": 8}
     sinks, window = 0, 0
 
     top_k: int | float = setting(0.25, "tokens kept: a number, or a share of the tokens so far")

@@ -3,7 +3,7 @@
 import torch
 
 from foveate import ops
-from foveate.methods import ReadsChosen, register, setting
+from foveate.methods import About, ReadsChosen, register, setting
 
 
 @register
@@ -12,10 +12,12 @@ class Twilight(ReadsChosen):
     choose. The estimate reads all keys, rounded to four bits (the paper's *Full*)."""
 
     name = "twilight"
-    source = "Twilight, Lin et al. 2025, arXiv:2502.02770"
-    estimates = True
-    full_budget = {"p": 1.0}
-    small_budget = {"p": 0.3, "min_k": 6}
+    about = About(
+        "Twilight, Lin et al. 2025, arXiv:2502.02770",
+        full_budget={"p": 1.0},
+        small_budget={"p": 0.3, "min_k": 6},
+        estimates=True,
+    )
 
     p: float = setting(0.85, "share of the estimated attention that the chosen keys reach")
     min_k: int = setting(128, "least number of keys that a query head chooses")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods._settings import redefined
-from foveate.methods.base import register, setting
+from foveate.methods.base import About, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.state import Evicts, SlotCache
 
@@ -20,9 +20,8 @@ class Uniform(KeepsByScore):
     """
 
     name = "uniform"
-    source = "baseline"
+    about: ClassVar[About] = About("baseline", small_budget={"top_k": 0.15, "min_k": 4, "window": 8})
     evicts = Evicts.IN_DECODE
-    small_budget: ClassVar[dict] = {"top_k": 0.15, "min_k": 4, "window": 8}
     sinks = 0
 
     top_k: int | float = setting(0.125, "evenly spaced tokens: a number, or a share of the tokens so far")

@@ -2,7 +2,7 @@
 
 from foveate.runtime.layer import Layer, dense_until, read_once
 from foveate.runtime.phase import Phase
-from foveate.runtime.policy import Policy
+from foveate.runtime.policy import Policy, check_dense_below
 from foveate.runtime.recorder import CaptureError, CudaRecorder, Recording, Use
 from foveate.runtime.replay import ReplayedSteps
 from foveate.runtime.steps import EngineSteps
@@ -17,6 +17,7 @@ __all__ = [
     "Recording",
     "ReplayedSteps",
     "Use",
+    "check_dense_below",
     "dense_until",
     "read_once",
 ]

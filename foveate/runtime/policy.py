@@ -45,3 +45,9 @@ class Policy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.counters.declare(self.method.counters)
+
+
+def check_dense_below(value: Any, where: str = "") -> None:
+    """Raises ValueError, whose message begins with ``where``, for what ``dense_below`` cannot be."""
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"{where}dense_below must be a number of tokens, at least 0, or 'auto', not {value!r}")

@@ -44,7 +44,8 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> None:
 
     Raises:
         ValueError: for slots of a method that never evicts, that are none of the cache's, or that are given twice; for
-            -1 where the method is not ``uneven``; and for another dtype or shape than int64 ``[K]`` or ``[B, Hkv, K]``.
+            -1 where the method does not evict unevenly; and for another dtype or shape than int64 ``[K]`` or
+            ``[B, Hkv, K]``.
     """
     who = _hook(method, "prompt_end")
     batch, heads, used = store.batch_size, store.geometry.num_kv_heads, store.used
@@ -68,10 +69,10 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> None:
     outside, none, twice = torch.stack([outside.any(), none.any(), twice.any()]).tolist()
     if outside:
         raise ValueError(f"{who} returned slots outside of 0 to {used - 1}; return slots below cache.used")
-    if none and not method.uneven:
+    if none and not method.evicts.unevenly:
         raise ValueError(
-            f"{who} returned -1, for no slot, and {type(method).__name__}.uneven is False; give every KV head as "
-            "many slots, or declare uneven: ClassVar[bool] = True"
+            f"{who} returned -1, for no slot, and {type(method).__name__}.evicts is even; give every KV head as many "
+            "slots, or declare evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END | Evicts.UNEVENLY"
         )
     if twice:
         raise ValueError(f"{who} returned a slot more than once; return each slot that is kept once, such as .unique()")

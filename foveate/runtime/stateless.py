@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.methods import Method
+from foveate.methods import Method, evict_every, sparse_prompt
 from foveate.ops import Logits, attend_causal
 from foveate.state.borrowed import cache_of
 
@@ -33,14 +33,15 @@ def without_cache(
     Raises:
         ValueError: for a prompt in which the method would evict.
     """
-    if 0 < method.evict_every < q.shape[2]:
+    every = evict_every(method)
+    if 0 < every < q.shape[2]:
         raise ValueError(
-            f"{method.name} with evict_every={method.evict_every} evicts while {q.shape[2]} tokens are read, and "
+            f"{method.name} with evict_every={every} evicts while {q.shape[2]} tokens are read, and "
             "gradients do not flow through what it evicts: train with evict_every=0, or read under torch.no_grad()"
         )
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
-        if method.sparse_prompt and not method.evict_every:
+        if sparse_prompt(method) and not every:
             cache = cache_of(k, v, q.shape[1], forward, row, logits)
             return method.prompt(cache, q, logits.scaling).out
         return attend_causal(q, k, v, logits=logits).out

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods import Method, replay_obstacle
+from foveate.methods import Method, replay_obstacle, sparse_prompt
 from foveate.ops import Logits
-from foveate.state import Counters, Geometry, SlotCache
+from foveate.state import Counters, Geometry, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows
 
@@ -37,11 +37,11 @@ def obstacle(method: Method, geometry: Geometry) -> str:
             f"{method.name} weighs channels of keys by the queries of a request, and requests share blocks: "
             "add weighted=false"
         )
-    if method.stateful or (method.channels(geometry) and method.written is None):
+    if method.stateful or not shareable(method.channels(geometry)):
         return f"{method.name} keeps state beside the keys that requests which share the engine's blocks cannot share"
     if method.needs_rotary:
         return f"{method.name} needs rotary positions, which the engine does not give"
-    if method.sparse_prompt:
+    if sparse_prompt(method):
         fix = ": add decode_only=true" if hasattr(method, "decode_only") else ""
         return f"{method.name} reads prompts sparsely, and the engine reads them densely{fix}"
     return replay_obstacle(method)
@@ -98,7 +98,7 @@ class EngineSteps:
         for layer, counters in self._counters.items():
             counters.declare(self.methods[layer].counters).on_device(device)
         self._sparse_from = self._first_sparse(dense_below, geometry)
-        self.choosing = sum(method.role not in ("dense", "reading") for method in self.methods.values())
+        self.choosing = sum(method.role.name not in ("dense", "reading") for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, EngineCache] = {}
         self._rows: dict[int, DeviceRows] = {}
@@ -122,7 +122,7 @@ class EngineSteps:
     def reads_all(self, layer: int) -> bool:
         """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""
         method = self.methods[layer]
-        return method.role == "dense" or (self.dense and method.sparse_from_tokens is not None)
+        return method.role.name == "dense" or (self.dense and method.sparse_from_tokens is not None)
 
     def begin(
         self,
@@ -211,6 +211,10 @@ class EngineSteps:
         self._stores[layer].tensors |= {"keys": k, "values": v}
         return self._stores[layer]
 
+    def summarises(self, layer: int) -> bool:
+        """Whether a layer keeps summaries of pages, so that :meth:`written` must be called; True until it is known."""
+        return layer not in self._stores or bool(self._stores[layer].specs)
+
     def written(self, layer: int, heads: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Summarise the pages that new tokens of a layer fill, of prompts and of decode steps alike.
 
@@ -219,8 +223,9 @@ class EngineSteps:
             k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
             slots: int ``[T]``, where these are: block times n plus the place in it; negative for none.
         """
-        if (write := self.methods[layer].written) is not None:
-            write(self._store(layer, heads, k, v), slots)
+        store = self._store(layer, heads, k, v)
+        for write in {one.written for one in store.specs.values()}:
+            write(store, slots)
 
     def attend(
         self,

@@ -2,6 +2,6 @@
 
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters, Held
-from foveate.state.description import Channel, Evicts, Geometry, RowNumber
+from foveate.state.description import Channel, Evicts, Geometry, RowNumber, shareable
 
-__all__ = ["Channel", "Counters", "Evicts", "Geometry", "Held", "RowNumber", "SlotCache"]
+__all__ = ["Channel", "Counters", "Evicts", "Geometry", "Held", "RowNumber", "SlotCache", "shareable"]

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
-class Evicts(enum.Enum):
+class Evicts(enum.Flag):
     """When a method removes tokens from the cache. Only :attr:`NEVER` is false."""
 
-    NEVER = ""
-    AT_PROMPT_END = "at the end of a prompt"
+    NEVER = 0
+    AT_PROMPT_END = 1
     """The tokens that are left are packed into the first slots in their order, and decoded tokens follow them."""
-    IN_DECODE = "in decode steps"
+    IN_DECODE = 2
     """Later tokens reuse slots, so that slots have no order; likely at the end of a prompt, too."""
-
-    def __bool__(self) -> bool:
-        return self is not Evicts.NEVER
+    UNEVENLY = 4
+    """Beside one of the others: the KV heads of a layer may keep different numbers of tokens."""
 
     @property
     def in_decode(self) -> bool:
         """Whether decoded tokens may take the slots of evicted ones."""
-        return self is Evicts.IN_DECODE
+        return Evicts.IN_DECODE in self
+
+    @property
+    def unevenly(self) -> bool:
+        """Whether KV heads may keep different numbers of tokens."""
+        return Evicts.UNEVENLY in self
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class Channel:
             tokens are removed, and no clearing when a slot is reused (page summaries).
         fill: initial value of an entry per sequence. Other entries start at 0.
         least: smallest valid value of an entry; a saved cache with a smaller one is refused. None: no bound.
+        written: where an entry is the summary of a full page and follows from its keys, what writes those of the pages
+            that new tokens fill in blocks of an engine; requests that share blocks then share the summaries. It is
+            called with the cache and, int ``[T]``, where the tokens are: block times its size plus the place in it;
+            negative for none.
     """
 
     shape: tuple[int, ...] = ()
@@ -86,3 +96,9 @@ class Channel:
     recomputed: bool = False
     fill: float = 0.0
     least: float | None = None
+    written: Callable[[Any, Tensor], None] | None = field(default=None, compare=False)
+
+
+def shareable(channels: Mapping[str, Channel | RowNumber]) -> bool:
+    """Whether requests that share blocks of an engine can share this state: all of it follows from the keys."""
+    return all(isinstance(one, Channel) and one.written is not None for one in channels.values())

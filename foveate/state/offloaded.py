@@ -18,7 +18,7 @@ from foveate.ops.attend.gather import among
 from foveate.ops.fetch import HotPages, fetch_pages, place_pages, put_both
 from foveate.ops.fetch.types import NEVER
 from foveate.state.cache import SlotCache
-from foveate.state.counters import Counters, Held
+from foveate.state.counters import Counters
 from foveate.state.description import Channel, Geometry, RowNumber
 from foveate.state.host_memory import HostMemory
 from foveate.state.storage import capacity_for
@@ -98,9 +98,6 @@ class OffloadedCache(SlotCache):
     def __getstate__(self) -> dict[str, Any]:
         self.room.transfers.wait()
         return super().__getstate__() | {"_decoding": None, "_parent": None}
-
-    def count_in(self, held: Held, counters: Counters | None = None) -> None:
-        super().count_in(held, None if counters is None else counters.declare(COUNTERS))
 
     # Memory
 

@@ -58,21 +58,11 @@ class Storage:
     def _device_tensors(self) -> list[Tensor]:
         return list(self.tensors.values())
 
-    def count_in(self, held: Held, counters: Counters | None = None) -> None:
-        """Count what the layer holds, now and later, with the other layers of its cache; by these counters, if any.
-
-        Of a copied cache, which counts there already, all is counted anew.
-        """
-        if held is self.held:
-            self._counted = self.resident_bytes
-            held.change(self._counted)
-            return
-        if counters is not None:
-            counters.bytes_per_key, counters.resident_bytes = self.counters.bytes_per_key, self.resident_bytes
-            counters.host_bytes = self.counters.host_bytes
-            self.counters = counters
-        held.change(self._counted)
+    def count_in(self, held: Held) -> None:
+        """Count what the layer holds, now and later, with the other layers of its cache; once for each cache."""
         self.held = self.counters.held = held
+        self._counted = self.resident_bytes
+        held.change(self._counted)
 
     def _count_bytes(self) -> None:
         """Note what the layer holds. Copies that a layer makes while it grows or evicts are not counted."""

@@ -1,6 +1,5 @@
 """Calibrations that come with foveate, found by a model's weights."""
 
-import importlib
 import itertools
 import types
 import warnings
@@ -57,8 +56,8 @@ def test_each_shipped_file_is_one_of_the_results(path):
     assert path.read_bytes() in [one.read_bytes() for one in RESULTS.glob("*/*.json")]
     method = methods.make("kascade", calibration=f"shipped:{path.stem}")
     assert methods.parse(method.spec) == method
-    assert calibration.shipped(method.artefact.model) == method.artefact
-    layers = range(method.artefact.model["layers"])
+    assert calibration.shipped(method._artefact.model) == method._artefact
+    layers = range(method._artefact.model["layers"])
     assert [n for n in layers if method.role_of(n, layers).chooses] == list(method.anchors)
 
 
@@ -76,7 +75,7 @@ class TestAttach:
         with pytest.warns(UserWarning, match="kascade_paper: 2 anchors of calibration 'shipped:tiny'") as said:
             attachment = foveate.attach(model, "kascade_paper:tile=12", top_k=9)
         assert not any("evenly spaced anchors lose" in str(one.message) for one in said)
-        settings = attachment.method.settings()
+        settings = methods.settings_of(attachment.method)
         assert (settings["calibration"], settings["heads"]) == ("shipped:tiny", {"2": [1, 1]})
         assert list(settings["anchors"]) == [0, 1]
         assert {layer.method for layer in foveate.stats(model).layers} == {attachment.method.spec}
@@ -106,7 +105,7 @@ class TestAttach:
 
     @pytest.mark.parametrize("seed", [2, 3])
     def test_leaves_other_weights_evenly_spaced_and_warns(self, folder, seed):
-        importlib.import_module("foveate.integrations.transformers.attach")._warn_once.cache_clear()
+        artefact.say_once.cache_clear()
         with pytest.warns(UserWarning, match="kascade without a calibration: evenly spaced anchors lose"):
             assert foveate.attach(tiny_model(seed=seed), "kascade:top_k=9").method.spec == EVEN
 
@@ -141,7 +140,7 @@ class TestAttach:
         """A calibration is of all layers."""
         composed = methods.make("per_layer", layers={"rest": "kascade:top_k=9"})
         assert composed.layers == {"rest": EVEN}
-        assert foveate.attach(tiny_model(), composed).policies[1].method.artefact is None
+        assert foveate.attach(tiny_model(), composed).policies[1].method._artefact is None
 
 
 class TestBeforeWeightsAreLoaded:

@@ -21,11 +21,11 @@ each_captured = pytest.mark.parametrize("method", [m for _, m in CAPTURED], ids=
 ROWS = pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "ragged"])
 SPECS = [
     *(
-        methods.make(name, **methods.get(name).small_budget).spec
+        methods.make(name, **methods.get(name).about.small_budget).spec
         for name in methods.names()
         if methods.get(name).replay is not None
     ),
-    methods.make("mixed", **methods.get("mixed").small_budget).spec,
+    methods.make("mixed", **methods.get("mixed").about.small_budget).spec,
     'kascade_paper:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
     "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
 ]

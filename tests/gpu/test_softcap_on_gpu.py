@@ -241,7 +241,7 @@ def test_tokens_are_those_of_transformers(gemma, name, windows):
     model = family("Gemma 2").cuda() if windows else gemma
     try:
         own = generate(model, **batch, new=24)
-        with foveate.attached(model, name, **methods.get(name).full_budget):
+        with foveate.attached(model, name, **methods.get(name).about.full_budget):
             assert torch.equal(generate(model, **batch, new=24), own)
             assert (foveate.stats(model).graphs.replayed > 0) == (not windows)
     finally:

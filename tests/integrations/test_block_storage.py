@@ -8,14 +8,11 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.layers import CacheLayer
-from foveate.state import Evicts
 from tests.combinations import in_turn
 from tests.helpers import FAMILIES, left_padded, repetitive, returned_cache, tiny_model
 
-SMALL = {name: methods.make(name, **methods.get(name).small_budget) for name in methods.names()}
-EVICTING = [
-    name for name, method in SMALL.items() if any(method.for_layer(n, 4).evicts is Evicts.IN_DECODE for n in range(4))
-]
+SMALL = {name: methods.make(name, **methods.get(name).about.small_budget) for name in methods.names()}
+EVICTING = [name for name, method in SMALL.items() if any(method.for_layer(n, 4).evicts.in_decode for n in range(4))]
 SPECS = {name: method for name, method in SMALL.items() if name not in EVICTING}
 SPECS = {name: method.spec for name, method in SPECS.items() if method.prompt_tile(1) is not None}
 SPECS |= {

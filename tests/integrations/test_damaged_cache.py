@@ -125,7 +125,7 @@ def edits(described, tensors):
 
 def small(*names):
     """Specs of methods that keep different tensors, and models whose layers do."""
-    return [*(methods.make(name, **methods.get(name).small_budget).spec for name in names), "Bamba", "Gemma 2"]
+    return [*(methods.make(name, **methods.get(name).about.small_budget).spec for name in names), "Bamba", "Gemma 2"]
 
 
 OF_OTHER_FIELDS = small("h2o", "adakv", "luka")

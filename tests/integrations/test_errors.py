@@ -54,7 +54,7 @@ def model():
 @pytest.fixture
 def h2o(model):
     """A model with an evicting method, attached."""
-    foveate.attach(model, "h2o", **methods.get("h2o").small_budget)
+    foveate.attach(model, "h2o", **methods.get("h2o").about.small_budget)
     return model
 
 
@@ -174,8 +174,8 @@ def test_no_method_takes_nonsense_for_any_setting(method):
 
 def test_numbers_of_numpy_are_numbers():
     made = methods.make("h2o", top_k=np.float32(0.25), window=np.int64(4))
-    assert made.settings() == methods.make("h2o:top_k=0.25,window=4").settings()
-    assert json.loads(json.dumps(made.settings()))["window"] == 4
+    assert methods.settings_of(made) == methods.settings_of(methods.make("h2o:top_k=0.25,window=4"))
+    assert json.loads(json.dumps(methods.settings_of(made)))["window"] == 4
     with pytest.raises(ValueError, match="window must be an integer of at least 1, not True"):
         methods.make(made, window=np.True_)
 
@@ -496,7 +496,7 @@ def layer_lengths(cache):
 
 @pytest.mark.parametrize("method", [name for name in methods.names() if methods.get(name).stateful])
 def test_what_is_final_cannot_be_cropped(model, method):
-    with torch.no_grad(), foveate.attached(model, method, **methods.get(method).small_budget):
+    with torch.no_grad(), foveate.attached(model, method, **methods.get(method).about.small_budget):
         cache = returned_cache(model(tokens(40)))
         model(tokens(1), **cached(cache))
         with pytest.raises(ValueError, match=says("crop(-1)", "final", "activate_past_recording()")):
@@ -597,7 +597,7 @@ class TestRefusedCallsLeaveTheCacheAsItWas:
     @pytest.fixture
     def model(self, method):
         model = tiny_model()
-        foveate.attach(model, method, **methods.get(method).small_budget)
+        foveate.attach(model, method, **methods.get(method).about.small_budget)
         with torch.no_grad():
             yield model
 
@@ -716,7 +716,7 @@ def test_packed_sequences_without_a_cache_are_refused_or_right(model, method):
     """Two documents in one row: each must come out as it would alone, or the call must say that it cannot."""
     documents = tokens(40, seed=1), tokens(30, seed=2)
     positions = torch.cat([torch.arange(40), torch.arange(30)])[None]
-    with torch.no_grad(), foveate.attached(model, method, **methods.get(method).small_budget):
+    with torch.no_grad(), foveate.attached(model, method, **methods.get(method).about.small_budget):
         alone = torch.cat([model(ids, use_cache=False).logits for ids in documents], 1)
         with contextlib.suppress(ValueError):
             packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
@@ -822,7 +822,7 @@ def test_weights_that_are_nan(model, method, how):
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
     call = generate if how == "generate" else type(model).__call__
-    settings = methods.get(method).small_budget
+    settings = methods.get(method).about.small_budget
     with torch.no_grad(), foveate.attached(model, method, **settings):
         name = foveate.stats(model).layers[1].method
         with pytest.raises(ValueError, match=says(f"layer 1 ({name})", "not finite", "weights", "torch.float32")):

@@ -37,7 +37,7 @@ def own(name):
 def test_tokens_are_those_of_transformers(name):
     model = family(name)
     for method in METHODS:
-        with foveate.attached(model, method, **methods.get(method).full_budget):
+        with foveate.attached(model, method, **methods.get(method).about.full_budget):
             assert torch.equal(generate(model, **left_padded([40, 23]), new=10), own(name)), method
             assert foveate.stats(model).summary()["keys_read_share"] >= 0.99
     assert len(own(name).unique()) > 5  # a model that repeats a token would show nothing
@@ -167,7 +167,7 @@ class TestSinksAndCaps:
     def test_logits_are_those_of_transformers(self, name, method, how):
         model, batch = family(name), left_padded([40, 31]) if "padded" in how else {"input_ids": tokens(40, 2)}
         expected = model(**batch, use_cache=False).logits
-        with foveate.attached(model, method, **methods.get(method).full_budget):
+        with foveate.attached(model, method, **methods.get(method).about.full_budget):
             found = model(**batch, use_cache=how in ("cache", "padded")).logits
         real = batch.get("attention_mask", torch.ones(2, 40)).bool()
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
@@ -286,7 +286,7 @@ class TestCappedLogits:
     @pytest.mark.parametrize("name", ["dense", "luka", "kascade", "quest", "tova"])
     def test_replayed_steps(self, whole, name):
         own = generate(whole, tokens(40, 2), 20)
-        with foveate.attached(whole, name, **methods.get(name).full_budget):
+        with foveate.attached(whole, name, **methods.get(name).about.full_budget):
             whole.foveate.graphs.recorder = record
             assert torch.equal(generate(whole, tokens(40, 2), 20), own)
             used = foveate.stats(whole).graphs

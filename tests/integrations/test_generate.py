@@ -41,7 +41,7 @@ from tests.helpers import (
     tokens,
 )
 
-SMALL = {name: methods.make(name, **methods.get(name).small_budget) for name in methods.names()}
+SMALL = {name: methods.make(name, **methods.get(name).about.small_budget) for name in methods.names()}
 SPECS = {
     name: method.spec
     for name, method in SMALL.items()
@@ -180,8 +180,8 @@ def test_full_budget_speculates_over_padding_like_the_stock_model(method, assist
     expected = run(model, inputs)
     options = {"assistant_model": assistant()} if assisted else {"prompt_lookup_num_tokens": 3}
     if assisted:
-        foveate.attach(options["assistant_model"], method, **methods.get(method).full_budget)
-    with foveate.attached(model, method, **methods.get(method).full_budget):
+        foveate.attach(options["assistant_model"], method, **methods.get(method).about.full_budget)
+    with foveate.attached(model, method, **methods.get(method).about.full_budget):
         assert torch.equal(run(model, inputs, **options), expected)
 
 
@@ -1015,7 +1015,7 @@ def test_a_pad_token_that_is_sampled_is_no_padding():
 )
 def test_a_question_is_taken_back(name, block_size):
     """The remedy that `crop` names, with `generate`: a document is asked again and again, as if for the first time."""
-    model, method = tiny_model(), methods.make(name, **methods.get(name).small_budget)
+    model, method = tiny_model(), methods.make(name, **methods.get(name).about.small_budget)
     document, how, expected = tokens(80, 2, seed=3), {"max_new_tokens": 6, "do_sample": False}, {}
     with foveate.attached(model, method, block_size=block_size):
         cache = foveate.Cache(model)

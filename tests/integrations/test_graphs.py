@@ -27,11 +27,11 @@ from tests.helpers import (
 from tests.recorded import record
 
 SPECS = [
-    methods.make(name, **methods.get(name).small_budget).spec
+    methods.make(name, **methods.get(name).about.small_budget).spec
     for name in methods.names()
     if methods.get(name).replay is not None and name in ONE_OF_EACH
 ] + [
-    methods.make("mixed", **methods.get("mixed").small_budget).spec,
+    methods.make("mixed", **methods.get("mixed").about.small_budget).spec,
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
     "h2o:top_k=0.2,window=6",
     'kascade_paper:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',

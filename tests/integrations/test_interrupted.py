@@ -21,7 +21,7 @@ REFUSED = "was interrupted, so its layers may hold different tokens; start a new
 
 
 def spec(name):
-    return methods.make(name, **methods.get(name).small_budget).spec
+    return methods.make(name, **methods.get(name).about.small_budget).spec
 
 
 def raising(kind, call=0):

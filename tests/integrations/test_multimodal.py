@@ -28,7 +28,7 @@ def own(name):
 def test_tokens_are_those_of_transformers(name):
     model = wrapper(name)
     for method in METHODS:
-        with foveate.attached(model, method, **methods.get(method).full_budget):
+        with foveate.attached(model, method, **methods.get(method).about.full_budget):
             assert torch.equal(generate(model, **left_padded([40, 23]), new=10), own(name)), method
             assert foveate.stats(model).summary()["keys_read_share"] >= 0.99
     assert len(own(name).unique()) > 5  # a model that repeats a token would show nothing
@@ -52,7 +52,7 @@ def test_images(name):
     with torch.no_grad():
         assert not torch.allclose(model(**given).logits[:, -1], model(**changed).logits[:, -1], atol=1e-5)
     for method in METHODS:
-        with foveate.attached(model, method, **methods.get(method).full_budget):
+        with foveate.attached(model, method, **methods.get(method).about.full_budget):
             assert torch.equal(generate(model, **given), expected), method
     with foveate.attached(model, "h2o", top_k=8, window=4):
         generate(model, **given)
@@ -152,7 +152,7 @@ class TestTokensThatSeeEachOther:
         for rows in (slice(None), slice(1, None)):  # one row alone is broadcast where a mask of pairs is not
             given = {name: x[rows] for name, x in batch.items()}
             expected = generate(model, **given, new=10)
-            with foveate.attached(model, "kascade", **methods.get("kascade").full_budget):
+            with foveate.attached(model, "kascade", **methods.get("kascade").about.full_budget):
                 assert torch.equal(generate(model, **given, new=10), expected)
 
     @pytest.mark.parametrize("method", ["dense", "kascade_paper:anchors=1"])

@@ -18,7 +18,7 @@ LENGTHS, ASKED = [30, 17, 24], [4, 9, 2]
 
 
 def spec(name):
-    return methods.make(name, **methods.get(name).small_budget).spec
+    return methods.make(name, **methods.get(name).about.small_budget).spec
 
 
 def mask_of(batch, *more):

@@ -67,7 +67,7 @@ def test_a_share_bounds_the_peak_by_what_stays_and_a_chunk(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_whoever_waits_for_the_end_holds_the_prompt_until_then(name):
     """In chunks nearly all of it in all layers, in one piece all of it in one layer at a time."""
-    spec = methods.make(name, **methods.get(name).small_budget).spec
+    spec = methods.make(name, **methods.get(name).about.small_budget).spec
     length = 14 * CHUNK
     dense, waits = peak_of("dense", length)[0], peak_of(spec, length)
     assert 0.9 * dense < waits[0] < 1.5 * dense  # keys and values, and what the method learns

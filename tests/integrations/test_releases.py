@@ -183,7 +183,7 @@ class TestProof:
 
     def test_passes_of_several_threads_without_a_cache(self, model, monkeypatch):
         """Each reads what its own earlier layers have chosen: every thread waits in every layer for the others."""
-        foveate.attach(model, "kascade", **methods.get("kascade").small_budget)
+        foveate.attach(model, "kascade", **methods.get("kascade").about.small_budget)
         prompts, barrier = [tokens(60, seed=n) for n in range(3)], threading.Barrier(3)
 
         def read(ids):
@@ -201,8 +201,8 @@ class TestProof:
     def test_a_pass_within_a_pass(self, model, use_cache):
         """As a hook may run another attached model."""
         other, found = tiny_model(seed=1), []
-        foveate.attach(model, "quest", **methods.get("quest").small_budget)
-        foveate.attach(other, "h2o", **methods.get("h2o").small_budget)
+        foveate.attach(model, "quest", **methods.get("quest").about.small_budget)
+        foveate.attach(other, "h2o", **methods.get("h2o").about.small_budget)
         alone = [one(tokens(40), use_cache=use_cache).logits for one in (model, other)]
         hook = model.model.layers[0].register_forward_hook(
             lambda *args: found.append(other(tokens(40), use_cache=use_cache).logits)

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 import foveate
-from foveate.state import Evicts
 from foveate.state.packing import pack
 from tests.helpers import VOCAB, cached, full_disk, of_release, tiny_model
 from tests.integrations.test_damaged_cache import put_together, taken_apart
@@ -18,7 +17,7 @@ METHODS = sorted({*foveate.methods.names()} - {"lte", "h2o_as_published"})
 
 
 def small(name):
-    return foveate.methods.make(name, **foveate.methods.get(name).small_budget)
+    return foveate.methods.make(name, **foveate.methods.get(name).about.small_budget)
 
 
 def tokens(*shape, seed=1):
@@ -61,7 +60,7 @@ def test_a_cache_read_from_disk_goes_on_alike(name, tmp_path):
 def test_padded_prompts_and_blocks(name, tmp_path):
     model = tiny_model()
     method = small(name)
-    foveate.attach(model, method, **({} if method.evicts is Evicts.IN_DECODE else {"block_size": 16}))
+    foveate.attach(model, method, **({} if method.evicts.in_decode else {"block_size": 16}))
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :23] = 0
     ids = tokens(2, 60).masked_fill(mask == 0, 0)

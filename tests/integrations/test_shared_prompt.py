@@ -21,7 +21,7 @@ GROUP = [
     "snapkv:top_k=0.2,window=5,kernel_size=3,pooling=max",
     "luka:page_size=4,tail=9,top_k=2",
     "luka:page_size=5,tail=7,top_k=0.3,bias=log,compressor=attention,prior=0.0",
-    methods.make("mixed", **methods.get("mixed").small_budget).spec,
+    methods.make("mixed", **methods.get("mixed").about.small_budget).spec,
     'per_layer:layers={"0": "dense", "rest": "luka:page_size=4,tail=9,compressor=attention,prior=0.0"}',
 ]
 """Methods whose prompts are dense, in every layer."""

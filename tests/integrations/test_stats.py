@@ -204,7 +204,7 @@ def test_layers_of_a_composed_method_report_their_own():
 @pytest.mark.parametrize("method", methods.names())
 def test_stats_are_plain_values(method):
     model = tiny_model()
-    with foveate.attached(model, method, **methods.get(method).small_budget):
+    with foveate.attached(model, method, **methods.get(method).about.small_budget):
         generate(model, tokens(PROMPT), NEW)
         found = foveate.stats(model)
     read = json.loads(json.dumps(found.to_dict()))
@@ -231,7 +231,7 @@ def resident_after(method: str, prompt: int = 480, **options) -> int:
 def test_evicting_frees_memory(method):
     dense = resident_after("dense")
     assert dense >= 3 * (480 + STEPS) * KEY_BYTES
-    assert resident_after(method, **methods.get(method).small_budget) < dense / 2
+    assert resident_after(method, **methods.get(method).about.small_budget) < dense / 2
 
 
 def test_the_memory_of_a_window_does_not_grow_with_the_prompt():

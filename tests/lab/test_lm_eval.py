@@ -29,7 +29,7 @@ NOVEL = (ROOT / "examples" / "data" / "books" / "moby_dick.txt").read_text(encod
 SPARSE_PROMPT = "kascade_paper:anchors=1,top_k=0.1,min_k=8,tile=8"
 DECODING = ["kascade_paper:anchors=1,top_k=0.1,min_k=8,decode_only=true", "quest", "luka", "h2o", "snapkv"]
 IN_PROMPT = "h2o:top_k=9,window=8,evict_every=32"
-SETTINGS = {name: methods.get(name).small_budget for name in methods.names()}
+SETTINGS = {name: methods.get(name).about.small_budget for name in methods.names()}
 
 
 def small(method: str) -> str:
@@ -91,7 +91,7 @@ def test_a_full_budget_gives_the_numbers_of_hf(folder, method):
     """Also where tokens on the left of a context are left out, and in which continuations are the likeliest."""
     plain = hf(folder)
     given = [*pairs(), (NOVEL[:1500], " the whale")]
-    spec = methods.make(method, **methods.get(method).full_budget).spec.replace(",", ";")
+    spec = methods.make(method, **methods.get(method).about.full_budget).spec.replace(",", ";")
     ours = attached_lm(folder, spec)
     found, expected = likelihoods(ours, given), likelihoods(plain, given)
     assert torch.allclose(found[0], expected[0], atol=2e-3)

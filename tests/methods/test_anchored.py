@@ -375,14 +375,14 @@ def test_prompts_and_steps_in_half_precision_with_queries_of_any_size():
 def test_methods_on_record_within_others_are_as_they_were():
     for exact in (False, True):
         own = methods.make("per_layer", layers={"0-1": "dense", "rest": f"kascade:dense_anchor_prefill={exact}"})
-        assert methods.make(own.name, **own.settings()) == own
+        assert methods.make(own.name, **methods.settings_of(own)) == own
 
 
 def test_dense_prompts_have_no_anchors_that_could_read_less():
     method, other = (kascade_by_head(decode_only=True, dense_anchor_prefill=x) for x in (True, False))
-    assert method == other == methods.make("kascade", **method.settings())
+    assert method == other == methods.make("kascade", **methods.settings_of(method))
     assert method.spec == "kascade:pool=kv_head,pooling=post_softmax"
-    assert "dense_anchor_prefill" not in method.settings()
+    assert "dense_anchor_prefill" not in methods.settings_of(method)
 
 
 @functools.cache
@@ -500,7 +500,7 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
     assert float(counters["mass_read"]) == pytest.approx(mass, rel=1e-5)
     assert missed > 60 * (total - prompt)
     assert not any("mass_read" in layer.counters.own for layer in stack.layers[1:])
-    assert stack.layers[0].method.role == ("pages, choosing" if readers else "pages")
+    assert stack.layers[0].method.role.name == ("pages, choosing" if readers else "pages")
 
 
 def test_layer_0_reads_no_keys_of_other_pages():
@@ -571,7 +571,7 @@ def test_scores_by_pages_find_what_exact_scores_choose(page_size, missed, recall
     smaller pages more."""
     summaries = {"score_keys": "pages", "page_size": page_size}
     method = kascade_by_head(anchors=[0, 1], top_k=0.05, min_k=1, decode_only=True, **summaries)
-    exact, method = (one.for_layer(1, 2) for one in (method.exact, method))
+    exact, method = (one.for_layer(1, 2) for one in (methods.make(method, score_keys="exact", page_size=8), method))
     generator = torch.manual_seed(0)
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
     k = torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)

@@ -31,9 +31,14 @@ def test_no_method_that_evicts_reads_everything():
     few = methods.make("luka", page_size=16, top_k=3, score="spread")
     kascade, pages, quest, luka = (methods.make(name) for name in ("kascade", "pages", "quest", "luka"))
     assert few.sparse_from_tokens == kascade.sparse_from_tokens < pages.sparse_from_tokens == quest.sparse_from_tokens
-    assert few.changed(score="lowrank").sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens
-    assert pages.sparse_from_tokens == luka.changed(page_size=16).sparse_from_tokens < luka.sparse_from_tokens
-    for more in (few.changed(top_k=9), few.changed(top_k=0.5), few.changed(pool="layer"), few.changed(bias="none")):
+    assert methods.make(few, score="lowrank").sparse_from_tokens == methods.make(luka, page_size=16).sparse_from_tokens
+    assert pages.sparse_from_tokens == methods.make(luka, page_size=16).sparse_from_tokens < luka.sparse_from_tokens
+    for more in (
+        methods.make(few, top_k=9),
+        methods.make(few, top_k=0.5),
+        methods.make(few, pool="layer"),
+        methods.make(few, bias="none"),
+    ):
         assert luka.sparse_from_tokens == more.sparse_from_tokens
 
 

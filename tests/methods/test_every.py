@@ -78,7 +78,7 @@ def test_pages_are_chosen_by_the_last_scores(every, monkeypatch):
     monkeypatch.setattr(
         ops, "attend_pages", lambda q, k, v, *how, **more: chosen.append(how[0]) or attend(q, k, v, *how, **more)
     )
-    driver = Driver(spec.changed(every=every))
+    driver = Driver(methods.make(spec, every=every))
     driver.feed(0, PROMPT)
     for n in range(PROMPT, TOTAL):
         outs.append(driver.feed(n, n + 1))

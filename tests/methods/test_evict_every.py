@@ -21,7 +21,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_is_that_of_turns(spec):
     tokens, method = Tokens.random(2, PROMPT + 5), methods.parse(spec)
-    turns, at_once = Driver(method), Driver(method.changed(evict_every=EVERY))
+    turns, at_once = Driver(method), Driver(methods.make(method, evict_every=EVERY))
     outs = []
     for first in range(0, PROMPT, EVERY):
         turns.layer.phase.prompt_end = end = min(first + EVERY, PROMPT)
@@ -34,7 +34,7 @@ def test_it_is_that_of_turns(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_prompt_that_is_no_longer_is_dense_as_ever(spec):
     tokens, method = Tokens.random(1, EVERY + 5), methods.parse(spec)
-    usual, told = Driver(method, EVERY), Driver(method.changed(evict_every=EVERY), EVERY)
+    usual, told = Driver(method, EVERY), Driver(methods.make(method, evict_every=EVERY), EVERY)
     assert torch.equal(told.feed(tokens[:EVERY]), usual.feed(tokens[:EVERY]))
     assert torch.equal(told.feed_steps(tokens[EVERY:]), usual.feed_steps(tokens[EVERY:]))
     assert told.store.used < EVERY + 5 or method.name == "rocketkv"
@@ -43,7 +43,7 @@ def test_a_prompt_that_is_no_longer_is_dense_as_ever(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_of_one_length_that_have_read_different_parts_of_it(spec):
     """In turns of 9 and 5 tokens before a second one of 6 and 10, to which more comes for both."""
-    method = methods.parse(spec).changed(evict_every=EVERY)
+    method = methods.make(methods.parse(spec), evict_every=EVERY)
     tokens, more = Tokens.random(2, 15), Tokens.random(2, 33, seed=1)
     mask = torch.ones(2, 19, dtype=torch.bool)
     mask[1, :4] = mask[0, 9:13] = False
@@ -77,4 +77,4 @@ def test_a_chunk_of_padding_alone_gives_nothing():
 def test_a_negative_number_is_refused(spec):
     method = methods.parse(spec)
     with pytest.raises(ValueError, match="evict_every must be an integer of at least 0, not -1"):
-        method.changed(evict_every=-1)
+        methods.make(method, evict_every=-1)

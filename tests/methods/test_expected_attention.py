@@ -103,8 +103,8 @@ def test_an_engine_without_rotary_positions_is_refused():
 
 
 def test_a_plain_attribute_takes_a_setting_from_a_base():
-    assert {"sinks", "top_k"} <= methods.make("expected_attention").settings().keys()
-    assert {"window", "min_k"} & methods.make("expected_attention").settings().keys() == set()
+    assert {"sinks", "top_k"} <= methods.settings_of(methods.make("expected_attention")).keys()
+    assert {"window", "min_k"} & methods.settings_of(methods.make("expected_attention")).keys() == set()
     assert issubclass(methods.get("expected_attention"), bases.KeepsByScore)
     with pytest.raises(ValueError, match="has no setting 'window'"):
         methods.make("expected_attention", window=3)

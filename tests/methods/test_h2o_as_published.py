@@ -45,7 +45,7 @@ def written_out(tokens, prompt, pool):
 def test_it_is_the_published_fault(prompt, pool):
     """And with ``pool=layer`` the published code's grid: one for all heads."""
     tokens = Tokens.random(1, prompt + 12)
-    driver = Driver(METHOD.changed(pool=pool), prompt)
+    driver = Driver(methods.make(METHOD, pool=pool), prompt)
     out = torch.cat([driver.feed(tokens[:prompt]), driver.feed_steps(tokens[prompt:])], 2)
     close(out, written_out(tokens, prompt, pool))
 
@@ -62,13 +62,13 @@ def test_early_queries_see_the_future_and_h2o_does_not():
 def test_the_heads_of_a_layer_read_the_same_only_with_one_grid():
     tokens = Tokens.random(1, PROMPT + 20)
     for pool, alike in (("kv_head", False), ("layer", True)):
-        driver = Driver(METHOD.changed(pool=pool))
+        driver = Driver(methods.make(METHOD, pool=pool))
         driver.feed(tokens[:PROMPT])
         driver.feed_steps(tokens[PROMPT:])
         heads = driver.layer.method._selected(driver.store)[0]
         assert torch.equal(heads[0], heads[1]) == alike
     with pytest.raises(ValueError, match="pool must be one of kv_head, layer, not 'head'"):
-        METHOD.changed(pool="head")
+        methods.make(METHOD, pool="head")
 
 
 def test_the_prompt_must_come_whole():

@@ -1,7 +1,6 @@
 """Kascade's anchors and heads from the file of a calibration."""
 
 import copy
-import importlib
 import json
 import warnings
 
@@ -10,7 +9,7 @@ import torch
 
 import foveate
 from foveate import methods
-from foveate.calibration import Calibration
+from foveate.calibration import Calibration, say_once
 from foveate.integrations.transformers.facts import model_facts
 from foveate.lab.results.resultfile import method_of
 from tests.helpers import fingerprint, kascade_by_head, tiny_model, tokens
@@ -37,12 +36,7 @@ def method(path):
 
 
 def row(method):
-    return json.loads(json.dumps({"method": method.name, "settings": method.settings()}))
-
-
-def test_exact_is_the_method_without_a_choice_by_summaries():
-    made = methods.make("kascade", score_keys="pages", first_layer="pages", page_size=16, top_k=9)
-    assert made.exact == methods.make("kascade", top_k=9)
+    return json.loads(json.dumps({"method": method.name, "settings": methods.settings_of(method)}))
 
 
 class TestTheFile:
@@ -70,7 +64,7 @@ class TestTheFile:
         path.unlink()
         again = method_of(written)
         assert again.spec == method.spec
-        assert again.settings() == method.settings()
+        assert methods.settings_of(again) == methods.settings_of(method)
         assert [again.role_of(layer, range(3)) for layer in range(3)] == [
             method.role_of(layer, range(3)) for layer in range(3)
         ]
@@ -80,7 +74,7 @@ class TestTheFile:
     def test_is_read_anew_when_a_setting_changes(self, method, path, tmp_path):
         other = write(tmp_path / "other.json", anchors=(0, 2), heads={"1": [0, 0]})
         wider = methods.make(method, top_k=20)
-        assert (wider.top_k, wider.anchors, wider.artefact) == (20, (0, 1), method.artefact)
+        assert (wider.top_k, wider.anchors, wider._artefact) == (20, (0, 1), method._artefact)
         assert methods.make(method, calibration=str(other)).anchors == (0, 2)
         assert methods.make(method, calibration="").anchors is None
         with pytest.raises(ValueError, match="anchors must be left out beside a calibration"):
@@ -92,7 +86,7 @@ class TestTheFile:
             methods.make("per_layer", layers={"0": "dense", "rest": spec}).for_layer(2, 3)
         mixed = methods.make("per_layer", layers={"rest": spec})
         assert mixed.for_layer(2, 3).layer_role.heads == (1, 1)
-        assert mixed.for_layer(2, 3).artefact.anchors == ANCHORS
+        assert mixed.for_layer(2, 3)._artefact.anchors == ANCHORS
         assert methods.parse(mixed.spec) == mixed
 
 
@@ -200,10 +194,12 @@ class TestOtherSettings:
 
 def test_evenly_spaced_anchors_are_warned_of():
     """Once; not where nothing is left out, and not where someone has chosen the anchors."""
-    assert "foveate calibrate" in methods.parse("kascade:anchors=2").caution
-    assert not any(methods.parse(f"kascade:{other}").caution for other in ("top_k=1.0", "anchors=[0,2]"))
-    importlib.import_module("foveate.integrations.transformers.attach")._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="kascade without a calibration"):
+    say_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for settings in ("top_k=1.0,anchors=2", "anchors=[0,2]"):
+            foveate.attach(tiny_model(), f"kascade:{settings}")
+    with pytest.warns(UserWarning, match="kascade without a calibration.*foveate calibrate"):
         foveate.attach(tiny_model(), "kascade:anchors=2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -74,7 +74,7 @@ def test_the_heads_of_a_group_read_the_pages_of_the_largest_sum_of_masses(settin
 
 def test_it_is_published_with_2048_of_the_keys_and_a_tenth_of_their_bytes():
     method, geometry = methods.make("locks"), Geometry(HEADS, KV_HEADS, 128, 128)
-    assert method.settings() == {"top_k": 2048, "page_size": 16, "rank": 8}
+    assert methods.settings_of(method) == {"top_k": 2048, "page_size": 16, "rank": 8}
     assert method.scored(1000, geometry, torch.bfloat16) == pytest.approx(1000 * 816 / (16 * 2 * 128 * 2))
     assert method.observation is None
     assert method.count(2047) == 128

@@ -38,7 +38,6 @@ def evicting(keep, **facts):
     class Mine(Reads):
         name: ClassVar[str] = "mine"
         evicts: ClassVar[Evicts] = facts.get("evicts", Evicts.AT_PROMPT_END)
-        uneven: ClassVar[bool] = facts.get("uneven", False)
         needs_prompt_end: ClassVar[bool] = True
 
         def prompt_end(self, cache, scaling):
@@ -81,7 +80,7 @@ def run(method, ids=None, **options):
         (lambda cache: torch.tensor([3, -2]), {}, "slots outside of 0 to 59"),
         (lambda cache: torch.arange(4).expand(2, 4), {}, r"slots \[2, 4\]; return int64 slots"),
         (lambda cache: torch.arange(4).expand(2, 2, 4), {}, r"slots \[2, 2, 4\]; return int64 slots"),
-        (short_head, {}, "-1, for no slot, and Mine.uneven is False; .* or declare uneven"),
+        (short_head, {}, "-1, for no slot, and Mine.evicts is even; .* or declare evicts: .*UNEVENLY"),
         (lambda cache: torch.arange(9), {"evicts": Evicts.NEVER}, "slots to keep, .* declare evicts: .*AT_PROMPT_END"),
     ],
 )
@@ -94,7 +93,7 @@ def test_slots_to_keep_are_checked(keep, facts, message):
 
 
 def test_empty_slots_are_given_where_heads_may_differ():
-    run(evicting(short_head, uneven=True))
+    run(evicting(short_head, evicts=Evicts.AT_PROMPT_END | Evicts.UNEVENLY))
 
 
 def one_head(self, cache, q, scaling):
@@ -222,7 +221,7 @@ def test_settings_and_helpers_may_be_called_like_hooks():
 def nameless():
     @dataclass(frozen=True)
     class Mine(Reads):
-        source: ClassVar[str] = ""
+        needs_prompt_end: ClassVar[bool] = True
 
     return Mine()
 

@@ -85,7 +85,7 @@ def test_keys_that_several_heads_read_count_once(size, top_k, monkeypatch):
 
 def test_first_layers_are_dense_and_keep_no_boxes():
     method = methods.make("quest")
-    roles = [method.for_layer(n, 4).role for n in range(4)]
+    roles = [method.for_layer(n, 4).role.name for n in range(4)]
     assert roles == ["dense", "dense", "quest", "quest"]
     assert not method.for_layer(0, 4).channels(Geometry(HEADS, KV_HEADS, DIM, DIM))
 
@@ -96,4 +96,4 @@ def test_settings_stand_in_one_order():
         methods.make("quest", dense_layers=0, page_size=4, top_k=0.2).spec
         == "quest:top_k=0.2,page_size=4,dense_layers=0"
     )
-    assert next(iter(methods.make("pages").settings())) == "top_k"
+    assert next(iter(methods.settings_of(methods.make("pages")))) == "top_k"

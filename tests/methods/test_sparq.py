@@ -76,7 +76,7 @@ def test_each_kv_head_reads_the_best_keys_by_its_largest_dimensions(top_k, rank,
 
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_sinks_take_their_share_and_logits_are_capped(softcap):
-    method = methods.make("sparq", **methods.get("sparq").small_budget)
+    method = methods.make("sparq", **methods.get("sparq").about.small_budget)
     tokens, driver = Tokens.random(1, TOTAL), Layer(method, PROMPT, softcap)
     driver.sinks = torch.linspace(-1.0, 3.0, HEADS)
     driver.feed(tokens[:PROMPT])

@@ -6,7 +6,6 @@ from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state,
 
 from foveate import methods
 from foveate.runtime import replay
-from foveate.state import Evicts
 from tests.recorded import Replayed, record
 
 pytestmark = pytest.mark.usefixtures("little_room")
@@ -39,7 +38,7 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
     assert_same_state(plain.store, driver.store)
 
 
-KEEPING = [(name, method) for name, method in RECORDED if method.evicts is not Evicts.IN_DECODE]
+KEEPING = [(name, method) for name, method in RECORDED if not method.evicts.in_decode]
 
 
 @each(deal(0, variants=KEEPING))

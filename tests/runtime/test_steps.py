@@ -348,13 +348,13 @@ def test_rows_of_prompts_are_read_whole_by_an_authors_method_too(prompts):
 
 @pytest.mark.parametrize("name", methods.names())
 def test_methods_that_cannot_run_say_why(name):
-    small = methods.make(name, **methods.get(name).small_budget)
+    small = methods.make(name, **methods.get(name).about.small_budget)
     if name in CAN and getattr(small, "decode_only", True) is False:
         assert "add decode_only=true" in obstacle(small.for_layer(1, 4), GEOMETRY)
-        small = small.changed(decode_only=True)
+        small = methods.make(small, decode_only=True)
     if name == "pages":
         assert "requests share blocks: add weighted=false" in obstacle(small, GEOMETRY)
-        small = small.changed(weighted=False)
+        small = methods.make(small, weighted=False)
     reasons = [obstacle(small.for_layer(n, 4), GEOMETRY) for n in range(4)]
     assert any(reasons) == (name not in CAN)
     assert all(small.name in reason or reason == "" or name in ("per_layer", "mixed") for reason in reasons)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,11 +28,10 @@ from foveate.integrations.transformers.hooks import (
 from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwatch, unwrapped
-from foveate.methods import Auto, Method, check_made_for, make
+from foveate.methods import Auto, Method, check_artefacts, check_made_for, make
 from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
-from foveate.runtime import Policy, handover
-from foveate.state import Evicts
+from foveate.runtime import Policy, check_dense_below, handover
 
 _LARGEST_BLOCK = 1 << 16
 """Slots of a block at most: every row of every layer takes whole blocks."""
@@ -85,9 +82,7 @@ def attach(
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
-    whole = isinstance(dense_below, int) and not isinstance(dense_below, bool) and dense_below >= 0
-    if not (whole or dense_below == "auto"):
-        raise ValueError(f"dense_below must be a number of tokens, at least 0, or 'auto', not {dense_below!r}")
+    check_dense_below(dense_below)
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 <= block_size <= _LARGEST_BLOCK:
         raise ValueError(f"block_size must be 1 to {_LARGEST_BLOCK} slots, or 0 for one piece, not {block_size!r}")
     budget = offloading.check(offload, gpu_budget, dense_below, block_size)
@@ -136,10 +131,11 @@ def attach(
     if offload:
         offloading.check_model(model)
         offloading.check_methods({index: policy.method for index, policy in policies.items()})
-    evicting = next((one.method for one in policies.values() if one.method.evicts is Evicts.IN_DECODE), None)
+    evicting = next((one.method for one in policies.values() if one.method.evicts.in_decode), None)
     if block_size and evicting is not None:
         raise ValueError(f"block_size={block_size}: {evicting.name} evicts in decode, with its slots in one piece")
-    _check_artefacts(policies, config, modules)
+    layers = [policy.method for policy in policies.values()]
+    check_artefacts(layers, lambda: model_facts(config, modules) | {"rope": rotary_facts(config)})
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
     if offload:
         attachment.offload, attachment.gpu_budget = True, budget
@@ -161,14 +157,7 @@ def attach(
         say_once(f"{attachment.chosen}; {short}")
     elif dense_below == "auto" and short.startswith("dense"):
         say_once(f"{chosen.name}: {short}")
-    if chosen.caution:
-        _warn_once(chosen.caution)
     return attachment
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
 
 
 def detach(model: nn.Module) -> None:
@@ -323,17 +312,6 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
     attachment.configurations.restore(around(model, decoder))
     for module in (model, *decoder.modules()):
         module.__dict__.pop("foveate", None)
-
-
-def _check_artefacts(
-    policies: dict[int, Policy], config: transformers.PreTrainedConfig, modules: dict[int, nn.Module]
-) -> None:
-    """Refuse calibrations, and files of learned scores, of other models."""
-    chosen = [policy.method for policy in policies.values()]
-    artefacts = {id(method.artefact): method.artefact for method in chosen if method.artefact is not None}
-    facts = model_facts(config, modules) | {"rope": rotary_facts(config)} if artefacts else {}
-    for artefact in artefacts.values():
-        artefact.check_model(facts)
 
 
 def _give_rotary(

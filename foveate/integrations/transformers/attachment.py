@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from foveate.integrations.transformers import attention
 from foveate.integrations.transformers.configurations import Configurations
-from foveate.integrations.transformers.facts import head_dim, kv_heads
+from foveate.integrations.transformers.facts import geometry_of, kv_heads, model_shape
 from foveate.integrations.transformers.graphs import Graphs
-from foveate.methods import Method
+from foveate.methods import Method, evict_every, sparse_prompt
 from foveate.runtime import Policy, dense_until
 from foveate.state import Geometry
 
@@ -60,12 +60,12 @@ class Attachment:
     @property
     def sparse_prompt(self) -> bool:
         """Whether prompt queries look at less than everything in some layer."""
-        return any(policy.method.sparse_prompt for policy in self.policies.values())
+        return any(sparse_prompt(policy.method) for policy in self.policies.values())
 
     @property
     def evicts_in_prompt(self) -> bool:
         """Whether some layer evicts while a prompt is read, which takes a cache."""
-        return any(policy.method.evict_every for policy in self.policies.values())
+        return any(evict_every(policy.method) for policy in self.policies.values())
 
     @property
     def decodes_alone(self) -> bool:
@@ -80,7 +80,7 @@ class Attachment:
     @property
     def prompt_tile(self) -> int:
         """Tokens of a prompt after whose multiples it can be cut in all layers (:meth:`Method.prompt_tile`)."""
-        return math.lcm(*self._prompt_tiles() - {None})
+        return math.lcm(*filter(None, self._prompt_tiles()))
 
     def _prompt_tiles(self) -> set[int | None]:
         group = self.config.num_attention_heads // kv_heads(self.config)
@@ -88,10 +88,7 @@ class Attachment:
 
     def short_contexts(self, model: nn.Module) -> str:
         """From how many tokens on decode steps are sparse, in words; empty of methods that never decode densely."""
-        device, heads = model.device, self.config.num_attention_heads
-        sizes = head_dim(self.config)
-        size = max(sizes) if isinstance(sizes, list) else sizes
-        geometry = Geometry(heads, kv_heads(self.config), size, size)
+        device, geometry = model.device, geometry_of(model_shape(self.config))
         able = [policy for policy in self.policies.values() if policy.method.sparse_from_tokens is not None]
         until = max((dense_until(one.method, one.dense_below, geometry, device) for one in able), default=0)
         where = "this GPU" if device.type == "cuda" else f"a {device.type.upper()}"

@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from foveate import ops
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.support import refuse_dropout, refuse_weights
-from foveate.methods import Method
+from foveate.methods import Method, sparse_prompt
 from foveate.ops.dispatch import watched
 from foveate.runtime import Policy, handover, read_once
 from foveate.runtime.layer import Layer
@@ -102,7 +102,7 @@ def _attention(
         if key.shape[2] != query.shape[2]:
             raise ValueError("the keys come from a cache that is not foveate's; pass foveate.Cache(model) or no cache")
         if attention_mask is not None and attention_mask.dim() != 2:
-            if policy.method.sparse_prompt:
+            if sparse_prompt(policy.method):
                 raise ValueError(
                     f"attention_mask has shape {tuple(attention_mask.shape)}: {policy.method.name} is sparse in "
                     "prefill and takes a 2-D mask of real tokens (images whose tokens see later ones, and packing, "

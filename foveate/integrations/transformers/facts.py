@@ -13,6 +13,8 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
+from foveate.state import Geometry
+
 _SAMPLES = 4  # weights of a layer
 _FIRST = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.self_attn\.q_proj\.weight")
 
@@ -40,6 +42,17 @@ def model_shape(config: transformers.PreTrainedConfig) -> dict[str, Any]:
         "kv_heads": kv_heads(config),
         "head_dim": head_dim(config),
     }
+
+
+def geometry_of(shape: Mapping[str, Any], ranks: int = 1) -> Geometry:
+    """The shape of a layer, of the largest where they differ, on one of so many ranks of tensor parallelism.
+
+    Args:
+        shape: of the model, see :func:`model_shape`.
+    """
+    sizes = shape["head_dim"]
+    size = max(sizes) if isinstance(sizes, list) else sizes
+    return Geometry(shape["heads"] // ranks, max(shape["kv_heads"] // ranks, 1), size, size)
 
 
 def head_dim(config: transformers.PreTrainedConfig) -> Any:

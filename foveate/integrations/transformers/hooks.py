@@ -18,6 +18,7 @@ from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.support import forgets, refuse_weights
+from foveate.methods import sparse_prompt
 from foveate.runtime import handover
 
 LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
@@ -54,8 +55,8 @@ class BeforeForward(OfModel):
                 _check_continues(self.model, cache, ids.shape[1])
                 _warn_of_chunks(cache, attachment)
         if training and getattr(decoder, "gradient_checkpointing", False):
-            methods = {n: policy.method for n, policy in attachment.policies.items() if policy.method.sparse_prompt}
-            readers = [n for n, method in methods.items() if method.reads_choice_of is not None]
+            methods = {n: policy.method for n, policy in attachment.policies.items() if sparse_prompt(policy.method)}
+            readers = [n for n, method in methods.items() if method.role.reads_choice_of is not None]
             if readers:
                 raise ValueError(
                     f"gradient checkpointing is not possible with {attachment.method.name}: layer {readers[0]} "

@@ -305,7 +305,8 @@ def _fill(
     for name in ("prompt_end", "prompt_end_known", "prompt_end_guessed"):
         setattr(cache.phase, name, described[name])
     for layer in attended:  # nothing is refused from here on
-        layer.store.count_in(cache.phase.held, layer.counters)
+        layer.store.counters = layer.counters.take_over(layer.store.counters)
+        layer.store.count_in(cache.phase.held)
 
 
 def _fill_layer(

@@ -64,10 +64,10 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     methods = layer_methods(settings.method, geometries, facts["layers"], facts)
     own = {layer_index(name) for name in layer_names if name in layers}
     for index in own:
-        if methods[index].reads_choice_of not in (None, *own):
+        if (chooser := methods[index].role.reads_choice_of) not in (None, *own):
             raise ValueError(
-                f"foveate: layer {index} reads the choice of layer {methods[index].reads_choice_of}, which vLLM puts "
-                "into another group of layers"
+                f"foveate: layer {index} reads the choice of layer {chooser}, which vLLM puts into another group of "
+                "layers"
             )
     chosen = {index: method for index, method in methods.items() if index in own}
     if not chosen:
@@ -76,7 +76,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
     cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
-        if index in own and chosen[index].written is not None:
+        if index in own and chosen[index].channels(geometry):
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
             shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
             dtype = EIGHT_BITS if cache.cache_dtype in FP8 else model.dtype
@@ -181,7 +181,7 @@ class StepBuilder:
 def summarise(impl: Any, layer: Any, kv_cache: torch.Tensor, step: Step) -> None:
     """Summarise the pages that a batch's new tokens fill, after these have been written to ``kv_cache``."""
     index = index_of(impl, layer)
-    if step.steps.methods[index].written is not None:
+    if step.steps.summarises(index):
         step.steps.written(index, impl.num_heads, *keys_and_values(impl, kv_cache), step.slots)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from foveate.integrations.transformers.facts import geometry_of
 from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.settings import (
     FP8,
@@ -19,7 +20,6 @@ from foveate.integrations.vllm.settings import (
     check_early,
     check_folder,
     facts_of,
-    geometry_of,
     methods_of,
     served,
     settings_of,
@@ -113,10 +113,10 @@ def told(config: Any) -> list[str]:
     lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {_dense(settings, methods, geometry)}"]
     if settings.audit:
         lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
-    choosing = [method for method in methods.values() if method.role not in ("dense", "reading")]
+    choosing = [method for method in methods.values() if method.role.name not in ("dense", "reading")]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    if graphs and any(method.written is None for method in choosing):
+    if graphs and not all(method.channels(geometry) for method in choosing):
         by_head = any(getattr(method, "pool", "layer") != "layer" for method in choosing)
         each = 4 * geometry.num_kv_heads if by_head else 2 * geometry.num_heads
         lines.append(
@@ -189,7 +189,7 @@ def _roles(methods: dict[int, Method]) -> str:
     """Which layers do what; how many, where they are many."""
     layers: dict[str, list[int]] = {}
     for layer, method in methods.items():
-        layers.setdefault(method.role, []).append(layer)
+        layers.setdefault(method.role.name, []).append(layer)
     parts = (
         f"{role}: {', '.join(map(str, own)) if len(own) <= _LISTED else f'{len(own)} layers'}"
         for role, own in layers.items()

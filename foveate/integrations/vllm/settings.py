@@ -17,13 +17,14 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig
 
-from foveate.integrations.transformers.facts import folder_weights
+from foveate.integrations.transformers.facts import folder_weights, geometry_of, model_shape
 from foveate.integrations.transformers.support import choosing_layers
 from foveate.json_text import parse_json
-from foveate.methods import Method, check_made_for, make
+from foveate.methods import Method, check_artefacts, check_made_for, make
 from foveate.methods.auto import Auto
 from foveate.methods.pages import Pages
 from foveate.methods.spec import SETTING
+from foveate.runtime import check_dense_below
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
 from foveate.state.borrowed import EngineCache
@@ -75,7 +76,7 @@ def check_folder(settings: Settings, folder: Path, strict: bool = True) -> None:
         if strict:
             raise
         return
-    shape = shape_of(config.get_text_config())
+    shape = model_shape(config.get_text_config())
     layers = choosing_layers(config.get_text_config())
     facts = shape | {"weights": _weights(folder, layers)}
     method = settings.settled(shape, lambda: facts).method
@@ -104,8 +105,7 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
     if strange := sorted(set(given) - set(known)):
         raise ValueError(f"foveate: unknown setting {strange[0]!r}; there are {', '.join(known)}")
     below = given.get("dense_below", "auto")
-    if below != "auto" and (not isinstance(below, int) or isinstance(below, bool) or below < 0):
-        raise ValueError(f"foveate: dense_below must be a number of tokens, at least 0, or 'auto', not {below!r}")
+    check_dense_below(below, "foveate: ")
     audit = given.get("audit", 0.0)
     if isinstance(audit, bool) or not isinstance(audit, (int, float)) or not 0 <= audit <= 1:
         raise ValueError(f"foveate: audit must be a share of the decode steps, 0 to 1, not {audit!r}")
@@ -144,10 +144,10 @@ def check_early(vllm_config: Any) -> None:
     check_engine(vllm_config)
     if settings_of(vllm_config.additional_config).audit:
         check_audit(vllm_config)
-    summarising = [method for method in methods_of(vllm_config).values() if method.written is not None]
+    shape, block = geometry_of(facts_of(vllm_config.model_config)), vllm_config.cache_config.block_size
+    summarising = [method for method in methods_of(vllm_config).values() if method.channels(shape)]
     if summarising:
         check_summaries(vllm_config, summarising[0].name)
-    shape, block = geometry_of(facts_of(vllm_config.model_config)), vllm_config.cache_config.block_size
     memory = torch.empty(1, 1, block or 0, shape.head_dim, device="meta")
     for channels in (method.channels(shape) for method in dict.fromkeys(summarising) if block):
         EngineCache(shape, memory, memory.device, channels, Counters())
@@ -239,29 +239,10 @@ def layer_methods(
                 f"foveate: heads of layer {layer} are of all {len(heads)} KV heads, and this rank of the tensor "
                 f"parallelism has {geometries[layer].num_kv_heads}: add pool=layer"
             )
-    for artefact in {id(own.artefact): own.artefact for own in found.values() if own.artefact is not None}.values():
-        artefact.check_model(facts)
+    check_artefacts(found.values(), lambda: facts)
     return found
 
 
 def facts_of(model_config: Any) -> dict[str, Any]:
     """What tells a model from others, from its configuration."""
-    return shape_of(model_config.hf_text_config)
-
-
-def shape_of(config: Any) -> dict[str, Any]:
-    """As :func:`facts_of`, of a text model's configuration in Transformers."""
-    heads = config.num_attention_heads
-    return {
-        "model_type": config.model_type,
-        "layers": config.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
-
-
-def geometry_of(facts: Mapping[str, Any], ranks: int = 1) -> Geometry:
-    """The shape of a layer on one of so many ranks of tensor parallelism."""
-    heads, kv_heads, size = facts["heads"] // ranks, max(facts["kv_heads"] // ranks, 1), facts["head_dim"]
-    return Geometry(heads, kv_heads, size, size)
+    return model_shape(model_config.hf_text_config)

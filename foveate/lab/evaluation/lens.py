@@ -38,7 +38,7 @@ class Recorder:
         """The layers, as :func:`foveate.lab.results.lens.write` takes them."""
         methods = {index: policy.method for index, policy in self._attachment.policies.items()}
         found = [
-            {"layer": index, "method": method.spec, "reads_choice_of": method.reads_choice_of}
+            {"layer": index, "method": method.spec, "reads_choice_of": method.role.reads_choice_of}
             for index, method in methods.items()
         ]
         found += [{"layer": index, "unchanged": reason} for index, reason in self._attachment.unchanged.items()]
@@ -89,7 +89,7 @@ class Recorder:
         slots, rest, state = _READS[verb](**arguments), _UNREAD, _READ
         if verb == "attend_summaries":  # a cover stands for every token once
             rest = _SUMMARISED
-        if verb == "attend_indices" and one.method.reads_choice_of is not None:
+        if verb == "attend_indices" and one.method.role.reads_choice_of is not None:
             state = _REUSED
         positions = one.store.positions[0].long()
         heads, places = (positions >= 0).nonzero(as_tuple=True)

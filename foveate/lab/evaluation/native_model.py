@@ -23,7 +23,7 @@ class NativeModel:
     name = "own"
     spec = "own"
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:  # for foveate.methods.settings_of
         return {}
 
 

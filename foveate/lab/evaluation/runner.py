@@ -346,7 +346,7 @@ def _row(prepared: Prepared, method: Any, records: Sequence[Record], dense: dict
         {
             "method": method.name,
             "spec": method.spec,
-            "settings": method.settings(),
+            "settings": foveate.methods.settings_of(method),
             "model": plan.model.name,
             "architecture": model_folder.model_facts(plan.model),
             "task": task.name,
@@ -386,4 +386,4 @@ def _row_key(row: Mapping[str, Any]) -> str:
 
 
 def _method_key(method: Any) -> str:
-    return _row_key({"method": method.name, "settings": method.settings()})
+    return _row_key({"method": method.name, "settings": foveate.methods.settings_of(method)})

@@ -16,7 +16,7 @@ from foveate import outfile
 from foveate.errors import DataError, UserError
 from foveate.json_text import parse_json
 from foveate.lab.results.rows import ROW_FIELDS, check_record, check_row
-from foveate.methods import Method, make
+from foveate.methods import Method, make, settings_of
 
 _KIND = "partial results of foveate compare"
 Fingerprint = Mapping[str, Any]
@@ -50,7 +50,7 @@ def method_of(row: Mapping[str, Any]) -> Method | None:
         method = make(row["method"], **row["settings"])
     except (KeyError, TypeError, ValueError):
         return None
-    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in (row["settings"], method.settings()))
+    theirs, ours = (json.dumps(settings, sort_keys=True) for settings in (row["settings"], settings_of(method)))
     return method if theirs == ours else None
 
 

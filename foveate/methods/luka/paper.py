@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from foveate.methods.base import redefined, register
+from foveate.methods.base import About, redefined, register
 from foveate.methods.luka.policy import LuKA
 
 
@@ -16,8 +16,9 @@ class LuKAPaper(LuKA):
     """
 
     name: ClassVar[str] = "luka_paper"
-    source: ClassVar[str] = "LuKA, Fei et al. 2025, sections 3.2 and 4.2"
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "mass": "exact"}
+    about: ClassVar[About] = About(
+        "LuKA, Fei et al. 2025, sections 3.2 and 4.2", full_budget={"top_k": 1.0, "mass": "exact"}
+    )
 
     page_size: Any = redefined(LuKA, "page_size", 16)
     sinks: int = redefined(LuKA, "sinks", 0)

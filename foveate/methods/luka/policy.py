@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, attend_fetched, note_queries, observed_mass
-from foveate.methods.base import SPARSE_FROM_TOKENS, Fetches, Method, Observation, Replay, register, setting
+from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import budget, clamp
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import MakesPages, PageLevels
@@ -42,13 +42,15 @@ class LuKA(Method):
     """
 
     name: ClassVar[str] = "luka"
-    source: ClassVar[str] = "LuKA, Fei et al. 2025, section 3.2"
+    about: ClassVar[About] = About(
+        "LuKA, Fei et al. 2025, section 3.2",
+        full_budget={"top_k": 1.0, "expand": 1.0, "mass": "exact"},
+        small_budget={"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2},
+        estimates=True,
+    )
     needs_prompt_end: ClassVar[bool] = True
-    estimates: ClassVar[bool] = True
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
     """Pages read raw: the mean over KV heads, summed over steps and rows."""
-    full_budget: ClassVar[dict] = {"top_k": 1.0, "expand": 1.0, "mass": "exact"}
-    small_budget: ClassVar[dict] = {"page_size": 4, "sinks": 2, "tail": 9, "top_k": 2}
 
     page_size: Any = setting(
         (8, 32), "tokens of a page; several, each a multiple of the one before, for several levels"

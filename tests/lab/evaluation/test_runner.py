@@ -106,7 +106,7 @@ def test_rows_say_what_happened(plan):
 
 
 EVERY = [
-    foveate.methods.make(name, **foveate.methods.get(name).small_budget)
+    foveate.methods.make(name, **foveate.methods.get(name).about.small_budget)
     for name in foveate.methods.names()
     if name in ONE_OF_EACH
 ]
@@ -125,7 +125,7 @@ def test_a_shared_prompt_changes_no_row(plan, tmp_path, task, some):
     assert [row["spec"] for row in rows] == [method.spec for method in methods]
     kind = alone[0]["timing"]
     for method, row, own in zip(methods, rows, alone):
-        sparse = method.for_layer(0, 2).sparse_prompt
+        sparse = foveate.methods.sparse_prompt(method.for_layer(0, 2))
         assert row["timing"] == (kind if sparse else f"{kind}, shared prompt")
         assert (row["prefill_ms"] is None) == (not sparse)
         assert own["prefill_ms"] > 0

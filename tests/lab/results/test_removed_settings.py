@@ -23,7 +23,7 @@ GONE = {
 
 def row(method, **settings):
     pieces = ",".join(f"{name}={spelled_value(value)}" for name, value in settings.items())
-    made = {**json.loads(json.dumps(methods.make(method).settings())), **settings}
+    made = {**json.loads(json.dumps(methods.settings_of(methods.make(method)))), **settings}
     return {"method": method, "spec": f"{method}:{pieces}", "settings": made, "task_settings": {}}
 
 

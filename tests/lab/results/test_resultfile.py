@@ -149,8 +149,8 @@ def test_rows_replace_the_partial_file(out):
 def test_rows_with_a_value_that_is_gone_are_read_as_they_stand(out, name, setting, gone, allowed):
     out.parent.mkdir()
     method = methods.make(name)
-    settings = json.loads(json.dumps(method.settings() | {setting: gone}))
-    mixed = methods.make("mixed", clustered=method).settings() | {"clustered": {"method": name, **settings}}
+    settings = json.loads(json.dumps(methods.settings_of(method) | {setting: gone}))
+    mixed = methods.settings_of(methods.make("mixed", clustered=method)) | {"clustered": {"method": name, **settings}}
     rows = [
         row(method=name, spec=f"{name}:{setting}={gone}", settings=settings),
         row(method="mixed", spec=f"mixed:clustered={name}", settings=json.loads(json.dumps(mixed))),

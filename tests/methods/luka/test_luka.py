@@ -284,7 +284,7 @@ def test_bad_settings_are_named_with_what_is_allowed(settings, message):
 )
 def test_settings_at_the_edge_of_what_is_allowed(settings):
     made = methods.make("luka", **settings)
-    assert {name: made.settings()[name] for name in settings} == settings | (
+    assert {name: methods.settings_of(made)[name] for name in settings} == settings | (
         {"page_size": (2, 128)} if "page_size" in settings else {}
     )
 
@@ -311,7 +311,7 @@ def test_spec_strings(spec, settings, short):
     method = methods.parse(spec)
     assert {name: getattr(method, name) for name in settings} == settings
     assert methods.parse(method.spec) == method
-    assert methods.make(method.spec) == methods.make(method.name, **method.settings())
+    assert methods.make(method.spec) == methods.make(method.name, **methods.settings_of(method))
     if short is not None:
         assert method.spec == short
 

@@ -30,7 +30,7 @@ def written(spec="dense", share=1.0, score=80.0, **more):
     return {
         "method": method.name,
         "spec": method.spec,
-        "settings": method.settings(),
+        "settings": methods.settings_of(method),
         "model": "tiny",
         "task": "niah",
         "task_settings": {"split": "single", "length": length},
