@@ -30,6 +30,8 @@ def check_names(cls: type, base: type) -> None:
     for given, value in cls.__dict__.items():
         if given.startswith("_") or given in hooks or isinstance(value, dataclasses.Field):
             continue
+        if given in vars(base.about):
+            raise ValueError(f"{cls.__name__}.{given} is a part of about: write about = About({given}=...)")
         if near := difflib.get_close_matches(given.lower(), hooks, 1, _NEAR):
             raise ValueError(
                 f"{cls.__name__}.{given} is no hook: did you mean {near[0]}? Begin the name of a helper with _"

@@ -183,6 +183,13 @@ def misspelt_fact():
         need_prompt_end: ClassVar[bool] = True
 
 
+def part_of_about():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        small_budget: ClassVar[dict] = {"top_k": 9}
+
+
 def named(name):
     def make():
         return type("Mine", (Reads,), {"name": name, "__module__": __name__})
@@ -195,6 +202,7 @@ def named(name):
     [
         (misspelt, r"Mine.promptend is no hook: did you mean prompt_end\? Begin the name of a helper with _"),
         (misspelt_fact, r"Mine.need_prompt_end is no hook: did you mean needs_prompt_end\?"),
+        (part_of_about, r"Mine.small_budget is a part of about: write about = About\(small_budget=...\)"),
         (named("a:b,c"), r"Mine.name must be of letters, digits, _ and -, .*; it is 'a:b,c'"),
         (named(""), r"Mine.name must be .*; it is ''"),
         (named("own"), r"Mine.name must be .* not own"),
