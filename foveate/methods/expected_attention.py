@@ -11,7 +11,9 @@ class ExpectedAttention(KeepsByScore):
     norms; each generated token is kept. Queries' moments are those of the prompts so far, before rotation."""
 
     name = "expected_attention"
-    about = About("Expected Attention, Devoto et al. 2025, arXiv:2510.00636", small_budget={"top_k": 20}, estimates=True)
+    about = About(
+        "Expected Attention, Devoto et al. 2025, arXiv:2510.00636", small_budget={"top_k": 20}, estimates=True
+    )
     needs_rotary = True
     window, min_k = 0, 0
     future = 512
