@@ -34,6 +34,7 @@ GENERATED = re.compile(r"<!-- report:.*?<!-- end -->", re.DOTALL)
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 _MADE = {"model", "device", "versions", "commit"}
 KINDS = {
+    "cache-memory": _MADE - {"model"} | {"case", "points"},
     "hybrid-curves": _MADE | {"tokens", "loss", "held_out", "held_out_tokens", "retention", "parameters"},
     "sparse-prompts": _MADE
     | {"task", "task_settings", "spec", "n", "score", "dense_score", "diff_to_dense", "diff_low"},
