@@ -51,9 +51,12 @@ ONE_OF_A_KIND = {
     *("kascade_anchors", "kascade_paper", "kascade_pages", "luka", "luka_levels", "mixed", "per_layer"),
 }
 """Evict in decode, in prompts, at their end; choose pages, keys across layers, summaries; are made of others."""
-ONE_OF_EACH = ONE_OF_A_KIND | {"adakv", "expected_attention", "lessismore", "rocketkv", "sparq", "streaming"}
-"""Also heads that keep different numbers of tokens, rotation, pages of what is kept, a state of the whole sequence, and
-prompts under a window: for what is done for all methods alike, each of which goes through the matrix."""
+ONE_OF_EACH = ONE_OF_A_KIND | {
+    *("adakv", "expected_attention", "kascade", "lessismore", "pages", "rocketkv", "sparq", "streaming")
+}
+"""Also what `auto` chooses, heads that keep different numbers of tokens, rotation, pages of what is kept, a state of
+the whole sequence, and prompts under a window: for what is done for all methods alike, each of which goes through the
+matrix."""
 
 
 def of_release(specs: Iterable[str]) -> list[str]:

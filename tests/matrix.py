@@ -182,7 +182,7 @@ def each(variants=VARIANTS):
 def deal(hand, hands=2, variants=VARIANTS):
     """Each method under its small budget, each setting that evicts or keeps other state, and a share of the rest.
 
-    Tests of one mechanism, such as undoing, have a hand each: together they try every setting.
+    Tests of one mechanism, such as undoing, have a hand each, so that together they try most settings.
     """
     kinds = {}
     for name, method in variants:

@@ -64,7 +64,7 @@ class KascadeAblated(Method):
         return Role(self.name, None if self.anchor == self.layer else self.anchor)
 
     def prompt_tile(self, group):
-        return 1 if self.anchor is None else max(1, self.tile // group)
+        return 0 if self.anchor is None else max(1, self.tile // group)
 
     def prompt(self, cache, q, scaling):
         dense = super().prompt(cache, q, scaling)

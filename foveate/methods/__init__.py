@@ -10,9 +10,8 @@ from foveate.methods._common import attend_all
 from foveate.methods._settings import settings_of as settings_of
 from foveate.methods.auto import Auto as Auto
 from foveate.methods.base import REGISTRY as REGISTRY
-from foveate.methods.base import About, Method, Replay, register, setting
+from foveate.methods.base import About, Method, Replay, Role, register, setting
 from foveate.methods.base import Observation as Observation
-from foveate.methods.base import Role as Role
 from foveate.methods.base import check_artefacts as check_artefacts
 from foveate.methods.base import evict_every as evict_every
 from foveate.methods.base import replay_obstacle as replay_obstacle
@@ -38,6 +37,7 @@ __all__ = [
     "Method",
     "ReadsChosen",
     "Replay",
+    "Role",
     "Rotary",
     "attend_all",
     "register",

@@ -26,6 +26,8 @@ def check_names(cls: type, base: type) -> None:
         raise ValueError(
             f"{cls.__name__}.name must be of letters, digits, _ and -, and not {' or '.join(_RESERVED)}; it is {name!r}"
         )
+    if not isinstance(cls.about, type(base.about)):
+        raise ValueError(f"{cls.__name__}.about must be About(...), not {cls.about!r}")
     hooks = [hook for hook in dir(base) if not hook.startswith("_")]
     for given, value in cls.__dict__.items():
         if given.startswith("_") or given in hooks or isinstance(value, dataclasses.Field):

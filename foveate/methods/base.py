@@ -117,8 +117,8 @@ class About:
     """Whether keys are chosen by something else than their logits, such as a summary, a copy in fewer bits or a learned
     score, which a cap of the logits changes in another way; a function of the method where settings decide."""
 
-    def over(self, base: About) -> About:
-        """This, with what is left out from another."""
+    def completed_by(self, base: About) -> About:
+        """A copy that has from ``base`` what is left out here."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return dataclasses.replace(base, **given)
 
@@ -144,7 +144,8 @@ class Method(Settings):
 
     evicts: ClassVar[Evicts] = Evicts.NEVER
     """When the method removes tokens from the cache: at the end of a prompt alone, or in decode steps too. The latter
-    excludes channels per page, and keys in blocks. Per class, but for :attr:`Evicts.UNEVENLY`: per settings."""
+    excludes channels per page, and keys in blocks. Per class; :attr:`Evicts.UNEVENLY` may depend on the
+    settings."""
     stateful: ClassVar[bool] = True
     """Whether a decoded token changes more than cropping the cache undoes, such as channels without ``recomputed`` or
     evicted slots. Undoing tokens then needs snapshots. Per class."""
@@ -192,13 +193,13 @@ class Method(Settings):
         super().__init_subclass__(**kwargs)
         check_names(cls, Method)
         if "about" in vars(cls):
-            cls.about = cls.about.over(super(cls, cls).about)
+            cls.about = cls.about.completed_by(super(cls, cls).about)
 
     # Hooks
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
         """The method for one model, by default the same for all; called before :meth:`for_layer`. It may warn of what a
-        user should know before relying on these settings.
+        user should know before relying on these settings, and refuse a model that a file of the method is not for.
 
         Args:
             facts: gives what tells the model from others, as :meth:`foveate.calibration.Calibration.check_model` takes.
@@ -242,8 +243,9 @@ class Method(Settings):
 
         A token may change outputs of earlier tokens in its own tile. A prompt in chunks that end between tiles gives
         the outputs of the same prompt in one piece; other chunks need not. 1: outputs are strictly causal, and any
-        chunks do. 0: so they are, for every token reads all earlier ones. None: the prompt is one tile, must come in
-        one chunk, and the cache takes no second prompt. By default 1 where :meth:`prompt` is overridden, else 0.
+        chunks do. 0: the prompt is dense: every token reads all earlier ones, and any chunks do. None: the prompt is
+        one tile, must come in one chunk, and the cache takes no second prompt. By default 1 where :meth:`prompt` is
+        overridden, else 0.
 
         Args:
             group: query heads of a KV head.

@@ -55,7 +55,7 @@ class Kascade(KeepsSummaries, TopKByMass):
         "Kascade, Deshmukh et al. 2025, arXiv:2512.16391",
         full_budget={"top_k": 1.0, "anchors": 1},
         small_budget={"top_k": 9, "tile": 1, "anchors": 1},
-        estimates=lambda own: own.score_keys == "pages",
+        estimates=lambda method: method.score_keys == "pages",
     )
     rank: ClassVar[int] = 2
     """Directions of a page's summary."""
@@ -170,18 +170,21 @@ class Kascade(KeepsSummaries, TopKByMass):
         spaced. One that was chosen under this method's settings comes before others."""
         if self.anchors is not None:
             self._say_what_differs()
-            return self._warned()
+            self._warn_if_evenly_spaced(facts)
+            return self
         of_model = facts()
         layers = len(of_model.get("weights") or ())  # those that the method is applied to, where they are known
         evenly = self._changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         if self.heads is not None:
-            return evenly._warned()
+            evenly._warn_if_evenly_spaced(facts)
+            return evenly
         found = known(of_model)
         best = sorted(found.calibrations, key=lambda one: len(self.differing(one)))
         if not best:
             for obstacle in found.obstacles:
                 say_once(f"{self.name}: {obstacle}")
-            return evenly._warned()
+            evenly._warn_if_evenly_spaced(facts)
+            return evenly
         first = best[0]
         what = f"{len(first.anchors)} anchors of calibration {first.source!r}, which {first.origin} for these weights"
         say_once(f"{self.name}: {what}; anchors={evenly.anchors} spaces {evenly.anchors} evenly")
@@ -189,14 +192,13 @@ class Kascade(KeepsSummaries, TopKByMass):
         own._say_what_differs()
         return own
 
-    def _warned(self) -> Method:
-        """This method; says once what evenly spaced anchors lose."""
-        if not isinstance(self.anchors, (list, tuple)) and self.top_k != 1.0:
+    def _warn_if_evenly_spaced(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Say once what evenly spaced anchors lose, where a model is known."""
+        if not isinstance(self.anchors, (list, tuple)) and self.top_k != 1.0 and facts():
             say_once(
                 f"{self.name} without a calibration: evenly spaced anchors lose what is hard to look up; "
                 "`foveate calibrate --model DIR` chooses them (docs/guide/calibrate.md)"
             )
-        return self
 
     def differing(self, calibration: Calibration) -> list[str]:
         """The settings under which a calibration was chosen and that this method has otherwise."""

@@ -41,7 +41,7 @@ class LTE(Method):
         example="lte:file=lte.safetensors",
         full_budget={"top_k": 1.0, "score": "key_norm"},
         small_budget={"top_k": 0.25, "window": 13, "sinks": 2, "score": "key_norm"},
-        estimates=lambda own: own._artefact is not None,
+        estimates=lambda method: method._artefact is not None,
     )
     evicts: ClassVar[Evicts] = Evicts.IN_DECODE
     needs_prompt_end: ClassVar[bool] = True

@@ -47,7 +47,7 @@ class Policy:
         self.counters.declare(self.method.counters)
 
 
-def check_dense_below(value: Any, where: str = "") -> None:
-    """Raises ValueError, whose message begins with ``where``, for what ``dense_below`` cannot be."""
+def check_dense_below(value: Any, prefix: str = "") -> None:
+    """Raises ValueError, whose message begins with ``prefix``, for what ``dense_below`` cannot be."""
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"{where}dense_below must be a number of tokens, at least 0, or 'auto', not {value!r}")
+        raise ValueError(f"{prefix}dense_below must be a number of tokens, at least 0, or 'auto', not {value!r}")

@@ -70,9 +70,10 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> None:
     if outside:
         raise ValueError(f"{who} returned slots outside of 0 to {used - 1}; return slots below cache.used")
     if none and not method.evicts.unevenly:
+        when = "IN_DECODE" if method.evicts.in_decode else "AT_PROMPT_END"
         raise ValueError(
-            f"{who} returned -1, for no slot, and {type(method).__name__}.evicts is even; give every KV head as many "
-            "slots, or declare evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END | Evicts.UNEVENLY"
+            f"{who} returned -1, for no slot, and {type(method).__name__}.evicts has no Evicts.UNEVENLY; give every KV "
+            f"head as many slots, or declare evicts: ClassVar[Evicts] = Evicts.{when} | Evicts.UNEVENLY"
         )
     if twice:
         raise ValueError(f"{who} returned a slot more than once; return each slot that is kept once, such as .unique()")

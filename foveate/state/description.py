@@ -84,10 +84,10 @@ class Channel:
             tokens are removed, and no clearing when a slot is reused (page summaries).
         fill: initial value of an entry per sequence. Other entries start at 0.
         least: smallest valid value of an entry; a saved cache with a smaller one is refused. None: no bound.
-        written: where an entry is the summary of a full page and follows from its keys, what writes those of the pages
-            that new tokens fill in blocks of an engine; requests that share blocks then share the summaries. It is
-            called with the cache and, int ``[T]``, where the tokens are: block times its size plus the place in it;
-            negative for none.
+        written: where an entry is the summary of a full page and follows from its keys, the function that writes the
+            summaries of the pages that new tokens fill in blocks of an engine; requests that share blocks then share
+            the summaries. It is called with the cache and, int ``[T]``, where the tokens are: block times its size plus
+            the place in it; negative for none.
     """
 
     shape: tuple[int, ...] = ()

@@ -103,6 +103,15 @@ class TestAttach:
         with foveate.attached(tiny_model(), shared) as attachment:
             assert attachment.method.spec == FOUND
 
+    @pytest.mark.parametrize(
+        "spec", ['per_layer:layers={"rest": "kascade"}', "mixed:clustered=kascade", "kascade:anchors=2"]
+    )
+    def test_nothing_is_said_of_a_method_before_it_has_a_model(self, spec):
+        artefact.say_once.cache_clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            methods.parse(spec)
+
     @pytest.mark.parametrize("seed", [2, 3])
     def test_leaves_other_weights_evenly_spaced_and_warns(self, folder, seed):
         artefact.say_once.cache_clear()

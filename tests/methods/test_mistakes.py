@@ -80,7 +80,8 @@ def run(method, ids=None, **options):
         (lambda cache: torch.tensor([3, -2]), {}, "slots outside of 0 to 59"),
         (lambda cache: torch.arange(4).expand(2, 4), {}, r"slots \[2, 4\]; return int64 slots"),
         (lambda cache: torch.arange(4).expand(2, 2, 4), {}, r"slots \[2, 2, 4\]; return int64 slots"),
-        (short_head, {}, "-1, for no slot, and Mine.evicts is even; .* or declare evicts: .*UNEVENLY"),
+        (short_head, {}, r"-1, for no slot, .* or declare evicts: .* = Evicts.AT_PROMPT_END \| Evicts.UNEVENLY"),
+        (short_head, {"evicts": Evicts.IN_DECODE}, r"-1, for no slot, .* = Evicts.IN_DECODE \| Evicts.UNEVENLY"),
         (lambda cache: torch.arange(9), {"evicts": Evicts.NEVER}, "slots to keep, .* declare evicts: .*AT_PROMPT_END"),
     ],
 )
@@ -190,6 +191,13 @@ def part_of_about():
         small_budget: ClassVar[dict] = {"top_k": 9}
 
 
+def no_about():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        about: ClassVar[dict] = {"source": "a paper"}
+
+
 def named(name):
     def make():
         return type("Mine", (Reads,), {"name": name, "__module__": __name__})
@@ -203,6 +211,7 @@ def named(name):
         (misspelt, r"Mine.promptend is no hook: did you mean prompt_end\? Begin the name of a helper with _"),
         (misspelt_fact, r"Mine.need_prompt_end is no hook: did you mean needs_prompt_end\?"),
         (part_of_about, r"Mine.small_budget is a part of about: write about = About\(small_budget=...\)"),
+        (no_about, r"Mine.about must be About\(...\), not {'source': 'a paper'}"),
         (named("a:b,c"), r"Mine.name must be of letters, digits, _ and -, .*; it is 'a:b,c'"),
         (named(""), r"Mine.name must be .*; it is ''"),
         (named("own"), r"Mine.name must be .* not own"),

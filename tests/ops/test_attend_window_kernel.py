@@ -26,7 +26,12 @@ SHAPES = (
 )
 
 
-@in_turn(SHAPES, ("capability", [80, 90]), ("softcap", [0.0, 50.0]))
+@in_turn(
+    SHAPES,
+    ("capability", [80, 90]),
+    ("softcap", [0.0, 50.0]),
+    besides=[("bf16", 128, 128, 80, 50.0), ("bf16", 256, 256, 80, 0.0)],
+)
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, value_dim, softcap):
     assert_compiled_well(*_compiled(capability, dtype, dim, value_dim, softcap), spilled=40)
 

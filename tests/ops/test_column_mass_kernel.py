@@ -32,7 +32,12 @@ SHAPES = (
 )
 
 
-@in_turn(SHAPES, ("capability", [80, 90]), ("softcap", [0.0, 50.0]))
+@in_turn(
+    SHAPES,
+    ("capability", [80, 90]),
+    ("softcap", [0.0, 50.0]),
+    besides=[("bf16", 128, 80, 50.0), ("fp32", 256, 80, 50.0)],
+)
 def test_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.column_mass_kernel")

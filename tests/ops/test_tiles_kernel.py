@@ -26,7 +26,7 @@ SHAPES = (
 CAPABILITIES = ("capability", [90, 80])
 
 
-@in_turn(SHAPES, CAPABILITIES, ("softcap", [0.0, 50.0]))
+@in_turn(SHAPES, CAPABILITIES, ("softcap", [0.0, 50.0]), besides=[("bf16", 256, 80, 50.0)])
 def test_attention_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
     _compile_attention(capability, dtype, dim, softcap)
 
