@@ -11,6 +11,8 @@ import functools
 import re
 from typing import Any
 
+from foveate.state import Evicts
+
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _RESERVED = ("own",)
 """Names that commands use for something else."""
@@ -28,6 +30,8 @@ def check_names(cls: type, base: type) -> None:
         )
     if not isinstance(cls.about, type(base.about)):
         raise ValueError(f"{cls.__name__}.about must be About(...), not {cls.about!r}")
+    if cls.evicts is Evicts.UNEVENLY:
+        raise ValueError(f"{cls.__name__}.evicts says how, and not when: write Evicts.AT_PROMPT_END | Evicts.UNEVENLY")
     hooks = [hook for hook in dir(base) if not hook.startswith("_")]
     for given, value in cls.__dict__.items():
         if given.startswith("_") or given in hooks or isinstance(value, dataclasses.Field):

@@ -101,8 +101,6 @@ class EngineSteps:
         self.choosing = sum(method.role.name not in ("dense", "reading") for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, EngineCache] = {}
-        self._without_state: set[int] = set()
-        """Layers that are known to keep nothing beside keys and values."""
         self._rows: dict[int, DeviceRows] = {}
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
@@ -214,8 +212,8 @@ class EngineSteps:
         return self._stores[layer]
 
     def summarises(self, layer: int) -> bool:
-        """Whether a layer keeps summaries of pages, so that :meth:`written` must be called; True until it is known."""
-        return layer not in self._without_state
+        """Whether a layer keeps summaries, for which :meth:`allocate` made room, so that :meth:`written` is needed."""
+        return layer in self._stores and bool(self._stores[layer].specs)
 
     def written(self, layer: int, heads: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Summarise the pages that new tokens of a layer fill, of prompts and of decode steps alike.
@@ -226,9 +224,6 @@ class EngineSteps:
             slots: int ``[T]``, where these are: block times n plus the place in it; negative for none.
         """
         store = self._store(layer, heads, k, v)
-        if not store.specs:
-            self._without_state.add(layer)
-            del self._stores[layer]  # whose view of the engine's blocks nobody would renew
         for write in {one.written for one in store.specs.values()}:
             write(store, slots)
 

@@ -12,6 +12,7 @@ from foveate import methods
 from foveate.ops import Logits
 from foveate.ops.block_table import EIGHT_BITS
 from foveate.runtime import EngineSteps
+from foveate.state import Geometry
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -22,7 +23,7 @@ from foveate.integrations.vllm.audit import Share
 from foveate.integrations.vllm.rows import attend_prompt, prompts_from, write_tokens
 from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, batch
 
-LAYERS = 4
+LAYERS, BLOCKS = 4, 50
 SPEC = "kascade_paper:top_k=4,anchors=[1],decode_only=true"
 """Layer 0 reads all keys and chooses none."""
 MIXED = ([1, 1, 1, 5], [30, 9, 17, 12], [False, False, True, True])
@@ -32,8 +33,12 @@ DECODING = ([1, 1], [30, 9], [False, False])
 
 
 def steps(dense_below=0, spec=SPEC):
-    method = methods.parse(spec)
-    return EngineSteps({n: method.for_layer(n, LAYERS) for n in range(LAYERS)}, torch.device("cpu"), dense_below)
+    method, geometry = methods.parse(spec), Geometry(HEADS, KV_HEADS, DIM, DIM)
+    found = EngineSteps({n: method.for_layer(n, LAYERS) for n in range(LAYERS)}, torch.device("cpu"), dense_below)
+    for n, one in found.methods.items():
+        if one.channels(geometry):
+            found.allocate(n, geometry, torch.empty(BLOCKS, KV_HEADS, BLOCK, DIM, device="meta"))
+    return found
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def run(rows, dense_below=0, serves=True, spec=SPEC, largest_graph=0, scales=Non
     ours_builds.audit = Share(0)
     ours_builds.use_full_cuda_graph, ours_builds.largest_graph = True, largest_graph
     metadata = ours_builds.build(0, common)
-    cache = torch.randn(LAYERS, 50, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+    cache = torch.randn(LAYERS, BLOCKS, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     tokens = int(common.query_start_loc[-1])
     found, sparse, dense = [], [], []
     alone = steps(spec=spec)

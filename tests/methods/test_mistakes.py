@@ -198,6 +198,13 @@ def no_about():
         about: ClassVar[dict] = {"source": "a paper"}
 
 
+def only_unevenly():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        evicts: ClassVar[Evicts] = Evicts.UNEVENLY
+
+
 def named(name):
     def make():
         return type("Mine", (Reads,), {"name": name, "__module__": __name__})
@@ -211,6 +218,7 @@ def named(name):
         (misspelt, r"Mine.promptend is no hook: did you mean prompt_end\? Begin the name of a helper with _"),
         (misspelt_fact, r"Mine.need_prompt_end is no hook: did you mean needs_prompt_end\?"),
         (part_of_about, r"Mine.small_budget is a part of about: write about = About\(small_budget=...\)"),
+        (only_unevenly, r"Mine.evicts says how, and not when: write Evicts.AT_PROMPT_END \| Evicts.UNEVENLY"),
         (no_about, r"Mine.about must be About\(...\), not {'source': 'a paper'}"),
         (named("a:b,c"), r"Mine.name must be of letters, digits, _ and -, .*; it is 'a:b,c'"),
         (named(""), r"Mine.name must be .*; it is ''"),

@@ -265,7 +265,9 @@ def test_summaries_are_allocated_once():
     """Before the first token where the engine tells how many blocks there are; later cache tensors are as many."""
     engine, steps = Engine(), EngineSteps(of_layers("locks:page_size=4,rank=2"), torch.device("cpu"))
     memory = engine.memory[0]
+    assert not steps.summarises(0)
     steps.allocate(0, GEOMETRY, memory.to("meta"))
+    assert steps.summarises(0)
     records = steps._stores[0].tensors["records"]
     assert records.shape[:3] == (len(memory), KV_HEADS, 1)
     slots = torch.arange(4, 12)
@@ -273,6 +275,14 @@ def test_summaries_are_allocated_once():
         steps.written(0, HEADS, blocks[..., :DIM], blocks[..., DIM:], slots)
         assert steps._stores[0].tensors["records"] is records
     assert records.flatten(1).any(1).nonzero()[:, 0].tolist() == [1, 2]
+
+
+def test_a_layer_that_chooses_by_the_keys_themselves_keeps_no_summaries():
+    spec = "kascade_paper:top_k=9,anchors=[0],decode_only=true"
+    engine, steps = Engine(padding=(), width=10), EngineSteps(of_layers(spec), torch.device("cpu"), dense_below=0)
+    one_step(spec, steps, engine, 0, *(x[:, 0, :, :33] for x in engine.draw(40)[1:]), 0)
+    assert len(steps._stores) == LAYERS
+    assert not any(steps.summarises(n) for n in range(LAYERS))
 
 
 def test_layers_that_the_engine_reads_itself_are_counted():
