@@ -7,7 +7,8 @@ Needs vLLM (docs/guide/serve.md). The model has the shape of Llama-3.1-8B and ra
 An engine at a time runs in a process of its own. A case is so many requests of so many tokens: their prompts are read
 in chunks, and when all of them decode, --steps steps are timed. A row has milliseconds and tokens a second of these,
 the time to the first token of a request alone, and the share of keys that was read. A case for which the engine has too
-little memory is left out, and named.
+little memory is left out, and named. With --kv-cache-dtype fp8 both hold keys and values in eight bits. Which model
+runner vLLM uses stands in the row; VLLM_USE_V2_MODEL_RUNNER=0 in the environment chooses the first.
 """
 
 import argparse
@@ -60,6 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and by default tiny cases")
     parser.add_argument("--method", action="append", help="by default Kascade with ten anchors, and with five")
     parser.add_argument("--case", action="append", help=f"by default {', '.join(CASES)}")
+    parser.add_argument(
+        "--kv-cache-dtype", action="append", choices=("auto", "fp8"), help="of vLLM, by default auto; or both"
+    )
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="times that a first token is timed")
     parser.add_argument("--memory", type=float, default=0.94, help="share of the GPU's memory")
@@ -72,14 +76,16 @@ def main(arguments: list[str] | None = None) -> None:
         job = {"model": given.model or written(Path(folder), name, cases), "dummy": given.model is None}
         job |= {"cases": cases, "steps": given.steps, "repeats": given.repeats, "memory": given.memory}
         name = Path(given.model).name if given.model else f"{name}-shape"
-        own = run(job | {"method": None})
-        for method in methods:
-            method = settled(given.model, method) if given.model else method
-            found = run(job | {"method": method})
-            rows = [_row(name, method, case, found[case], own[case]) for case in found if case in own]
-            measurements.write(given.out, rows)
-            for row in rows:
-                print(_line(row), flush=True)
+        methods = [settled(given.model, method) if given.model else method for method in methods]
+        for dtype in given.kv_cache_dtype or ["auto"]:
+            job |= {"kv_cache_dtype": dtype}
+            own = run(job | {"method": None})
+            for method in methods:
+                found = run(job | {"method": method})
+                rows = [_row(name, method, dtype, case, found[case], own[case]) for case in found if case in own]
+                measurements.write(given.out, rows)
+                for row in rows:
+                    print(_line(row), flush=True)
 
 
 def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, dict[str, Any]]:
@@ -109,12 +115,20 @@ def written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:
     return str(folder)
 
 
-def _row(name: str, method: str, case: str, found: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _row(name: str, method: str, dtype: str, case: str, found: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     tokens, batch = map(int, case.split("x"))
-    case = {"model": name, "method": method, "tokens": tokens, "batch": batch}
+    if found["runner"] != own["runner"]:
+        raise RuntimeError(f"vLLM ran {method} by model runner {found['runner']}, its own by {own['runner']}")
     row = measurements.speed_row(
         "serving",
-        case,
+        {
+            "model": name,
+            "method": method,
+            "tokens": tokens,
+            "batch": batch,
+            "kv_cache_dtype": dtype,
+            "runner": found["runner"],
+        },
         "cuda" if found["device"] == "cuda" else "cpu",
         found["ms"],
         ("vllm-flash-attention" if found["device"] == "cuda" else BASELINE, own["ms"]),
@@ -132,7 +146,8 @@ def _line(row: dict[str, Any]) -> str:
     case = row["case"]
     times = f"{row['ms']:8.2f} ms a step, {row['speedup']:.2f} times as fast as {row['baseline']}"
     first = f"first token {row['first_token_ms']:.0f} ms ({row['baseline_first_token_ms']:.0f})"
-    return f"{case['tokens']:7} x {case['batch']:<3} {case['method']}: {times}; {first}"
+    engine = f"{case['kv_cache_dtype']}, {case['runner']}"
+    return f"{case['tokens']:7} x {case['batch']:<3} {case['method']} ({engine}): {times}; {first}"
 
 
 # In an engine's process
@@ -149,7 +164,7 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
         {"gpu_memory_utilization": job["memory"], "max_num_batched_tokens": 8192} if cuda else {"enforce_eager": True}
     )
     how |= {"load_format": "dummy"} if job["dummy"] else {}
-    how |= {"kv_cache_dtype": job["kv_cache_dtype"]} if "kv_cache_dtype" in job else {}
+    how |= {"kv_cache_dtype": job.get("kv_cache_dtype", "auto")}
     if job["method"] is not None:
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["method"]}}
     elif cuda:
@@ -165,8 +180,9 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     step = 8 if most <= 256 else 16
     most = most if most in (1, 2, 4) else -(-most // step) * step  # a size of which vLLM captures a graph
     llm = engine(job, max_model_len=longest + ROOM, max_num_seqs=most, enable_prefix_caching=False)
-    cache = llm.llm_engine.vllm_config.cache_config
-    room = cache.num_gpu_blocks * cache.block_size
+    config = llm.llm_engine.vllm_config
+    room = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     found = {}
     for tokens, batch in job["cases"]:
         needed = batch * (tokens + WARM + job["steps"])
@@ -184,6 +200,7 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "keys_read_share": read / available if available else None,
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "device": "cuda" if cuda else "cpu",
+            "runner": runner,
         }
     return found
 

@@ -263,8 +263,14 @@ serving_accuracy = Table(
 )
 """What a method costs in answers where a server runs it."""
 
+
+def _engine(case: Mapping[str, Any]) -> str:
+    eight_bits = ", both with keys and values in fp8" if case["kv_cache_dtype"] == "fp8" else ""
+    return f"model runner {case['runner'].upper()}{eight_bits}"
+
+
 serving = Table(
-    lambda rows: f"{rows[0]['case']['model']} in vLLM",
+    lambda rows: f"{rows[0]['case']['model']} in vLLM, {_engine(rows[0]['case'])}",
     {
         "requests": lambda row: f"{row['case']['batch']} × {context_length(row['case']['tokens'])} tokens",
         "method": lambda row: f"`{row['case']['method']}`",
@@ -275,7 +281,7 @@ serving = Table(
         "first token, s": lambda row: number(row["first_token_ms"] / 1000, 2),
         "vLLM's": lambda row: number(row["baseline_first_token_ms"] / 1000, 2),
     },
-    apart=lambda row: row["case"]["model"],
+    apart=lambda row: tuple(row["case"][key] for key in ("model", "runner", "kv_cache_dtype")),
 )
 """What decoding by a method gives a server, beside its own attention."""
 
