@@ -164,8 +164,10 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
             timed = cold.repeated(layer.look, plan.device)
             parts = breakdown.parts(layer.look, plan.device)
             recall = _recall(plan, kind.policy, layer.cache, queries[:, :, -1:]) if approximate else recall
-            upkeep = _upkeep(plan, kind.policy, layer) if not pages else _summaries(plan, layer, pages, timed.ms, parts)
-            more = {"parts_ms": parts, "upkeep_ms": upkeep}
+            upkeep, shared = (
+                (_summaries(plan, layer, pages, timed.ms, parts), 0.0) if pages else _upkeep(plan, kind.policy, layer)
+            )
+            more = {"parts_ms": parts, "upkeep_ms": upkeep, "shared_upkeep_ms": shared}
             layer.cache.tally = None
         else:
             timed, read = _tokens(plan, kind, caches, queries, layer, chooser)
@@ -228,26 +230,31 @@ def _period(policy: Method) -> int:
     return 0 if replay is None else next((step for step in range(1, _LONGEST) if replay.maintenance_due(step)), 0)
 
 
-def _upkeep(plan: Plan, policy: Method, layer: TimedLayer) -> float:
+def _upkeep(plan: Plan, policy: Method, layer: TimedLayer) -> tuple[float, float | None]:
     """Milliseconds a step, on average, of what every so many steps one does beside attending: LuKA's making pages.
 
     Of a GPU what its kernels take, by a profile; elsewhere what the step takes longer.
+
+    Returns:
+        What a layer does, such as summarising pages; and what the layers of a step do once, such as finding the pages'
+        tokens, None where both are in the first number.
     """
     period = _period(policy)
     if not period:
-        return 0.0
+        return 0.0, 0.0
     if plan.device != "cuda":
         ordinary, rare = decode_layer.one_by_one(layer, None, period)
-        return max(0.0, rare - ordinary) / period
+        return max(0.0, rare - ordinary) / period, None
     if policy.replay.maintains and not policy.replay.obstacle:
-        return _between_steps(policy, layer.cache) / period
+        own, shared = _between_steps(policy, layer.cache)
+        return own / period, shared / period
     k, v = decode_layer.newest(layer.cache)
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(2 * period):
         layer.cache.forward.clear()
         rare = (layer.cache.plan.decoded + 1) % period == 0
         found[rare].append(breakdown.total(functools.partial(layer.token, k, v)))
-    return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period
+    return max(0.0, statistics.median(found[True]) - statistics.median(found[False])) / period, None
 
 
 def _summarised_pages(policy: Method, layer: TimedLayer) -> int:
@@ -276,15 +283,16 @@ def _summaries(
     return max(0.0, parts["other"] - open_parts["other"]) / size
 
 
-def _between_steps(policy: Method, cache: SlotCache) -> float:
-    """Milliseconds of the kernels of a layer's maintenance between replayed steps, without what layers share."""
+def _between_steps(policy: Method, cache: SlotCache) -> tuple[float, float]:
+    """Milliseconds of the kernels of a layer's maintenance between replayed steps, and of what its layers share."""
     rows = capture.move_to_device([cache])
     try:
-        with capture.maintenance([rows]):
-            policy.replay.maintain(cache)
-            return breakdown.total(functools.partial(policy.replay.maintain, cache))
+        for _ in range(2):  # the first round compiles
+            with capture.maintenance([rows]):
+                both, own = (breakdown.total(functools.partial(policy.replay.maintain, cache)) for _ in range(2))
     finally:
         _ = cache.rows  # from the device
+    return own, max(0.0, both - own)
 
 
 def _bytes_read(layer: TimedLayer) -> float:

@@ -23,6 +23,10 @@ step --batch 64 --method "$dense_prompt" --method "$dense_prompt,top_k=0.2" --me
 step --level layer --context 32768 --batch 1 --batch 32 --method "$dense_prompt" --method "$few" --method luka \
   --method luka:score=spread --method luka:page_size=16 --method pages:top_k=0.1 --method quest --method omnikv --method lessismore --method h2o \
   --method streaming --method snapkv --method tova
+# LuKA's figure 3: Qwen3-0.6B at 2K tokens, beside the same layers with nothing refined.
+alone=score=summary,prior=0.0,top_k=0
+step --context 2048 --batch 1 --heads 16 --layers 28 --method luka --method "luka:page_size=32,$alone" --method "$paper" \
+  --method "luka:page_size=16,$alone" --method luka_paper --method luka_paper:top_k=0
 for liger in "" --liger; do
   whole --context 131000 --rounds 3 --method "$dense_prompt" --method "$dense_prompt,decode_only=false" --method "$paper" --method "$few" \
     --method luka --method luka:score=spread --method h2o --method streaming $liger

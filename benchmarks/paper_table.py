@@ -140,6 +140,30 @@ def _modes() -> str:
     )
 
 
+def _step_parts() -> str:
+    """Microseconds of a layer's step at 2K tokens: attending with nothing refined, what refining adds, finding pages,
+    and summarising them, the last two on average over steps; empty without rows."""
+    rows = {row["case"]["method"]: row for row in _some("decode", level="kernel", context=2048, heads=16)}
+    if not rows:
+        return ""
+
+    def of(method: str, alone: str) -> str:
+        (kind,) = rows[method]["layers"].values()
+        attention = rows[alone]["ms"]
+        found = kind["shared_upkeep_ms"] / kind["layers"]
+        parts = (attention, kind["ms"] - attention, found, kind["upkeep_ms"])
+        return ", ".join(f"{1000 * ms:.1f}" for ms in parts)
+
+    alone = {size: f"luka:page_size={size},top_k=0,score=summary,prior=0.0" for size in (16, 32)}
+    names = {
+        "`luka`": ("luka", alone[32]),
+        "its kernels by the paper's settings": ("luka:page_size=16,top_k=3,score=summary,prior=0.0", alone[16]),
+        "`luka_paper`": ("luka_paper", "luka_paper:top_k=0"),
+    }
+    dense = 1000 * rows["luka"]["baseline_ms"]
+    return _joined([f"dense {dense:.1f}", *(f"{name} {of(*specs)}" for name, specs in names.items())])
+
+
 # StreamIndex
 
 
@@ -272,6 +296,22 @@ def _passes() -> str:
     return " and ".join(f"{100 * kind['parts_ms'][part] / kind['ms']:.0f} %" for part in ("score", "select"))
 
 
+def _prompt_passes() -> str:
+    """Shares of a choosing layer's time, percent: the passes of the paper's section 3.6; and the layer over the fastest
+    dense attention. The last pass is what a layer that reads attends with; the first is the rest of the attention."""
+
+    def of(tokens: int) -> str:
+        method = _PREFILL.replace(":", ":dense_anchor_prefill=false,")
+        row = _some("prefill", level="kernel", method=method, context=tokens)[-1]
+        kind, last = row["layers"]["choosing"], row["layers"]["reading"]["parts_ms"]["attend"]
+        parts = kind["parts_ms"]
+        passes = (parts["attend"] - last, parts["score"], parts["select"], last)
+        shares = ", ".join(f"{100 * ms / kind['ms']:.0f}" for ms in passes)
+        return f"{tokens // _K}K {shares} %, {kind['ms'] / row['baseline_ms']:.1f}×"
+
+    return _joined(map(of, (8192, 32768, 131072)))
+
+
 # laLTE and laNSA
 
 
@@ -336,6 +376,7 @@ OURS: dict[str, Callable[[], str]] = {
     "clustered, code": _salad(_CODE),
     "default": _default,
     "mixed": _salad("mixed:clustered=luka_paper"),
+    "step, LuKA": _step_parts,
     "compressors": lambda: _compressors("0.05"),
     "modes": _modes,
     "zeroed": _zeroed,
@@ -357,6 +398,7 @@ OURS: dict[str, Callable[[], str]] = {
     "unmapped": lambda: _loss(f"kascade:{','.join(_HEADS)},remap=false", "musique"),
     "shares": _math,
     "passes": _passes,
+    "passes, prompt": _prompt_passes,
     "questions": lambda: _loss(f'{_SPARSE}{_HEADS[0][9:]},calibration="paper.json"', "hotpotqa", "2wiki"),
     "decode": _decode_speed,
     "long prompt": _long_prompt,
@@ -387,7 +429,7 @@ def table() -> str:
     found = [("paper", "table or figure", "paper", "here", "rows", "command", "verdict")]
     for paper, own in lines().items():
         for line in own:
-            ours = OURS[line.ours]() if line.ours in OURS else line.ours or "–"
+            ours = (OURS[line.ours]() if line.ours in OURS else line.ours) or "–"
             path = line.file if "/" in line.file else f"benchmarks/results/{line.file}.jsonl"
             name = line.file.rpartition("/")[2]
             rows = f"[`{name}`](../../{path})" if line.file else "–"

@@ -71,3 +71,22 @@ def test_a_setting_of_a_line_matters():
 def test_the_page_has_the_table():
     page = (ROOT / "docs" / "papers" / "README.md").read_text(encoding="utf-8")
     assert all(f"| {line.item} |" in page for line in LINES)
+
+
+def test_parts_of_a_step_are_a_steps_share(monkeypatch):
+    """Refining is what a step takes more than one that refines nothing; layers share finding the pages."""
+
+    def row(method, ms):
+        kind = {"layers": 28, "ms": ms, "upkeep_ms": 0.002, "shared_upkeep_ms": 0.0084}
+        return {"case": {"method": method}, "ms": ms, "layers": {"luka": kind}, "baseline_ms": 0.0101}
+
+    plain = [f"luka:page_size={size},top_k=0,score=summary,prior=0.0" for size in (16, 32)]
+    refining = ["luka", "luka:page_size=16,top_k=3,score=summary,prior=0.0", "luka_paper"]
+    alone = [row(method, 0.005) for method in (*plain, "luka_paper:top_k=0")]
+    rows = [*alone, *(row(method, 0.0085) for method in refining)]
+    monkeypatch.setattr(paper_table, "_some", lambda file, **asked: rows)
+    found = paper_table.OURS["step, LuKA"]()
+    assert found.startswith("dense 10.1; `luka` 5.0, 3.5, 0.3, 2.0; ")
+    assert found.count("5.0, 3.5, 0.3, 2.0") == 3
+    rows.clear()
+    assert paper_table.OURS["step, LuKA"]() == ""

@@ -84,7 +84,7 @@ def test_bytes_are_those_that_a_kind_reads(found):
         assert found[name]["layers"]["choosing"]["bytes"] == 2 * ((tenth + best / 2) * a_key + records)
     records = KEYS / 8 * ops.PageRecord(16, 8).bytes * 2
     assert found[PAGED]["layers"]["dense, choosing"]["bytes"] == everything
-    untimed = {"ms": 0.0, "upkeep_ms": 0.0}
+    untimed = {"ms": 0.0, "upkeep_ms": 0.0, "shared_upkeep_ms": 0.0}
     assert found[FIRST]["layers"]["choosing"] | untimed == found[PAGED]["layers"]["choosing"] | untimed
     # keys are scored, and then read with their values
     assert found[FIRST]["layers"]["pages, choosing"]["bytes"] == 2 * (best * (0.5 + 1) * a_key + records)
@@ -413,6 +413,7 @@ def test_what_is_done_every_so_often_has_its_share(monkeypatch):
         found.append({row["case"]["method"]: row for row in decode.run(plan, say=lambda _: None)})
     kernel, layer = found
     assert kernel["luka"]["layers"]["luka"]["upkeep_ms"] == 0.5
+    assert kernel["luka"]["layers"]["luka"]["shared_upkeep_ms"] is None, "a step's time tells nothing apart"
     assert kernel["quest"]["layers"]["dense"]["upkeep_ms"] == 0
     assert layer["luka"]["ms"] == 1.5
     assert layer["quest"]["ms"] == 1
@@ -657,7 +658,7 @@ def test_the_command_of_a_row_makes_its_case_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spec", ["luka", "luka:page_size=16,top_k=2,prior=0.0,score=summary"])
 def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeypatch):
-    """A GPU's time of making pages is that of what is recorded, twice: once to make it ready."""
+    """A GPU's time of making pages is that of what is recorded, a layer's apart from what layers share."""
     ran, real = [], PageLevels.extend_in_step
 
     def noted(pages, cache):
@@ -665,7 +666,7 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
         real(pages, cache)
 
     monkeypatch.setattr(PageLevels, "extend_in_step", noted)
-    monkeypatch.setattr(decode.breakdown, "total", lambda work: work() or 0.75)
+    monkeypatch.setattr(decode.breakdown, "total", lambda work: work() or 4.0 - 0.5 * len(ran))
     plan = decode.Plan((spec,), (400,), **SMALL)
     generator = torch.Generator().manual_seed(0)
     drawn = decode._drawn(plan, 2, 400, generator)
@@ -673,8 +674,8 @@ def test_what_is_done_between_replays_is_timed_and_leaves_no_trace(spec, monkeyp
     layer, _ = decode._layers(plan, kind, [drawn], torch.randn(2, 8, 64, 16, generator=generator))
     numbers, expected = {name: list(of) for name, of in layer.cache.rows.items()}, layer.decode(layer.cache)
     object.__setattr__(plan, "device", "cuda")
-    assert decode._upkeep(plan, kind.policy, layer) == 0.75 / 16
-    assert ran == [True, True]
+    assert decode._upkeep(plan, kind.policy, layer) == (2.0 / 16, 0.5 / 16)
+    assert ran == [True] * 4
     assert layer.cache.device_state is None
     assert layer.cache.rows == numbers
     torch.testing.assert_close(layer.decode(layer.cache), expected, rtol=1e-3, atol=1e-3)
