@@ -34,7 +34,7 @@ _CHECKED = 64
 _TOGETHER = 64
 """Queries and keys at least that the kernel for many is asked for."""
 _LONGEST = 32768
-"""Most tokens for which the materialised path has the memory on 80 GB, with 64 heads and four tokens a key."""
+"""Most tokens that the materialised path is tried with on a CPU, whose memory is that of all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,17 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         inputs = _draw(plan, tokens, ranks)
         flops, moved = 2 * plan.heads * plan.dim * pairs(tokens, plan.ratio), _bytes(plan, tokens, inputs, ranks)
         found: dict[str, dict[str, Any]] = {}
+        without: list[str] = []
         for name in plan.implementations:
-            if name == "materialised" and tokens > _LONGEST:
+            if name == "materialised" and tokens > _LONGEST and not plan.device.startswith("cuda"):
                 say(f"{name} at {tokens:,} tokens: left out, it does not fit into memory")
                 continue
-            found[name] = _measure(plan, name, inputs, ranks)
+            try:
+                found[name] = _measure(plan, name, inputs, ranks)
+            except torch.cuda.OutOfMemoryError as error:
+                say(f"{name} at {tokens:,} tokens: out of memory ({error})")
+                without.append(name)
+                continue
             parts = _parts(plan, inputs, ranks) if name == "foveate" else (None, None)
             found[name] |= dict(zip(("score_ms", "select_ms"), parts))
             if not ranks.rank:
@@ -102,6 +108,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
                     plan.device,
                     baseline=(baseline, found[baseline]["ms"]),
                     impl=name,
+                    out_of_memory=without,
                     **measured,
                     peak_counts="above the inputs, the result included; of several ranks the most",
                     recall_counts=f"least of at most {_CHECKED} queries a rank, by the kernel's own scores; {ties}",

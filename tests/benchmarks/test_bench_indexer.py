@@ -61,6 +61,22 @@ def test_what_does_not_fit_is_said(monkeypatch):
     assert "materialised at 64 tokens: left out, it does not fit into memory" in said
 
 
+def test_what_ran_out_of_memory_is_recorded(monkeypatch):
+    real, said = indexer._measure, []
+
+    def measure(plan, name, *more):
+        if name == "materialised":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(plan, name, *more)
+
+    monkeypatch.setattr(indexer, "_measure", measure)
+    rows = indexer.run(indexer.Plan(tokens=(64,), **SMALL), said.append)
+    assert [(row["impl"], row["out_of_memory"]) for row in rows] == [
+        (name, ["materialised"]) for name in ("foveate", "chunked")
+    ]
+    assert "materialised at 64 tokens: out of memory (CUDA out of memory)" in said
+
+
 def test_a_wrong_set_is_seen(monkeypatch):
     real = indexer.csa.lightning_indexer
     monkeypatch.setattr(indexer.csa, "lightning_indexer", lambda *a, **k: real(*a, **k).roll(1, 1))
