@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 figures=docs/figures rows=benchmarks/results/decode.jsonl
-layer=() model=() kascade=kascade:pool=kv_head,pooling=post_softmax
+layer=(--where heads=32) model=() kascade=kascade:pool=kv_head,pooling=post_softmax
 for method in dense "$kascade" luka pages:top_k=0.1 quest lessismore; do layer+=(--where "method=$method"); done
 for method in dense "$kascade" luka:score=spread h2o streaming transformers-sdpa; do
   model+=(--where "method=$method")

@@ -84,6 +84,27 @@ def memory(rows: Sequence[Row]) -> str:
     return titled(title, rows, pivot(["tokens"], cells, names))
 
 
+def layers(rows: Sequence[Row]) -> str:
+    """A line for each context, a column for each kind of layer: time, and over the window's; steps with their kernels.
+
+    Args:
+        rows: of `benchmarks/hybrid_layers.py`.
+    """
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        case = row["case"]
+        found = f"{time(row['ms'])} ({row['ms'] / row['baseline_ms']:.2f}×)"
+        if row.get("kernels_ms") is not None:
+            found += f", kernels {time(row['kernels_ms'])}"
+        if "without_scores_ms" in row:
+            found += f", without scores {time(row['without_scores_ms'])}, {row['retained']:.0f} retained"
+        line = case["phase"].removeprefix("layer "), context_length(case["context"])
+        cells.setdefault(line, {})[case["what"]] = found
+    names = dict.fromkeys(row["case"]["what"] for row in rows)
+    title = f"layers of {rows[0]['case']['size']}, batch {rows[0]['case']['batch']}, {rows[0]['case']['dtype']}"
+    return titled(title, rows, pivot(["phase", "tokens"], cells, names))
+
+
 def heads(rows: Sequence[Row]) -> str:
     """A line for each trained model: answers at the end, near and far, and the state of its LTE heads.
 

@@ -356,6 +356,31 @@ def _attention(phase: str, **whats: str) -> str:
     return ", ".join(f"{words.replace('_', ' ')} {rows[what] / window:.2f}×" for words, what in whats.items())
 
 
+def _whole_layers(phase: str, cell: Callable[[Row, Row], str]) -> str:
+    """Whole layers of LTE beside those of the window, by context; empty without rows."""
+    rows = _some("hybrids-speed", phase=phase, size="1.4B", batch=32)
+    pairs: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        pairs.setdefault(row["case"]["context"], {})[row["case"]["what"]] = row
+    return _joined(f"{tokens // _K}K {cell(pairs[tokens]['lte'], pairs[tokens]['swa'])}" for tokens in sorted(pairs))
+
+
+def _layer_prompts() -> str:
+    return _whole_layers(
+        "layer prompt",
+        lambda lte, swa: (
+            f"{lte['ms'] / swa['ms']:.2f}×, {100 * (1 - lte['without_scores_ms'] / lte['ms']):.0f} % scores"
+        ),
+    )
+
+
+def _layer_steps() -> str:
+    def cell(lte: Row, swa: Row) -> str:
+        return f"{lte['ms'] / swa['ms']:.2f}×, kernels {lte['kernels_ms'] / swa['kernels_ms']:.2f}×"
+
+    return _whole_layers("layer decode", cell)
+
+
 def _held_out(*presets: str) -> str:
     found = {row["model"]: row["held_out"][-1] for row in _rows("hybrids-curves")}
     return ", ".join(f"{preset} {found[f'{preset}-27M-0']:.3f}" for preset in presets)
@@ -412,6 +437,8 @@ OURS: dict[str, Callable[[], str]] = {
     "passages": _passages,
     "prefill": lambda: _attention("prefill", LTE="lte", with_its_choice="lte, with selection"),
     "step": lambda: _attention("decode", half_full="lte, buffer half full", full="lte, buffer full"),
+    "layers, prompt": _layer_prompts,
+    "layers, step": _layer_steps,
     "silent": _silent,
     "losses": lambda: _held_out("transformer", "nsa", "gdn", "lansa", "lalte"),
 }

@@ -90,3 +90,17 @@ def test_parts_of_a_step_are_a_steps_share(monkeypatch):
     assert found.count("5.0, 3.5, 0.3, 2.0") == 3
     rows.clear()
     assert paper_table.OURS["step, LuKA"]() == ""
+
+
+def test_whole_layers_are_beside_the_windows(monkeypatch):
+    def row(what, context, ms):
+        more = {"without_scores_ms": 0.75 * ms, "kernels_ms": ms / 2}
+        return {"case": {"what": what, "context": context}, "ms": ms} | more
+
+    sizes = {"lte": (2.0, 3.0), "swa": (1.0, 4.0), "gdn": (9.0, 9.0)}
+    rows = [row(what, context, ms) for what, both in sizes.items() for context, ms in zip((1024, 4096), both)]
+    monkeypatch.setattr(paper_table, "_some", lambda file, **asked: rows)
+    assert paper_table.OURS["layers, prompt"]() == "1K 2.00×, 25 % scores; 4K 0.75×, 25 % scores"
+    assert paper_table.OURS["layers, step"]() == "1K 2.00×, kernels 2.00×; 4K 0.75×, kernels 0.75×"
+    rows.clear()
+    assert paper_table.OURS["layers, prompt"]() == ""

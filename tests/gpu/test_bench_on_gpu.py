@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import cold_cache_timing as cold
-from benchmarks import decode, hybrid_attention, hybrid_memory, hybrid_training, prefill
+from benchmarks import decode, hybrid_attention, hybrid_layers, hybrid_memory, hybrid_training, prefill
 from foveate import ops
 from foveate.lab.bench import models, prefill_model
 from foveate.ops.attend import prompt_path
@@ -54,6 +54,13 @@ def test_the_cache_of_lalte_stays_as_large_as_it_is():
     rows = {(row["case"]["preset"], row["case"]["context"]): row for row in hybrid_memory.run(plan, lambda text: None)}
     assert rows["lalte", 4096]["cache_bytes"] == rows["lalte", 12288]["cache_bytes"]
     assert rows["gdn_attn", 12288]["cache_bytes"] > 2 * rows["gdn_attn", 4096]["cache_bytes"]
+
+
+def test_whole_layers_of_hybrids():
+    plan = hybrid_layers.Plan(size="27M", contexts=(1024,), decoded=(1024,), batch=2, steps=8, repeats=1)
+    kernels = [row.get("kernels_ms") for row in hybrid_layers.run(plan, lambda text: None)]
+    assert kernels.count(None) == 5
+    assert min(filter(None, kernels)) > 0
 
 
 def test_training_steps():
