@@ -54,6 +54,9 @@ def decode_model(
     ] = False,
     memory: Annotated[str, typer.Option(help="With --offload, GPU memory to take at most, as 24GB.")] = "",
     gpu_budget: Annotated[str, typer.Option(help="With --offload, of the GPU for a cache: 4GB, or a share.")] = "",
+    prompt_file: Annotated[
+        str, typer.Option(help="With --offload, a text (.txt, .xz) to read; otherwise tokens are random.")
+    ] = "",
     dtype: Dtype = "bfloat16",
     seed: Seed = 0,
     device: Device = "cuda",
@@ -69,11 +72,11 @@ def decode_model(
         if unused:
             raise UserError(f"--offload does not go with --{unused[0].replace('_', '-')}: leave it out")
         named = methods if "methods" in given else ("pages",)
-        sizes = (model, named, contexts, batches, steps, memory, gpu_budget, dtype, seed, device)
+        sizes = (model, named, contexts, batches, steps, memory, gpu_budget, prompt_file, dtype, seed, device)
         measure(offloaded.BENCH, offloaded.run, offloaded.Plan(*sizes), out, offloaded.table)
         return
-    if memory or gpu_budget:
-        raise UserError("memory and gpu-budget go with --offload")
+    if memory or gpu_budget or prompt_file:
+        raise UserError("memory, gpu-budget and prompt-file go with --offload")
     from foveate.lab.bench import decode_model as bench
     from foveate.lab.bench.plan import measure
     from foveate.lab.report.tables.decode import table

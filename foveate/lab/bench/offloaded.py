@@ -2,7 +2,8 @@
 
 Each method decodes with ``offload=True``, and once more with its cache on the device, where that fits. Transformers'
 own offloaded cache (on a CPU its ordinary one) is the baseline. What is in host memory runs under a limit of device
-memory, if one is given; the caches on the device run without it.
+memory, if one is given; the caches on the device run without it. The baseline reads its prompt in smaller chunks where
+it does not fit otherwise, and runs without the limit where no chunk fits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +20,18 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import foveate
 from foveate.errors import UserError
-from foveate.lab.bench.models import Clock, ModelPlan, attach, generate
+from foveate.lab.bench.models import SHAPES, Clock, ModelPlan, attach, generate
 from foveate.lab.bench.plan import Keep, Row, Say, command, parsed
+from foveate.lab.inputs import loading
+from foveate.lab.inputs.reading import read_text
 from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
 from foveate.runtime.offload import DoesNotFitError, parse_budget
 
 BENCH = "offload"
 TRANSFORMERS = "transformers-offloaded"  # the name of the baseline among the methods
-_CHUNK = 16384  # tokens of a prompt, all sequences together, that are read at once
+_CHUNKS = (16384, 4096, 1024)
+"""Tokens of a prompt, all sequences together, that are read at once; the baseline takes fewer if it must."""
 _WARM_UP, _FEW = 8, 4
 """Steps that are not timed, and those of the baseline that are: each of its tokens moves the whole cache."""
 
@@ -42,6 +47,7 @@ class Plan(ModelPlan):
     steps: int
     memory: str  # device memory that the process may take, such as ``24GB``; empty: all
     gpu_budget: str  # as `attach` takes it; empty: what is free
+    prompt_file: str  # text whose tokens are the prompts, one after the other; empty: random tokens
     dtype: str
     seed: int
     device: str
@@ -57,6 +63,23 @@ class Plan(ModelPlan):
                 raise UserError(f"{name}: {error}") from None
         if not any(parsed(one).name != "dense" for one in self.methods):
             raise UserError("method: --offload needs a method that reads pages, such as pages")
+        if self.prompt_file:
+            if self.model in SHAPES:
+                raise UserError(f"prompt-file: {self.model} has random weights and no tokenizer; name a model folder")
+            self._text()
+
+    def prompts(self, model: PreTrainedModel, batch: int, context: int) -> torch.Tensor:
+        """Random tokens or those of the text, ``[B, L]``."""
+        if not self.prompt_file:
+            return super().prompts(model, batch, context)
+        return torch.tensor(self._text()[: batch * context], device=self.device).view(batch, context)
+
+    def _text(self) -> list[int]:
+        ids = loading.load_tokenizer(Path(self.model))(read_text(Path(self.prompt_file)))["input_ids"]
+        needed = max(self.batches) * max(self.contexts)
+        if len(ids) < needed:
+            raise UserError(f"prompt-file: {self.prompt_file} has {len(ids):,} tokens, and prompts need {needed:,}")
+        return ids
 
     @property
     def tokens(self) -> int:
@@ -85,15 +108,17 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
         for spec, where in cases:
             at = f"{spec} at {context:,} × {batch}, {where} memory"
             try:
-                with _limited(plan.memory if where == "host" else ""):
-                    one = _generated(plan, model, spec, where, ids)
+                one, limit = _fitting(plan, model, spec, where, ids)
             except (torch.cuda.OutOfMemoryError, DoesNotFitError) as error:
                 say(f"{at}: does not fit{f' ({error})' if isinstance(error, DoesNotFitError) else ''}")
                 continue
             base = base or (spec, one["ms"])
-            rows.append(_row(plan, spec, where, context, batch, one, base))
+            rows.append(_row(plan, spec, where, limit, context, batch, one, base))
             keep(rows[-1:])
-            say(f"{at}: {one['ms']:.2f} ms a step")
+            without = (
+                ", without the limit, within which it does not fit" if where == "host" and limit != plan.memory else ""
+            )
+            say(f"{at}: {one['ms']:.2f} ms a step{without}")
     return rows
 
 
@@ -112,7 +137,27 @@ def _limited(memory: str) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: torch.Tensor) -> dict[str, Any]:
+def _fitting(
+    plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: torch.Tensor
+) -> tuple[dict[str, Any], str]:
+    """What one call of `generate` takes, and the limit that it ran under."""
+    limit = plan.memory if where == "host" else ""
+    ways = [(chunk, limit) for chunk in _CHUNKS] + [(_CHUNKS[0], "")] * bool(limit)
+    if spec != TRANSFORMERS:
+        ways = ways[:1]
+    for chunk, limit in ways:
+        try:
+            with _limited(limit):
+                return _generated(plan, model, spec, where, ids, chunk), limit
+        except torch.cuda.OutOfMemoryError:
+            if (chunk, limit) == ways[-1]:
+                raise
+    raise AssertionError
+
+
+def _generated(
+    plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: torch.Tensor, chunk: int
+) -> dict[str, Any]:
     """What one call of `generate` takes, with the prompt."""
     own, warm_up, steps, more = spec != TRANSFORMERS, _WARM_UP, plan.steps, {}
     if own:
@@ -126,7 +171,7 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: t
     try:
         more["stopping_criteria"] = StoppingCriteriaList([clock := Clock()])
         try:
-            generate(model, ids, warm_up + steps + 1, max(1, _CHUNK // len(ids)), **more)
+            generate(model, ids, warm_up + steps + 1, max(1, chunk // len(ids)), **more)
         except DoesNotFitError:
             raise
         except ValueError as error:
@@ -136,6 +181,7 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: t
             "ms": statistics.fmean(times),
             "ms_median": statistics.median(times),
             "prefill_ms": clock.prefill_ms,
+            "chunk": chunk,
             "peak_bytes": memory.peak(),
             "peak_kind": memory.kind,
             "stats": foveate.stats(model).summary() if own else None,
@@ -146,10 +192,17 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: t
 
 
 def _row(
-    plan: Plan, spec: str, where: str, context: int, batch: int, one: dict[str, Any], base: tuple[str, float]
+    plan: Plan,
+    spec: str,
+    where: str,
+    limit: str,
+    context: int,
+    batch: int,
+    one: dict[str, Any],
+    base: tuple[str, float],
 ) -> Row:
-    host = where == "host"
-    more = {"memory": where, "limit": plan.memory if host else "", "gpu_budget": plan.gpu_budget if host else ""}
+    more = {"memory": where, "limit": limit, "gpu_budget": plan.gpu_budget if where == "host" else ""}
+    more |= {"prompts": Path(plan.prompt_file).name if plan.prompt_file else "random"}
     more |= {name: getattr(plan, name) for name in ("dtype", "steps", "seed")}
     return speed_row(
         BENCH,

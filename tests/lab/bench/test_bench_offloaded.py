@@ -1,5 +1,6 @@
 """`foveate bench decode-model --offload`: rows of what is in host memory, on the device, and of Transformers' own."""
 
+import contextlib
 import json
 
 import pytest
@@ -9,12 +10,13 @@ from typer.testing import CliRunner
 from foveate.cli import app
 from foveate.errors import UserError
 from foveate.lab.bench import offloaded
+from foveate.lab.inputs import loading
 
 SMALL = {"contexts": (160,), "batches": (1, 2), "steps": 3, "dtype": "float32", "seed": 0, "device": "cpu"}
 
 
 def plan(folder, **given):
-    how = {"methods": ("pages:top_k=64,page_size=4",), "memory": "", "gpu_budget": "0.5"}
+    how = {"methods": ("pages:top_k=64,page_size=4",), "memory": "", "gpu_budget": "0.5", "prompt_file": ""}
     return offloaded.Plan(str(folder), **SMALL | how | given)
 
 
@@ -73,15 +75,52 @@ def test_options_without_offload_are_refused():
 def test_what_does_not_fit_is_said_and_left_out(tiny_folder, monkeypatch):
     generated, said = offloaded._generated, []
 
-    def fits(plan, model, spec, where, ids):
+    def fits(plan, model, spec, where, *more):
         if where == "device":
             raise torch.cuda.OutOfMemoryError
-        return generated(plan, model, spec, where, ids)
+        return generated(plan, model, spec, where, *more)
 
     monkeypatch.setattr(offloaded, "_generated", fits)
     rows = offloaded.run(plan(tiny_folder, batches=(1,)), say=said.append)
     assert [row["case"]["memory"] for row in rows] == ["host", "host"]
     assert any("device memory: does not fit" in line for line in said)
+
+
+def test_the_baseline_takes_smaller_chunks_and_at_last_no_limit(tiny_folder, monkeypatch):
+    generated, said, tried, limits = offloaded._generated, [], [], []
+
+    def needs(plan, model, spec, where, ids, chunk):
+        if spec == offloaded.TRANSFORMERS:
+            tried.append((chunk, limits[-1]))
+            if limits[-1] or chunk != least:
+                raise torch.cuda.OutOfMemoryError
+        return generated(plan, model, spec, where, ids, chunk)
+
+    monkeypatch.setattr(offloaded, "_generated", needs)
+    monkeypatch.setattr(offloaded, "_limited", lambda memory: contextlib.nullcontext(limits.append(memory)))
+    monkeypatch.setattr(offloaded.Plan, "check", lambda self: None)
+    least = offloaded._CHUNKS[0]
+    rows = offloaded.run(plan(tiny_folder, batches=(1,), memory="24GB"), say=said.append)
+    assert tried == [*((chunk, "24GB") for chunk in offloaded._CHUNKS), (least, "")]
+    assert [row["case"]["limit"] for row in rows] == ["", "24GB", ""]
+    assert "without the limit, within which it does not fit" in said[0]
+    tried.clear()
+    least = offloaded._CHUNKS[-1]
+    rows = offloaded.run(plan(tiny_folder, batches=(1,)), say=said.append)
+    assert (tried[-1], rows[0]["chunk"], rows[1]["chunk"]) == ((least, ""), least, offloaded._CHUNKS[0])
+
+
+def test_prompts_of_a_text(tiny_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Call me Ishmael. " * 60, encoding="utf-8")
+    own = plan(tiny_folder, contexts=(50,), prompt_file=str(text))
+    ids = own.prompts(None, 2, 50)
+    assert ids.shape == (2, 50)
+    assert ids.flatten().tolist() == loading.load_tokenizer(tiny_folder)(text.read_text())["input_ids"][:100]
+    (row, *_) = offloaded.run(own, say=lambda _: None)
+    assert row["case"]["prompts"] == "text.txt"
+    with pytest.raises(UserError, match=r"prompt-file: .* tokens, and prompts need 100,000"):
+        plan(tiny_folder, contexts=(50_000,), prompt_file=str(text))._text()
 
 
 def test_a_budget_that_is_too_small_is_said_and_left_out(tiny_folder):
