@@ -269,8 +269,8 @@ def _decode_speed() -> str:
     specs = (_DECODE, *(_DECODE.replace(":", f":top_k={share},") for share in (0.2, 0.3)))
     return _joined(
         f"{tokens // _K}K "
-        + ", ".join(f"{_over_flash('decode', spec, context=tokens, batch=64):.2f}" for spec in specs)
-        for tokens in (8192, 32768, 131072)
+        + ", ".join(f"{_over_flash('kascade-table3', spec, context=tokens, batch=batch):.2f}" for spec in specs)
+        for tokens, batch in (*((_K << n, 64) for n in range(3, 9)), (_K << 9, 32))
     )
 
 

@@ -137,7 +137,8 @@ def panels() -> list[Panel]:
     served = [
         row
         for row in rows("serving")
-        if "anchors=10" in row["case"]["method"] and "score_keys" not in row["case"]["method"]
+        if (row["case"]["method"], row["case"]["runner"]) == ("kascade:anchors=10", "v2")
+        and row["case"]["kv_cache_dtype"] == "auto"
     ]
     calibrated = 'kascade:calibration="data-free.json"'
     return [

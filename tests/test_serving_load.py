@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import serving, serving_load
+from benchmarks import serving, serving_load, table_kinds
 from foveate import methods
 from foveate.runtime.steps import obstacle
 from foveate.state import Geometry
@@ -101,3 +101,15 @@ def test_rows_are_beside_vllms_own(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("spec", serving_load.METHODS)
 def test_methods_under_load_can_be_served(spec):
     assert obstacle(methods.parse(spec).for_layer(10, 32), Geometry(32, 8, 128, 128)) == ""
+
+
+def test_a_line_of_the_table_has_both_engines_percentiles():
+    kinds = ("first_token_ms", "token_ms", "request_ms")
+    row = {
+        "case": {"model": "m", "method": "dense", "rate": 4.0, "requests": 9},
+        "failed": 0,
+        **{key: [1000.0, 1500.0, 2000.0] for key in kinds},
+        **{f"baseline_{key}": [500.0, 700.0, 900.0] for key in kinds},
+    }
+    cells = [cell(row) for cell in table_kinds.serving_load.cells.values()]
+    assert cells[2:] == ["1.00, 2.00 (0.50, 0.90)", "1000.00, 2000.00 (500.00, 900.00)", cells[2], "0 of 9"]

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from benchmarks.readme_figures import ROOT, rows
 
 GUIDE = ROOT / "docs" / "guide"
@@ -17,21 +15,20 @@ def cells(page, head):
     return {first: rest for first, *rest in found}
 
 
-@pytest.fixture(scope="module")
-def served():
-    return {(row["case"]["batch"], row["case"]["tokens"], row["case"]["method"]): row for row in rows("serving")}
-
-
-def test_of_serving(served):
-    by_pages = "kascade:anchors=10,score_keys=pages,weighted=false"
-    exact = "kascade:anchors={}"
-    methods = [exact.format(10), exact.format(5), by_pages, "pages:top_k=0.1,weighted=false"]
-    head = "| requests | `kascade`, ten anchors | five anchors | ten, `score_keys=pages` | `pages:top_k=0.1` |"
+def test_of_serving():
+    served = {
+        (row["case"]["batch"], row["case"]["tokens"], row["case"]["kv_cache_dtype"]): row
+        for row in rows("serving")
+        if (row["case"]["method"], row["case"]["runner"]) == ("kascade:anchors=10", "v2")
+    }
+    head = "| requests | vLLM | `kascade` | times as fast | vLLM, fp8 | `kascade`, fp8 | times as fast |"
     table = cells("serve.md", head)
     assert len(table) == 5
-    for place, factors in table.items():
+    for place, numbers in table.items():
         batch, tokens = map(int, re.match(r"(\d+) × (\d+)K", place).groups())
-        assert factors == [f"{served[batch, tokens * 1024, method]['speedup']:.2f}" for method in methods], place
+        found = [served[batch, tokens * 1024, dtype] for dtype in ("auto", "fp8")]
+        fields = ("baseline_ms", "ms", "speedup")
+        assert numbers == [f"{row[field]:.2f}" for row in found for field in fields], place
 
 
 def test_of_prompts():

@@ -19,7 +19,7 @@ def test_pictures_are_those_of_the_result_files(name):
 def test_each_row_of_a_whole_model_has_its_two_points():
     panels = readme_figures.panels()
     assert [[(point.batch, point.tokens) for point in panel.points] for panel in panels] == [
-        [(1, 8192), (1, 131072), (4, 65536), (16, 8192), (16, 32768)],
+        [(1, 8192), (1, 131072), (8, 32768), (16, 8192), (16, 16384)],
         [(1, 2048), (1, 32768), (1, 131000)],
         [(1, 32768), (1, 131072), (4, 131072), (8, 32768)],
     ]
