@@ -524,7 +524,7 @@ class TestBadPlans:
                 {"by": "divergence", "method": Kascade(score_keys="pages")},
                 "score_keys has no effect by divergence, of keys that are scored exactly",
             ),
-            ({"by": "luck"}, "unknown by 'luck'. Allowed: together, divergence, similarity"),
+            ({"by": "luck"}, "--by: unknown value 'luck'. Allowed: together, divergence, similarity"),
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
             ({"by": "divergence", "answer_tokens": 1}, "answer-tokens must be at least 2, got 1: the first is"),
             ({"also": (tasks.parse("niah", length=310),), "limit": 0}, "limit must be at least 1, got 0"),
