@@ -222,8 +222,8 @@ def calibrate(
     by: Annotated[
         str,
         typer.Option(
-            help="What anchors keep. together: predictions with all layers sparse; divergence: with one layer sparse at "
-            "a time; similarity: attention of each layer (the paper, for kascade_paper)."
+            help="What anchors keep. together: predictions with all layers sparse; divergence: with one layer sparse "
+            "at a time; similarity: attention of each layer (the paper, for kascade_paper)."
         ),
     ] = "together",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
