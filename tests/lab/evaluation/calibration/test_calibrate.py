@@ -508,10 +508,10 @@ class TestBadPlans:
             ),
             ({"time_context": 256}, "time-context has no effect without time-share"),
             ({"time_batch": 7}, "time-batch has no effect without time-share"),
-            ({"over": "most"}, "unknown over 'most'. Allowed: least, mean"),
-            ({"weights": "xy"}, "unknown weights 'xy'. Allowed: importance, none"),
+            ({"over": "most"}, "--over: unknown value 'most'. Allowed: least, mean"),
+            ({"weights": "xy"}, "--weights: unknown value 'xy'. Allowed: importance, none"),
             ({"rounds": -1}, "rounds must be at least 0, got -1"),
-            ({"prompts": "long"}, "unknown prompts 'long'. Allowed: dense, sparse"),
+            ({"prompts": "long"}, "--prompts: unknown value 'long'. Allowed: dense, sparse"),
             ({"prompts": "sparse"}, "prompts has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "prompts": "sparse"}, "prompts has no effect when anchors are chosen by divergence"),
             (
