@@ -54,6 +54,7 @@ def test_methods_tell_their_settings():
         assert all(setting["help"] for setting in entry["settings"])
     page_size = next(setting for setting in entries["luka"]["settings"] if setting["name"] == "page_size")
     assert page_size["default"] == [8, 32]
+    assert [name for name, entry in entries.items() if "  " in entry["summary"]] == []
     text = call("methods").stdout
     assert "page_size" in text
     assert "``" not in text

@@ -93,7 +93,7 @@ def methods(
             {"name": field.name, "default": field.default, "help": field.metadata.get("help", "")}
             for field in dataclasses.fields(method)
         ]
-        summary = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("``", "")
+        summary = " ".join((method.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
         entry = {"name": method.name, "summary": summary, "source": method.about.source, "settings": settings}
         entries.append(entry | {"example": _example(method)})
     if as_json:

@@ -30,9 +30,11 @@ def serve(
     check: Annotated[bool, typer.Option("--check", help="Check and print the plan, and start nothing.")] = False,
 ) -> None:
     """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
+    from foveate.cli.quiet import quiet
     from foveate.integrations.vllm import launch
 
     environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
+    quiet()
     arguments = launch.arguments_of(model, method, dense_below, context.args, audit)
     for line in launch.told(launch.checked(arguments)):
         typer.echo(line)

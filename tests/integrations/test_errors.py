@@ -180,6 +180,10 @@ def test_numbers_of_numpy_are_numbers():
         methods.make(made, window=np.True_)
 
 
+def test_what_attach_returns_is_shown_in_a_line(h2o):
+    assert repr(foveate.attach(h2o, "tova:top_k=8")) == "Attachment(tova:top_k=8)"
+
+
 def test_a_failed_attach_leaves_the_attached_method_in_place(h2o):
     before, expected = fingerprint(h2o), generate(h2o, tokens(40))
     with pytest.raises(ValueError, match="top_k must be"):

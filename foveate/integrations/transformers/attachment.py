@@ -21,7 +21,7 @@ from foveate.runtime import Policy, dense_until
 from foveate.state import Geometry
 
 
-@dataclass
+@dataclass(repr=False)
 class Attachment:
     """What :func:`attach` put on a model."""
 
@@ -56,6 +56,9 @@ class Attachment:
     positions: int | None = None
     """How many positions the model has; None until it was asked; 0 when it does not say, and once `generate` has warned
     of more."""
+
+    def __repr__(self) -> str:
+        return f"Attachment({self.chosen or self.method.spec})"
 
     @property
     def sparse_prompt(self) -> bool:

@@ -123,17 +123,18 @@ def compare(
     task: Annotated[
         str,
         typer.Option(
-            help="documents (your own), niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, math, "
-            "recall, mqar, lambada, choice, perplexity; settings as in niah:max_new_tokens=128."
-        ),
-    ],
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file."
+            help="documents (your own), probes, niah, ruler, wikisalad, wikisalad_long, hotpotqa, musique, 2wiki, "
+            "longbench, longproc, math, recall, mqar, lambada, choice, perplexity; settings as in niah:length=8192."
         ),
     ],
     out: Annotated[Path, typer.Option(help="File for the rows (JSON Lines).", callback=announce)],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the task's data (docs/guide/data.md lists the files); of documents also one file; of "
+            "probes it may be left out."
+        ),
+    ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help="A method, or own: the model as it is; may be repeated.")
     ] = None,
@@ -161,6 +162,7 @@ def compare(
     imported: Import = None,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
+    from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
     from foveate.lab.evaluation.runner import Comparison, parse_methods, prepare, run
     from foveate.lab.evaluation.tasks.fidelity import Fidelity
@@ -169,6 +171,8 @@ def compare(
     notes = console(stderr=True)
     say = sayer(notes)
     chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
+    if (data := chosen_task.own_data if data is None else data) is None:
+        raise UserError(f"task '{chosen_task.name}' reads files: give their folder as --data (docs/guide/data.md)")
     if not fidelity and chosen_task.needs_dense(data):
         say("no answers in these documents: methods go along dense attention's (--fidelity)")
         fidelity = True
@@ -218,8 +222,8 @@ def calibrate(
     by: Annotated[
         str,
         typer.Option(
-            help="Choose by divergence of predictions with all layers together, or of pairs of layers (divergence); or "
-            "by similarity of layers (the paper, for kascade_paper)."
+            help="What anchors keep. together: predictions with all layers sparse; divergence: with one layer sparse "
+            "at a time; similarity: attention of each layer (the paper, for kascade_paper)."
         ),
     ] = "together",
     over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",

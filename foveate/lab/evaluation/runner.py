@@ -67,7 +67,8 @@ class Comparison:
     def command(self, method: Any) -> str:
         """The command line that makes the row of one method of these, paths shortened to their last names."""
         parts = ["foveate compare", *(f"--import {shlex.quote(file.name)}" for file in self.imports)]
-        parts += [f"--model {self.model.name}", *self.task.arguments(), f"--data {self.data.name}"]
+        parts += [f"--model {self.model.name}", *self.task.arguments()]
+        parts += [] if self.data == self.task.own_data else [f"--data {self.data.name}"]
         specs = [other.spec for other in self.methods if other.name == "dense"] + [method.spec]
         parts += [f"--method {shlex.quote(spec)}" for spec in dict.fromkeys(specs)]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]

@@ -94,3 +94,19 @@ def test_data_goes_with_a_task(tmp_path):
         assert "without one the novel" in done.output.replace("\n", " ")
     done = CliRunner().invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path / "o"), "--task", "ruler"])
     assert "give their folder as --data" in done.output.replace("\n", " ")
+
+
+def test_compare_reads_the_novel_that_comes_with_foveate(tmp_path):
+    model, out = tiny.build(tmp_path / "m", positions=600), tmp_path / "rows.jsonl"
+    how = ["--model", str(model), "--method", "tova", "--limit", "1", "--out", str(out)]
+    done = CliRunner().invoke(app, ["compare", "--task", "probes:length=512,max_new_tokens=4", *how])
+    assert done.exit_code == 0, done.output
+    assert all("--data" not in json.loads(line)["command"] for line in out.read_text(encoding="utf-8").splitlines())
+    done = CliRunner().invoke(app, ["compare", "--task", "niah", *how])
+    assert done.exit_code == 2
+    assert "task 'niah' reads files: give their folder as --data" in " ".join(done.output.split())
+
+
+def test_the_help_of_compare_names_every_task():
+    shown = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "200"}).output
+    assert [name for name in tasks.names() if name not in re.findall(r"\w+", shown)] == []

@@ -71,7 +71,7 @@ class Plan:
         check_seed(self.seed)
         for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS), ("prompts", PROMPTS)):
             if getattr(self, name) not in allowed:
-                raise unknown(name, getattr(self, name), allowed)
+                raise unknown("value", getattr(self, name), allowed, f"--{name}")
         if self.time_share is not None and not 0 < self.time_share <= 1:
             raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
         self._check_effect()

@@ -110,6 +110,8 @@ class Task:
     least: ClassVar[Mapping[str, int]] = {}  # the least value of settings that are numbers
     along_dense: ClassVar[bool] = False
     """Whether methods go along dense attention's answers instead of giving their own."""
+    own_data: ClassVar[Path | None] = None
+    """The folder of data that comes with foveate, read where none is given."""
 
     split: str = ""
 

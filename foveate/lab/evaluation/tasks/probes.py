@@ -57,6 +57,7 @@ class Probes(Task):
     metrics = {"found": Mean("found")}
     main = "found"
     least = {"length": SHORTEST, "max_new_tokens": 1}
+    own_data = TEXT
 
     length: int = 4096  # tokens of the whole prompt
     max_new_tokens: int = 32  # longest answer
