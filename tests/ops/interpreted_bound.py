@@ -84,12 +84,11 @@ def step(monkeypatch, spec, bound, captured=False, layers=None):
     """Outputs of a step's layers, ``[layers, B, Hq, D]``, and its work; of one to be ``captured``, of prompts' rows."""
     layers = layers or layers_of(spec)
     generator = torch.Generator().manual_seed(0)
-    width = -(-max(LENGTHS) // BLOCK)
     table = torch.full((len(LENGTHS), -(-bound // BLOCK)), 1 << 20, dtype=torch.int32)  # read, it is out of memory
-    order = torch.randperm(len(LENGTHS) * width, generator=generator).int()
-    for row, length in enumerate(LENGTHS):
-        blocks = -(-length // BLOCK)
-        table[row, :blocks] = order[row * width :][:blocks]
+    blocks = [-(-length // BLOCK) for length in LENGTHS]
+    order = torch.randperm(sum(blocks), generator=generator).int()
+    for row, own in enumerate(order.split(blocks)):
+        table[row, : len(own)] = own
     memory = torch.randn(layers, len(order), KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     q = 2 * torch.randn(layers, len(LENGTHS), HEADS, 1, DIM, generator=generator)
     steps = EngineSteps({n: methods.parse(spec).for_layer(n, layers) for n in range(layers)}, q.device, dense_below=0)

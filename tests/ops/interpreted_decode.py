@@ -475,11 +475,11 @@ SCORES = {
     "infinite": torch.where(torch.arange(N) % 2 == 1, INF, -1e38),
     "subnormal": torch.arange(N) * 1e-42,
 }
+COUNTS = [([1, 450, 2048], torch.int32), ([0, N - 1, N], torch.int64)]
 
 
-HOW = pytest.mark.parametrize(
-    "how", ["held", "found in a sample of all", "found in a small sample", "found out of registers", "read anew"]
-)
+HOWS = ["held", "found in a sample of all", "found in a small sample", "found out of registers", "read anew"]
+HOW = pytest.mark.parametrize("how", HOWS)
 
 
 @pytest.fixture
@@ -496,16 +496,15 @@ def sizes(how, monkeypatch):
         monkeypatch.setattr(rows_kernel, "sizes", lambda number, k: samples[how])
 
 
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@HOW
-def test_topk_of_rows(scores, sizes):
+@every_pair(("scores", SCORES), ("how", HOWS), (("counts", "dtype"), COUNTS))
+def test_topk_of_rows(scores, counts, dtype, sizes):
+    scores = SCORES[scores]
     scores = torch.stack([scores, scores.flip(0), scores.roll(5)]).view(3, 1, N)
-    for counts, dtype in (([1, 450, 2048], torch.int32), ([0, N - 1, N], torch.int64)):
-        counts = torch.tensor(counts)
-        arguments = (scores, counts, int(counts.max()))
-        found = rows_kernel.topk_rows(*arguments, dtype=dtype)
-        assert found.dtype == dtype
-        assert torch.equal(found, select.topk_rows(*arguments, dtype=dtype))
+    counts = torch.tensor(counts)
+    arguments = (scores, counts, int(counts.max()))
+    found = rows_kernel.topk_rows(*arguments, dtype=dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, select.topk_rows(*arguments, dtype=dtype))
 
 
 @pytest.mark.parametrize(
