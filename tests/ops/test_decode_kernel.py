@@ -65,7 +65,9 @@ def _compile_attention(
         capability,
         kernel._attend_decode,
         {
-            **{f"{x}_ptr": f"*{dtype if x == 'q' else stored or dtype}:16" for x in "qkv"},
+            "q_ptr": f"*{dtype}:16",
+            "k_ptr": f"*{stored or dtype}:16",
+            "v_ptr": f"*{'i16' if stored else dtype}:16",  # values in eight bits are read in pairs
             "q_strides": ("i32:16", "i32:16", 1),
             "kv_strides": ("i32:16", "i32:16", "i32:16", 1) * 2,
             "chosen_ptr": f"*{indexed}:16" if indexed else "*i8" if masked else None,
@@ -141,11 +143,18 @@ BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
 def test_attention_to_eight_bits_compiles_for_hopper(indexed, page_size, kept, dtype, dim, heads):
     how = {"indexed": indexed, "bounded": True, "kept": kept, "page_size": page_size, "block_size": 16}
     compiled = _compile_attention(90, dtype, dim, heads, stored="fp8e4nv", whole=indexed is not None, **how)
-    assert "e4m3x2" in compiled.ptx, "converted in pairs"
-    assert "mma" in compiled.ptx
+    assert_eight_bits_are_converted_at_once(compiled)
     assert "cp.async.cg.shared.global" in compiled.ptx, "keys are loaded ahead"
     assert compiled.shared <= 113 << 10
-    assert compiled.spilled <= 112
+    assert compiled.spilled <= (112 if dim > 128 else 0)
+
+
+def assert_eight_bits_are_converted_at_once(compiled):
+    """Two of them by one instruction, none through a third type; and none is read from shared memory by itself."""
+    assert "cvt.rn.f16x2.e4m3x2" in compiled.ptx
+    assert "cvt.bf16.f16" not in compiled.ptx
+    assert compiled.ptx.count("ld.shared.b8") <= 16, "those of masks"
+    assert "mma" in compiled.ptx
 
 
 @in_turn(
@@ -227,7 +236,14 @@ def test_scoring_of_pages_compiles_for_ampere_and_hopper(
     assert_compiled_well(compiled, capability, half, spilled=spilled)
 
 
-def _scoring(capability, dtype, dim, heads, bounded, softcap, block_size=0, page_size=0):
+@pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 128, 4), ("fp16", 64, 8)])
+def test_scoring_of_eight_bits_compiles_for_hopper(dtype, dim, heads):
+    compiled = _scoring(90, dtype, dim, heads, True, 0.0, block_size=16, stored="fp8e4nv")
+    assert_eight_bits_are_converted_at_once(compiled)
+    assert compiled.spilled == 0
+
+
+def _scoring(capability, dtype, dim, heads, bounded, softcap, block_size=0, page_size=0, stored=None):
     """The compiled kernel that keeps logits; ``page_size``: of the keys of pages."""
     triton = pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.score.pooled_kernel")
@@ -237,7 +253,7 @@ def _scoring(capability, dtype, dim, heads, bounded, softcap, block_size=0, page
         kernel._keep_logits,
         {
             "q_ptr": f"*{dtype}:16",
-            "k_ptr": f"*{dtype}:16",
+            "k_ptr": f"*{stored or dtype}:16",
             "q_strides": ("i32:16", "i32:16", 1),
             "k_strides": ("i32:16", "i32:16", "i32:16", 1),
             "chosen_ptr": "*i32:16" if page_size else None,

@@ -9,9 +9,10 @@ from torch import Tensor
 from foveate.ops.attend import decode
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.splits_kernel import merge_splits
-from foveate.ops.block_table import BlockTable, number_of_keys
+from foveate.ops.block_table import EIGHT_BITS, BlockTable, number_of_keys
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
+from foveate.ops.gpu.eight_bits import lower, queries_for
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import capability, cdiv, decode_tile, multiprocessors, next_power_of_2, split, split_of_row
@@ -128,6 +129,8 @@ def _decode(
     if not out.numel():
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
+    if v.dtype == EIGHT_BITS and q.dtype != torch.float32 and value_dim % 2 == 0 and v.stride(-1) == 1:
+        v = v.view(torch.int16)
     found, merged = (out, lse), splits > 1 or logits.sinks is not None
     ragged = whole is not None or (counts if page_size else lengths) is not None
     used = None if splits == 1 or not ragged else torch.empty(batch * sets, dtype=torch.int32, device=q.device)
@@ -194,7 +197,7 @@ def _attend_decode(
     KV head.
 
     ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
-    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
+    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row. Of int16 are values in e4m3, two dimensions each.
     """
     DIM: tl.constexpr = TILE[0]
     VALUE_DIM: tl.constexpr = TILE[1]
@@ -213,7 +216,9 @@ def _attend_decode(
     heads = head * group + tl.where(exist, member, 0)
     kv_head = head // SHARED if SHARED > 1 else head
     kept_rows = batch * num_kv_heads * group + heads
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    PAIRED: tl.constexpr = v_ptr.dtype.element_ty == tl.int16
+    WIDE: tl.constexpr = BLOCK_DV // 2 if PAIRED else BLOCK_DV
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, WIDE)
 
     if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + kv_head * length_stride_h)
@@ -242,6 +247,7 @@ def _attend_decode(
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    q, scale = queries_for(k_ptr, q, scale)
     if BLOCK_SIZE:
         table_ptr += batch * table_stride
         k_ptr += kv_head * k_stride_h
@@ -255,7 +261,9 @@ def _attend_decode(
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    out = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    if PAIRED:
+        odd_out = out
     places = tl.arange(0, BLOCK_N)
     LISTED: tl.constexpr = chosen_ptr is not None
     following, later = places, places
@@ -285,7 +293,7 @@ def _attend_decode(
         if BLOCK_D > DIM:
             k_mask = k_mask & (dims < DIM)[None, :]
         if BLOCK_DV > VALUE_DIM:
-            v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+            v_mask = v_mask & (value_dims < (VALUE_DIM // 2 if PAIRED else VALUE_DIM))[None, :]
         k_tile = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)[:, None] + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0).to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
@@ -295,9 +303,15 @@ def _attend_decode(
             keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)
         top, p, fade = exponentials(logits, top)
         v_tile = offsets(slots, v_stride_b, v_stride_l, BLOCK_SIZE)[:, None] + value_dims[None, :] * v_stride_d
-        v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0).to(q.dtype)
-        weight, out = accumulate(p, v, fade, weight, out)
+        v = tl.load(v_ptr + v_tile, mask=v_mask, other=0 if PAIRED else 0.0)
+        if PAIRED:
+            odd_out = tl.dot(p.to(tl.float16), lower(v >> 8), odd_out * fade[:, None])
+            v = lower(v)
+        weight, out = accumulate(p, v if PAIRED else v.to(q.dtype), fade, weight, out)
 
+    if PAIRED:
+        out = tl.reshape(tl.join(out, odd_out), [BLOCK_M, BLOCK_DV])
+        value_dims = tl.arange(0, BLOCK_DV)
     out, lse = normalised(weight, out), log_sum_exp(top, weight)
     if kept is not None:
         tl.store(kept_lse_ptr + kept_rows * tl.num_programs(1) + split, lse, mask=exist)

@@ -11,6 +11,7 @@ from torch import Tensor
 from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
+from foveate.ops.gpu.eight_bits import queries_for
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split, split_of_row
@@ -159,6 +160,7 @@ def _keep_logits(
 
     q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    q, scale = queries_for(k_ptr, q, scale)
     if BLOCK_SIZE:
         table_ptr += batch * table_stride
         k_ptr += head * k_stride_h
