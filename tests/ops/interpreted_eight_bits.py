@@ -67,6 +67,19 @@ def test_they_are_read_as_the_same_numbers_in_more_bits(problem):
         assert torch.equal(x, expected[name]), name
 
 
+@pytest.mark.parametrize(("dim", "rest"), [(DIM, 1), (24, 0), (24, 1)], ids=["odd rows", "masked", "masked, odd rows"])
+def test_values_of_any_width_and_stride(dim, rest):
+    """Values that cannot be read in pairs, and pairs beyond the last dimension."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B, HEADS, 1, dim, generator=generator).half()
+    table = BlockTable(torch.arange(B * -(-LENGTH // BLOCK), dtype=torch.int32).view(B, -1), LENGTH)
+    kv = torch.randn(table.table.numel(), KV_HEADS, BLOCK, 2 * dim + rest, generator=generator).to(EIGHT_BITS)
+    k, v = kv[..., :dim], kv[..., dim : 2 * dim]
+    how = {"logits": Logits(0.3), "lengths": LENGTHS, "block_table": table}
+    found = decode_kernel.attend(q, k, v, **how).out
+    torch.testing.assert_close(found, decode.attend(q, k, v, **how).out, rtol=2e-2, atol=2e-3)
+
+
 def test_references_read_them_alike(problem):
     q, stored, _, table = problem
     found, expected = (calls(q, *stored, table, kernel) for kernel in (True, False))

@@ -129,8 +129,9 @@ def _decode(
     if not out.numel():
         mass = pooled(kept, num_kv_heads, number, mask, lengths, *how) if how else None
         return Attended(out, lse if need_lse else None, mass)
-    if v.dtype == EIGHT_BITS and q.dtype != torch.float32 and value_dim % 2 == 0 and v.stride(-1) == 1:
-        v = v.view(torch.int16)
+    if v.dtype == EIGHT_BITS and q.dtype != torch.float32 and v.stride(-1) == 1:
+        even = not any(size % 2 for size in (value_dim, v.storage_offset(), *v.stride()[:-1]))
+        v = v.view(torch.int16) if even else v
     found, merged = (out, lse), splits > 1 or logits.sinks is not None
     ragged = whole is not None or (counts if page_size else lengths) is not None
     used = None if splits == 1 or not ragged else torch.empty(batch * sets, dtype=torch.int32, device=q.device)
