@@ -45,7 +45,7 @@ def check(plan: Any) -> None:
 
 
 def command(program: str, plan: Any) -> str:
-    """The command line that makes a plan's rows; folders are shortened to their last names."""
+    """The command line that makes a plan's rows; paths are shortened to their last names."""
     parts = [program]
     for field, value in vars(plan).items():
         flag = f"--{_FLAGS.get(field, field).replace('_', '-')}"
@@ -53,7 +53,8 @@ def command(program: str, plan: Any) -> str:
             parts += [flag] * value
         else:
             several = value if isinstance(value, (list, tuple)) else (value,)
-            words = (Path(one).resolve().name if field == "model" else str(one) for one in several)
+            paths = field in ("model", "prompt_file") and value
+            words = (Path(one).resolve().name if paths else str(one) for one in several)
             parts += [f"{flag} {shlex.quote(word)}" for word in words]
     return " ".join(parts)
 

@@ -119,6 +119,7 @@ def test_prompts_of_a_text(tiny_folder, tmp_path):
     assert ids.flatten().tolist() == loading.load_tokenizer(tiny_folder)(text.read_text())["input_ids"][:100]
     (row, *_) = offloaded.run(own, say=lambda _: None)
     assert row["case"]["prompts"] == "text.txt"
+    assert "--prompt-file text.txt " in row["command"]
     with pytest.raises(UserError, match=r"prompt-file: .* tokens, and prompts need 100,000"):
         plan(tiny_folder, contexts=(50_000,), prompt_file=str(text))._text()
 
