@@ -83,6 +83,8 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
             try:
                 found[name] = _measure(plan, name, inputs, ranks)
             except torch.cuda.OutOfMemoryError as error:
+                if ranks.world > 1:  # the others wait for this one
+                    raise
                 say(f"{name} at {tokens:,} tokens: out of memory ({error})")
                 without.append(name)
                 continue

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The Kascade paper's Table 3: attention of decode steps and of prompts beside FlashAttention-3, at 10, 20 and 30 % of the
-# keys. Needs a GPU with 80 GB and pip install tokenspeed-fa3==3.0.0.post20260810.
+# keys. Ran on an H200; keys and values alone take 64 GiB. Needs pip install tokenspeed-fa3==3.0.0.post20260810.
 #   benchmarks/kascade-table3.sh runs/kascade-table3.jsonl runs/kascade-table3-prompts.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."

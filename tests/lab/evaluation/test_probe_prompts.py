@@ -102,6 +102,10 @@ def test_compare_reads_the_novel_that_comes_with_foveate(tmp_path):
     done = CliRunner().invoke(app, ["compare", "--task", "probes:length=512,max_new_tokens=4", *how])
     assert done.exit_code == 0, done.output
     assert all("--data" not in json.loads(line)["command"] for line in out.read_text(encoding="utf-8").splitlines())
+    how[-1] = str(out := tmp_path / "fidelity.jsonl")
+    done = CliRunner().invoke(app, ["compare", "--task", "probes:length=512,max_new_tokens=4", "--fidelity", *how])
+    assert done.exit_code == 0, done.output
+    assert all("--data" not in json.loads(line)["command"] for line in out.read_text(encoding="utf-8").splitlines())
     done = CliRunner().invoke(app, ["compare", "--task", "niah", *how])
     assert done.exit_code == 2
     assert "task 'niah' reads files: give their folder as --data" in " ".join(done.output.split())

@@ -46,6 +46,10 @@ class Fidelity(Task):
         object.__setattr__(self, "split", self.of.split)
 
     @property
+    def own_data(self) -> Path | None:  # type: ignore[override]
+        return self.of.own_data
+
+    @property
     def length(self) -> int:
         return self.of.length  # type: ignore[attr-defined]
 
