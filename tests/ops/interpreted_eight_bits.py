@@ -80,6 +80,20 @@ def test_values_of_any_width_and_stride(dim, rest):
     torch.testing.assert_close(found, decode.attend(q, k, v, **how).out, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+def test_queries_in_bf16_of_any_size(size):
+    """Which fp16 could not hold."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B, HEADS, 1, DIM, generator=generator).mul(size).bfloat16()
+    table = BlockTable(torch.arange(B * -(-LENGTH // BLOCK), dtype=torch.int32).view(B, -1), LENGTH)
+    kv = torch.randn(table.table.numel(), KV_HEADS, BLOCK, 2 * DIM, generator=generator).to(EIGHT_BITS)
+    k, v = kv[..., :DIM], kv[..., DIM:]
+    how = {"logits": Logits(0.3 / size), "lengths": LENGTHS, "block_table": table, "need_lse": True}
+    found, meant = decode_kernel.attend(q, k, v, **how), decode.attend(q.float(), k.float(), v.float(), **how)
+    torch.testing.assert_close(found.out.float(), meant.out, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(found.lse, meant.lse, rtol=1e-3, atol=1e-3)
+
+
 def test_references_read_them_alike(problem):
     q, stored, _, table = problem
     found, expected = (calls(q, *stored, table, kernel) for kernel in (True, False))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def lower(pairs):
-    """The lower bytes of int16 in fp16."""
+    """The lower bytes of int16, which are numbers in e4m3, in fp16; of ``pairs >> 8`` the upper ones."""
     return (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
