@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 
@@ -40,6 +41,13 @@ CLASSES = {
     # what an audit takes hold of (audit.py)
     ("v1/worker/gpu_model_runner.py", "GPUModelRunner"): ["_model_forward", "model"],
     ("forward_context.py", "ForwardContext"): ["attn_metadata", "cudagraph_runtime_mode"],
+    ("v1/worker/gpu/model_runner.py", "GPUModelRunner"): [
+        *("execute_model", "execute_model_state", "model_state", "model", "vllm_config", "lora_config"),
+    ],
+    ("v1/worker/gpu/model_runner.py", "ExecuteModelState"): ["hidden_states"],
+    ("v1/worker/gpu/input_batch.py", "InputBatch"): [
+        *("input_ids", "positions", "is_padding", "num_tokens_after_padding"),
+    ],
     # what is configured (settings.py, builder.py, backend.py)
     ("config/vllm.py", "VllmConfig"): [
         *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),
@@ -72,6 +80,10 @@ PASSED = [
     ("v1/worker/gpu/model_states/default.py", "seq_lens_cpu_upper_bound"),
 ]
 """What both model runners hand on in a call: which rows are prompts, and bounds of lengths."""
+
+SEAM = ["self.model_state.prepare_attn", "self.model_state.prepare_inputs", "self.cudagraph_manager.run_fullgraph"]
+HANDED = ["input_batch", "batch_desc.cg_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config"]
+"""What model runner V2's step calls, in order, and gives the first by position."""
 
 
 @functools.cache
@@ -116,6 +128,18 @@ def test_model_runner_v1_runs_the_model_by_the_method_that_an_audit_replaces():
     ]
     assert called.count("self._model_forward") == 1
     assert "self.model.compute_logits" in called
+
+
+def test_model_runner_v2_asks_for_metadata_then_for_inputs_and_then_runs_the_model():
+    """As an audit has it, which runs the model densely when inputs are asked for."""
+    runner = tree("v1/worker/gpu/model_runner.py")
+    (step,) = [one for one in ast.walk(runner) if getattr(one, "name", "") == "execute_model"]
+    calls = [one for one in ast.walk(step) if isinstance(one, ast.Call)]
+    lines = {name: [one.lineno for one in calls if ast.unparse(one.func) == name] for name in SEAM}
+    assert all(map(lines.get, SEAM))
+    assert all(max(lines[a]) < min(lines[b]) for a, b in itertools.pairwise(SEAM))
+    metadata = next(one for one in calls if ast.unparse(one.func) == SEAM[0])
+    assert [ast.unparse(one).removeprefix("self.") for one in metadata.args] == HANDED
 
 
 @pytest.mark.parametrize(("path", "argument"), PASSED)

@@ -27,7 +27,9 @@ def engine(spec=KASCADE, **changes):
         speculative_config=None,
         kv_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        model_config=SimpleNamespace(use_mla=False, dtype=torch.bfloat16, hf_text_config=CONFIGS["llama"]()),
+        model_config=SimpleNamespace(
+            use_mla=False, is_multimodal_model=False, dtype=torch.bfloat16, hf_text_config=CONFIGS["llama"]()
+        ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
@@ -238,8 +240,8 @@ def test_releases_that_are_not_supported_are_refused(version, ok, monkeypatch):
     ("changes", "why"),
     [
         (
-            {"use_v2_model_runner": True},
-            "model runner V2, whose graphs .*: set VLLM_USE_V2_MODEL_RUNNER=0",
+            {"use_v2_model_runner": True, "model_config__is_multimodal_model": True},
+            "model runner V2 for a model that reads more than texts: set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
         ({"kv_transfer_config": object()}, "a KV connector"),
@@ -249,7 +251,7 @@ def test_releases_that_are_not_supported_are_refused(version, ok, monkeypatch):
 )
 def test_where_a_step_cannot_be_run_twice_audits_are_refused(changes, why):
     check_early(engine(**changes))
-    check_early(engine({"method": KASCADE, "audit": 0.1}))
+    check_early(engine({"method": KASCADE, "audit": 0.1}, use_v2_model_runner=True))
     with pytest.raises(ValueError, match=f"foveate does not support audit with {why}"):
         check_early(engine({"method": KASCADE, "audit": 0.1}, **changes))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,38 +30,130 @@ class Share:
 
 
 def install() -> None:
-    """Have vLLM's model runner compare the steps that are audited; once in a process."""
+    """Have vLLM's model runners compare the steps that are audited; once in a process."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    inner = GPUModelRunner._model_forward
-    if getattr(inner, "audits", False):
-        return
+    if not getattr(GPUModelRunner._model_forward, "audits", False):
+        GPUModelRunner._model_forward = _audited_forward(GPUModelRunner._model_forward)
+        SecondModelRunner.execute_model = _audited_execution(SecondModelRunner.execute_model)
+
+
+def _audited_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Of model runner V1: the run of a model whose inputs and metadata stand ready."""
 
     @functools.wraps(inner)
     def forward(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = audited_steps()
+        from vllm.forward_context import get_forward_context
+
+        steps = audited_steps(get_forward_context().attn_metadata)
         if not steps:
             return inner(runner, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            noted = [stack.enter_context(step.steps.audit()) for step in steps]
-            stack.enter_context(_without_graphs())
-            dense = runner.model.compute_logits(inner(runner, *args, **kwargs)[: steps[0].real])
-        mass = [x[: steps[0].real] for layers in noted for x in layers]
+        dense = Dense(runner.model, steps)
+        with _without_graphs():
+            dense.run(lambda: inner(runner, *args, **kwargs))
         out = inner(runner, *args, **kwargs)
-        given = runner.model.compute_logits(out[: steps[0].real])
-        if dense is not None:  # another rank has them
-            steps[0].audited.observe(compared(dense, given) | {"mass_read": torch.stack(mass).mean(0)})
+        dense.compare(out)
         return out
 
     forward.audits = True
-    GPUModelRunner._model_forward = forward
+    return forward
 
 
-def audited_steps() -> list[Any]:
-    """The steps of the present forward pass, one a group of layers, if it is to be audited."""
-    from vllm.forward_context import get_forward_context
+def _audited_execution(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Of model runner V2: a whole step, within which the model's state is asked for metadata, then for inputs.
 
-    metadata = get_forward_context().attn_metadata
+    What the runner does next may be the replay of a graph, so the dense run comes when inputs are asked for.
+    """
+
+    @functools.wraps(inner)
+    def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return inner(runner, *args, **kwargs)
+        state, step, audits = runner.model_state, {}, []
+        own_metadata, own_inputs = state.prepare_attn, state.prepare_inputs
+
+        def prepare_attn(batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, config: Any, **more: Any) -> Any:
+            metadata = own_metadata(batch, mode, tables, slots, groups, config, **more)
+            step.update(metadata=metadata, slots=slots, config=config)
+            return metadata
+
+        def prepare_inputs(batch: Any, requests: Any) -> dict[str, Any]:
+            inputs = own_inputs(batch, requests)
+            if steps := audited_steps(step.get("metadata")):
+                audits.append(Dense(runner.model, steps))
+                with _context_of(runner, batch, **step):
+                    audits[0].run(lambda: runner.model(**_inputs_of(batch) | inputs))
+            return inputs
+
+        state.prepare_attn, state.prepare_inputs = prepare_attn, prepare_inputs
+        try:
+            out = inner(runner, *args, **kwargs)
+        finally:
+            del state.prepare_attn, state.prepare_inputs
+        for dense in audits:
+            dense.compare(runner.execute_model_state.hidden_states)
+        return out
+
+    return execute_model
+
+
+def _inputs_of(batch: Any) -> dict[str, Any]:
+    """What model runner V2 gives a model of texts, but for what the model's state adds."""
+    given = {"input_ids": batch.input_ids, "positions": batch.positions}
+    return given | {"inputs_embeds": None, "intermediate_tensors": None}
+
+
+def _context_of(runner: Any, batch: Any, metadata: Any, slots: Tensor, config: Any) -> Any:
+    """The context in which model runner V2 runs a model without graphs."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor, set_forward_context
+    from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+    tokens = batch.num_tokens_after_padding
+    return set_forward_context(
+        metadata,
+        runner.vllm_config,
+        num_tokens=tokens,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        batch_descriptor=BatchDescriptor(num_tokens=tokens, has_lora=runner.lora_config is not None),
+        slot_mapping=build_slot_mappings_by_layer(slots, config),
+        is_padding=batch.is_padding,
+    )
+
+
+class Dense:
+    """The dense run of a step that is audited.
+
+    Args:
+        model: vLLM's.
+        steps: of the step, one a group of layers.
+    """
+
+    def __init__(self, model: Any, steps: Sequence[Any]):
+        self.model, self.steps = model, steps
+
+    def run(self, forward: Callable[[], Tensor]) -> None:
+        """Run ``forward``, which gives hidden states ``[T, H]``, with all keys."""
+        with contextlib.ExitStack() as stack:
+            noted = [stack.enter_context(step.steps.audit()) for step in self.steps]
+            self.logits = self._logits_of(forward())
+        self.mass = [x[: self.steps[0].real] for layers in noted for x in layers]
+
+    @torch.inference_mode()
+    def compare(self, served: Tensor) -> None:
+        """Count what the hidden states of the served run differ in."""
+        given = self._logits_of(served)
+        if self.logits is not None:  # another rank has them
+            found = compared(self.logits, given) | {"mass_read": torch.stack(self.mass).mean(0)}
+            self.steps[0].audited.observe(found)
+
+    def _logits_of(self, hidden: Tensor) -> Tensor | None:
+        return self.model.compute_logits(hidden[: self.steps[0].real])
+
+
+def audited_steps(metadata: Any) -> list[Any]:
+    """The steps of a forward pass, one a group of layers, if it is to be audited; ``metadata`` are by layer."""
     found = metadata.values() if isinstance(metadata, dict) else ()
     steps = {id(step): step for one in found if (step := getattr(one, "foveate", None)) is not None}
     return list(steps.values()) if all(step.audited for step in steps.values()) else []

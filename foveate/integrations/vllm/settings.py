@@ -178,9 +178,10 @@ def check_summaries(vllm_config: Any, name: str) -> None:
 def check_audit(vllm_config: Any) -> None:
     """Raise ValueError where a step cannot be run twice."""
     refused = {
-        "model runner V2, whose graphs hold the whole step: set VLLM_USE_V2_MODEL_RUNNER=0": getattr(
+        "model runner V2 for a model that reads more than texts: set VLLM_USE_V2_MODEL_RUNNER=0": getattr(
             vllm_config, "use_v2_model_runner", False
-        ),
+        )
+        and vllm_config.model_config.is_multimodal_model,
         "data parallelism, whose ranks step together": vllm_config.parallel_config.data_parallel_size > 1,
         "a KV connector, which would be handed each layer's keys twice": vllm_config.kv_transfer_config is not None,
         "recurrent layers, whose states would advance twice": any(
