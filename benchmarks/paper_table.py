@@ -264,25 +264,22 @@ def _over_flash(file: str, method: str, **case: Any) -> float:
     return flash / ours
 
 
-def _decode_speed() -> str:
-    """Reading a tenth, a fifth and three tenths of the keys, at each length."""
-    specs = (_DECODE, *(_DECODE.replace(":", f":top_k={share},") for share in (0.2, 0.3)))
+def _table3(file: str, method: str, cases: Iterable[tuple[int, int]]) -> str:
+    """Reading a tenth, a fifth and three tenths of the keys, of so many tokens and sequences."""
+    specs = (method, *(method.replace(":", f":top_k={share},") for share in (0.2, 0.3)))
     return _joined(
         f"{tokens // _K}K "
-        + ", ".join(f"{_over_flash('kascade-table3', spec, context=tokens, batch=batch):.2f}" for spec in specs)
-        for tokens, batch in (*((_K << n, 64) for n in range(3, 9)), (_K << 9, 32))
+        + ", ".join(f"{_over_flash(file, spec, context=tokens, batch=batch):.2f}" for spec in specs)
+        for tokens, batch in cases
     )
 
 
-def _prompt_speed(*lengths: int, method: str = _PREFILL) -> str:
-    return _joined(
-        f"{tokens // _K}K {_over_flash('prefill', method, context=tokens, batch=1):.2f}" for tokens in lengths
-    )
+def _decode_speed() -> str:
+    return _table3("kascade-table3", _DECODE, (*((_K << n, 64) for n in range(3, 9)), (_K << 9, 32)))
 
 
-def _long_prompt() -> str:
-    own = _PREFILL.replace(":", ":dense_anchor_prefill=false,")
-    return f"{_prompt_speed(131072)}, with sparse anchors {_over_flash('prefill', own, context=131072, batch=1):.2f}"
+def _prompt_speed() -> str:
+    return _table3("kascade-table3-prompts", _PREFILL, ((_K << n, 1) for n in range(3, 8)))
 
 
 def _math() -> str:
@@ -408,6 +405,7 @@ OURS: dict[str, Callable[[], str]] = {
     "parity": _parity,
     "flash 1M": lambda: _cost(_indexer(1048576)),
     "flash 32K": lambda: _cost(_indexer(32768)),
+    "materialised": lambda: _cost(_indexer(32768, impl="materialised")),
     "pro 1M": lambda: _cost(_indexer(1048576, 1024)),
     "layer": lambda: _layer(262144),
     "settings": _settings,
@@ -426,9 +424,7 @@ OURS: dict[str, Callable[[], str]] = {
     "passes, prompt": _prompt_passes,
     "questions": lambda: _loss(f'{_SPARSE}{_HEADS[0][9:]},calibration="paper.json"', "hotpotqa", "2wiki"),
     "decode": _decode_speed,
-    "long prompt": _long_prompt,
-    "short prompts": lambda: _prompt_speed(8192, 32768),
-    "a fifth": lambda: _prompt_speed(8192, 32768, 131072, method=_PREFILL.replace(":", ":top_k=0.2,")),
+    "prompts": _prompt_speed,
     "common sense": _common_sense,
     "needles, hybrids": lambda: _needles("lansa", "transformer", "gdn_swa"),
     "needles, laLTE": lambda: _needles("lalte", "gdn_swa"),
