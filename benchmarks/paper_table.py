@@ -268,8 +268,7 @@ def _table3(file: str, method: str, cases: Iterable[tuple[int, int]]) -> str:
     """Reading a tenth, a fifth and three tenths of the keys, of so many tokens and sequences."""
     specs = (method, *(method.replace(":", f":top_k={share},") for share in (0.2, 0.3)))
     return _joined(
-        f"{tokens // _K}K "
-        + ", ".join(f"{_over_flash(file, spec, context=tokens, batch=batch):.2f}" for spec in specs)
+        f"{tokens // _K}K " + ", ".join(f"{_over_flash(file, spec, context=tokens, batch=batch):.2f}" for spec in specs)
         for tokens, batch in cases
     )
 

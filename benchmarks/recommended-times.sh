@@ -39,5 +39,5 @@ for case in {8192,16384,32768,65536,131072}x{1,16,64}; do
   cell "layer-$case" layer --context "${case%x*}" --batch "${case#*x}" "${random[@]:0:8}"
 done
 cell prompts prompt --model "$model" "${trained[@]}"
-cell offload-524288 whole --offload --context 524288 --memory 80GB --method pages:top_k=0.125 --steps 32
+cell offload-524288 whole --offload --context 524288 --memory 80GB --method pages:top_k=0.125 --steps 32 --no-baseline
 cat "$cells"/*.jsonl > "$out/recommended-times.jsonl"

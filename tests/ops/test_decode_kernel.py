@@ -57,8 +57,9 @@ def _compile_attention(
 ):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
+    narrow = stored is not None and bool(kept or indexed)
     (tile, resident), half = (
-        _tile(kernel.decode_tile, dtype, dim, heads, capability, in_blocks=block_size > 0),
+        _tile(kernel.decode_tile, dtype, dim, heads, capability, in_blocks=block_size > 0, narrow=narrow),
         dtype != "fp32",
     )
     compiled = compile_for(

@@ -57,6 +57,9 @@ def decode_model(
     prompt_file: Annotated[
         str, typer.Option(help="With --offload, a text (.txt, .xz) to read; otherwise tokens are random.")
     ] = "",
+    no_baseline: Annotated[
+        bool, typer.Option("--no-baseline", help="Without Transformers' offloaded cache: 512K tokens take it minutes.")
+    ] = False,
     dtype: Dtype = "bfloat16",
     seed: Seed = 0,
     device: Device = "cuda",
@@ -72,11 +75,12 @@ def decode_model(
         if unused:
             raise UserError(f"--offload does not go with --{unused[0].replace('_', '-')}: leave it out")
         named = methods if "methods" in given else ("pages",)
-        sizes = (model, named, contexts, batches, steps, memory, gpu_budget, prompt_file, dtype, seed, device)
-        measure(offloaded.BENCH, offloaded.run, offloaded.Plan(*sizes), out, offloaded.table)
+        sizes = (model, named, contexts, batches, steps, memory, gpu_budget, prompt_file, no_baseline)
+        plan = offloaded.Plan(*sizes, dtype, seed, device)
+        measure(offloaded.BENCH, offloaded.run, plan, out, offloaded.table)
         return
-    if memory or gpu_budget or prompt_file:
-        raise UserError("memory, gpu-budget and prompt-file go with --offload")
+    if memory or gpu_budget or prompt_file or no_baseline:
+        raise UserError("memory, gpu-budget, prompt-file and no-baseline go with --offload")
     from foveate.lab.bench import decode_model as bench
     from foveate.lab.bench.plan import measure
     from foveate.lab.report.tables.decode import table

@@ -48,6 +48,7 @@ class Plan(ModelPlan):
     memory: str  # device memory that the process may take, such as ``24GB``; empty: all
     gpu_budget: str  # as `attach` takes it; empty: what is free
     prompt_file: str  # text whose tokens are the prompts, one after the other; empty: random tokens
+    no_baseline: bool  # Transformers' cache is left out, and the first method is the baseline
     dtype: str
     seed: int
     device: str
@@ -101,7 +102,8 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     plan.check()
     model = plan.load()
     specs = [spec for spec in plan.specs() if spec != "dense"]
-    cases = [(TRANSFORMERS, "host"), *((spec, where) for spec in specs for where in ("host", "device"))]
+    cases = [] if plan.no_baseline else [(TRANSFORMERS, "host")]
+    cases += [(spec, where) for spec in specs for where in ("host", "device")]
     rows: list[Row] = []
     for batch, context in ((batch, context) for batch in plan.batches for context in plan.contexts):
         ids, base = plan.prompts(model, batch, context), None

@@ -83,16 +83,20 @@ def group_tile(
 
 @functools.cache
 def decode_tile(
-    dtype: torch.dtype, dim: int, group: int, capability: int, in_blocks: bool, eight_bits: bool
+    dtype: torch.dtype, dim: int, group: int, capability: int, in_blocks: bool, narrow: bool
 ) -> tuple[Tile, int]:
     """A decode step's tile, see :func:`group_tile`, and how many of its programs a multiprocessor runs at a time.
 
     In an engine's blocks on Hopper a program looks up twice as many keys at once, and as many are in flight: 4 to 15 %
-    faster than three smaller programs on an H200. Of keys in eight bits there is room for a third block: 4 to 8 % there.
+    faster than three smaller programs on an H200.
+
+    Args:
+        narrow: keys are in eight bits, and the program keeps logits or looks keys up. They leave room for a third
+            block: 4 to 8 % faster there with head dim 128.
     """
     tile = group_tile(dtype, dim, group, capability)
     if in_blocks and capability == 9 and tile.num_stages == 3:
-        return tile._replace(block_n=2 * tile.block_n, num_stages=3 if eight_bits else 2), 2
+        return tile._replace(block_n=2 * tile.block_n, num_stages=3 if narrow and 64 < dim <= 128 else 2), 2
     return tile, 3
 
 

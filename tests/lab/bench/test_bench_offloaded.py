@@ -17,6 +17,7 @@ SMALL = {"contexts": (160,), "batches": (1, 2), "steps": 3, "dtype": "float32", 
 
 def plan(folder, **given):
     how = {"methods": ("pages:top_k=64,page_size=4",), "memory": "", "gpu_budget": "0.5", "prompt_file": ""}
+    how["no_baseline"] = False
     return offloaded.Plan(str(folder), **SMALL | how | given)
 
 
@@ -43,6 +44,13 @@ def test_rows(tiny_folder):
     lines = offloaded.table(rows).splitlines()
     assert len(lines) == 2 + len(rows)
     assert "host memory" in lines[3]
+
+
+def test_rows_without_the_baseline(tiny_folder):
+    rows = offloaded.run(plan(tiny_folder, batches=(1,), no_baseline=True), say=lambda _: None)
+    spec = "pages:top_k=64,page_size=4"
+    assert [(row["case"]["method"], row["baseline"]) for row in rows] == [(spec, spec)] * 2
+    assert "--no-baseline" in rows[0]["command"]
 
 
 def test_the_command_writes_a_file(tiny_folder, tmp_path):
