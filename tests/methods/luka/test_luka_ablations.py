@@ -175,8 +175,8 @@ def test_the_command_makes_rows_of_every_ablation(tmp_path):
     paper = "tail=16,mass=exact,top_k="
     specs = ["dense", f"luka_paper:{paper}0", f"luka_ablated:{paper}0", f"luka_ablated:{paper}1.0,compressor=random"]
     specs += [f"luka_ablated:{paper}0,{one}" for one in ("compressor=random", "zero_values=true", "threshold=0.02")]
-    words = ["compare", "--model", MODEL, "--data", ROOT / "examples" / "data", "--import", FILE, "--limit", 2]
-    words += ["--task", "perplexity:continuation=96", "--length", 1, "--batch-size", 2, "--dtype", "float32"]
+    words = ["compare", "--model", MODEL, "--data", ROOT / "examples" / "data", "--import", FILE, "--limit", 1]
+    words += ["--task", "perplexity:continuation=64", "--length", 1, "--batch-size", 1, "--dtype", "float32"]
     words += ["--out", tmp_path / "rows.jsonl", *(word for spec in specs for word in ("--method", spec))]
     done = CliRunner().invoke(app, [*map(str, words)])
     assert done.exit_code == 0, done.output
