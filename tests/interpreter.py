@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,13 @@ from triton.runtime import interpreter
 
 _BUILTIN = tl.core.builtin(lambda: None).__code__
 """The code of what Triton wraps around its own functions to see that ``_semantic`` is there."""
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
+_SWAPPED = {f"__r{name}__" for name in _ARITHMETIC}
+_BINARY = _SWAPPED | {f"__{name}__" for name in (*_ARITHMETIC, "lt", "le", "gt", "ge", "eq", "ne", "lshift", "rshift")}
+_BINARY |= {"maximum", "minimum"}
+_NOTED: deque[Any] = deque(maxlen=2)
+"""The last calls of NumPy: function, operands and result."""
 
 
 def speed_up() -> None:
@@ -26,10 +34,13 @@ def speed_up() -> None:
     - Triton describes the type of every value anew. A description of the same type is remembered.
     - Triton works out for every operation which types its operands are converted to and which shape they share. The
       types of the operands alone decide that: the first operation on two types works it out, and the others reuse it.
+    - Where that first operation was one function of NumPy on the operands as they were, the others call it at once.
     """
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "overflows are asserted: their checks must stay"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    builder.binary_op = _note(builder.binary_op, lambda lhs, rhs, op: op)
+    builder.create_addptr = _note(builder.create_addptr, lambda ptr, offset: _moved(ptr.get_element_ty()))
     interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
     interpreter._patch_attr = _patch_attr
     interpreter._get_np_dtype = _remember_dtypes(interpreter._get_np_dtype)
@@ -62,7 +73,82 @@ def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> N
         named["_semantic"] = interpreter.interpreter_semantic
         return plain(*arguments, **named)
 
-    scope.set_attr(obj, name, call)
+    scope.set_attr(obj, name, _remember_function(call, name) if name in _BINARY else call)
+
+
+def _note(operation: Any, function: Any) -> Any:
+    """The operation of the builder, which notes which function it applies to which numbers."""
+
+    def noted(lhs: Any, rhs: Any, *more: Any) -> Any:
+        result = operation(lhs, rhs, *more)
+        _NOTED.append((function(lhs, rhs, *more), lhs.data, rhs.data, result))
+        return result
+
+    return noted
+
+
+@functools.cache
+def _moved(element: Any) -> Any:
+    """Addresses of ``element`` and how many elements they move by."""
+    width = max(1, element.primitive_bitwidth // 8)
+    return lambda addresses, offsets: addresses + width * offsets.astype(np.uint64)
+
+
+def _remember_function(compute: Any, name: str) -> Any:
+    """Of two tensors, or a tensor and a number: the function that gives the result, and all of it but its numbers."""
+    known: dict[Any, Any] = {}
+    swapped = name in _SWAPPED
+    new_tensor, new_handle = tl.tensor.__new__, interpreter.TensorHandle.__new__
+
+    def remembered(*arguments: Any, **named: Any) -> Any:
+        if named or len(arguments) != 2:
+            return compute(*arguments, **named)
+        x, y = arguments
+        if type(y) is tl.constexpr:
+            y = y.value
+        kind = type(y)
+        if type(x) is not tl.tensor or not (kind is tl.tensor or kind is int or (kind is float and y and y == y)):
+            return compute(x, y)
+        key = (x.type.name, y.type.name) if kind is tl.tensor else (x.type.name, kind, y)
+        plan = known.get(key)
+        if not plan:
+            if plan is None:
+                known[key], result = _learn(compute, x, y, swapped)
+                return result
+            return compute(x, y)
+        function, number, narrowed, dtype, fields = plan
+        right = y.handle.data if number is None else number
+        left = x.handle.data
+        data = function(right, left) if swapped else function(left, right)
+        if narrowed is not None:
+            data = data.astype(narrowed)
+        result, handle = new_tensor(tl.tensor), new_handle(interpreter.TensorHandle)
+        handle.__dict__ = {"data": data, "dtype": dtype, "attr": {}}
+        result.__dict__ = {**fields, "handle": handle}
+        return result
+
+    return remembered
+
+
+def _learn(compute: Any, x: Any, y: Any, swapped: bool) -> tuple[Any, Any]:
+    """How to compute it of operands of these types, False if that takes more than one function; and what it is here."""
+    _NOTED.clear()
+    result = compute(x, y)
+    if len(_NOTED) != 1 or _NOTED[0][3] is not result.handle:
+        return False, result
+    function, *operands, handle = _NOTED[0]
+    left, right = operands[::-1] if swapped else operands
+    number = None if type(y) is tl.tensor else right
+    if not _same(left, x) or (number is None and not _same(right, y)):
+        return False, result
+    numbers = handle.data.dtype
+    narrowed = None if function(*operands).dtype == numbers else numbers
+    return (function, number, narrowed, handle.dtype, vars(result)), result
+
+
+def _same(data: np.ndarray, x: Any) -> bool:
+    """Whether these are a tensor's own numbers, perhaps broadcast: neither cast nor computed."""
+    return data.dtype == x.handle.data.dtype and np.may_share_memory(data, x.handle.data)
 
 
 def _remember_dtypes(look_up: Any) -> Any:
