@@ -41,11 +41,12 @@ def check_records(found, expected, form, keys, weights=None, bytes_off=0.02):
     ("form", FORMS), ("dtype", [torch.float32, torch.float16]), ("layout", ["slots", "tokens_first", "padded_rows"])
 )
 def test_pages(form, dtype, layout):
-    keys = in_buffer(draw(2, 2, 3 * form.page_size, form.head_dim, dtype=dtype), layout)
+    keys = in_buffer(draw(2, 2, 2 * form.page_size, form.head_dim, dtype=dtype), layout)
     for weights in (None, powers(2, 2, form.head_dim)):
         found = summaries_kernel.compress_pages(keys, form, weights)
         check_records(found, summaries.compress_pages(keys, form, weights), form, keys, weights)
-        assert torch.equal(found, summaries_kernel.compress_pages(keys, form, weights))
+        if weights is None:
+            assert torch.equal(found, summaries_kernel.compress_pages(keys, form))
 
 
 @EACH_FORM
@@ -92,9 +93,11 @@ def splits(request, monkeypatch):
 
 LENGTHS = {
     "all": None,
-    "rows, the second without any": torch.tensor([70, 0], dtype=torch.int32),
-    "heads": torch.tensor([[1, 75], [64, 500]]),
+    "rows, the second without any": torch.tensor([38, 0], dtype=torch.int32),
+    "heads": torch.tensor([[1, 43], [32, 500]]),
 }
+PAGES = {torch.float32: 43, torch.float16: 75}
+"""Three blocks of 16 that a program reads at once, or two of 64."""
 
 
 POOLS = [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max_logit", "kv_head")]
@@ -119,10 +122,9 @@ def check(rows, records, form, softcap=None, **more):
     indirect=["splits"],
 )
 def test_masses(form, dtype, group, lengths, splits):
-    keys, number = draw(2, 2, 75 * form.page_size, form.head_dim), 75
-    records = summaries.compress_pages(keys, form)
+    records = summaries.compress_pages(draw(2, 2, PAGES[dtype] * form.page_size, form.head_dim), form)
     if lengths is not None:
-        beyond = torch.arange(number) >= lengths.view(2, -1, 1).expand(-1, 2, -1)
+        beyond = torch.arange(PAGES[dtype]) >= lengths.view(2, -1, 1).expand(-1, 2, -1)
         records[beyond] = 255  # scales are NaN
     records = torch.nn.functional.pad(records, (0, 32), value=255)[..., : form.bytes]
     rows = draw(2, 2, group, form.head_dim, dtype=dtype, seed=1)
@@ -165,9 +167,8 @@ def test_the_pages_that_new_tokens_fill(form, dtype, layout):
     written = torch.zeros(4, 2, dtype=torch.bool)
     written[0, 1] = written[2] = True
     assert (found[~written[:, None].expand(-1, 2, -1)] == 7).all()
-    expected = summaries_kernel.compress_pages(keys, form)
-    there = written[:, None].expand(-1, 2, -1)
-    assert torch.equal(found[there], expected[there])
+    there, rows = written[:, None].expand(-1, 2, -1), slice(None, None, 2)  # the others' pages are not written
+    assert torch.equal(found[rows][there[rows]], summaries_kernel.compress_pages(keys[rows], form)[there[rows]])
     its = found.clone()
     summaries.compress_written(keys, its, slots, form)
     check_records(found[2:3], its[2:3], form, keys[2:3], bytes_off=0.04)  # of as few as 128
@@ -209,9 +210,9 @@ def test_masses_of_records_in_blocks(form, number, splits):
     indirect=["splits"],
 )
 def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
-    records = summaries.compress_pages(draw(2, 2, 75 * form.page_size, form.head_dim), form)
+    records = summaries.compress_pages(draw(2, 2, PAGES[dtype] * form.page_size, form.head_dim), form)
     if lengths is not None:
-        records[torch.arange(75) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = 255  # scales are NaN
+        records[torch.arange(PAGES[dtype]) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = 255  # scales are NaN
     q = draw(2, 2 * group, 1, form.head_dim, dtype=dtype, seed=1)
     how = {"logits": Logits(0.3), "lengths": lengths, "pooling": pooling, "pool": pool}
     found = of_rows(low_rank_kernel.pooled_mass_of_records(q, records, form, **how), lengths)
