@@ -63,14 +63,16 @@ def splits(request, monkeypatch):
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: request.param)
 
 
-HALF = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+HALVES = ("dtype", [torch.float32, torch.float16])
+SPLITS = ("splits", [1, 100])
+OF_HEADS = ("own", [False, True])
 OWN = pytest.mark.parametrize("own", [False, True], ids=["of KV heads", "of query heads"])
 
 
-@HALF
-@OWN
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("group", [1, 4, 7])
+SIZES = ("page_size", [1, 3, 16, 64])
+
+
+@every_pair(SIZES, ("group", [1, 4, 7]), OF_HEADS, HALVES, SPLITS, indirect=["splits"], strength=3)
 def test_pages_of_any_size_for_any_group(dtype, own, page_size, group, splits):
     q, k, v = problem(group=group, dtype=dtype)
     check(q, k, v, selection(2, q.shape[1] if own else 2, 150, page_size), page_size)
@@ -83,12 +85,9 @@ LENGTHS = {
 }
 
 
-@HALF
-@OWN
-@pytest.mark.parametrize("page_size", [3, 16])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@every_pair(("page_size", [3, 16]), ("lengths", LENGTHS), OF_HEADS, HALVES, SPLITS, indirect=["splits"], strength=3)
 def test_keys_that_are_not_there_yet(dtype, own, page_size, lengths, splits):
-    q, k, v = problem(dtype=dtype)
+    (q, k, v), lengths = problem(dtype=dtype), LENGTHS[lengths]
     found = check(q, k, v, selection(2, 6 if own else 2, 150, page_size, 0.9), page_size, lengths)
     if lengths[1].sum() == 0:
         assert not found.out[1].any()
@@ -151,11 +150,8 @@ def test_what_attention_over_pages_refuses():
 # Mass
 
 
-HALVES = ("dtype", [torch.float32, torch.float16])
-SPLITS = ("splits", [1, 100])
 POOLING = ("pooling", ["post_softmax", "sqrt", "max", "max_logit"])
 POOL = ("pool", ["kv_head", "layer"])
-SIZES = ("page_size", [1, 3, 16, 64])
 RAGGED = {"all": None, **LENGTHS}
 
 
