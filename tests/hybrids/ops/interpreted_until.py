@@ -105,7 +105,7 @@ def test_lists_hold_what_is_seen_after_its_window():
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize(("dim", "value_dim"), [(5, 16), (64, 64), (80, 24)])
 def test_groups_and_head_dims(group, dim, value_dim):
-    shape = SOME._replace(group=group, dim=dim, value_dim=value_dim, queries=41)
+    shape = SOME._replace(batch=1, group=group, dim=dim, value_dim=value_dim, queries=41)
     check(*problem(shape, dtype=torch.float16 if group == 4 else torch.float32), ends(shape, 12), 12, 30)
 
 
