@@ -6,6 +6,7 @@ import torch
 from foveate.ops.attend import selected, selected_kernel
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile
+from tests.combinations import every_pair
 from tests.problems import in_buffer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -46,10 +47,18 @@ def splits(request, monkeypatch):
     monkeypatch.setattr(selected_kernel, "multiprocessors", lambda device: 40 * request.param)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("value_dim", [None, 5])
-@pytest.mark.parametrize("places", [1, 33])
-@pytest.mark.parametrize("own", [False, True])
+SPLITS = ("splits", [1, 100])
+
+
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]),
+    ("value_dim", [None, 5]),
+    ("places", [1, 33]),
+    ("own", [False, True]),
+    SPLITS,
+    indirect=["splits"],
+    strength=3,
+)
 def test_selections(dtype, value_dim, places, own, splits):
     q, k, v = problem(value_dim=value_dim, dtype=dtype)
     indices = selection(2, 2 if own else 1, 3, 60, places)
@@ -59,8 +68,12 @@ def test_selections(dtype, value_dim, places, own, splits):
     check(q, k, v, indices.long())
 
 
-@pytest.mark.parametrize(("sinks", "value_dim"), [(False, None), (True, 24), (True, None)])
-@pytest.mark.parametrize(("size", "offset"), [(1, 0), (5, 31), (40, 2)])
+@every_pair(
+    (("sinks", "value_dim"), [(False, None), (True, 24), (True, None)]),
+    (("size", "offset"), [(1, 0), (5, 31), (40, 2)]),
+    SPLITS,
+    indirect=["splits"],
+)
 def test_windows_and_sinks(sinks, value_dim, size, offset, splits):
     q, k, v = problem(value_dim=value_dim)
     _, recent_k, recent_v = problem(number=40, value_dim=value_dim, seed=1)
