@@ -108,7 +108,7 @@ def _remember_function(compute: Any, name: str) -> Any:
             y = y.value
         kind = type(y)
         if type(x) is not tl.tensor or not (kind is tl.tensor or kind is int or (kind is float and y and y == y)):
-            return compute(x, y)
+            return compute(x, y)  # as keys, zeros of both signs would be one number, and NaN never the same
         key = (x.type.name, y.type.name) if kind is tl.tensor else (x.type.name, kind, y)
         plan = known.get(key)
         if not plan:
