@@ -89,9 +89,10 @@ def attached(folder, spec, prompts, new=NEW, counts=None):
     return found
 
 
-def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, **engine):
+def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, second=False, **engine):
+    """``second``: by model runner V2, interpreted."""
     job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine}
-    job["hiding"] = hiding
+    job |= {"hiding": hiding, "second": second}
     script = Path(__file__).with_name("vllm_engine.py")
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -102,7 +103,9 @@ def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hidin
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("second") == second
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +137,19 @@ def test_all_keys_give_the_tokens_of_vllm_itself(folder, own, spec):
 
 
 @pytest.mark.parametrize(
-    ("spec", "block_size", "choosing"),
-    [(SMALL, 16, 2), (SMALL, 32, 2), (PAGES, 32, LAYERS), (BY_PAGES, 16, 2)],
+    ("spec", "block_size", "choosing", "second"),
+    [
+        (SMALL, 16, 2, False),
+        (SMALL, 32, 2, False),
+        (PAGES, 32, LAYERS, False),
+        (BY_PAGES, 16, 2, False),
+        (BY_PAGES, 16, 2, True),
+    ],
 )
-def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, choosing):
+def test_few_keys_give_the_tokens_of_attach(folder, small, spec, block_size, choosing, second):
     """In mixed batches, with prompts in chunks and, the second time, from cached blocks; and its counts."""
-    found, (tokens, counts) = run(folder, spec, times=2, **CHUNKS | {"block_size": block_size}), small(spec)
+    found = run(folder, spec, times=2, second=second, **CHUNKS | {"block_size": block_size})
+    tokens, counts = small(spec)
     assert sum(found["cached"]) > len(PROMPTS) * block_size
     assert found["tokens"] == [tokens, tokens]
     assert {name: found["read"][name] for name in counts} == pytest.approx({name: 2 * x for name, x in counts.items()})
@@ -170,7 +180,13 @@ def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
 
 @pytest.mark.parametrize("spec", [SMALL, FULL])
 def test_an_audit_changes_no_token_and_tells_what_a_step_loses(folder, own, small, spec):
-    found = run(folder, {"method": spec, "audit": 1.0}, **CHUNKS)
+    """By both model runners, which observe the same."""
+    found, by_second = (
+        run(folder, {"method": spec, "audit": 1.0}, second=second, **CHUNKS) for second in (False, True)
+    )
+    assert all(by_second[name] == found[name] for name in ("tokens", "read"))
+    for name, numbers in found["audits"].items():
+        assert by_second["audits"][name] == pytest.approx(numbers)
     assert found["tokens"] == [own if spec == FULL else small(spec)[0]]
     if spec != FULL:
         assert {name: found["read"][name] for name in small(spec)[1]} == pytest.approx(small(spec)[1])

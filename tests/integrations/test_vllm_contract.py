@@ -66,6 +66,7 @@ CLASSES = {
     ("config/load.py", "LoadConfig"): ["download_dir"],
     ("config/model.py", "ModelConfig"): [
         *("hf_text_config", "use_mla", "is_mm_prefix_lm", "dtype", "max_model_len", "revision", "model"),
+        *("is_multimodal_model", "enable_prompt_embeds"),
     ],
 }
 """Names by file and class."""
@@ -140,6 +141,10 @@ def test_model_runner_v2_asks_for_metadata_then_for_inputs_and_then_runs_the_mod
     assert all(max(lines[a]) < min(lines[b]) for a, b in itertools.pairwise(SEAM))
     metadata = next(one for one in calls if ast.unparse(one.func) == SEAM[0])
     assert [ast.unparse(one).removeprefix("self.") for one in metadata.args] == HANDED
+    (dummy,) = [
+        one for one in ast.walk(runner) if isinstance(one, ast.Call) and ast.unparse(one.func) == "self.execute_model"
+    ]
+    assert "dummy_run" in [one.arg for one in dummy.keywords], "as an audit tells such a run from a step"
 
 
 @pytest.mark.parametrize(("path", "argument"), PASSED)

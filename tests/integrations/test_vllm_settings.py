@@ -28,7 +28,11 @@ def engine(spec=KASCADE, **changes):
         kv_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         model_config=SimpleNamespace(
-            use_mla=False, is_multimodal_model=False, dtype=torch.bfloat16, hf_text_config=CONFIGS["llama"]()
+            use_mla=False,
+            is_multimodal_model=False,
+            enable_prompt_embeds=False,
+            dtype=torch.bfloat16,
+            hf_text_config=CONFIGS["llama"](),
         ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
@@ -239,9 +243,12 @@ def test_releases_that_are_not_supported_are_refused(version, ok, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {"use_v2_model_runner": True, "model_config__is_multimodal_model": True},
-            "model runner V2 for a model that reads more than texts: set VLLM_USE_V2_MODEL_RUNNER=0",
+        *(
+            (
+                {"use_v2_model_runner": True, f"model_config__{name}": True},
+                "model runner V2 for a model that reads more than tokens: set VLLM_USE_V2_MODEL_RUNNER=0",
+            )
+            for name in ("is_multimodal_model", "enable_prompt_embeds")
         ),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
         ({"kv_transfer_config": object()}, "a KV connector"),

@@ -177,15 +177,14 @@ def check_summaries(vllm_config: Any, name: str) -> None:
 
 def check_audit(vllm_config: Any) -> None:
     """Raise ValueError where a step cannot be run twice."""
+    model, second = vllm_config.model_config, getattr(vllm_config, "use_v2_model_runner", False)
     refused = {
-        "model runner V2 for a model that reads more than texts: set VLLM_USE_V2_MODEL_RUNNER=0": getattr(
-            vllm_config, "use_v2_model_runner", False
-        )
-        and vllm_config.model_config.is_multimodal_model,
+        "model runner V2 for a model that reads more than tokens: set VLLM_USE_V2_MODEL_RUNNER=0": second
+        and (model.is_multimodal_model or model.enable_prompt_embeds),
         "data parallelism, whose ranks step together": vllm_config.parallel_config.data_parallel_size > 1,
         "a KV connector, which would be handed each layer's keys twice": vllm_config.kv_transfer_config is not None,
         "recurrent layers, whose states would advance twice": any(
-            getattr(vllm_config.model_config, name, False) for name in ("is_hybrid", "has_inner_state")
+            getattr(model, name, False) for name in ("is_hybrid", "has_inner_state")
         ),
     }
     for what, asked in refused.items():
