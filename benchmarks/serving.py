@@ -172,6 +172,11 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
     return LLM(model=job["model"], **how)
 
 
+def runner_of(llm: Any) -> str:
+    """The model runner of an engine."""
+    return "v2" if getattr(llm.llm_engine.vllm_config, "use_v2_model_runner", False) else "v1"
+
+
 def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     import torch
 
@@ -182,7 +187,6 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     llm = engine(job, max_model_len=longest + ROOM, max_num_seqs=most, enable_prefix_caching=False)
     config = llm.llm_engine.vllm_config
     room = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     found = {}
     for tokens, batch in job["cases"]:
         needed = batch * (tokens + WARM + job["steps"])
@@ -200,7 +204,7 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "keys_read_share": read / available if available else None,
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "device": "cuda" if cuda else "cpu",
-            "runner": runner,
+            "runner": runner_of(llm),
         }
     return found
 

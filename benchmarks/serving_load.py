@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _row(name: str, method: str, job: dict[str, Any], rate: float, found: dict[str, Any], own: dict[str, Any]) -> Any:
-    case = {key: job[key] for key in ("requests", "least", "most", "new", "rows")}
+    case = {key: job[key] for key in ("requests", "least", "most", "new", "rows")} | {"runner": found.pop("runner")}
     device = found.pop("device")
     return measurements.speed_row(
         "serving-load",
@@ -115,6 +115,7 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
         before = _memory(cuda)
         found[str(rate)] = _pass(llm.llm_engine, job, rate, seed=number)
         found[str(rate)] |= {"grown_bytes": _memory(cuda) - before, "device": "cuda" if cuda else "cpu"}
+        found[str(rate)]["runner"] = serving.runner_of(llm)
         found[str(rate)]["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     return found
 

@@ -83,7 +83,7 @@ def test_rows_are_beside_vllms_own(tmp_path, monkeypatch, capsys):
         times = {
             key: [8.0 if job["method"] else 20.0, 30.0, 40.0] for key in ("first_token_ms", "token_ms", "request_ms")
         }
-        taken = {"failed": 0, "seconds": 2.0, "grown_bytes": 1 << 20, "peak_bytes": 0, "device": "cpu"}
+        taken = {"failed": 0, "seconds": 2.0, "grown_bytes": 1 << 20, "peak_bytes": 0, "device": "cpu", "runner": "v1"}
         return {str(rate): dict(times | taken) for rate in job["rates"]}
 
     monkeypatch.setattr(serving, "run", run)
@@ -92,6 +92,7 @@ def test_rows_are_beside_vllms_own(tmp_path, monkeypatch, capsys):
         serving_load.main(["--tiny", "--rate", "3", "--requests", "7", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["case"]["method"] for row in rows] == serving_load.METHODS
+    assert {row["case"]["runner"] for row in rows} == {"v1"}
     assert {(row["case"]["rate"], row["case"]["requests"], row["speedup"], row["baseline"]) for row in rows} == {
         (3.0, 7, 2.5, "vllm")
     }
