@@ -53,7 +53,7 @@ def one_tile(monkeypatch):
     from foveate.ops.attend import decode_kernel
 
     tile = decode_kernel.decode_tile
-    monkeypatch.setattr(decode_kernel, "decode_tile", lambda *facts: tile(*facts[:-1], True))
+    monkeypatch.setattr(decode_kernel, "decode_tile", lambda *facts: tile(*facts[:-2], True, facts[-1]))
 
 
 def problem(batch, heads, kv_heads, number, dim, value_dim, dtype):

@@ -52,6 +52,7 @@ CLASSES = {
     ("config/vllm.py", "VllmConfig"): [
         *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),
         *("attention_config", "compilation_config", "speculative_config", "kv_transfer_config", "load_config"),
+        "use_v2_model_runner",
     ],
     ("config/attention.py", "AttentionConfig"): ["backend"],
     ("config/cache.py", "CacheConfig"): ["block_size", "num_gpu_blocks", "cache_dtype"],

@@ -100,11 +100,11 @@ def _compile_attention(
         },
         **tile.options,
     )
-    if stored:
-        return compiled
     if capability == 90 and half and dim <= 128 and tile.block_m <= 16:  # as many at a time as the splits reckon with
         assert compiled.registers * 32 * tile.num_warps * resident <= 65536
         assert compiled.shared * resident <= 227 << 10
+    if stored:
+        return compiled
     if block_size:
         assert_compiled_well_in_blocks(compiled, capability, half, whole)
     else:

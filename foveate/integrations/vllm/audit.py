@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def _audited_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Of model runner V1: the run of a model whose inputs and metadata stand ready."""
+    """Wrap model runner V1's forward pass, which runs with inputs and metadata prepared."""
 
     @functools.wraps(inner)
     def forward(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def _audited_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _audited_execution(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Of model runner V2: a whole step, within which the model's state is asked for metadata, then for inputs.
+    """Wrap model runner V2's step, within which the model's state is asked for metadata, then for inputs.
 
     What the runner does next may be the replay of a graph, so the dense run comes when inputs are asked for.
     """
@@ -81,9 +81,9 @@ def _audited_execution(inner: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_inputs(batch: Any, requests: Any) -> dict[str, Any]:
             inputs = own_inputs(batch, requests)
             if steps := audited_steps(step.get("metadata")):
-                audits.append(Dense(runner.model, steps))
+                audits.append(dense := Dense(runner.model, steps))
                 with _context_of(runner, batch, **step):
-                    audits[0].run(lambda: runner.model(**_inputs_of(batch) | inputs))
+                    dense.run(lambda: runner.model(**_inputs_of(batch) | inputs))
             return inputs
 
         state.prepare_attn, state.prepare_inputs = prepare_attn, prepare_inputs
@@ -142,7 +142,7 @@ class Dense:
 
     @torch.inference_mode()
     def compare(self, served: Tensor) -> None:
-        """Count what the hidden states of the served run differ in."""
+        """Compare the served run's hidden states ``[T, H]`` with the dense run's, and count."""
         given = self._logits_of(served)
         if self.logits is not None:  # another rank has them
             found = compared(self.logits, given) | {"mass_read": torch.stack(self.mass).mean(0)}
@@ -153,7 +153,7 @@ class Dense:
 
 
 def audited_steps(metadata: Any) -> list[Any]:
-    """The steps of a forward pass, one a group of layers, if it is to be audited; ``metadata`` are by layer."""
+    """The steps of a forward pass, one a group of layers, if it is to be audited; ``metadata`` is a dict by layer."""
     found = metadata.values() if isinstance(metadata, dict) else ()
     steps = {id(step): step for one in found if (step := getattr(one, "foveate", None)) is not None}
     return list(steps.values()) if all(step.audited for step in steps.values()) else []

@@ -205,7 +205,8 @@ def _row(
 ) -> Row:
     more = {"memory": where, "limit": limit, "gpu_budget": plan.gpu_budget if where == "host" else ""}
     more |= {"prompts": Path(plan.prompt_file).name if plan.prompt_file else "random"}
-    more |= {name: getattr(plan, name) for name in ("dtype", "steps", "seed")}
+    steps = min(plan.steps, _FEW) if spec == TRANSFORMERS else plan.steps
+    more |= {"dtype": plan.dtype, "steps": steps, "seed": plan.seed}
     return speed_row(
         BENCH,
         plan.case(spec, context, batch, **more),

@@ -118,8 +118,9 @@ def _decode(
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
     keys = number_of_keys(k, block_table)
     group = num_heads // sets
-    stored = block_table is not None, k.dtype == EIGHT_BITS and bool(how or indices is not None)
-    tile, resident = decode_tile(q.dtype, max(dim, value_dim), group, capability(q.device), *stored)
+    narrow = k.dtype == EIGHT_BITS and (how is not None or indices is not None)
+    facts = q.dtype, max(dim, value_dim), group, capability(q.device), block_table is not None, narrow
+    tile, resident = decode_tile(*facts)
     parts, blocks = cdiv(group, tile.block_m), cdiv(number if whole is None else max(number, keys), tile.block_n)
     room = resident * multiprocessors(q.device)
     splits, _ = split(batch * sets * parts, blocks, room)
