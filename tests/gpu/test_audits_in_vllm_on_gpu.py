@@ -24,7 +24,6 @@ def test_an_audit_changes_no_token_and_tells_what_a_step_loses(folder, runner): 
     for found, small in ((few, True), (full, False)):
         audits = {name: (sum(numbers[:-1]), numbers[-1]) for name, numbers in found["audits"].items()}
         (rows, agreeing), (_, kl), (_, mass) = (audits[name] for name in ("agreement", "kl", "mass_read"))
-        print(runner, small, rows, agreeing / rows, kl / rows, mass / rows)
         assert 20 < rows < found["read"]["rows"], "steps in which every row decodes"
         if small:
             assert agreeing < rows

@@ -87,6 +87,16 @@ SEAM = ["self.model_state.prepare_attn", "self.model_state.prepare_inputs", "sel
 HANDED = ["input_batch", "batch_desc.cg_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config"]
 """What model runner V2's step calls, in order, and gives the first by position."""
 
+CALLED = [
+    ("forward_context.py", "BatchDescriptor", ["num_tokens", "has_lora"]),
+    (
+        "forward_context.py",
+        "set_forward_context",
+        ["attn_metadata", "num_tokens", "cudagraph_runtime_mode", "batch_descriptor", "slot_mapping", "is_padding"],
+    ),
+    ("v1/worker/gpu/attn_utils.py", "build_slot_mappings_by_layer", ["slot_mappings", "kv_cache_config"]),
+]
+
 
 @functools.cache
 def tree(path: str) -> ast.Module:
@@ -146,6 +156,16 @@ def test_model_runner_v2_asks_for_metadata_then_for_inputs_and_then_runs_the_mod
         one for one in ast.walk(runner) if isinstance(one, ast.Call) and ast.unparse(one.func) == "self.execute_model"
     ]
     assert "dummy_run" in [one.arg for one in dummy.keywords], "as an audit tells such a run from a step"
+
+
+@pytest.mark.parametrize(("path", "name", "taken"), CALLED)
+def test_functions_that_an_audit_calls_take_what_it_gives(path, name, taken):
+    (one,) = [one for one in tree(path).body if getattr(one, "name", "") == name]
+    if isinstance(one, ast.ClassDef):
+        names = [field.target.id for field in one.body if isinstance(field, ast.AnnAssign)]
+    else:
+        names = [argument.arg for argument in one.args.args]
+    assert set(taken) <= set(names)
 
 
 @pytest.mark.parametrize(("path", "argument"), PASSED)

@@ -161,12 +161,12 @@ def _generated(
     plan: Plan, model: PreTrainedModel, spec: str, where: str, ids: torch.Tensor, chunk: int
 ) -> dict[str, Any]:
     """What one call of `generate` takes, with the prompt."""
-    own, warm_up, steps, more = spec != TRANSFORMERS, _WARM_UP, plan.steps, {}
+    own, warm_up, steps, more = spec != TRANSFORMERS, _WARM_UP, _timed(plan, spec), {}
     if own:
         how = {"offload": True, "gpu_budget": plan.budget} if where == "host" else {"dense_below": 0}
         attach(model, plan, spec, **how)
     else:
-        warm_up, steps = 1, min(plan.steps, _FEW)
+        warm_up = 1
         more = {"cache_implementation": "offloaded"} if plan.device == "cuda" else {}
     memory = circumstances.PeakMemory(plan.device)
     memory.start()
@@ -193,6 +193,11 @@ def _generated(
             foveate.detach(model)
 
 
+def _timed(plan: Plan, spec: str) -> int:
+    """How many steps are timed."""
+    return min(plan.steps, _FEW) if spec == TRANSFORMERS else plan.steps
+
+
 def _row(
     plan: Plan,
     spec: str,
@@ -205,8 +210,7 @@ def _row(
 ) -> Row:
     more = {"memory": where, "limit": limit, "gpu_budget": plan.gpu_budget if where == "host" else ""}
     more |= {"prompts": Path(plan.prompt_file).name if plan.prompt_file else "random"}
-    steps = min(plan.steps, _FEW) if spec == TRANSFORMERS else plan.steps
-    more |= {"dtype": plan.dtype, "steps": steps, "seed": plan.seed}
+    more |= {"dtype": plan.dtype, "steps": _timed(plan, spec), "seed": plan.seed}
     return speed_row(
         BENCH,
         plan.case(spec, context, batch, **more),

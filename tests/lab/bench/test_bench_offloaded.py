@@ -21,7 +21,8 @@ def plan(folder, **given):
     return offloaded.Plan(str(folder), **SMALL | how | given)
 
 
-def test_rows(tiny_folder):
+def test_rows(tiny_folder, monkeypatch):
+    monkeypatch.setattr(offloaded, "_FEW", 2)
     rows = offloaded.run(plan(tiny_folder), say=lambda _: None)
     spec = "pages:top_k=64,page_size=4"
     assert [(row["case"]["method"], row["case"]["memory"], row["case"]["batch"]) for row in rows] == [
@@ -32,6 +33,7 @@ def test_rows(tiny_folder):
     for row in rows:
         assert row["bench"] == "offload"
         assert row["baseline"] == offloaded.TRANSFORMERS
+        assert row["case"]["steps"] == (2 if row["case"]["method"] == offloaded.TRANSFORMERS else 3)
         assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["ms"])
         assert row["command"].startswith("foveate bench decode-model --offload --model ")
     host, device = rows[1], rows[2]
