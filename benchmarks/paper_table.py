@@ -74,17 +74,18 @@ def _by_model(cell: Callable[[str], str]) -> str:
 # LuKA
 
 
+_SPLITS = ("easy", "medium", "hard", "very_hard")
+
+
 def _salad(spec: str, over: str = "dense") -> Callable[[], str]:
-    """Differences on the whole sets, points, split by split."""
+    """Differences on the whole sets, points, split by split; each is to the dense attention of its own run."""
 
     def of(model: str, split: str) -> str:
         how = {"split": split, "limit": 100}
         (row,), (base,) = (_compared("luka-wikisalad", one, model, ["wikisalad"], **how) for one in (spec, over))
-        return f"{row['score'] - base['score']:+.1f}"
+        return f"{row['diff_to_dense'] - base['diff_to_dense']:+.1f}"
 
-    return lambda: _by_model(
-        lambda model: ", ".join(of(model, split) for split in ("easy", "medium", "hard", "very_hard"))
-    )
+    return lambda: _by_model(lambda model: ", ".join(of(model, split) for split in _SPLITS))
 
 
 def _default() -> str:
@@ -92,7 +93,8 @@ def _default() -> str:
 
     def of(model: str) -> str:
         rows = _compared("luka-wikisalad", "luka", model, ["wikisalad"], limit=100)
-        return ", ".join(f"{row['split']} {row['diff_to_dense']:+.1f}" for row in rows)
+        found = {row["split"]: f"{row['split'].replace('_', ' ')} {row['diff_to_dense']:+.1f}" for row in rows}
+        return ", ".join(found[split] for split in _SPLITS if split in found)
 
     return _by_model(of)
 
@@ -285,6 +287,27 @@ def _prompt_speed() -> str:
     return f"{_table3(file, _PREFILL, ((tokens, 1) for tokens in lengths))}; own choice {', '.join(chosen)}"
 
 
+def _long_prompts() -> str:
+    """The same of 256K tokens, over cuDNN's attention."""
+    rows = {row["case"]["method"]: row["ms"] for row in _some("kascade-table3-prompts", context=_K << 8)}
+    own, *shares = (
+        _PREFILL.replace(":", f":{more}") for more in ("dense_anchor_prefill=false,", "", "top_k=0.2,", "top_k=0.3,")
+    )
+    over = {spec: f"{rows['sdpa-cudnn'] / rows[spec]:.2f}" for spec in (own, *shares)}
+    return f"{', '.join(over[spec] for spec in shares)}; own choice {over[own]}"
+
+
+def _by_tokens() -> str:
+    """Anchors of single tokens, then of tiles, by the 1.5B."""
+
+    def of(name: str) -> str:
+        spec = f'kascade:pool=kv_head,pooling=post_softmax,calibration="{name}.json"'
+        found = (_compared("kascade-tokens", spec, MODELS["1.5B"], [task]) for task in ("ruler", "hotpotqa"))
+        return ", ".join(f"{statistics.mean(row['diff_to_dense'] for row in rows):+.1f}" for rows in found)
+
+    return f"1.5B {of('tokens')}; by tiles {of('paper')}"
+
+
 def _math() -> str:
     specs = ('kascade:calibration="together-10.json"', 'kascade:top_k=0.2,calibration="together-10.json"')
     return " and ".join(_loss(spec, "math") for spec in specs)
@@ -428,6 +451,8 @@ OURS: dict[str, Callable[[], str]] = {
     "questions": lambda: _loss(f'{_SPARSE}{_HEADS[0][9:]},calibration="paper.json"', "hotpotqa", "2wiki"),
     "decode": _decode_speed,
     "prompts": _prompt_speed,
+    "prompts, 256K": _long_prompts,
+    "by tokens": _by_tokens,
     "common sense": _common_sense,
     "needles, hybrids": lambda: _needles("lansa", "transformer", "gdn_swa"),
     "needles, laLTE": lambda: _needles("lalte", "gdn_swa"),

@@ -130,8 +130,8 @@ def points(found: Sequence[Row], tokens: str) -> list[Point]:
 
 
 def panels() -> list[Panel]:
-    def of(model: str, method: str) -> list[Row]:
-        models = (row for row in rows("decode") if row["case"]["level"] == "model" and not row["case"]["liger"])
+    def of(file: str, model: str, method: str) -> list[Row]:
+        models = (row for row in rows(file) if row["case"]["level"] == "model" and not row["case"]["liger"])
         return [row for row in models if (row["case"]["model"], row["case"]["method"]) == (model, method)]
 
     served = [
@@ -144,14 +144,14 @@ def panels() -> list[Panel]:
     return [
         Panel("8B shape, vLLM, H200", "10 uncalibrated anchors, random weights", points(served, "tokens")),
         Panel(
-            "8B shape, generate, H100",
-            "5 uncalibrated anchors, random weights",
-            points(of("llama-3.1-8b", "kascade:pool=kv_head,pooling=post_softmax"), "context"),
+            "8B shape, generate, H200",
+            "10 uncalibrated anchors, random weights",
+            points(of("recommended-times", "llama-3.1-8b", "kascade:anchors=10"), "context"),
         ),
         Panel(
             "1.5B, generate, H200",
             "10 calibrated anchors, 2 KV heads",
-            points(of("qwen2.5-coder-1.5b-instruct", calibrated), "context"),
+            points(of("decode", "qwen2.5-coder-1.5b-instruct", calibrated), "context"),
         ),
     ]
 

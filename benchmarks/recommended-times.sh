@@ -21,6 +21,22 @@ cell() { # NAME COMMAND...
     "${@:2}" --out "$cells/$1.jsonl"
   fi
 }
+longer() { # the same weights with YaRN for 132,000 tokens
+  local folder=$cells/longer/$(basename "$model")
+  mkdir -p "$folder"
+  ln -sf "$(realpath "$model")"/* "$folder"
+  rm "$folder/config.json"
+  python - "$model/config.json" "$folder/config.json" <<'END'
+import json, sys
+
+config = json.load(open(sys.argv[1]))
+known, config["max_position_embeddings"] = config["max_position_embeddings"], 132000
+yarn = {"rope_type": "yarn", "factor": 132000 / known, "original_max_position_embeddings": known}
+config["rope_parameters"] = config["rope_parameters"] | yarn
+json.dump(config, open(sys.argv[2], "w"))
+END
+  echo "$folder"
+}
 whole() { foveate bench decode-model "$@"; }
 prompt() { foveate bench prefill-model "$@"; }
 layer() { python -m benchmarks.layer decode "$@"; }
@@ -32,8 +48,11 @@ for case in 8192x32 131072x4; do
   cell "8b-$case" whole --context "${case%x*}" --batch "${case#*x}" "${few[@]}"
 done
 cell offload-131072 whole --offload --context 131072 --memory 24GB --method pages --method pages:top_k=0.125 --method luka
-for case in 32768x1 131072x1 32768x8 131072x4 8192x32; do
+for case in 32000x1 32000x8 8192x32; do # the model has positions for 32,768 tokens
   cell "trained-$case" whole --model "$model" --context "${case%x*}" --batch "${case#*x}" "${trained[@]}"
+done
+for case in 131072x1 131072x4; do
+  cell "trained-$case" whole --model "$(longer)" --context "${case%x*}" --batch "${case#*x}" "${trained[@]}"
 done
 for case in {8192,16384,32768,65536,131072}x{1,16,64}; do
   cell "layer-$case" layer --context "${case%x*}" --batch "${case#*x}" "${random[@]:0:8}"

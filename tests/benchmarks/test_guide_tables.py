@@ -44,27 +44,30 @@ def test_of_prompts():
         assert factors == [f"{found[method, length]['speedup']:.2f}" for length in (8192, 32768, 131072)], method
 
 
-def test_of_a_whole_model_of_8b():
-    found = {}
-    for row in rows("decode"):
-        case = row["case"]
-        of_it = case["level"] == "model" and case["model"] == "llama-3.1-8b"
-        if of_it and case["batch"] == 1 and not case["liger"]:
-            found[case["method"], case["context"]] = row
-    lines = cells("speed.md", "| factor over `dense` | 2K | 32K | 128K | cache at 128K | peak at 128K |")
-    names = [
-        "kascade:pool=kv_head,pooling=post_softmax",
-        "luka:score=spread",
-        "h2o",
-        "snapkv",
-        "streaming",
-        "transformers-sdpa",
+def test_of_attention_alone():
+    found = {
+        (row["case"]["method"], row["case"]["context"], row["case"]["batch"]): row["speedup"]
+        for row in rows("recommended-times")
+        if row["case"]["level"] == "kernel"
+    }
+    head = "| you want | method | points | attention: 1 × 32K, 1 × 128K, 64 × 128K | memory |"
+    table = {name: factors for name, _, factors, _ in cells("choose.md", head).values()}
+    for said, method in (("`kascade`, ten anchors", "kascade:anchors=10"), ("`pages`", "pages"), ("`luka`", "luka")):
+        places = ((1024 * 32, 1), (1024 * 128, 1), (1024 * 128, 64))
+        assert table[said] == ", ".join(f"{found[(method, *place)]:.1f}" for place in places)
+
+
+def test_of_a_dense_step():
+    found = {
+        (row["case"]["batch"], row["case"]["context"] // 1024): f"{row['ms']:.1f}"
+        for row in rows("recommended-times")
+        if row["case"]["level"] == "model" and row["case"]["method"] == "dense"
+    }
+    page = (GUIDE / "speed.md").read_text(encoding="utf-8")
+    made = [
+        (int(batch), int(k))
+        for batch, k in re.findall(r"^\| llama-3.1-8b, whole steps, (\d+) × (\d+)K", page, re.MULTILINE)
     ]
-    for factors, name in zip(lines.values(), names, strict=True):
-        for said, length in zip(factors, (2048, 32768, 131000), strict=False):
-            if said == "not measured":
-                assert (name, length) not in found
-            elif "¹" not in said:
-                row = found[name, length]
-                whole = (row["stats"] or {}).get("keys_read_share") == 1 if name != "transformers-sdpa" else False
-                assert said == f"{row['speedup']:.2f}" + " (dense)" * whole, (name, length)
+    assert set(made) == found.keys()
+    *first, last = (found[place] for place in made)
+    assert f"- `dense` takes {', '.join(first)} and {last} ms" in page

@@ -30,9 +30,12 @@ def test_no_method_that_evicts_reads_everything():
         assert methods.make(name).sparse_from_tokens is not None, name
     few = methods.make("luka", page_size=16, top_k=3, score="spread")
     kascade, pages, quest, luka = (methods.make(name) for name in ("kascade", "pages", "quest", "luka"))
-    assert few.sparse_from_tokens == kascade.sparse_from_tokens < pages.sparse_from_tokens == quest.sparse_from_tokens
+    assert few.sparse_from_tokens == kascade.sparse_from_tokens < quest.sparse_from_tokens < pages.sparse_from_tokens
+    assert methods.make(pages, top_k=0.125).sparse_from_tokens == methods.make(pages, top_k=4096).sparse_from_tokens
+    assert methods.make(pages, top_k=4096).sparse_from_tokens == quest.sparse_from_tokens
     assert methods.make(few, score="lowrank").sparse_from_tokens == methods.make(luka, page_size=16).sparse_from_tokens
-    assert pages.sparse_from_tokens == methods.make(luka, page_size=16).sparse_from_tokens < luka.sparse_from_tokens
+    assert quest.sparse_from_tokens == methods.make(luka, page_size=16).sparse_from_tokens < luka.sparse_from_tokens
+    assert pages.sparse_from_tokens < luka.sparse_from_tokens
     for more in (
         methods.make(few, top_k=9),
         methods.make(few, top_k=0.5),

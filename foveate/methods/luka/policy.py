@@ -194,7 +194,7 @@ class LuKA(Method):
         little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
         kernels = (self.compressor, self.pool, self.mass, self.bias) == ("mean", "kv_head", "exact", "log")
         if len(self.sizes) > 1 or not little or not kernels:
-            return 4 * SPARSE_FROM_TOKENS
+            return 8 * SPARSE_FROM_TOKENS
         return SPARSE_FROM_TOKENS if few and self.score != "lowrank" else 2 * SPARSE_FROM_TOKENS
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
