@@ -111,8 +111,6 @@ def test_a_block_that_is_not_there(block):
         lambda: ops.attend_indices(Q, *memory, indices + 6, **how),
         lambda: ops.attend_pages(Q, *memory, PAGES, 4, **how),
         lambda: ops.pooled_mass_of_pages(Q, memory[0], PAGES, 4, **how),
-        lambda: ops.attend_causal(Q, *memory, offset=15, **how),
-        lambda: ops.attend_window(Q, *memory, lower=torch.zeros(1, dtype=torch.long), offset=15, **how),
     ):
         with pytest.raises(ValueError, match=f"name one of 5 blocks for every key, not {block}"):
             call()

@@ -70,8 +70,8 @@ def attend_indices(
 
 
 def attend_pages(
-    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, need_mass=False,
-    block_table=None, out=None,
+    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, block_table=None,
+    out=None,
 ):  # fmt: skip
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
@@ -80,8 +80,6 @@ def attend_pages(
     """
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
-    if need_mass:
-        raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table, "out": out}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
