@@ -34,7 +34,6 @@ from foveate.ops.compress import (
     compress_newest,
     compress_pages,
     compress_written,
-    importance_weights,
     summarise,
 )
 from foveate.ops.logits import Logits
@@ -86,7 +85,6 @@ __all__ = [
     "first_keys",
     "fold_group",
     "gather_slots",
-    "importance_weights",
     "keep_best",
     "key_logits",
     "keys_at_places",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate.ops import BlockTable, Logits
-from foveate.ops.attend import decode_kernel, tiles_kernel
+from foveate.ops.attend import attend_tiles, decode_kernel, tiles_kernel
 from foveate.ops.compress import PageRecord, boxes_kernel, low_rank, low_rank_kernel
 from foveate.ops.gpu.tiles import Tile
 from foveate.ops.retain import slots_kernel
@@ -243,7 +243,7 @@ def test_what_does_not_fit():
         ),
         lambda table: low_rank.compress_newest(memory[0], records, torch.tensor([16, 16]), form, block_table=table),
         lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
-        lambda table: tiles_kernel.attend_tiles(q, *memory, **chosen, tile=1, block_table=table, **SCALING),
+        lambda table: attend_tiles(q, *memory, **chosen, tile=1, block_table=table, **SCALING),
         lambda table: slots_kernel.put_token(
             *memory, k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]), block_table=table
         ),

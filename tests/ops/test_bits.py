@@ -130,7 +130,7 @@ def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
         return found
 
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
-    monkeypatch.setattr(chosen_keys, "_keys_of_bits", listed)
+    monkeypatch.setattr(chosen_keys, "keys_of_bits", listed)
     for queries in (512, 1024):
         shape = SHAPE._replace(batch=1, group=1, queries=queries, offset=0)
         q, k, v = problem(shape)

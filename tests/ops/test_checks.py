@@ -141,12 +141,6 @@ def test_numbers_of_a_selection(given, message):
         ops.topk(torch.randn(1, 1, 4), **given)
 
 
-@pytest.mark.parametrize("rest", [2.0, -0.1, float("nan")])
-def test_a_rest_that_is_no_share(rest):
-    with pytest.raises(ValueError, match=f"rest must be a number from 0 to 1, not {rest}"):
-        ops.select.by_mass(torch.rand(1, 1, 4), rest)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -197,8 +197,7 @@ def _attend_decode(
     keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
     KV head.
 
-    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
-    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row. Of int16 are values in e4m3, two dimensions each.
+    Values of int16 are values in e4m3, two dimensions each.
     """
     DIM: tl.constexpr = TILE[0]
     VALUE_DIM: tl.constexpr = TILE[1]

@@ -2,7 +2,7 @@
 
 from foveate.ops.compress import boxes, low_rank
 from foveate.ops.compress.low_rank import PageRecord, channel_weights
-from foveate.ops.compress.reference import Nodes, importance_weights, summarise
+from foveate.ops.compress.reference import Nodes, summarise
 from foveate.ops.dispatch import dispatch
 
 bound_newest = dispatch(boxes.bound_newest, "foveate.ops.compress.boxes_kernel")
@@ -18,6 +18,5 @@ __all__ = [
     "compress_newest",
     "compress_pages",
     "compress_written",
-    "importance_weights",
     "summarise",
 ]

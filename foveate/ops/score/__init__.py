@@ -25,7 +25,7 @@ pooled_mass_of_pages = dispatch(
 pooled_mass_of_records = dispatch(
     low_rank.pooled_mass_of_records, "foveate.ops.score.low_rank_kernel", check_logits_of_keys
 )
-retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
+retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel", retention.check_retention)
 
 __all__ = [
     "INDEXER_BLOCK",
