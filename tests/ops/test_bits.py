@@ -9,7 +9,7 @@ from foveate import ops
 from foveate.ops import Logits, _math
 from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import chosen as chosen_keys
-from foveate.ops.select.bits import WORD_KEYS, TileKeys, keys_of_bits, set_bits
+from foveate.ops.select import WORD_KEYS, TileKeys, keys_of_bits, set_bits
 from tests.problems import LargestTensor, Shape, assert_close, problem
 
 BEFORE = [0, 1, 31, 32, 33, 64, 100, 250]

@@ -43,7 +43,7 @@ def attend_tiles(
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
 
     Raises:
-        ValueError: as :func:`attend`, and when there are not as many selections as tiles, fewer keys than that, or
+        ValueError: as :func:`attend`, and when there are fewer keys than that, not as many selections as tiles, or
             counts or ``out`` of another shape.
     """
     k, v = in_one_piece(q, block_table, k, v)

@@ -12,5 +12,5 @@ from foveate.ops.fetch.types import HotPages as HotPages
 from foveate.ops.fetch.types import Placed as Placed
 
 fetch_pages = dispatch(reference.fetch_pages, "foveate.ops.fetch.kernel")
-place_pages = dispatch(reference.place_pages, "foveate.ops.fetch.kernel")
+place_pages = dispatch(reference.place_pages, "foveate.ops.fetch.kernel", reference.check_place)
 put_both = dispatch(reference.put_both, "foveate.ops.fetch.kernel")
