@@ -157,7 +157,7 @@ class Replayed:
         """Add what a token has counted to the totals, as the end of a step does for all layers."""
         self.rows.tally.flush()
         for one in (self.other.cache, self.layer.cache):
-            one.counters.count_steps(1, one.batch_size, 0)
+            one.counters.count_step(one.batch_size, 0)
 
     def _forget(self) -> None:
         for one in (self.other, self.layer):

@@ -4,18 +4,13 @@
 kept or shipped for a model's weights.
 """
 
-from foveate.calibration.artefact import Calibration, check_facts, kept_folder, load, say_once, shipped
-from foveate.calibration.kept import Known, kept_name, kept_path, known
-
-__all__ = [
-    "Calibration",
-    "Known",
-    "check_facts",
-    "kept_folder",
-    "kept_name",
-    "kept_path",
-    "known",
-    "load",
-    "say_once",
-    "shipped",
-]
+from foveate.calibration.artefact import Calibration as Calibration
+from foveate.calibration.artefact import check_facts as check_facts
+from foveate.calibration.artefact import kept_folder as kept_folder
+from foveate.calibration.artefact import load as load
+from foveate.calibration.artefact import say_once as say_once
+from foveate.calibration.artefact import shipped as shipped
+from foveate.calibration.kept import Known as Known
+from foveate.calibration.kept import kept_name as kept_name
+from foveate.calibration.kept import kept_path as kept_path
+from foveate.calibration.kept import known as known

@@ -8,6 +8,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.ops.attend import attend_prefix, attend_recent, attend_selected
 from foveate.ops.attend.selected import check
+from foveate.ops.checks import check_number
 
 
 class Window(NamedTuple):
@@ -59,8 +60,7 @@ def sparse_attention(
     """
     recent = (None, None, 0) if window is None else window
     check(q, k, v, indices, *recent, offset, sinks)
-    if not isinstance(ratio, int) or ratio < 1:
-        raise ValueError(f"ratio must be an integer of at least 1, not {ratio!r}")
+    check_number("ratio", ratio, 1)
     shape = q.shape[0], q.shape[2]
     if positions is not None and (positions.shape != shape or positions.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"positions must be int [B, S] = {list(shape)}, not {positions.dtype} {list(positions.shape)}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.ops.checks import check_number
 from foveate.ops.score.indexer import lost_scores
 
 PATHS = ("auto", "materialised", "chunked", "fused")
@@ -327,8 +328,7 @@ def check(
     if q.dtype not in DTYPES or k.dtype != q.dtype:
         raise ValueError(f"q and k must both be bf16, fp16, fp32 or float8_e4m3fn, not {q.dtype} and {k.dtype}")
     for name, value, least in (("top_k", top_k, 1), ("ratio", ratio, 1), ("offset", offset, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+        check_number(name, value, least)
     if starts is not None and (starts.shape != q.shape[:1] or starts.dtype != torch.int64):
         raise ValueError(f"starts must be int64 [{q.shape[0]}], not {starts.dtype} {list(starts.shape)}")
     if key_scales is not None and (key_scales.shape != k.shape[:2] or not key_scales.is_floating_point()):

@@ -9,105 +9,50 @@ Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk
 keys and values in blocks that all rows share, ``k [N, Hkv, n, D]``, see :class:`BlockTable`.
 """
 
-from foveate.ops import retain, score, select, summaries
-from foveate.ops._math import first_keys, fold_group
-from foveate.ops.attend import (
-    Attended,
-    PromptHeads,
-    attend,
-    attend_causal,
-    attend_indices,
-    attend_pages,
-    attend_pooled,
-    attend_tile_keys,
-    attend_window,
-    gather_slots,
-    merge,
-    with_sinks,
-)
-from foveate.ops.block_table import BlockTable
-from foveate.ops.compress import (
-    Nodes,
-    PageRecord,
-    bound_newest,
-    channel_weights,
-    compress_newest,
-    compress_pages,
-    compress_written,
-    importance_weights,
-    summarise,
-)
-from foveate.ops.logits import Logits
-from foveate.ops.retain import keep_best, put_token
-from foveate.ops.rotary import Rotary
-from foveate.ops.score import (
-    column_mass,
-    key_logits,
-    largest_logit,
-    pooled_mass,
-    pooled_mass_of_pages,
-    pooled_mass_of_records,
-    query_mass,
-    tile_mass,
-)
-from foveate.ops.select import (
-    TileKeys,
-    keys_at_places,
-    keys_of_pages,
-    mass_of_pages,
-    set_bits,
-    topk,
-    topk_rows,
-    with_always_read,
-)
-
-__all__ = [
-    "Attended",
-    "BlockTable",
-    "Logits",
-    "Nodes",
-    "PageRecord",
-    "PromptHeads",
-    "Rotary",
-    "TileKeys",
-    "attend",
-    "attend_causal",
-    "attend_indices",
-    "attend_pages",
-    "attend_pooled",
-    "attend_tile_keys",
-    "attend_window",
-    "bound_newest",
-    "channel_weights",
-    "column_mass",
-    "compress_newest",
-    "compress_pages",
-    "compress_written",
-    "first_keys",
-    "fold_group",
-    "gather_slots",
-    "importance_weights",
-    "keep_best",
-    "key_logits",
-    "keys_at_places",
-    "keys_of_pages",
-    "largest_logit",
-    "mass_of_pages",
-    "merge",
-    "pooled_mass",
-    "pooled_mass_of_pages",
-    "pooled_mass_of_records",
-    "put_token",
-    "query_mass",
-    "retain",
-    "score",
-    "select",
-    "set_bits",
-    "summaries",
-    "summarise",
-    "tile_mass",
-    "topk",
-    "topk_rows",
-    "with_always_read",
-    "with_sinks",
-]
+from foveate.ops import retain as retain
+from foveate.ops import score as score
+from foveate.ops import select as select
+from foveate.ops import summaries as summaries
+from foveate.ops._math import first_keys as first_keys
+from foveate.ops._math import fold_group as fold_group
+from foveate.ops.attend import Attended as Attended
+from foveate.ops.attend import PromptHeads as PromptHeads
+from foveate.ops.attend import attend as attend
+from foveate.ops.attend import attend_causal as attend_causal
+from foveate.ops.attend import attend_indices as attend_indices
+from foveate.ops.attend import attend_pages as attend_pages
+from foveate.ops.attend import attend_pooled as attend_pooled
+from foveate.ops.attend import attend_tile_keys as attend_tile_keys
+from foveate.ops.attend import attend_window as attend_window
+from foveate.ops.attend import gather_slots as gather_slots
+from foveate.ops.attend import merge as merge
+from foveate.ops.attend import with_sinks as with_sinks
+from foveate.ops.block_table import BlockTable as BlockTable
+from foveate.ops.compress import Nodes as Nodes
+from foveate.ops.compress import PageRecord as PageRecord
+from foveate.ops.compress import bound_newest as bound_newest
+from foveate.ops.compress import channel_weights as channel_weights
+from foveate.ops.compress import compress_newest as compress_newest
+from foveate.ops.compress import compress_pages as compress_pages
+from foveate.ops.compress import compress_written as compress_written
+from foveate.ops.compress import summarise as summarise
+from foveate.ops.logits import Logits as Logits
+from foveate.ops.retain import keep_best as keep_best
+from foveate.ops.retain import put_token as put_token
+from foveate.ops.rotary import Rotary as Rotary
+from foveate.ops.score import column_mass as column_mass
+from foveate.ops.score import key_logits as key_logits
+from foveate.ops.score import largest_logit as largest_logit
+from foveate.ops.score import pooled_mass as pooled_mass
+from foveate.ops.score import pooled_mass_of_pages as pooled_mass_of_pages
+from foveate.ops.score import pooled_mass_of_records as pooled_mass_of_records
+from foveate.ops.score import query_mass as query_mass
+from foveate.ops.score import tile_mass as tile_mass
+from foveate.ops.select import TileKeys as TileKeys
+from foveate.ops.select import keys_at_places as keys_at_places
+from foveate.ops.select import keys_of_pages as keys_of_pages
+from foveate.ops.select import mass_of_pages as mass_of_pages
+from foveate.ops.select import set_bits as set_bits
+from foveate.ops.select import topk as topk
+from foveate.ops.select import topk_rows as topk_rows
+from foveate.ops.select import with_always_read as with_always_read

@@ -15,7 +15,7 @@ from foveate.ops._math import readable
 from foveate.ops.block_table import BlockTable
 from foveate.ops.logits import Logits
 
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_keys(q: Tensor, k: Tensor, v: Tensor | None = None, block_table: BlockTable | None = None) -> int:
@@ -55,7 +55,7 @@ def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
 def check_lengths(lengths: Tensor | None, batch: int, kv_heads: int) -> None:
     """Raise unless there are none, or one integer for each row, or for each KV head of each row."""
     shapes = (batch,), (batch, kv_heads)
-    if lengths is not None and (lengths.dtype not in _INTEGERS or lengths.shape not in shapes):
+    if lengths is not None and (lengths.dtype not in INTEGERS or lengths.shape not in shapes):
         raise ValueError(
             f"lengths must be integers [{batch}] or [{batch}, {kv_heads}], not {lengths.dtype} {list(lengths.shape)}"
         )
@@ -63,13 +63,13 @@ def check_lengths(lengths: Tensor | None, batch: int, kv_heads: int) -> None:
 
 def check_counts(counts: Tensor | None, batch: int) -> None:
     """Raise unless there are none, or one integer for each row."""
-    if counts is not None and (counts.dtype not in _INTEGERS or counts.shape != (batch,)):
+    if counts is not None and (counts.dtype not in INTEGERS or counts.shape != (batch,)):
         raise ValueError(f"counts must be integers [{batch}], not {counts.dtype} {list(counts.shape)}")
 
 
 def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], number: int) -> None:
     """Raise unless these are integers ``[B, H, P]``, each on the CPU below ``number``, or -1 for an unused place."""
-    if places.dtype not in _INTEGERS:
+    if places.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers, not {places.dtype}")
     if places.dim() != 3 or len(places) != batch or places.shape[1] not in heads:
         allowed = " or ".join(str(x) for x in sorted(set(heads)))
@@ -84,12 +84,6 @@ def check_number(name: str, number: int, least: int) -> None:
     """Raise unless this is an integer of at least so much."""
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {number!r}")
-
-
-def check_share(name: str, share: float) -> None:
-    """Raise unless this is a number from 0 to 1."""
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, not {share!r}")
 
 
 def check_logits(logits: Logits, heads: int | None = None) -> None:

@@ -1,23 +1,14 @@
 """Engine-neutral execution of methods: prompt, decode and undo of an attention layer; capture and replay of steps."""
 
-from foveate.runtime.layer import Layer, dense_until, read_once
-from foveate.runtime.phase import Phase
-from foveate.runtime.policy import Policy, check_dense_below
-from foveate.runtime.recorder import CaptureError, CudaRecorder, Recording, Use
-from foveate.runtime.replay import ReplayedSteps
-from foveate.runtime.steps import EngineSteps
-
-__all__ = [
-    "CaptureError",
-    "CudaRecorder",
-    "EngineSteps",
-    "Layer",
-    "Phase",
-    "Policy",
-    "Recording",
-    "ReplayedSteps",
-    "Use",
-    "check_dense_below",
-    "dense_until",
-    "read_once",
-]
+from foveate.runtime.layer import Layer as Layer
+from foveate.runtime.layer import dense_until as dense_until
+from foveate.runtime.layer import read_once as read_once
+from foveate.runtime.phase import Phase as Phase
+from foveate.runtime.policy import Policy as Policy
+from foveate.runtime.policy import check_dense_below as check_dense_below
+from foveate.runtime.recorder import CaptureError as CaptureError
+from foveate.runtime.recorder import CudaRecorder as CudaRecorder
+from foveate.runtime.recorder import Recording as Recording
+from foveate.runtime.recorder import Use as Use
+from foveate.runtime.replay import ReplayedSteps as ReplayedSteps
+from foveate.runtime.steps import EngineSteps as EngineSteps

@@ -130,7 +130,7 @@ class ReplayedSteps:
             rows.steps += 1
         available = [total + self._batch * rows.steps for total, rows in zip(self._totals, self._groups)]
         for layer, group in zip(layers, self._grouping):
-            layer.counters.count_steps(1, self._batch, available[group])
+            layer.counters.count_step(self._batch, available[group])
         self._maintain(layers)
         return out
 

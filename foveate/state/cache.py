@@ -152,7 +152,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         if (self.device_state and self._step) is None:  # ReplayedSteps counts captured steps
             lengths = self._rows["lengths"]
             available = sum(lengths) if available is None else available * len(lengths)
-            self.counters.count_steps(1, len(lengths), available)
+            self.counters.count_step(len(lengths), available)
         self.count("keys_read", self._held() if keys is None else keys)
 
     def count(self, name: str, number: float | Tensor) -> None:

@@ -102,10 +102,10 @@ class Counters:
         else:
             there[name] = counted + number
 
-    def count_steps(self, steps: int, rows: int, available: float) -> None:
-        """Count decode steps of ``rows`` rows, in which dense attention would read ``available`` keys in all."""
-        self.decode_steps += steps
-        self.decode_rows += steps * rows
+    def count_step(self, rows: int, available: float) -> None:
+        """Count a decode step of ``rows`` rows, in which dense attention would read ``available`` keys in all."""
+        self.decode_steps += 1
+        self.decode_rows += rows
         self.keys_available += available
 
     def on_device(self, device: torch.device) -> list[Tensor]:

@@ -53,14 +53,6 @@ class _Decoding(NamedTuple):
     """int32 ``[B, M]``: names the open page of its sequence for each page, as a block."""
 
 
-class Fetched(NamedTuple):
-    """Pages that are on the device. Each KV head of a sequence is a row of its own, with one KV head."""
-
-    memory: tuple[Tensor, Tensor]
-    """Blocks of keys and of values, ``[N, 1, n, D(v)]``."""
-    block_table: BlockTable
-
-
 class OffloadedCache(SlotCache):
     """A :class:`SlotCache` whose keys and values are in host memory.
 
@@ -173,10 +165,11 @@ class OffloadedCache(SlotCache):
         """Whether decode steps have begun, which read the pages that they fetch, and :meth:`newest_page`, alone."""
         return (self._parent or self)._decoding is not None
 
-    def hot(self) -> Fetched:
-        """The pages that are on the device."""
+    def hot(self) -> tuple[tuple[Tensor, Tensor], BlockTable]:
+        """The pages that are on the device: blocks of keys and of values, ``[N, 1, n, D(v)]``, and their table. Each KV
+        head of a sequence is a row of its own, with one KV head."""
         hot = self._decoding.hot
-        return Fetched((hot.keys, hot.values), BlockTable(hot.table, self.used))
+        return (hot.keys, hot.values), BlockTable(hot.table, self.used)
 
     def fetch(self, pages: Tensor) -> None:
         """Bring the pages that a decode step reads to the device, and count them.

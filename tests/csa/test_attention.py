@@ -129,7 +129,7 @@ CHOSEN, POSITIONS = torch.zeros(2, 3, 2, dtype=torch.int32), torch.arange(3).exp
         ({"ratio": 0}, "ratio must be an integer of at least 1, not 0"),
         ({"ratio": 1.5}, r"ratio must be an integer of at least 1, not 1\.5"),
         ({"offset": -1}, "offset must be an integer of at least 0, not -1"),
-        ({"q": Q[0]}, r"q, k and v must be \[B, H, L, D\], not \[2, 3, 4\]"),
+        ({"q": Q[0]}, r"q must be a floating-point \[B, H, L, D\], not torch.float32 \[2, 3, 4\]"),
         ({"k": KEYS[:1], "v": KEYS[:1]}, r"shapes do not fit: q \(2, 2, 3, 4\), k \(1, 1, 5, 4\)"),
         ({"k": KEYS[..., :3], "v": KEYS[..., :3]}, r"shapes do not fit: .* k \(2, 1, 5, 3\)"),
         ({"v": KEYS[:, :, :4]}, r"shapes do not fit: .* v \(2, 1, 4, 4\)"),

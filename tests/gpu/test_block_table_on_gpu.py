@@ -124,17 +124,13 @@ def test_chosen_keys_and_pages(dtype, heads, kv_heads, dim, value_dim, batch, nu
 
 @every_pair(DTYPES, GROUPS, DIMS, BLOCK_SIZES, LAYOUTS, (("queries", "offset"), [(1, 0), (300, 0), (129, 900)]))
 def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, queries, offset):
-    """Windows by the same kernel to the last bit, and tiles: on Hopper keys in one piece have a kernel of their own."""
+    """Tiles: on Hopper keys in one piece have a kernel of their own."""
     end = queries + offset
     q, k, v, _ = problem(1, heads, kv_heads, end, dim, value_dim, dtype)
     q = q.expand(-1, -1, queries, -1) + torch.linspace(0, 1, queries, device="cuda")[:, None].to(dtype)
     k, v = (x.nan_to_num(0.5, 0.5) for x in (k, v))
     *memory, table = in_blocks(k, v, block_size, layout)
     where, how = {"block_table": table}, {"offset": offset, **SCALING}
-    more = {"lower": torch.arange(offset, end, device="cuda") - 99, "sinks": 4}
-    with poisoned_memory("cuda"):
-        found = ops.attend_window(q, *memory, **where, **how, **more)
-    same(found, ops.attend_window(q, k, v, **how, **more))
     tile = 32
     number = -(-end // tile) - offset // tile
     draw = torch.rand(1, kv_heads, number, 256, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
@@ -226,13 +222,6 @@ def last_queries(q, number=129):
     return q.expand(-1, -1, number, -1) + torch.linspace(0, 1, number, device="cuda")[:, None].to(q.dtype)
 
 
-def window_of_prompt(q, k, v, table, lengths):
-    q = last_queries(q)
-    offset = table.length - q.shape[2]
-    lower = torch.arange(offset, table.length, device="cuda") - 999
-    return ops.attend_window(q, k, v, lower=lower, sinks=4, offset=offset, block_table=table, **SCALING)
-
-
 def tiles_of_prompt(q, k, v, table, lengths):
     q, tile = last_queries(q), 32
     offset = table.length - q.shape[2]
@@ -242,7 +231,7 @@ def tiles_of_prompt(q, k, v, table, lengths):
 
 
 FAR = [
-    *(all_keys, pooled_masses, chosen_keys, chosen_pages, window_of_prompt, tiles_of_prompt),
+    *(all_keys, pooled_masses, chosen_keys, chosen_pages, tiles_of_prompt),
     *(put_tokens, newest_box, newest_summary),
 ]
 

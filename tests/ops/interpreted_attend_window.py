@@ -277,6 +277,6 @@ def test_shapes_that_do_not_fit_are_refused(change):
         "v": torch.zeros(1, 2, 7, 24),
         "lower": torch.zeros(4, dtype=torch.int64),
     }
-    kernel.attend_window(**fitting, logits=Logits(0.3), offset=3)
-    with pytest.raises(ValueError, match=r"keys|shapes"):
-        kernel.attend_window(**fitting | change, logits=Logits(0.3), offset=3)
+    ops.attend_window(**fitting, logits=Logits(0.3), offset=3)
+    with pytest.raises(ValueError, match=r"keys|KV heads|shapes|lower"):
+        ops.attend_window(**fitting | change, logits=Logits(0.3), offset=3)

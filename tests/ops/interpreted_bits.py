@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foveate.ops import select
 from foveate.ops.select import bits, bits_kernel
 from tests.combinations import every_pair
 
@@ -72,4 +73,4 @@ def test_no_more_keys_than_places():
 def test_what_does_not_fit_is_refused():
     indices, begins = drawn([100, 200], 9)
     with pytest.raises(ValueError, match=r"shapes do not fit: words \(2, 3, 11\)"):
-        bits_kernel.set_bits(torch.zeros(2, 3, 11, dtype=torch.int32), indices, begins[1:])
+        select.set_bits(torch.zeros(2, 3, 11, dtype=torch.int32), indices, begins[1:])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate.ops import BlockTable, Logits
-from foveate.ops.attend import decode_kernel, tiles_kernel, window_kernel
+from foveate.ops.attend import attend_tiles, decode_kernel, tiles_kernel
 from foveate.ops.compress import PageRecord, boxes_kernel, low_rank, low_rank_kernel
 from foveate.ops.gpu.tiles import Tile
 from foveate.ops.retain import slots_kernel
@@ -211,24 +211,10 @@ def test_a_token_is_put(block_size, layout):
 def small_tiles(monkeypatch):
     """Several blocks of queries and of keys in everything."""
     small = Tile(16, 16, num_warps=4, num_stages=1)
-    monkeypatch.setattr(window_kernel, "tile_for", lambda dtype, dim: small)
     monkeypatch.setattr(tiles_kernel, "tile_for", lambda dtype, dim, rows: small)
 
 
 PROMPT = Shape(batch=2, kv_heads=2, group=3, queries=19, offset=20, dim=16, value_dim=24)
-
-
-@every_pair(SIZES, LAYOUTS, ("window", [1, 20, 100]), ("sinks", [0, 4]), ("softcap", [None, 5.0]), HALF)
-def test_windows_of_prompts(dtype, block_size, layout, window, sinks, softcap, small_tiles):
-    """Keys that no query sees are NaN."""
-    q, k, v = prompt(PROMPT, dtype=dtype, extra=9)
-    lower = torch.arange(20, 39) - window + 1
-    unseen = slice(sinks, max(21 - window, sinks))
-    k[:, :, unseen], v[:, :, unseen] = torch.nan, torch.nan
-    *memory, table = in_blocks(k, v, block_size, layout)
-    how = {"logits": Logits(0.3, softcap=softcap), "lower": lower, "sinks": sinks, "offset": 20}
-    found = window_kernel.attend_window(q, *memory, block_table=table, **how)
-    same(found, window_kernel.attend_window(q, k, v, **how))
 
 
 @every_pair(SIZES, LAYOUTS, ("tile", [1, 5, 16]), ("heads", [None, [1, 1]]), HALF)
@@ -248,7 +234,7 @@ def test_what_does_not_fit():
     """Of kernels whose verbs do not check it before."""
     q, k, v = problem(torch.float32)
     *memory, table = in_blocks(k, v, 16)
-    chosen, lower = listed(torch.zeros(2, 2, 1, 3, dtype=torch.int32)), torch.zeros(1, dtype=torch.int64)
+    chosen = listed(torch.zeros(2, 2, 1, 3, dtype=torch.int32))
     form = PageRecord(16, 16)
     records = torch.zeros(2, 2, 6, form.bytes, dtype=torch.uint8)
     calls = [
@@ -257,8 +243,7 @@ def test_what_does_not_fit():
         ),
         lambda table: low_rank.compress_newest(memory[0], records, torch.tensor([16, 16]), form, block_table=table),
         lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
-        lambda table: window_kernel.attend_window(q, *memory, lower=lower, block_table=table, **SCALING),
-        lambda table: tiles_kernel.attend_tiles(q, *memory, **chosen, tile=1, block_table=table, **SCALING),
+        lambda table: attend_tiles(q, *memory, **chosen, tile=1, block_table=table, **SCALING),
         lambda table: slots_kernel.put_token(
             *memory, k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]), block_table=table
         ),

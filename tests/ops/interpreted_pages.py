@@ -136,8 +136,6 @@ def test_strides(own, layout, splits):
 def test_what_attention_over_pages_refuses():
     q, k, v = problem()
     pages = selection(2, 2, 150, 16)
-    with pytest.raises(UnsupportedError, match="the mass of the keys"):
-        decode_kernel.attend_pages(q, k, v, pages, 16, logits=Logits(1.0), need_mass=True)
     with pytest.raises(UnsupportedError, match="more than one query"):
         decode_kernel.attend_pages(q.expand(-1, -1, 2, -1), k, v, pages, 16, logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="float64"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foveate.ops import score
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import retention, retention_kernel
 from tests.combinations import every_pair
@@ -87,5 +88,5 @@ def test_what_the_kernel_does_not_do():
     with torch.no_grad():
         check(k, k, (convolutions, head))
     with pytest.raises(ValueError, match="shapes do not fit"):
-        run(k, k[:, :, 1:], convolutions, head)
+        score.retention_logits(k, k[:, :, 1:], convolutions, head)
     assert run(k[:0], k[:0], *weights(2, 32, "conv", torch.float32)).shape == (0, 2, 9)

@@ -9,7 +9,7 @@ from foveate import ops
 from foveate.ops import Logits, _math
 from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import chosen as chosen_keys
-from foveate.ops.select.bits import WORD_KEYS, TileKeys, keys_of_bits, set_bits
+from foveate.ops.select import WORD_KEYS, TileKeys, keys_of_bits, set_bits
 from tests.problems import LargestTensor, Shape, assert_close, problem
 
 BEFORE = [0, 1, 31, 32, 33, 64, 100, 250]
@@ -130,7 +130,7 @@ def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
         return found
 
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
-    monkeypatch.setattr(chosen_keys, "_keys_of_bits", listed)
+    monkeypatch.setattr(chosen_keys, "keys_of_bits", listed)
     for queries in (512, 1024):
         shape = SHAPE._replace(batch=1, group=1, queries=queries, offset=0)
         q, k, v = problem(shape)

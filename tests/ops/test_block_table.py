@@ -52,9 +52,9 @@ def test_verbs(block_size, layout):
     *memory, table = in_blocks(k, v, block_size, layout)
     indices = torch.randint(-1, 50, (2, 2, 9), generator=torch.Generator().manual_seed(0))
     pages = torch.tensor([[0, 3, -1], [2, 1, 0]]).expand(2, 2, 3)
-    where, how = {"block_table": table, **SCALING}, {"lengths": lengths, "need_lse": True, "need_mass": True}
+    where, how = {"block_table": table, **SCALING}, {"lengths": lengths, "need_lse": True}
     in_one_piece = [
-        ops.attend(q, k, v, **how, **SCALING),
+        ops.attend(q, k, v, need_mass=True, **how, **SCALING),
         ops.attend(several, k, v, **SCALING),
         ops.attend_pooled(q, k, v, lengths=lengths, **SCALING),
         ops.attend_indices(q, k, v, indices, need_mass=True, **SCALING),
@@ -63,7 +63,7 @@ def test_verbs(block_size, layout):
         (ops.pooled_mass_of_pages(q, k, pages, 7, lengths=lengths, **SCALING),),
     ]
     found = [
-        ops.attend(q, *memory, **how, **where),
+        ops.attend(q, *memory, need_mass=True, **how, **where),
         ops.attend(several, *memory, **where),
         ops.attend_pooled(q, *memory, lengths=lengths, **where),
         ops.attend_indices(q, *memory, indices, need_mass=True, **where),
@@ -88,10 +88,7 @@ def test_verbs_of_prompts(block_size, layout):
     starts = torch.arange(7)
     chosen = ops.TileKeys(bits, begins, starts, tuple(starts.tolist()))
     how, where = {"offset": 30, **SCALING}, {"block_table": table}
-    lower = torch.arange(20, 40)
     for verb, given, more in [
-        (ops.attend_causal, (), {"logits": ops.Logits(0.3, softcap=5.0), "need_lse": True}),
-        (ops.attend_window, (), {"lower": lower, "sinks": 3}),
         (attend_tiles, (), {"tile": 4, **listed(indices)}),
         (ops.attend_tile_keys, (chosen,), {"tile": 4}),
     ]:

@@ -111,8 +111,6 @@ def test_a_block_that_is_not_there(block):
         lambda: ops.attend_indices(Q, *memory, indices + 6, **how),
         lambda: ops.attend_pages(Q, *memory, PAGES, 4, **how),
         lambda: ops.pooled_mass_of_pages(Q, memory[0], PAGES, 4, **how),
-        lambda: ops.attend_causal(Q, *memory, offset=15, **how),
-        lambda: ops.attend_window(Q, *memory, lower=torch.zeros(1, dtype=torch.long), offset=15, **how),
     ):
         with pytest.raises(ValueError, match=f"name one of 5 blocks for every key, not {block}"):
             call()
@@ -141,12 +139,6 @@ def test_a_slot_that_is_not_there(slot, message):
 def test_numbers_of_a_selection(given, message):
     with pytest.raises(ValueError, match=f"{message} an integer of at least 1"):
         ops.topk(torch.randn(1, 1, 4), **given)
-
-
-@pytest.mark.parametrize("rest", [2.0, -0.1, float("nan")])
-def test_a_rest_that_is_no_share(rest):
-    with pytest.raises(ValueError, match=f"rest must be a number from 0 to 1, not {rest}"):
-        ops.select.by_mass(torch.rand(1, 1, 4), rest)
 
 
 @pytest.mark.parametrize(

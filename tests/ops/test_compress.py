@@ -43,27 +43,19 @@ def draw_children(size, layout="own", dtype=torch.float32, levels=False, seed=0)
     return ops.Nodes(k, v, spread, entropy)
 
 
-def draw_used(batch, groups, width, seed=0):
-    """Which children there are: at least one in every group, not always the first."""
-    generator = torch.Generator().manual_seed(seed)
-    used = torch.rand(batch, 1, groups, width, generator=generator) < 0.6
-    return used | (torch.rand(used.shape, generator=generator).argsort(-1) == 0)
-
-
-def draw_weights(size, used=None, seed=0):
+def draw_weights(size, seed=0):
     weights = torch.rand(size[:4], generator=torch.Generator().manual_seed(seed)) ** 4
-    weights = weights if used is None else weights * used
     return weights / weights.sum(-1, keepdim=True)
 
 
-def summarised_by_hand(children, weights, used):
+def summarised_by_hand(children, weights):
     """Fields ``[B, H, N, ...]`` in fp64, one group and one child at a time."""
     shape = children.k.shape[:3]
     fields = {"k": children.k, "v": children.v, "spread": children.k}
     found = {name: torch.zeros(*shape, x.shape[4], dtype=torch.float64) for name, x in fields.items()}
     found["entropy"] = torch.zeros(shape, dtype=torch.float64)
     for at in itertools.product(*map(range, shape)):
-        there = [s for s in range(children.k.shape[3]) if used is None or used[at[0], 0, at[2], s]]
+        there = range(children.k.shape[3])
         share = {s: 1 / len(there) if weights is None else float(weights[(*at, s)]) for s in there}
         for name in ("k", "v"):
             found[name][at] = sum(share[s] * getattr(children, name)[(*at, s)].double() for s in there)
@@ -81,44 +73,26 @@ def assert_nodes_close(nodes, wanted, dtype=torch.float32):
         assert_close(value, getattr(wanted, name), dtype)
 
 
-@given(sizes, st.sampled_from(LAYOUTS), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9))
+@given(sizes, st.sampled_from(LAYOUTS), st.booleans(), st.booleans(), st.integers(0, 9))
 @settings(max_examples=40)
-def test_summaries_of_tokens_and_of_summaries(size, layout, levels, ragged, weighted, seed):
+def test_summaries_of_tokens_and_of_summaries(size, layout, levels, weighted, seed):
     children = draw_children(size, layout, levels=levels, seed=seed)
-    used = draw_used(size[0], size[2], size[3], seed) if ragged else None
-    weights = draw_weights(size, used, seed) if weighted else None
-    nodes = ops.summarise(children, weights, used, spread=True)
-    assert_nodes_close(nodes, summarised_by_hand(children, weights, used))
-
-
-@given(sizes, st.integers(0, 9))
-@settings(max_examples=20)
-def test_a_child_that_is_not_there_has_no_influence(size, seed):
-    children, used = draw_children(size, levels=True, seed=seed), draw_used(size[0], size[2], size[3], seed)
-    weights = torch.rand(size[:4]) if seed % 2 else None  # weights of unused children are ignored
-    before = ops.summarise(children, weights, used, spread=True)
-    there = used.expand(size[:4])
-    other = ops.Nodes(*(x.masked_fill(~(there if x.dim() == 4 else there[..., None]), 1e9) for x in children))
-    for one, another in zip(before, ops.summarise(other, weights, used, spread=True)):
-        assert torch.equal(one, another)
+    weights = draw_weights(size, seed) if weighted else None
+    assert_nodes_close(ops.summarise(children, weights, spread=True), summarised_by_hand(children, weights))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_pages_are_summarised_in_blocks(monkeypatch, weighted, ragged):
+def test_pages_are_summarised_in_blocks(monkeypatch, weighted):
     batch, heads, number, width, dim = 2, 3, 17, 4, 8
     random = torch.Generator().manual_seed(3)
     keys = torch.randn(batch, heads, number, width, dim, generator=random)
     children = ops.Nodes(keys, keys + 1, None, torch.zeros(keys.shape[:4]))
-    used = torch.rand(1, 1, number, width, generator=random) > 0.3 if ragged else None
-    if ragged:
-        used[..., 0] = True
     weights = torch.rand(keys.shape[:4], generator=random).softmax(-1) if weighted else None
-    whole = ops.summarise(children, weights, used, spread=True)
+    whole = ops.summarise(children, weights, spread=True)
     blocks, summarise = [], reference._summarise
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 3 * 8 * batch * heads * width * dim)
     monkeypatch.setattr(reference, "_summarise", lambda part, *rest: blocks.append(part) or summarise(part, *rest))
-    for one, other in zip(whole, ops.summarise(children, weights, used, spread=True)):
+    for one, other in zip(whole, ops.summarise(children, weights, spread=True)):
         assert_close(one, other)
     assert [part.k.shape[2] for part in blocks] == [3] * 5 + [2]
 
@@ -156,7 +130,7 @@ def test_weights_over_levels_multiply(branch, width, seed):
     top = ops.summarise(ops.Nodes(*(x.unflatten(2, (-1, branch)) for x in middle)), second, spread=True)
     product = (first.unflatten(2, (-1, branch)) * second[..., None]).flatten(3, 4)
     whole = ops.Nodes(*(None if x is None else x.unflatten(2, (-1, branch)).flatten(3, 4) for x in tokens))
-    assert_nodes_close(top, summarised_by_hand(whole, product, None))
+    assert_nodes_close(top, summarised_by_hand(whole, product))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,25 +156,6 @@ def test_spread_of_keys_far_apart_stays_finite_in_half_precision():
     assert deviation[0] == 0
     assert deviation[1] == pytest.approx(255.9, abs=0.2)
     assert math.isfinite(deviation[2])
-
-
-# Weights
-
-
-@given(sizes, st.sampled_from([0.5, 1.0, 7.0]), st.integers(0, 9))
-@settings(max_examples=40)
-def test_importance_is_a_softmax_over_the_page(size, temperature, seed):
-    mass = torch.rand(size[:4], generator=torch.Generator().manual_seed(seed)) * 9
-    weights = ops.importance_weights(mass, temperature)
-    exp = (mass.double() / temperature).exp()
-    assert_close(weights, exp / exp.sum(-1, keepdim=True))
-    assert weights.dtype == torch.float32
-
-
-def test_a_large_mass_takes_the_whole_page():
-    mass = torch.zeros(1, 1, 2, 4)
-    mass[..., 1, 1] = 1e5
-    assert ops.importance_weights(mass, 1.0).tolist() == [[[[0.25] * 4, [0.0, 1.0, 0.0, 0.0]]]]
 
 
 # bound_newest

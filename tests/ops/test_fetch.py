@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops.fetch import HostPages, HotPages, reference
+from foveate.ops.fetch import HostPages, HotPages, place_pages, reference
 from foveate.ops.fetch.types import NEVER
 
 BATCH, HEADS, SIZE, DIM, VALUE_DIM, SLOTS = 2, 2, 3, 5, 4, 7
@@ -103,7 +103,7 @@ def test_a_step_cannot_choose_more_than_there_is_room_for():
         reference.place_pages(torch.tensor([[0, 1, 2], [0, -1, -1], [4, -1, -1], [5, 6, -1]], dtype=torch.int32), given)
     assert (given.clock == 0).all()
     with pytest.raises(ValueError, match="int32 of 4 rows"):
-        reference.place_pages(torch.zeros(3, 1, dtype=torch.int32), given)
+        place_pages(torch.zeros(3, 1, dtype=torch.int32), given)
 
 
 def test_a_token_is_written_to_host_memory_and_to_what_is_on_the_device():

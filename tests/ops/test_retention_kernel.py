@@ -48,9 +48,9 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, number):
             "CHANNELS": channels,
             "NEW": channels // 2,
             "BLOCK_T": tile.tokens,
-            "BLOCK_D": kernel._padded(dim // 2 if first else channels),
-            "BLOCK_V": kernel._padded(dim),
-            "BLOCK_N": min(tile.columns, kernel._padded(channels // 2)),
+            "BLOCK_D": kernel.padded(dim // 2 if first else channels),
+            "BLOCK_V": kernel.padded(dim),
+            "BLOCK_N": min(tile.columns, kernel.padded(channels // 2)),
         },
         num_warps=tile.warps,
     )

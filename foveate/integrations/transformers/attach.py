@@ -27,7 +27,14 @@ from foveate.integrations.transformers.hooks import (
 )
 from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.stats import LayerStats, Stats
-from foveate.integrations.transformers.support import around, attention_modules, decoder_of, unwatch, unwrapped
+from foveate.integrations.transformers.support import (
+    around,
+    attention_modules,
+    decoder_of,
+    remove_hooks,
+    unwatch,
+    unwrapped,
+)
 from foveate.methods import Auto, Method, check_artefacts, check_made_for, make
 from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
@@ -306,7 +313,7 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
     handover.end(attachment.uid)  # of a pass that was interrupted
     unwatch(decoder)
     for module in (decoder, model.base_model):
-        _remove_hooks(module, (BeforeForward, AfterForward, BeforeWhole))
+        remove_hooks(module, lambda hook: isinstance(hook, BeforeForward | AfterForward | BeforeWhole))
     for name in (*releases.GENERATE, releases.POSITIONS):
         model.__dict__.pop(name, None)
     attachment.configurations.restore(around(model, decoder))
@@ -330,12 +337,3 @@ def _give_rotary(
         raise ValueError(f"{name} cannot undo the model's rotary positions: {error}") from None
     for index, rotary in found.items():
         policies[index].rotary = rotary
-
-
-def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)

@@ -87,17 +87,9 @@ CACHE = _name_of_cache()
 """What the installed release calls the cache, in `generate` and in what a model returns."""
 
 
-def cache_argument(decoder: nn.Module) -> str:
-    """What this decoder calls the cache that it is given.
-
-    Raises:
-        ReleaseError: when none of its arguments has a name that is known.
-    """
-    return _cache_argument(type(decoder))
-
-
 @functools.cache
 def _cache_argument(kind: type[nn.Module]) -> str:
+    """What decoders of this class call the cache that they are given; raises ReleaseError for a name not known."""
     name = next((name for name in CACHE_NAMES if name in _parameters(kind)), None)
     if name is None:
         raise unknown(f"{kind.__name__}.forward takes a cache under a name that is none of {', '.join(CACHE_NAMES)}")
@@ -158,7 +150,7 @@ def full_attention_mask(mask: Any) -> Any:
 def for_module(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of :func:`arguments`: the cache under the module's own name for it."""
     newest = CACHE_NAMES[0]
-    return {cache_argument(module) if name == newest else name: value for name, value in given.items()}
+    return {_cache_argument(type(module)) if name == newest else name: value for name, value in given.items()}
 
 
 def returned_cache(out: ModelOutput) -> Any:
@@ -182,7 +174,7 @@ def check(model: nn.Module, decoder: nn.Module) -> None:
     Raises:
         ReleaseError: with what is missing, the installed release, and the releases that are tested.
     """
-    cache_argument(decoder)
+    _cache_argument(type(decoder))
     missing = set(_MASK) - set(inspect.signature(sdpa_mask).parameters)
     if missing:
         raise unknown(f"mask functions are not given {', '.join(sorted(missing))}")

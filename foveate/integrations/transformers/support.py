@@ -163,8 +163,14 @@ class Watch:
 def unwatch(model: nn.Module) -> None:
     """Take off hooks that an interrupted study has left, also those of the model which this one is a copy of."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Watch)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_with_kwargs.pop(key, None)
+        remove_hooks(module, lambda hook: isinstance(hook, Watch))
+
+
+def remove_hooks(module: nn.Module, ours: Callable[[Any], bool]) -> None:
+    """Take off a module's hooks before and after its forward pass of which ``ours`` is true."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if ours(hook)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)

@@ -170,9 +170,7 @@ def check_summaries(vllm_config: Any, name: str) -> None:
             vllm_config.parallel_config, "use_ubatching", False
         ),
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"foveate does not support {name} with {what}")
+    _refuse(refused, f"{name} with ")
 
 
 def check_audit(vllm_config: Any) -> None:
@@ -187,9 +185,7 @@ def check_audit(vllm_config: Any) -> None:
             getattr(model, name, False) for name in ("is_hybrid", "has_inner_state")
         ),
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"foveate does not support audit with {what}")
+    _refuse(refused, "audit with ")
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -210,9 +206,14 @@ def check_engine(vllm_config: Any) -> None:
         "prefixes whose tokens see each other (images)": getattr(model, "is_mm_prefix_lm", False),
         "decode context parallelism: a rank would choose among its own keys": parallel.decode_context_parallel_size > 1,
     }
+    _refuse(refused)
+
+
+def _refuse(refused: Mapping[str, bool], where: str = "") -> None:
+    """Raise ValueError for the first that is asked for."""
     for what, asked in refused.items():
         if asked:
-            raise ValueError(f"foveate does not support {what}")
+            raise ValueError(f"foveate does not support {where}{what}")
 
 
 def layer_methods(

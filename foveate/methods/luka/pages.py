@@ -229,7 +229,7 @@ class PageLevels:
         pages_under = self.pages_under(level)
         mass = self._attention("mass", cache, level, new) if self.mass else None
         recent = self._attention("recent", cache, level, new) if self.recent else None
-        weights = None if mass is None else ops.importance_weights(mass, _TEMPERATURE)
+        weights = None if mass is None else (mass / _TEMPERATURE).softmax(-1)
         nodes = ops.summarise(children, weights, spread=self.spread)
         fields = dict(zip(ops.Nodes._fields, nodes))
         if self.records:  # made of raw keys on every level

@@ -1,14 +1,21 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
-from foveate.ops.attend import decode, pooled, selected, tiles, window
-from foveate.ops.attend.attended import Attended
-from foveate.ops.attend.causal import attend_causal, prompt_path
-from foveate.ops.attend.chosen import attend_tile_keys
-from foveate.ops.attend.gather import gather_fields, gather_pages, gather_slots, page_slots
-from foveate.ops.attend.library import PromptHeads, dense_obstacles
-from foveate.ops.attend.partials import merge, with_sinks
-from foveate.ops.attend.ranges import attend_prefix, attend_recent
-from foveate.ops.checks import check_logits_of
+from foveate.ops.attend import decode, pooled, selected, window
+from foveate.ops.attend.attended import Attended as Attended
+from foveate.ops.attend.causal import attend_causal as attend_causal
+from foveate.ops.attend.causal import prompt_path as prompt_path
+from foveate.ops.attend.chosen import attend_tile_keys as attend_tile_keys
+from foveate.ops.attend.chosen import attend_tiles as attend_tiles
+from foveate.ops.attend.gather import gather_fields as gather_fields
+from foveate.ops.attend.gather import gather_pages as gather_pages
+from foveate.ops.attend.gather import gather_slots as gather_slots
+from foveate.ops.attend.gather import page_slots as page_slots
+from foveate.ops.attend.library import PromptHeads as PromptHeads
+from foveate.ops.attend.library import dense_obstacles as dense_obstacles
+from foveate.ops.attend.partials import merge as merge
+from foveate.ops.attend.partials import with_sinks as with_sinks
+from foveate.ops.attend.ranges import attend_prefix as attend_prefix
+from foveate.ops.attend.ranges import attend_recent as attend_recent
 from foveate.ops.dispatch import dispatch
 
 attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel", decode.check_attend)
@@ -16,29 +23,4 @@ attend_indices = dispatch(decode.attend_indices, "foveate.ops.attend.decode_kern
 attend_pages = dispatch(decode.attend_pages, "foveate.ops.attend.decode_kernel", decode.check_pages)
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")
-attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", check_logits_of)
 attend_window = dispatch(window.attend_window, "foveate.ops.attend.window_kernel", window.check_window)
-
-__all__ = [
-    "Attended",
-    "PromptHeads",
-    "attend",
-    "attend_causal",
-    "attend_indices",
-    "attend_pages",
-    "attend_pooled",
-    "attend_prefix",
-    "attend_recent",
-    "attend_selected",
-    "attend_tile_keys",
-    "attend_tiles",
-    "attend_window",
-    "dense_obstacles",
-    "gather_fields",
-    "gather_pages",
-    "gather_slots",
-    "merge",
-    "page_slots",
-    "prompt_path",
-    "with_sinks",
-]

@@ -10,8 +10,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.sdpa import scaled_dot_product
-from foveate.ops.block_table import BlockTable
-from foveate.ops.checks import check_blocks, check_keys, check_logits, check_own_keys
+from foveate.ops.checks import check_keys, check_logits, check_own_keys
 from foveate.ops.dispatch import dispatch, runs_kernel
 from foveate.ops.logits import Logits
 
@@ -26,7 +25,6 @@ def attend_causal(
     logits: Logits,
     offset: int = 0,
     need_lse: bool = False,
-    block_table: BlockTable | None = None,
 ) -> Attended:
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
@@ -39,17 +37,13 @@ def attend_causal(
         q: ``[B, Hq, Lq, D]``.
         k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
-        logits, block_table: see :func:`attend`. Of keys in blocks a copy in one piece is made, since that
-            is what the libraries take.
+        logits: see :func:`attend`.
 
     Raises:
         ValueError: for fewer keys than that, a negative offset, shapes that do not fit each other, sinks of other
-            heads, a cap that is not a finite number above 0, or a table that does not fit.
+            heads, or a cap that is not a finite number above 0.
     """
-    check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
-    if block_table is not None:
-        check_blocks(block_table, k)
-        k, v = block_table.gather(q, k, v)
+    check_own_keys(check_keys(q, k, v), q.shape[2], offset)
     check_logits(logits, q.shape[1])
     if logits.sinks is not None:
         without = logits._replace(sinks=None)

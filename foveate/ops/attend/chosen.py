@@ -11,13 +11,10 @@ from torch import Tensor
 from foveate.ops import _math
 from foveate.ops.attend import tiles
 from foveate.ops.attend.attended import Attended
-from foveate.ops.checks import check_logits_of
 from foveate.ops.dispatch import dispatch
-from foveate.ops.select import bits
-from foveate.ops.select.bits import TileKeys
+from foveate.ops.select import TileKeys, keys_of_bits
 
-_attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", check_logits_of)
-_keys_of_bits = dispatch(bits.keys_of_bits, "foveate.ops.select.bits_kernel")
+attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", tiles.check_tiles)
 
 
 def attend_tile_keys(
@@ -51,12 +48,12 @@ def attend_tile_keys(
     room = _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES
     for first, last in _pieces(chosen.places, room // (4 * batch * chosen.words.shape[1])):
         begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
-        found = _keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
+        found = keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
         indices, counts = (x.expand(-1, heads, -1) for x in found)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
         some = {"tile": tile, "offset": since, "starts": starts - starts[0], "counts": counts, **how}
         part = slice(since - offset, until - offset)
-        _attend_tiles(q[:, :, part], k, v, indices, out=out[:, :, part], **some)
+        attend_tiles(q[:, :, part], k, v, indices, out=out[:, :, part], **some)
         del found, indices  # before those of the next tiles are there
     return Attended(out)
 

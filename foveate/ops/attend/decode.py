@@ -70,12 +70,7 @@ def attend(
         mask = mask.repeat(1, 1, rows.shape[2] // length, 1) if length > 1 else mask
     if not (need_lse or need_mass or logits.sinks is not None or logits.softcap is not None):
         return Attended(unfold_group(scaled_dot_product(rows, k, v, logits.scaling, mask=mask), num_heads)).into(out)
-    scores = (
-        matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling)
-        if not rows.requires_grad
-        else (matmul_fp32(rows, k.transpose(-1, -2)) * logits.scaling)
-    )
-    scores = capped(scores, logits.softcap)
+    scores = capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling), logits.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     top = scores.amax(-1, keepdim=True)
@@ -151,7 +146,6 @@ def attend_pages(
     counts: Tensor | None = None,
     whole: Tensor | None = None,
     need_lse: bool = False,
-    need_mass: bool = False,
     block_table: BlockTable | None = None,
     out: Tensor | None = None,
 ) -> Attended:
@@ -165,9 +159,6 @@ def attend_pages(
         counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
         whole: see :func:`attend_indices`.
         logits, block_table, out: see :func:`attend`. Pages need not have the size of blocks.
-
-    Returns:
-        With ``need_mass``, ``mass [B, H, P * page_size]`` belongs to the keys of the pages.
 
     Raises:
         ValueError: as :func:`attend`, for a page size below 1, pages of neither kind of heads or not of integers, and
@@ -186,7 +177,7 @@ def attend_pages(
     slots = slots.masked_fill(slots >= ends, -1)
     fields = gather_fields([k, v], slots.unflatten(1, (num_kv_heads, shared)).flatten(2))
     keys, values = (x.unflatten(2, (shared, slots.shape[2])).flatten(1, 2) for x in fields)
-    found = _attend_gathered(q, keys, values, slots >= 0, logits=logits, need_lse=need_lse, need_mass=need_mass)
+    found = _attend_gathered(q, keys, values, slots >= 0, logits=logits, need_lse=need_lse)
     return _or_whole(found, q, k, v, whole, logits).into(out)
 
 
@@ -221,12 +212,11 @@ def check_indices(
 
 
 def check_pages(
-    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_mass=False, block_table=None,
-    out=None, **_,
+    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, block_table=None, out=None, **_,
 ):  # fmt: skip
     """Raise for arguments of :func:`attend_pages` that cannot be."""
     number = check_keys(q, k, v, block_table)
-    _check_whole(whole, len(q), number, need_mass)
+    _check_whole(whole, len(q), number)
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), (k.shape[1], q.shape[1]), -(-number // page_size))
     check_lengths(lengths, len(q), k.shape[1])
@@ -244,7 +234,7 @@ def check_pages(
     check_blocks(block_table, k, read)
 
 
-def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool) -> None:
+def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool = False) -> None:
     if whole is None:
         return
     if need_mass:

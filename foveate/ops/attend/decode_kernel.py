@@ -70,8 +70,8 @@ def attend_indices(
 
 
 def attend_pages(
-    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, need_mass=False,
-    block_table=None, out=None,
+    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, block_table=None,
+    out=None,
 ):  # fmt: skip
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
@@ -80,8 +80,6 @@ def attend_pages(
     """
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
-    if need_mass:
-        raise UnsupportedError("the mass of the keys")
     number = pages.shape[2] * page_size
     how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table, "out": out}
     return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
@@ -199,8 +197,7 @@ def _attend_decode(
     keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
     KV head.
 
-    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
-    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row. Of int16 are values in e4m3, two dimensions each.
+    Values of int16 are values in e4m3, two dimensions each.
     """
     DIM: tl.constexpr = TILE[0]
     VALUE_DIM: tl.constexpr = TILE[1]

@@ -86,17 +86,17 @@ class FlashAttention3(Library):
         return ""
 
     def limit(self, q: Tensor, k: Tensor, v: Tensor, offset: int, softcap: float | None) -> str:
-        if softcap is not None and self._left_out("SOFTCAP"):
+        if softcap is not None and self._leaves_out_caps():
             return "it is built without caps of logits"
         return _limit(q, k, v)
 
-    def _left_out(self, feature: str) -> bool:
-        """Whether the package was built without a feature, as far as its module of build flags knows."""
+    def _leaves_out_caps(self) -> bool:
+        """Whether the package was built without caps of logits, as far as its module of build flags knows."""
         try:
             flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
         except (ImportError, AttributeError, KeyError):
             return False
-        return bool(flags.get(f"FLASHATTENTION_DISABLE_{feature}", False))
+        return bool(flags.get("FLASHATTENTION_DISABLE_SOFTCAP", False))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
         """The last query sees the last key: that is the library's causal mask for fewer queries than keys, too."""

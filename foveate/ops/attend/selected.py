@@ -8,8 +8,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.gather import gather_fields
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_recent
-
-_INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
+from foveate.ops.checks import INTEGERS, check_keys, check_number, check_sinks
 
 
 def attend_selected(
@@ -61,17 +60,13 @@ def check(q, k, v, indices, recent_k, recent_v, window, offset, sinks):
     """The indices as ``[B, Hkv or 1, Lq, K]``, or None without any; raises ValueError for arguments of
     :func:`attend_selected` that cannot be. What indices hold is looked at on the CPU alone: a GPU does not wait for
     it."""
-    if any(x.dim() != 4 for x in (q, k, v)):
-        raise ValueError(f"q, k and v must be [B, H, L, D], not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
-    batch, num_heads, length, dim = q.shape
+    keys = check_keys(q, k, v)
+    check_number("offset", offset, 0)
+    check_sinks(sinks, q.shape[1])
+    batch, _, length, dim = q.shape
     num_kv_heads = k.shape[1]
-    grouped = num_kv_heads and num_heads % num_kv_heads == 0
-    if not grouped or k.shape[0] != batch or k.shape[3] != dim or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    if not isinstance(offset, int) or offset < 0:
-        raise ValueError(f"offset must be an integer of at least 0, not {offset!r}")
     if indices is not None:
-        indices = _checked(indices, batch, num_kv_heads, length, k.shape[2])
+        indices = _checked(indices, batch, num_kv_heads, length, keys)
     if window or recent_k is not None or recent_v is not None:
         end, number = offset + length, 0 if recent_k is None or recent_v is None else recent_k.shape[2]
         if window < 1 or number < end:
@@ -79,13 +74,11 @@ def check(q, k, v, indices, recent_k, recent_v, window, offset, sinks):
         shapes = (batch, num_kv_heads, number, dim), (batch, num_kv_heads, number, v.shape[3])
         if (recent_k.shape, recent_v.shape) != shapes:
             raise ValueError(f"shapes do not fit: window {tuple(recent_k.shape)} and {tuple(recent_v.shape)}")
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must be one logit for each of {num_heads} heads, not {tuple(sinks.shape)}")
     return indices
 
 
 def _checked(indices: Tensor, batch: int, num_kv_heads: int, length: int, number: int) -> Tensor:
-    if indices.dtype not in _INDICES:
+    if indices.dtype not in INTEGERS:
         raise ValueError(f"indices must be int8, int16, int32 or int64, not {indices.dtype}")
     shape = tuple(indices.shape)
     indices = indices[:, None] if indices.dim() == 3 else indices

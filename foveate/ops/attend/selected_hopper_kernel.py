@@ -56,17 +56,7 @@ def fits(q: Tensor, k: Tensor, recent_k: Tensor, value_dim: int, shared: bool, p
     )
 
 
-def attend_selected(
-    q: Tensor,
-    k: Tensor,
-    recent_k: Tensor,
-    indices: Tensor,
-    *,
-    scaling: float,
-    window: int = 0,
-    offset: int = 0,
-    sinks: Tensor | None = None,
-) -> Attended:
+def attend_selected(q, k, recent_k, indices, *, scaling, window, offset, sinks):
     """See :func:`foveate.ops.attend.selected.attend_selected`; only where :func:`fits`.
 
     Keys are values; ``recent_k`` are those of the window, or ``k`` again; ``indices [B, Hkv or 1, Lq, K]``. Repeats are

@@ -12,8 +12,9 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.selected import check
 from foveate.ops.attend.splits_kernel import merge_splits
 from foveate.ops.dispatch import UnsupportedError
+from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import Tile, multiprocessors
+from foveate.ops.gpu.tiles import Tile, multiprocessors, padded
 
 _LARGEST = 576
 """The largest head dim."""
@@ -55,18 +56,14 @@ def attend_selected(q, k, v, indices, *, scaling, recent_k=None, recent_v=None, 
     batch, num_heads, length, dim = q.shape
     num_kv_heads, _, value_dim = v.shape[1:]
     of_window = (recent_k, recent_v) if window else (k, v)
-    if any(x.dtype != q.dtype for x in (k, v, *of_window)) or q.dtype not in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-    ):
+    if any(x.dtype != q.dtype for x in (k, v, *of_window)) or q.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
 
     block_d = max(16, 1 << dim.bit_length() - 1)
-    rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
-    block_dv = max(16, triton.next_power_of_2(value_dim))
+    rest = padded(dim - block_d) if dim > block_d else 0
+    block_dv = padded(value_dim)
     shared = block_dv == block_d and same_memory(k, v) and same_memory(*of_window)
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
     roomy = 9 if capability[0] in (9, 10) else 8  # 12 has the shared memory of 8

@@ -8,6 +8,7 @@ from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields
 from foveate.ops.block_table import BlockTable, in_one_piece
+from foveate.ops.checks import check_keys, check_logits, check_own_keys
 from foveate.ops.logits import Logits
 
 
@@ -42,14 +43,13 @@ def attend_tiles(
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
 
     Raises:
-        ValueError: when there are not as many selections as tiles, or counts or ``out`` of another shape.
+        ValueError: as :func:`attend`, and when there are fewer keys than that, not as many selections as tiles, or
+            counts or ``out`` of another shape.
     """
     k, v = in_one_piece(q, block_table, k, v)
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
     tiles, width = rows.shape[2:4]
-    check_selection(indices, starts, counts, batch, num_kv_heads, tiles)
-    out = None if out is None else check_out(out, q, v)
     start, end = offset - lead, offset + q.shape[2]
     own_k, own_v = (
         F.pad(x[:, :, start:end], (0, 0, 0, start + tiles * tile - end)).unflatten(2, (tiles, tile)) for x in (k, v)
@@ -82,17 +82,15 @@ def attend_tiles(
     return Attended(found if out is None else out.copy_(found))
 
 
-def check_out(out: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """``out``, which must be of the output's shape and dtype, with last stride 1."""
+def check_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, block_table=None):
+    """Raise for arguments of :func:`attend_tiles` that cannot be."""
+    check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
+    check_logits(logits, q.shape[1])
+    batch, heads, tiles = len(q), k.shape[1], -(-(offset % tile + q.shape[2]) // tile)
     expected = (*q.shape[:3], v.shape[3])
-    if out.shape != expected or out.dtype != q.dtype or out.stride(3) != 1:
+    if out is not None and (out.shape != expected or out.dtype != q.dtype or out.stride(3) != 1):
         given = f"{tuple(out.shape)} in {out.dtype} with last stride {out.stride(3)}"
         raise ValueError(f"out must be {expected} in {q.dtype} with last stride 1, not {given}")
-    return out
-
-
-def check_selection(indices: Tensor, starts: Tensor, counts: Tensor, batch: int, heads: int, tiles: int) -> None:
-    """Raise unless every tile has a selection."""
     if counts.shape != (batch, heads, tiles) or counts.dtype != torch.int32:
         expected, given = (batch, heads, tiles), f"{tuple(counts.shape)} in {counts.dtype}"
         raise ValueError(f"counts must be {expected} in torch.int32, not {given}")

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.tiles_hopper_gather_kernel import gather, place_of_item, places_in_use
 from foveate.ops.gpu.tiles import multiprocessors
-from foveate.ops.logits import Logits
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-3.4e38)
@@ -58,20 +57,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, *, tile: int, scaling: float) -> bool:
     )
 
 
-def attend_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    out: Tensor,
-    *,
-    tile: int,
-    logits: Logits,
-    offset: int = 0,
-    heads: Tensor | None = None,
-) -> Attended:
+def attend_tiles(q, k, v, indices, starts, counts, out, *, tile, logits, offset, heads):
     """See :func:`foveate.ops.attend.tiles.attend_tiles`; only where :func:`fits`.
 
     Repeats are equal bit for bit. ``starts`` and ``counts`` are contiguous. ``out``: what the output is written to.

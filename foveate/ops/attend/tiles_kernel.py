@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from foveate.ops.attend.attended import Attended
-from foveate.ops.attend.tiles import check_out, check_selection
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size
+from foveate.ops.gpu.block_table import FLOATS, arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, tile_of_width
@@ -45,25 +44,15 @@ def attend_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, he
     precision. New output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     batch, num_heads, length, dim = q.shape
-    num_kv_heads, slots, value_dim = v.shape[1:]
-    num_keys, rows = slots, batch
-    if block_table is not None:
-        block_table.check(q, k, v)
-        num_keys, rows = block_table.length, len(k)
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    num_kv_heads, _, value_dim = v.shape[1:]
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > max(_TILES):
         raise UnsupportedError(f"head dims above {max(_TILES)}")
     lead, group = offset % tile, num_heads // num_kv_heads
     tiles = triton.cdiv(lead + length, tile)
-    check_selection(indices, starts, counts, batch, num_kv_heads, tiles)
-    if num_keys < offset + length:
-        raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
-    if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim):
-        raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-
     starts, counts = starts.contiguous(), counts.contiguous()
-    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else check_out(out, q, v)
+    out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else out
     own = _HOPPER and logits.softcap is None and block_table is None and q.is_cuda
     if own and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
@@ -96,9 +85,6 @@ def _attend_tiles(
     A program owns ``BLOCK_M`` rows of one tile and KV head. It reads the keys that the tile chose and then the tile's
     own, of which alone some are hidden, with an online softmax in fp32. Row r of a tile is query ``r % tile`` of the
     group's head ``r // tile``. The last tiles, which have the most keys, have the lowest numbers and start first.
-
-    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
-    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides

@@ -7,8 +7,7 @@ from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.attend.dense import attend_causal
-from foveate.ops.block_table import BlockTable, in_one_piece
-from foveate.ops.checks import check_blocks, check_keys, check_logits, check_number, check_own_keys
+from foveate.ops.checks import check_keys, check_logits, check_number, check_own_keys
 from foveate.ops.logits import Logits
 
 
@@ -21,7 +20,6 @@ def attend_window(
     lower: Tensor,
     sinks: int = 0,
     offset: int = 0,
-    block_table: BlockTable | None = None,
 ) -> Attended:
     """Causal attention over the first ``sinks`` keys and a window whose start may move from query to query.
 
@@ -32,12 +30,11 @@ def attend_window(
             those of the first ``sinks`` that are not after its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
-        logits, block_table: see :func:`attend`.
+        logits: see :func:`attend`.
 
     Raises:
         ValueError: as :func:`attend`, for fewer keys than that, and for negative ``sinks`` or ``offset``.
     """
-    k, v = in_one_piece(q, block_table, k, v)
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
     width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512
@@ -59,14 +56,13 @@ def attend_window(
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 
-def check_window(q, k, v, *, logits, lower, sinks=0, offset=0, block_table=None, **_):
+def check_window(q, k, v, *, logits, lower, sinks=0, offset=0):
     """Raise for arguments of :func:`attend_window` that cannot be."""
-    check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
+    check_own_keys(check_keys(q, k, v), q.shape[2], offset)
     check_number("sinks", sinks, 0)
     check_logits(logits, q.shape[1])
     if lower.shape != q.shape[2:3] or lower.is_floating_point():
         raise ValueError(f"lower must be integers [{q.shape[2]}], not {lower.dtype} {list(lower.shape)}")
-    check_blocks(block_table, k)
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:

@@ -6,9 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops.attend.attended import Attended
-from foveate.ops.block_table import BlockTable
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size
+from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import Tile, tile_of_width
@@ -31,15 +30,14 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
-def attend_window(q, k, v, *, logits, lower, sinks=0, offset=0, block_table=None):
+def attend_window(q, k, v, *, logits, lower, sinks=0, offset=0):
     """See :func:`foveate.ops.attend.window.attend_window`.
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
     The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
-    more = {"need_lse": False, "block_table": block_table}
-    return _windowed(q, k, v, logits, lower, sinks, offset, **more)
+    return _windowed(q, k, v, logits, lower, sinks, offset, need_lse=False)
 
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:
@@ -49,54 +47,33 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: in
 
 
 def _windowed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logits: Logits,
-    lower: Tensor,
-    sinks: int,
-    offset: int,
-    need_lse: bool,
-    block_table: BlockTable | None = None,
+    q: Tensor, k: Tensor, v: Tensor, logits: Logits, lower: Tensor, sinks: int, offset: int, need_lse: bool
 ) -> Attended:
-    batch, num_heads, length, dim = q.shape
-    num_kv_heads, slots, value_dim = v.shape[1:]
-    num_keys, rows = slots, batch
-    if block_table is not None:
-        block_table.check(q, k, v)
-        num_keys, rows = block_table.length, len(k)
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    (batch, num_heads, length, dim), value_dim = q.shape, v.shape[3]
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > max(_TILES):
         raise UnsupportedError(f"head dims above {max(_TILES)}")
-    if num_keys < offset + length:
-        raise ValueError(f"offset {offset} and {length} queries need {offset + length} keys, not {num_keys}")
-    if num_heads % num_kv_heads or k.shape != (rows, num_kv_heads, slots, dim) or lower.shape != (length,):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "lower"), (q, k, v, lower)))
-        raise ValueError(f"shapes do not fit: {shapes}")
-
     tile = tile_for(q.dtype, max(dim, value_dim))
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2)
     lse = q.new_empty(batch, num_heads, length, dtype=torch.float32) if need_lse else None
     _attend_window[batch * num_heads, triton.cdiv(length, tile.block_m)](
-        q, k, v, lower, logits.sinks, *arguments(block_table), out, lse,
+        q, k, v, lower, logits.sinks, out, lse,
         q.stride(), k.stride(), v.stride(), out.stride()[:3], lower.stride(0),
         0 if logits.sinks is None else logits.sinks.stride(0),
-        num_heads, num_heads // num_kv_heads, length, offset, sinks, logits.scaling * LOG2E.value,
-        BLOCK_SIZE=block_size(block_table, k), SOFTCAP=constant(logits.softcap), DIM=dim, VALUE_DIM=value_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.options,
+        num_heads, num_heads // k.shape[1], length, offset, sinks, logits.scaling * LOG2E.value,
+        SOFTCAP=constant(logits.softcap), **tile.sizes(dim, value_dim) | tile.options,
     )  # fmt: skip
     return Attended(out, lse)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_heads", "group", "length", "offset", "sinks"])
+@triton.jit(do_not_specialize=["num_heads", "group", "length", "offset", "sinks"])
 def _attend_window(
-    q_ptr, k_ptr, v_ptr, lower_ptr, sink_ptr, table_ptr, table_stride, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, lower_ptr, sink_ptr, out_ptr, lse_ptr,
     q_strides, k_strides, v_strides, out_strides, lower_stride, sink_stride,
     num_heads, group, length, offset, sinks, scale,
-    BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous, if there is any;
     ``scale`` includes log2(e).
@@ -105,9 +82,6 @@ def _attend_window(
     those between, each once, with an online softmax in fp32. The keys of the block are the sinks and all from the first
     query's ``lower`` to the last query's own. They are counted by ``place``: the sinks first, and ``gap`` keys, which
     no query sees, are left out after them.
-
-    ``BLOCK_SIZE``, where it is not 0: keys and values are in blocks of so many slots, ``k`` and ``v`` ``[N, Hkv,
-    BLOCK_SIZE, D(v)]``, and ``table`` has the blocks of each row.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
@@ -134,13 +108,8 @@ def _attend_window(
     q_ptr += batch * q_stride_b + head * q_stride_h + first.to(tl.int64) * q_stride_l
     q_tile = tl.arange(0, BLOCK_M)[:, None] * q_stride_l + dims[None, :] * q_stride_d
     q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    if BLOCK_SIZE:
-        table_ptr += batch * table_stride
-        k_ptr += head // group * k_stride_h
-        v_ptr += head // group * v_stride_h
-    else:
-        k_ptr += batch * k_stride_b + head // group * k_stride_h
-        v_ptr += batch * v_stride_b + head // group * v_stride_h
+    k_ptr += batch * k_stride_b + head // group * k_stride_h
+    v_ptr += batch * v_stride_b + head // group * v_stride_h
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -158,12 +127,7 @@ def _attend_window(
                 keys = tl.where(place < sinks, place, place + gap)
                 stored = place < total
             slots = keys.to(tl.int64)
-            if BLOCK_SIZE:
-                in_block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-                slots = (keys % BLOCK_SIZE).to(tl.int64)
             k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
-            if BLOCK_SIZE:
-                k_tile += in_block[None, :] * k_stride_b
             k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
             logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
             if not whole:
@@ -171,8 +135,6 @@ def _attend_window(
                 logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))
             top, p, fade = exponentials(logits, top)
             v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
-            if BLOCK_SIZE:
-                v_tile += in_block[:, None] * v_stride_b
             v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
             weight, out = accumulate(p, v, fade, weight, out)
 

@@ -1,11 +1,10 @@
 """The box of the newest page: Triton kernel of :func:`bound_newest`."""
 
-import torch
 import triton
 import triton.language as tl
 
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size
+from foveate.ops.gpu.block_table import FLOATS, arguments, block_size
 
 _MOST = 64
 """Keys that a program looks at at once."""
@@ -14,7 +13,7 @@ _MOST = 64
 def bound_newest(keys, low, high, lengths, page_size, *, block_table=None):
     """See :func:`foveate.ops.compress.boxes.bound_newest`. One launch; a program owns a row and a KV head."""
     batch, heads, dim = len(low), keys.shape[1], keys.shape[3]
-    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if keys.dtype not in FLOATS:
         raise UnsupportedError(f"keys in {keys.dtype}")
     if block_table is not None:
         block_table.check(low, keys)
@@ -43,8 +42,7 @@ def _bound_newest(
     heads, page_size,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes one page of ``low`` and ``high``. ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots,
-    and ``table`` has the blocks of each row."""
+    """Writes one page of ``low`` and ``high``."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     length = tl.load(length_ptr + batch * length_stride)

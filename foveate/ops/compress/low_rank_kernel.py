@@ -119,8 +119,6 @@ def _compress(
 
     A program owns one page of one KV head, whose keys it holds in registers; directions are found in fp32, by a fixed
     number of iterations, so that a page's record is the same whoever makes it.
-
-    ``BLOCK_SIZE``, where it is not 0: keys are in blocks of so many slots, and ``table`` has the blocks of each row.
     """
     ROW: tl.constexpr = (SIZE * BITS + 7) // 8
     page, row = tl.program_id(0), tl.program_id(1)

@@ -24,16 +24,13 @@ class Nodes(NamedTuple):
     """fp32 ``[B, Hkv, N]``, nats: of the weights with which the tokens beneath enter the summary."""
 
 
-def summarise(
-    children: Nodes, weights: Tensor | None = None, used: Tensor | None = None, *, spread: bool = False
-) -> Nodes:
+def summarise(children: Nodes, weights: Tensor | None = None, *, spread: bool = False) -> Nodes:
     """One node for each group of children (LuKA, section 3.2, "Summary Compression Functions"; recursively, any level).
 
     Args:
         children: fields ``[B, Hkv, N, S, ...]``, S children a group. ``entropy`` is summarised where it is given (for
             raw tokens: zeros).
-        weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over the used children of a group, or None for the mean.
-        used: bool ``[B, Hkv or 1, N, S]``, where groups are of different sizes; None when every child is there.
+        weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over a group, or None for the mean.
         spread: whether to return the variance of the keys beneath around the summary's key.
 
     Returns:
@@ -42,12 +39,11 @@ def summarise(
     batch, heads, number, size, dim = children.k.shape
     step = block_length(8 * batch * heads * size * dim, number)
     if step >= number:
-        return _summarise(children, weights, used, spread)
+        return _summarise(children, weights, spread)
     blocks = [
         _summarise(
             Nodes(*(None if x is None else x[:, :, first : first + step] for x in children)),
             None if weights is None else weights[:, :, first : first + step],
-            None if used is None else used[:, :, first : first + step],
             spread,
         )
         for first in range(0, number, step)
@@ -55,12 +51,7 @@ def summarise(
     return Nodes(*(None if parts[0] is None else torch.cat(parts, 2) for parts in zip(*blocks)))
 
 
-def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spread: bool) -> Nodes:
-    if weights is None and used is not None:
-        weights = used / used.sum(-1, keepdim=True).clamp_min(1)
-    if weights is not None and used is not None:
-        weights = weights * used
-
+def _summarise(children: Nodes, weights: Tensor | None, spread: bool) -> Nodes:
     def average(x: Tensor) -> Tensor:
         if weights is None:
             return x.mean(3, dtype=torch.float32)
@@ -83,16 +74,3 @@ def _summarise(children: Nodes, weights: Tensor | None, used: Tensor | None, spr
         own = math.log(size) if weights is None else torch.special.entr(weights).sum(-1)
         entropy = own + average(children.entropy.unsqueeze(-1)).squeeze(-1)
     return Nodes(k.to(children.k.dtype), v.to(children.v.dtype), variance, entropy)
-
-
-def importance_weights(mass: Tensor, temperature: float) -> Tensor:
-    """Softmax over each group of the accumulated attention mass w (LuKA, section 3.2: pi_i, from w_i / tau).
-
-    Args:
-        mass: fp32 ``[B, Hkv, N, S]``.
-        temperature: tau > 0.
-
-    Returns:
-        fp32 ``[B, Hkv, N, S]``, summing to 1 over a group.
-    """
-    return (mass.float() / temperature).softmax(-1)

@@ -7,10 +7,10 @@ head keeps pages of its own. A step chooses pages, :func:`place_pages` finds slo
 
 from foveate.ops.dispatch import dispatch
 from foveate.ops.fetch import reference
-from foveate.ops.fetch.types import HostPages, HotPages, Placed
+from foveate.ops.fetch.types import HostPages as HostPages
+from foveate.ops.fetch.types import HotPages as HotPages
+from foveate.ops.fetch.types import Placed as Placed
 
 fetch_pages = dispatch(reference.fetch_pages, "foveate.ops.fetch.kernel")
-place_pages = dispatch(reference.place_pages, "foveate.ops.fetch.kernel")
+place_pages = dispatch(reference.place_pages, "foveate.ops.fetch.kernel", reference.check_place)
 put_both = dispatch(reference.put_both, "foveate.ops.fetch.kernel")
-
-__all__ = ["HostPages", "HotPages", "Placed", "fetch_pages", "place_pages", "put_both"]

@@ -25,7 +25,6 @@ def place_pages(pages: Tensor, hot: HotPages) -> Placed:
         ValueError: for pages of other rows, and on the CPU for more pages than there are slots.
     """
     rows, size = hot.holds.shape
-    check_rows(pages, rows)
     there = pages >= 0
     asked = there.sum(1, dtype=torch.int32)
     if readable(asked) and asked.numel() and int(asked.max()) > size:
@@ -103,7 +102,8 @@ def put_both(
             segment[row, :, at] = x.to(segment.device).where(here, segment[row, :, at])
 
 
-def check_rows(pages: Tensor, rows: int) -> None:
-    """Raise ValueError unless these are pages of so many rows."""
+def check_place(pages: Tensor, hot: HotPages) -> None:
+    """Raise ValueError unless these are pages of the rows that the device keeps some of."""
+    rows = len(hot.holds)
     if pages.dtype != torch.int32 or pages.dim() != 2 or len(pages) != rows:
         raise ValueError(f"pages must be int32 of {rows} rows, not {pages.dtype} {list(pages.shape)}")

@@ -1,4 +1,8 @@
-"""Which keys a Triton kernel reads, and where they are: choices and block tables."""
+"""Which keys a Triton kernel reads, and where they are: choices and block tables.
+
+A kernel whose ``BLOCK_SIZE`` is not 0 reads memory in blocks of so many slots, keys as ``[N, Hkv, BLOCK_SIZE, D]``, and
+``table`` has the blocks of each row.
+"""
 
 import torch
 import triton

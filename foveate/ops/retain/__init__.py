@@ -2,9 +2,8 @@
 
 from foveate.ops.dispatch import dispatch
 from foveate.ops.retain import reference
-from foveate.ops.retain.reference import keep_best, weakest
+from foveate.ops.retain.reference import keep_best as keep_best
+from foveate.ops.retain.reference import weakest as weakest
 
 give_up = dispatch(reference.give_up, "foveate.ops.retain.slots_kernel", reference.check_give_up)
 put_token = dispatch(reference.put_token, "foveate.ops.retain.slots_kernel")
-
-__all__ = ["give_up", "keep_best", "put_token", "weakest"]

@@ -56,15 +56,6 @@ def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
     return positions.masked_fill(~tied, -1).argmax(-1)
 
 
-def check_out(out: Tensor | None, positions: Tensor) -> None:
-    """Raises ValueError for ``out`` that the slots given up, one of every row and KV head, do not fit into."""
-    fits = out is None or (out.shape == positions.shape[:2] and out.dtype == torch.int64 and out.is_contiguous())
-    if not fits:
-        raise ValueError(
-            f"out must be contiguous int64 {tuple(positions.shape[:2])}, not {out.dtype} {tuple(out.shape)}"
-        )
-
-
 def check_give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None):
     """Raise for arguments of :func:`give_up` that cannot be."""
     if (scores is None) == (at is None):
@@ -75,7 +66,9 @@ def check_give_up(positions, *, rows=None, scores=None, before=None, at=None, ou
     for name, x in (("rows", rows), ("before", before), ("at", at)):
         if x is not None and x.shape != positions.shape[:1]:
             raise ValueError(f"{name} must be [{len(positions)}], not {list(x.shape)}")
-    check_out(out, positions)
+    shape = positions.shape[:2]
+    if out is not None and not (out.shape == shape and out.dtype == torch.int64 and out.is_contiguous()):
+        raise ValueError(f"out must be contiguous int64 {tuple(shape)}, not {out.dtype} {tuple(out.shape)}")
 
 
 def give_up(

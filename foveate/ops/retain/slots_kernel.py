@@ -123,8 +123,7 @@ def _put_token(
     heads,
     TAKE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots. ``BLOCK_SIZE``, where
-    it is not 0: memory is blocks of so many slots, and ``table`` has the blocks of each row."""
+    """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots."""
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)

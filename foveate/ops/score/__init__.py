@@ -3,16 +3,17 @@
 from foveate.ops.checks import check_logits_of_keys
 from foveate.ops.dispatch import dispatch
 from foveate.ops.score import indexer, low_rank, nodes, pooled, reference, retention
-from foveate.ops.score.indexer import BLOCK as INDEXER_BLOCK
-from foveate.ops.score.indexer import IndexerScores, unseen_keys, visible_keys
-from foveate.ops.score.nodes import (
-    free_energy,
-    key_logits,
-    logit_deviation,
-)
-from foveate.ops.score.pooled import pool_logits
-from foveate.ops.score.reference import query_mass, tile_mass
-from foveate.ops.score.retention import Convolution
+from foveate.ops.score.indexer import IndexerScores as IndexerScores
+from foveate.ops.score.indexer import unseen_keys as unseen_keys
+from foveate.ops.score.indexer import visible_keys as visible_keys
+from foveate.ops.score.nodes import free_energy as free_energy
+from foveate.ops.score.nodes import key_logits as key_logits
+from foveate.ops.score.nodes import logit_deviation as logit_deviation
+from foveate.ops.score.reference import query_mass as query_mass
+from foveate.ops.score.reference import tile_mass as tile_mass
+from foveate.ops.score.retention import Convolution as Convolution
+
+INDEXER_BLOCK = indexer.BLOCK
 
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel", check_logits_of_keys)
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel", indexer.check)
@@ -25,26 +26,4 @@ pooled_mass_of_pages = dispatch(
 pooled_mass_of_records = dispatch(
     low_rank.pooled_mass_of_records, "foveate.ops.score.low_rank_kernel", check_logits_of_keys
 )
-retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel")
-
-__all__ = [
-    "INDEXER_BLOCK",
-    "Convolution",
-    "IndexerScores",
-    "column_mass",
-    "free_energy",
-    "indexer_scores",
-    "key_logits",
-    "largest_logit",
-    "logit_deviation",
-    "page_lse",
-    "pool_logits",
-    "pooled_mass",
-    "pooled_mass_of_pages",
-    "pooled_mass_of_records",
-    "query_mass",
-    "retention_logits",
-    "tile_mass",
-    "unseen_keys",
-    "visible_keys",
-]
+retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel", retention.check_retention)

@@ -3,10 +3,10 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
+from foveate.ops.gpu.block_table import FLOATS
+from foveate.ops.gpu.tiles import Tile, capability, multiprocessors, split, split_of_row
 from foveate.ops.score.kept_logits_kernel import per_head
 
 _LARGEST = 256
@@ -33,7 +33,7 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     return Tile(heads, boxes, num_warps=4, num_stages=4 if hopper and heads < 32 and dim <= 128 else 3)
 
 
-def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, lengths: Tensor | None = None) -> Tensor:
+def largest_logit(rows, low, high, scaling, *, lengths=None):
     """See :func:`foveate.ops.score.nodes.largest_logit`.
 
     The heads of a group share a program, so that a corner is read once; boxes that are not there are not read. Products
@@ -41,15 +41,14 @@ def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, le
     """
     batch, num_kv_heads, group, dim = rows.shape
     number = low.shape[2]
-    if not rows.dtype == low.dtype == high.dtype or rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if not rows.dtype == low.dtype == high.dtype or rows.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {rows.dtype} with corners in {low.dtype} and {high.dtype}")
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
     if not low.shape == high.shape == (batch, num_kv_heads, number, dim):
         shapes = {"rows": rows, "low": low, "high": high}
         raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items()))
-    capability = torch.cuda.get_device_capability(rows.device)[0] if rows.is_cuda else 8
-    tile = tile_for(rows.dtype, dim, group, capability)
+    tile = tile_for(rows.dtype, dim, group, capability(rows.device))
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
     padded = triton.cdiv(number, 16) * 16  # many are moved at a time
@@ -61,8 +60,7 @@ def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, le
             rows, low, high, lengths, bounds,
             *rows.stride(), *low.stride(), *high.stride(), *((0, 0) if lengths is None else lengths.stride()),
             num_kv_heads, group, parts, number, padded, room, scaling,
-            BOUNDED=lengths is not None, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, **tile.options,
+            BOUNDED=lengths is not None, **tile.sizes(dim), **tile.options,
         )  # fmt: skip
     return bounds[..., :number]
 

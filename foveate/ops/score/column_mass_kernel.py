@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from foveate.ops.dispatch import UnsupportedError
+from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E
 from foveate.ops.gpu.tiles import Tile, tile_of_width
@@ -38,7 +39,7 @@ def column_mass(q, k, lse, *, logits, offset=0, out=None):
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads, visible = k.shape[1], offset + length
-    if q.dtype != k.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if q.dtype != k.dtype or q.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
     if dim > max(_TILES):
         raise UnsupportedError(f"head dims above {max(_TILES)}")
@@ -56,8 +57,7 @@ def column_mass(q, k, lse, *, logits, offset=0, out=None):
         q, k, lse, mass,
         *q.stride(), *k.stride(), *lse.stride(),
         num_heads, num_heads // num_kv_heads, length, offset, logits.scaling * LOG2E.value,
-        SOFTCAP=constant(logits.softcap), DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, **tile.options,
+        SOFTCAP=constant(logits.softcap), **tile.sizes(dim), **tile.options,
     )  # fmt: skip
     out[:, :, :visible] += mass.unflatten(1, (num_kv_heads, -1)).sum(2)
     return out

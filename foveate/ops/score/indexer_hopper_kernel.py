@@ -44,16 +44,7 @@ def fits(q: Tensor, k: Tensor) -> bool:
     )
 
 
-def indexer_scores(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    *,
-    ratio: int = 1,
-    offset: int = 0,
-    starts: Tensor | None = None,
-    key_scales: Tensor | None = None,
-) -> IndexerScores:
+def indexer_scores(q, k, weights, *, ratio, offset, starts, key_scales):
     """See :func:`foveate.ops.score.indexer.indexer_scores`; only where :func:`fits`.
 
     Every score has one owner and one order of summation: repeats are equal bit for bit.

@@ -12,7 +12,7 @@ from foveate.ops._math import fold_group
 from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.gpu.block_table import arguments, block_size
+from foveate.ops.gpu.block_table import FLOATS, arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, multiprocessors, split, split_of_row
@@ -112,7 +112,7 @@ def _kept(
     check_pages(rows, pages, branch)
     batch, num_kv_heads, group, dim = rows.shape
     number = _number_of(records, pages, branch, block_table)
-    if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if rows.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {rows.dtype}")
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
@@ -212,8 +212,7 @@ def _page_lse(
     """Writes ``lse [B, Hq, padded]`` and (``TOTALS``) ``total [B, Hq, splits]``, the log-sum-exp of each program's
     pages, or (``LARGEST``) the largest of them; both contiguous, and then to the base 2. ``length``, if there is any:
     how many of the first pages are there; nothing is written after the block of the place after these. ``BRANCH``,
-    where it is not 0: pages are so many from each of ``page``, -1 for none. ``BLOCK_SIZE``, where it is not 0: records
-    are in blocks of so many, and ``table`` has the blocks of each row.
+    where it is not 0: pages are so many from each of ``page``, -1 for none.
 
     A program owns the heads of a group that share ``BLOCK_M`` columns, and one split of the pages, whose records it
     reads once in ascending order. Codes enter the products as whole numbers, which are summed in fp32.

@@ -31,7 +31,7 @@ def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
     return matmul_fp32(squared, spread.transpose(-1, -2)).clamp_(min=0.0).sqrt_()
 
 
-def free_energy(deviation: Tensor, log_size: Tensor | float) -> Tensor:
+def free_energy(deviation: Tensor, log_size: float) -> Tensor:
     """By how much ``log mean exp`` of n random logits exceeds their mean: that of the random energy model.
 
     ``s^2 / 2`` (all of the page shares the mass) up to a deviation s of ``c = sqrt(2 log n)``, and from there on
@@ -40,10 +40,9 @@ def free_energy(deviation: Tensor, log_size: Tensor | float) -> Tensor:
 
     Args:
         deviation: s, ``[B, Hkv, G, N]``.
-        log_size: log n, a number or ``[B, Hkv, 1, N]``.
+        log_size: log n.
     """
-    edge = (2.0 * log_size).sqrt() if isinstance(log_size, Tensor) else math.sqrt(2.0 * log_size)
-    within = deviation.clamp(max=edge)
+    within = deviation.clamp(max=math.sqrt(2.0 * log_size))
     return deviation.sub(within, alpha=0.5).mul_(within)
 
 

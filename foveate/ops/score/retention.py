@@ -56,7 +56,6 @@ def retention_logits(
     Raises:
         ValueError: when shapes do not fit.
     """
-    check_retention(k, v, convolutions, head, real, slots, angles)
     if slots is not None:
         index = slots[:, None, :, None]
         k, v = k.take_along_dim(index, 2), v.take_along_dim(index, 2)
@@ -85,15 +84,7 @@ def _rotated_back(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (exact * cos[:, None] + torch.cat([b, -a], -1) * sin[:, None]).to(k.dtype)
 
 
-def check_retention(
-    k: Tensor,
-    v: Tensor,
-    convolutions: Sequence[Convolution],
-    head: Convolution,
-    real: Tensor | None,
-    slots: Tensor | None,
-    angles: tuple[Tensor, Tensor] | None,
-) -> None:
+def check_retention(k, v, convolutions, head, *, dilation=2, real=None, slots=None, angles=None):
     """Raise ValueError unless the arguments of :func:`retention_logits` fit each other."""
     heads, channels = k.shape[1], k.shape[3] + v.shape[3]
     tokens = (len(k), k.shape[2] if slots is None else slots.shape[-1])

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.score.retention import check_retention
+from foveate.ops.gpu.block_table import FLOATS
+from foveate.ops.gpu.tiles import capability, padded
 
 _LARGEST_DIM = 128
 """The most dimensions of a key or a value."""
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Tile(NamedTuple):
@@ -29,14 +29,13 @@ def retention_logits(k, v, convolutions, head, *, dilation=2, real=None, slots=N
     The first launch reads keys and values in their slots and rotates the keys back in registers. Between two launches
     the new channels are in memory, in the dtype of the weights.
     """
-    check_retention(k, v, convolutions, head, real, slots, angles)
     batch, heads, _, dim = k.shape
     value_dim, length = v.shape[3], k.shape[2] if slots is None else slots.shape[1]
     weights = [x for one in (*convolutions, head) for x in one]
     if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
         raise UnsupportedError("gradients of the weights")
     dtypes = {x.dtype for x in weights}
-    if len(dtypes) > 1 or not {k.dtype, v.dtype, *dtypes} <= set(_DTYPES):
+    if len(dtypes) > 1 or not {k.dtype, v.dtype, *dtypes} <= set(FLOATS):
         given = ", ".join(str(x.dtype) for x in (k, v, *weights))
         raise UnsupportedError(f"keys, values and weights in {given}")
     if dim % 2 or max(dim, value_dim) > _LARGEST_DIM:
@@ -45,8 +44,7 @@ def retention_logits(k, v, convolutions, head, *, dilation=2, real=None, slots=N
     if not out.numel():
         return out
     dtype = head.weight.dtype
-    capability = torch.cuda.get_device_capability(k.device)[0] if k.is_cuda else 8
-    tile = tile_for(dtype, max(dim, value_dim), capability)
+    tile = tile_for(dtype, max(dim, value_dim), capability(k.device))
     real = None if real is None else real.contiguous().view(torch.uint8)
     cos, sin = (None, None) if angles is None else (x.contiguous() for x in angles)
     x, y = k, v
@@ -61,8 +59,8 @@ def retention_logits(k, v, convolutions, head, *, dilation=2, real=None, slots=N
             *x.stride(), *y.stride(), 0 if cos is None or len(cos) == 1 else cos.stride(0),
             heads, length,
             FIRST=first, LAST=last, TAPS=taps, DILATION=dilation, VALUES=value_dim if first else 0, CHANNELS=channels,
-            NEW=new, BLOCK_T=tile.tokens, BLOCK_D=_padded(dim // 2 if first else channels), BLOCK_V=_padded(value_dim),
-            BLOCK_N=min(tile.columns, _padded(new)), num_warps=tile.warps,
+            NEW=new, BLOCK_T=tile.tokens, BLOCK_D=padded(dim // 2 if first else channels), BLOCK_V=padded(value_dim),
+            BLOCK_N=min(tile.columns, padded(new)), num_warps=tile.warps,
         )  # fmt: skip
         x = y = found
     return out
@@ -77,11 +75,6 @@ def tile_for(dtype: torch.dtype, dim: int, capability: int) -> _Tile:
     if dtype == torch.float32:
         return _Tile(tokens=32, columns=32, warps=8)
     return _Tile(tokens=64, columns=64 if dim <= 64 else 128 if capability == 9 else 32, warps=4)
-
-
-def _padded(count: int) -> int:
-    """Columns of a tile of so many channels."""
-    return max(16, triton.next_power_of_2(count))
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def fits(queries: Tensor, k: Tensor) -> bool:
     )
 
 
-def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, scaling: float) -> Tensor:
+def tile_block_mass(queries, k, lse, begins, *, scaling):
     """See :func:`foveate.ops.score.reference.tile_block_mass`; only where :func:`fits`.
 
     Keys stand in the rows of the products. Every sum has one owner and one order: repeats are equal bit for bit.

@@ -5,13 +5,12 @@ import importlib
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from foveate.ops.dispatch import UnsupportedError
+from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E
 from foveate.ops.gpu.tiles import Tile, tile_of_width
-from foveate.ops.logits import Logits
 
 _WALK = tl.constexpr(16)
 """Key blocks that a program walks over, so that the queries which it holds are loaded once for all of them."""
@@ -37,7 +36,7 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=min(tile.block_m, max(16, triton.next_power_of_2(rows))))
 
 
-def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, logits: Logits) -> Tensor:
+def tile_block_mass(queries, k, lse, begins, *, logits):
     """See :func:`foveate.ops.score.reference.tile_block_mass`.
 
     A program owns some keys of one tile, so every sum has one owner and one order: repeats are equal bit for bit. Keys
@@ -46,13 +45,10 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     """
     batch, heads, tiles, rows, dim = queries.shape
     number = k.shape[2]
-    if queries.dtype != k.dtype or k.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if queries.dtype != k.dtype or k.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {queries.dtype} with keys in {k.dtype}")
     if dim > max(_TILES):
         raise UnsupportedError(f"head dims above {max(_TILES)}")
-    if k.shape != (batch, heads, number, dim) or lse.shape != queries.shape[:4] or begins.shape != (tiles,):
-        shapes = {"queries": queries, "k": k, "lse": lse, "begins": begins}
-        raise ValueError("shapes do not fit: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items()))
     cap = constant(logits.softcap)
     if _HOPPER and not cap and number and k.is_cuda and torch.cuda.get_device_capability(k.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.score.tiles_hopper_kernel")
@@ -63,9 +59,8 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
         return mass
     queries, lse = queries.contiguous(), lse.contiguous()
     inputs = (queries, k, lse, begins, mass, *k.stride(), heads, tiles, rows, number)
-    sizes = {"SOFTCAP": cap, "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     tile = tile_for(k.dtype, dim, rows)
-    sizes |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **tile.options}
+    sizes = {"SOFTCAP": cap, **tile.sizes(dim), **tile.options}
     walks, scale = triton.cdiv(triton.cdiv(number, tile.block_n), _WALK.value), logits.scaling * LOG2E.value
     _tile_block_mass[walks * tiles, batch * heads](*inputs, scale, ONE=rows <= tile.block_m, **sizes)
     return mass

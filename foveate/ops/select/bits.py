@@ -49,7 +49,6 @@ def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
     Raises:
         ValueError: when shapes do not fit.
     """
-    check_bits(words, indices, begins)
     first, last = int(begins[0]), int(begins[-1])
     if first == last:
         return

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import first_keys
-from foveate.ops.checks import check_number, check_share
+from foveate.ops.checks import check_number
 
 CHUNK = 1 << 16
 """Scores examined at once."""
@@ -164,11 +164,7 @@ def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
 
     Returns:
         ``(order [B, Hkv, N], counts [B, Hkv])``: heaviest first, ties to the smaller index, and how many of them.
-
-    Raises:
-        ValueError: for a rest that is no share.
     """
-    check_share("rest", rest)
     ordered, order = mass.sort(dim=-1, descending=True, stable=True)
     left = ordered.flip(-1).cumsum(-1).flip(-1)
     return order, (left > rest).sum(-1)

@@ -23,23 +23,15 @@ the paper, which the reference runs. Kernels: ``score`` (with attention to raw t
 from foveate.ops.checks import check_logits_of
 from foveate.ops.dispatch import dispatch
 from foveate.ops.summaries import reference
-from foveate.ops.summaries.cover import Part, attend_cover, refine
-from foveate.ops.summaries.fetched import attend_summaries_fetched
-from foveate.ops.summaries.tree import Level, Rows, Tree
-from foveate.ops.summaries.types import Covered, Refinement, Sums
+from foveate.ops.summaries.cover import Part as Part
+from foveate.ops.summaries.cover import attend_cover as attend_cover
+from foveate.ops.summaries.cover import refine as refine
+from foveate.ops.summaries.fetched import attend_summaries_fetched as attend_summaries_fetched
+from foveate.ops.summaries.tree import Level as Level
+from foveate.ops.summaries.tree import Rows as Rows
+from foveate.ops.summaries.tree import Tree as Tree
+from foveate.ops.summaries.types import Covered as Covered
+from foveate.ops.summaries.types import Refinement as Refinement
+from foveate.ops.summaries.types import Sums as Sums
 
 attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch", check_logits_of)
-
-__all__ = [
-    "Covered",
-    "Level",
-    "Part",
-    "Refinement",
-    "Rows",
-    "Sums",
-    "Tree",
-    "attend_cover",
-    "attend_summaries",
-    "attend_summaries_fetched",
-    "refine",
-]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from foveate.ops._math import fold_group
 from foveate.ops.dispatch import UnsupportedError
+from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import constant
-from foveate.ops.gpu.tiles import multiprocessors, padded
+from foveate.ops.gpu.tiles import capability, multiprocessors, padded
 from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.summaries.attend_kernel import attend_nodes
@@ -54,20 +55,11 @@ def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
 class SummariesLaunch:
     """The launches of one call of :func:`attend_summaries`, whose arguments it takes."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tree: Tree,
-        how: Refinement,
-        logits: Logits,
-        sums: Sums | None,
-    ):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, logits: Logits, sums: Sums | None):
         self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, k, v, tree, how, logits, sums
         (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, v.shape
         self.group = num_heads // self.num_kv_heads
-        self.capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+        self.capability = capability(q.device)
         self.tile = tile_for(q.dtype, max(dim, value_dim), self.group, self.capability)
         self.programs = batch * self.num_kv_heads * triton.cdiv(self.group, self.tile.block_m)
         self.stages = stages(tree, self.tile, self.programs, multiprocessors(q.device))
@@ -174,7 +166,7 @@ def _check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinemen
         if getattr(how, name) not in known:
             raise UnsupportedError(f"{name}={getattr(how, name)} of summaries")
     vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in (k, v)):
+    if q.dtype not in FLOATS or any(x.dtype != q.dtype for x in (k, v)):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if any(x.dtype != q.dtype for x in vectors):
         raise UnsupportedError(f"summaries in other dtypes than {q.dtype}")

@@ -19,7 +19,7 @@ from foveate.integrations.transformers.csa import compressed, pooled, tokens
 from foveate.integrations.transformers.csa.attention import IMPLEMENTATION, attention, clear, key_positions
 from foveate.integrations.transformers.csa.selection import SelectionCounts
 from foveate.integrations.transformers.stats import LayerStats, Stats
-from foveate.integrations.transformers.support import around, decoder_of, refuse_weights
+from foveate.integrations.transformers.support import around, decoder_of, refuse_weights, remove_hooks
 
 MODELS: dict[str, type[tokens.Select | pooled.SelectPools | compressed.Compress]] = {
     "axk2": tokens.Select,
@@ -102,10 +102,7 @@ class SparseAttachment:
             if isinstance(module.__dict__.get("forward"), tuple(MODELS.values())):
                 del module.forward
             module.__dict__.pop(_MASK_OF_INDICES, None)
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook in (_check_inputs, compressed.before_forward):
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+            remove_hooks(module, lambda hook: hook in (_check_inputs, compressed.before_forward))
 
 
 def _register() -> None:
