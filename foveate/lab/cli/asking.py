@@ -22,8 +22,6 @@ from foveate.cli.terminal import console
 from foveate.lab.cli.progress import Progress, resumable, sayer
 from foveate.outfile import announce
 
-_SHOWN_ANSWERS = 3
-
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
@@ -158,7 +156,6 @@ def compare(
     fidelity: Annotated[
         bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
     ] = False,
-    show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
     imported: Import = None,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
@@ -191,7 +188,7 @@ def compare(
         say(f"resuming: {prepared.kept} of {total} answers are there")
     with resumable(say, f"the answers so far are in {out}.partial"), Progress(notes, total) as progress:
         rows = run(prepared, progress.answered)
-    console().print(terminal.results(rows, _SHOWN_ANSWERS if show_answers else 0))
+    console().print(terminal.Comparison(rows))
 
 
 def calibrate(
@@ -226,8 +223,6 @@ def calibrate(
             "at a time; similarity: attention of each layer (the paper, for kascade_paper)."
         ),
     ] = "together",
-    over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
-    weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
         str | None,
         typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …"),
