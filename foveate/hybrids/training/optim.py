@@ -25,7 +25,7 @@ def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
         {"params": parameters, "weight_decay": decay, "share": share} for (share, decay), parameters in grouped.items()
     ]
     fused = all(parameter.is_cuda for parameters in grouped.values() for parameter in parameters)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=fused)
 
 
 def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:

@@ -14,7 +14,8 @@ import numpy as np
 
 from foveate.errors import UserError
 from foveate.hybrids.training.needles import Needles
-from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Text, Vocabulary, filler, setting
+from foveate.hybrids.training.settings import require, setting
+from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Text, Vocabulary, filler
 from foveate.hybrids.training.tokens import TokenStore
 
 
@@ -37,16 +38,14 @@ class Copies(Source):
         self.require_range("span", 2)
         self.require_shares("drawn", "digits")
         self.require_shares("fill")
-        if not 1 <= self.cue < self.span[0]:
-            raise UserError(
-                f"mixture.copies.cue must be from 1 to {self.span[0] - 1} (less than a span), got {self.cue}"
-            )
+        longest = self.span[0] - 1
+        require(1 <= self.cue <= longest, "mixture.copies.cue", f"from 1 to {longest} (less than a span)", self.cue)
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length
         ids, roles = filler(store, rng, length), np.full(length, TEXT, np.int8)
         free = np.ones(length, bool)  # positions that belong to no span and no copy
-        low, high = self._reach(length)
+        low, high = min(self.gap[0], max(1, length // 4)), self.gap[1]
         span_mean = min(sum(self.span) / 2, max(2, length / 8))
         stride = span_mean / max(self.fill, 1e-6)
         position = low + self.span[0]
@@ -72,10 +71,6 @@ class Copies(Source):
             position += size
         return Row(ids, roles)
 
-    def _reach(self, length: int) -> tuple[int, int]:
-        """The shortest and longest gaps in a row of this length."""
-        return min(self.gap[0], max(1, length // 4)), self.gap[1]
-
 
 @dataclass(frozen=True)
 class Recall(Source):
@@ -94,8 +89,7 @@ class Recall(Source):
         super().__post_init__()
         self.require_range("pairs")
         self.require_shares("grows")
-        if self.parts < 1:
-            raise UserError(f"mixture.recall.parts must be at least 1, got {self.parts}")
+        require(self.parts >= 1, "mixture.recall.parts", "at least 1", self.parts)
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length
