@@ -40,12 +40,11 @@ def train(
     """Train by a configuration: resumable to the same curve; under torchrun with several processes."""
     if context.invoked_subcommand is not None:
         return
-    from foveate.errors import UserError
+    from foveate.errors import UserError, require
 
     if config is None or out is None:
         raise UserError("foveate train needs --config and --out; foveate train settings lists what a configuration has")
-    if minutes is not None and not minutes > 0:
-        raise UserError(f"--minutes must be above 0, got {minutes:g}")
+    require(minutes is None or minutes > 0, "--minutes", "above 0", minutes)
     from foveate.hybrids.training import configuration
 
     plan = configuration.load(config, changes or [])

@@ -14,10 +14,10 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import DataError, UserError, unknown
+from foveate.errors import DataError, UserError, require, unknown
 from foveate.hybrids.training.mixture import Shape, TrainingPhase
 from foveate.hybrids.training.prepare import Preparation
-from foveate.hybrids.training.settings import require, setting
+from foveate.hybrids.training.settings import setting
 from foveate.hybrids.training.sources import Source
 from foveate.hybrids.training.sparsity import SPARED, SparsitySettings
 from foveate.hybrids.training.synthetic import SOURCES

@@ -29,7 +29,7 @@ from torch import Tensor
 from foveate import outfile
 from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.digest import digest
-from foveate.errors import DataError, UserError, check_seed
+from foveate.errors import DataError, UserError, check_seed, require
 from foveate.hybrids.training.lte_sequences import Drawn, Sequences
 from foveate.hybrids.training.lte_targets import FrozenModel, Seen
 from foveate.hybrids.training.stop import Stop
@@ -77,15 +77,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("steps", "window"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         check_seed(self.seed)
         for name in ("lr", "minutes"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{name} must be above 0, got {value:g}")
-        if self.window >= self.length // 4:
-            raise UserError(f"window must be below a quarter of the length, {self.length // 4}, got {self.window}")
+            require(value is None or 0 < value < math.inf, name, "above 0", value)
+        quarter = self.length // 4
+        require(self.window < quarter, "window", f"below a quarter of the length, {quarter}", self.window)
 
     @property
     def partial(self) -> Path:

@@ -105,11 +105,6 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
-def score_parameters(network: Any) -> list[torch.nn.Parameter]:
-    """The parameters of the learned scores by which a hybrid's layers retain tokens."""
-    return [parameter for layer in evicting_layers(network) for parameter in layer.scores.parameters()]
-
-
 def evicting_layers(network: Any) -> list[torch.nn.Module]:
     """The layers of a hybrid that retain tokens by learned scores."""
     from foveate.hybrids.layers import LearnedEviction  # here, as other models need no layers of the hybrids

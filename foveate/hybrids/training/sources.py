@@ -16,8 +16,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from foveate.errors import UserError, unknown
-from foveate.hybrids.training.settings import require, setting
+from foveate.errors import UserError, require, unknown
+from foveate.hybrids.training.settings import setting
 from foveate.hybrids.training.tokens import TokenStore
 from foveate.lab.inputs.halves import halved
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foveate.errors import UserError, unknown
-from foveate.hybrids.training.settings import require, setting
+from foveate.errors import UserError, require, unknown
+from foveate.hybrids.training.settings import setting
 
 VARIANTS = ("code", "paper")
 _FLOOR, _LEAST, _MOST = 0.95, 1e-9, 1.0

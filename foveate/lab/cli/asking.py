@@ -49,14 +49,13 @@ def generate(
     imported: Import = None,
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
-    from foveate.errors import UserError, check_text
+    from foveate.errors import UserError, check_text, require
     from foveate.lab.evaluation.runner import parse_method
     from foveate.lab.inputs.reading import read_text
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
-    if max_new_tokens < 1:
-        raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
     chosen = parse_method(method)
     text = prompt if prompt_file is None else read_text(prompt_file)
     if not text.strip():
@@ -296,7 +295,7 @@ def tune(
         Path, typer.Option(help="File for the setting, which attach takes in the place of a method.", callback=announce)
     ] = Path("foveate.json"),
     max_loss: Annotated[float, typer.Option(help="Points of the score that may be lost against dense.")] = 1.0,
-    objective: Annotated[str, typer.Option(help="What to minimise: latency, throughput or memory.")] = "latency",
+    objective: Annotated[str, typer.Option(help="What to minimise: latency or memory.")] = "latency",
     task: Annotated[str, typer.Option(help="documents with settings, such as documents:length=8192.")] = "documents",
     calibration: Annotated[
         Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.")

@@ -579,7 +579,8 @@ def test_scores_learn_at_a_share_of_the_rate(make, tmp_path):
     config = make({"model": TINY, "sparsity.budget": 9, "optim.scores": 0.25, "optim.warmup": 0.0, "steps": 1})
     network_ = network.build(config.model, 800, 0, 128, 0)
     groups = optim.adamw(network_, config.optim).param_groups
-    scores = {id(parameter) for parameter in network.score_parameters(network_)}
+    layers = network.evicting_layers(network_)
+    scores = {id(parameter) for layer in layers for parameter in layer.scores.parameters()}
     assert scores
     assert {(group["share"], {id(p) for p in group["params"]} <= scores) for group in groups} == {
         (1.0, False),

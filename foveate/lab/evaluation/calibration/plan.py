@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate.calibration import kept_path
-from foveate.errors import UserError, check_seed, unknown
+from foveate.errors import UserError, check_seed, require, unknown
 from foveate.lab.evaluation.calibration.anchors import BY
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.probes import SHORTEST, TEXT, USUAL, Probes
@@ -62,16 +62,15 @@ class Plan:
         if self.method is None:
             object.__setattr__(self, "method", self._usual_method)
         for name in ("anchors", "keys", "tile", "answer_tokens", "batch_size", "time_context", "time_batch"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
-        if self.rounds < 0:
-            raise UserError(f"rounds must be at least 0, got {self.rounds}")
+            value = getattr(self, name)
+            require(value is None or value >= 1, option(name), "at least 1", value)
+        require(self.rounds >= 0, "rounds", "at least 0", self.rounds)
         check_seed(self.seed)
         for name, allowed in (("by", BY), ("prompts", PROMPTS)):
             if getattr(self, name) not in allowed:
                 raise unknown("value", getattr(self, name), allowed, f"--{name}")
-        if self.time_share is not None and not 0 < self.time_share <= 1:
-            raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
+        share = self.time_share
+        require(share is None or 0 < share <= 1, "time-share", "a share in (0, 1]", share)
         self._check_effect()
         if self.diverges and self.answer_tokens < _FEWEST_TOKENS:
             raise UserError(
