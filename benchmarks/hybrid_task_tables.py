@@ -6,9 +6,13 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from foveate.errors import UserError
-from foveate.hybrids.models import PRESETS, cache_bytes, make_config
+from foveate.hybrids.layers.gated_deltanet import CONV_SIZE
+from foveate.hybrids.models import PRESETS, HybridCache, HybridConfig, make_config
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.metrics import Interval, Values, estimate
 from foveate.lab.report.markdown import NONE, context_length, interval, markdown_table, titled
@@ -80,6 +84,40 @@ def caches(rows: Sequence[Row]) -> str:
         lines.append([line, ", ".join(seeds) or NONE, *recalled, *map(size_of, held)])
     title = "recall from beyond every window, percent (range of the seeds), and what a sequence's cache holds"
     return titled(title, rows, markdown_table(lines))
+
+
+def cache_bytes(config: HybridConfig, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that a cache of one sequence holds while it generates, after ``tokens`` tokens.
+
+    Nothing is computed or allocated: the memories take in tensors without storage.
+    """
+    cache = HybridCache(config)
+    for layer, mixer in zip(cache.layers, config.mixers):
+        _take_in(layer, config, mixer, tokens, dtype)
+    return cache.nbytes
+
+
+def _take_in(layer: CacheLayerMixin, config: HybridConfig, mixer: str, tokens: int, dtype: torch.dtype) -> None:
+    """Gives a layer's memory a prompt on the device `meta`, of the shapes that its mixer has."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+    if mixer == "gdn":
+        heads, width = config.gdn_heads, config.gdn_head_dim
+        tail = empty(CONV_SIZE - 1, 3 * heads * width)
+        layer.memory.tensors = {"tail": tail, "state": empty(heads, width, width, dtype=torch.float32)}
+        return
+    nsa = mixer == "nsa"
+    heads = config.nsa_kv_heads if nsa else config.num_key_value_heads
+    k = empty(heads, tokens, config.nsa_head_dim if nsa else config.head_dim)
+    if nsa:
+        layer.memory.append(k, k, None)
+        layer.memory.summaries(lambda keys, values: (keys[:, :, :: config.nsa_block],) * 2)
+    elif mixer == "attn":
+        layer.update(k, k)
+    else:
+        layer.memory.start(k, k, empty(tokens, dtype=torch.int64))
 
 
 def by_seed(rows: Sequence[Row]) -> str:

@@ -44,6 +44,15 @@ _KERNELS = 25
 """Kernels that a profile lists."""
 _NAME = 120
 """Characters of a kernel's name that are printed."""
+_PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +102,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place, say: Say) -> dict
     settings = ModelSettings(preset=preset, size=size)
     vocabulary = network.configuration(settings).vocab_size
     made = network.build(settings, vocabulary, 0, plan.length, plan.seed).to(place.device).train()
-    parallel = Parallel(made, place, "ddp", half=cuda)
+    parallel = Parallel(made, place)
     if plan.compile:
         made.compile()
     feedback = (
@@ -122,7 +131,7 @@ def _measure(plan: Plan, name: str, tokens: int, place: Place, say: Say) -> dict
         "ms": mean,
         "ms_quartiles": statistics.quantiles(times, n=4) if len(times) > 1 else times * 3,
         "parameters": sum(parameter.numel() for parameter in made.parameters()),
-        "multiplied": network.matmul_parameters(made),
+        "multiplied": _multiplied(made),
         "gated_delta_rule": delta_rule(made.config, place.device, torch.bfloat16 if cuda else torch.float32),
         "peak_bytes": peak,
         "peak_counts": memory.kind,
@@ -155,7 +164,7 @@ def delta_rule(config: HybridConfig, device: torch.device, dtype: torch.dtype) -
     """Which path runs a model's Gated DeltaNet; None without such layers."""
     if "gdn" not in config.mixers:
         return None
-    return rule_in_use(device, config.gdn_head_dim, config.gdn_value_dim or config.gdn_head_dim, dtype)
+    return rule_in_use(device, config.gdn_head_dim, config.gdn_head_dim, dtype)
 
 
 def _autocast(model: nn.Module) -> contextlib.AbstractContextManager:
@@ -172,7 +181,7 @@ def _row(plan: Plan, name: str, tokens: int, place: Place, measured: dict[str, A
     base = next(same, None)
     base_rate = base["tokens_per_s"] if base else together
     flops = 6 * measured["multiplied"] * together
-    peak = network.peak_flops(place.device)
+    peak = _peak_flops(place.device)
     cuda = place.device.type == "cuda"
     case = {
         "what": "training step",
@@ -198,6 +207,19 @@ def _row(plan: Plan, name: str, tokens: int, place: Place, measured: dict[str, A
         peak_share_counts="6 FLOP a multiplied weight and token, over the devices' dense bf16 FLOP/s",
         tflop_per_s=flops / 1e12,
     ) | {"speedup": together / base_rate, "speedup_counts": "tokens a second over those of the baseline"}
+
+
+def _multiplied(network: nn.Module) -> int:
+    """Weights that multiply each token: matrices, without the embedding unless it is the head as well."""
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    left_out = embedding.weight.numel() if head is None or head.weight is not embedding.weight else 0
+    return sum(parameter.numel() for parameter in network.parameters() if parameter.ndim >= 2) - left_out
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a device; None where they are not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAKS if part in name), None)
 
 
 def main(

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.summary_table import heading
 from foveate.errors import UserError
 from foveate.lab.report import lines, pooled
 from foveate.lab.report.markdown import (
@@ -83,7 +84,7 @@ def differences(rows: Sequence[Row]) -> str:
         return f"{number(row['score'], 1)} / {difference(row)} / {percent(row['keys_read_share'])}"
 
     def table(_: str, own: list[Row]) -> str:
-        comparisons = {f"{lines.heading(some[0])}, n = {some[0]['n']}": some for some in lines.cells(own).values()}
+        comparisons = {f"{heading(some[0])}, n = {some[0]['n']}": some for some in lines.cells(own).values()}
         cells: dict[str, dict[str, str]] = {}
         for name, some in comparisons.items():
             for row in some:

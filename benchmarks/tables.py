@@ -19,26 +19,26 @@ from pathlib import Path
 
 from benchmarks import (
     age,
+    calibration_table,
     csa_tables,
     hybrid_tables,
     hybrid_task_tables,
     layer_tables,
     paper_table,
     recheck,
+    summary_table,
     table_kinds,
 )
 from foveate.calibration import load
 from foveate.lab.report import pooled
 from foveate.lab.report.lines import once
 from foveate.lab.report.rows import Row, chosen, of_cases, spelled
-from foveate.lab.report.tables import calibrations
 from foveate.lab.report.tables.general import tables
-from foveate.lab.report.tables.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
-    "summary": summary,
+    "summary": summary_table.summary,
     "differences": table_kinds.differences,
     "paired": table_kinds.paired,
     "by-task": table_kinds.by_task,
@@ -81,7 +81,7 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     """
     found = [load(root / word) for word in words if word.endswith(".json")]
     if found:
-        return calibrations.table(found)
+        return calibration_table.table(found)
     files = [word for word in words if word.endswith(".jsonl")]
     rows = [json.loads(line) for file in files for line in (root / file).read_text(encoding="utf-8").splitlines()]
     conditions = [word for word in words if "=" in word]

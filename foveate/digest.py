@@ -7,6 +7,17 @@ from pathlib import Path
 
 from foveate.errors import DataError
 
+_BLOCK = 1 << 22
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content, read a piece at a time."""
+    total = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while block := file.read(_BLOCK):
+            total.update(block)
+    return total.hexdigest()
+
 
 def digest(paths: list[Path]) -> str:
     """sha256 (first 16 hex digits) over the names and contents of files, independent of the folder's path."""

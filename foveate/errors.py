@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -12,6 +13,12 @@ class UserError(ValueError):
 
 class DataError(UserError):
     """A malformed or missing data file; the message begins with the file and, where there is one, the line."""
+
+
+def require(right: bool, name: str, allowed: str, value: object) -> None:
+    """Raises `UserError`, which names a setting, its value and what is allowed, unless the value is right."""
+    if not right:
+        raise UserError(f"{name} must be {allowed}, got {value}")
 
 
 def check_seed(seed: int) -> None:
@@ -39,3 +46,17 @@ def unknown(kind: str, value: str, allowed: Iterable[str], where: str = "") -> U
     hint = f" Did you mean '{near[0]}'?" if near else ""
     where = f"{where}: " if where else ""
     return UserError(f"{where}unknown {kind} '{value}'.{hint} Allowed: {', '.join(names)}")
+
+
+def of_extra(package: str, extra: str, what: str, installed_as: str = "") -> Any:
+    """A package that one of foveate's extras brings, imported. Raises `UserError` where it is not installed.
+
+    Args:
+        what: what needs it, with the verb: these words begin the message.
+        installed_as: what it is called where it is installed from, if not by the name of the import.
+    """
+    try:
+        return __import__(package)
+    except ImportError:
+        name = installed_as or package
+        raise UserError(f"{what} {name}, which is not installed: pip install 'foveate[{extra}]'") from None

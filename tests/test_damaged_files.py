@@ -69,10 +69,10 @@ def partial_results(folder):
 
 
 def training_log(folder):
-    with journal.Journal(folder, {"kind": "run"}, 0, tensorboard=False) as log:
+    with journal.Journal(folder, {"kind": "run"}, 0) as log:
         for step in range(1, 5):
             log.add({"step": step, "loss": 1.5 / step, "lr": 0.1})
-    return folder / journal.LOG, lambda one: journal.Journal(one.parent, {"kind": "run"}, 3, tensorboard=False)
+    return folder / journal.LOG, lambda one: journal.Journal(one.parent, {"kind": "run"}, 3)
 
 
 def checkpoint(folder):

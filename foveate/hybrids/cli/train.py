@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,6 @@ app = typer.Typer(help="Train a model on text and generated retrieval.")
 _INTERRUPTED = 130
 _MISSED = 3
 """The exit code of a run whose model has not learned what `sparsity.recall` asks for."""
-_PLOT = "loss.png"
 
 
 @app.callback(invoke_without_command=True)
@@ -40,12 +40,11 @@ def train(
     """Train by a configuration: resumable to the same curve; under torchrun with several processes."""
     if context.invoked_subcommand is not None:
         return
-    from foveate.errors import UserError
+    from foveate.errors import UserError, require
 
     if config is None or out is None:
         raise UserError("foveate train needs --config and --out; foveate train settings lists what a configuration has")
-    if minutes is not None and not minutes > 0:
-        raise UserError(f"--minutes must be above 0, got {minutes:g}")
+    require(minutes is None or minutes > 0, "--minutes", "above 0", minutes)
     from foveate.hybrids.training import configuration
 
     plan = configuration.load(config, changes or [])
@@ -53,15 +52,13 @@ def train(
     from foveate.hybrids.training import loop
 
     quiet()
-    notes = _console()
     try:
-        with _Readings(notes, plan.steps) as progress:
+        with _Readings(console(stderr=True), plan.steps) as progress:
             outcome = loop.train(plan, out, resume, minutes, progress.say, progress)
     except KeyboardInterrupt:
         progress.say("interrupted; --resume goes on from the last checkpoint")
         raise typer.Exit(_INTERRUPTED) from None
     if _first():
-        _plot(out, progress.say)
         _summary(out, outcome, progress.say)
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
@@ -79,7 +76,6 @@ def prepare(
         Path | None, typer.Option(help="Folder of a tokenizer; one is trained if left out.", show_default=False)
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens of one that is trained.")] = 16384,
-    sample: Annotated[int, typer.Option(help="Characters on which it is trained.")] = 40_000_000,
     limit: Annotated[
         int | None, typer.Option(help="Training tokens, taken alike from all files; else all.", show_default=False)
     ] = None,
@@ -101,7 +97,6 @@ def prepare(
         text,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        sample=sample,
         limit=limit,
         held_out=held_out,
         leave_out=tuple(leave_out or ()),
@@ -130,18 +125,6 @@ class _Readings(Progress):
             self.say(f"step {step:,} of {steps:,} · {line}")
 
 
-def _plot(out: Path, say: Any) -> None:
-    """Draws the loss, if matplotlib is there."""
-    from foveate.errors import UserError
-    from foveate.hybrids.training import journal
-    from foveate.lab.report.plots import training
-
-    try:
-        training.losses(journal.read(out), out / _PLOT)
-    except UserError as error:
-        say(str(error))
-
-
 def _summary(out: Path, outcome: Any, say: Any) -> None:
     parts = [f"step {outcome.step:,}"]
     if outcome.loss is not None:
@@ -150,19 +133,10 @@ def _summary(out: Path, outcome: Any, say: Any) -> None:
         parts.append(f"held-out loss {outcome.held_out:.4f}")
     if outcome.tokens_per_second is not None:
         parts.append(f"{outcome.tokens_per_second:,.0f} tokens/s")
-    if outcome.peak_share is not None:
-        parts.append(f"{outcome.peak_share:.1%} of peak FLOP/s (6 FLOP a weight and token)")
     say(" · ".join(parts))
     if outcome.finished:
         typer.echo(f"the model is in {out / 'model'}")
 
 
-def _console() -> Any:
-
-    return console(stderr=True)
-
-
 def _first() -> bool:
-    import os
-
     return os.environ.get("RANK", "0") == "0"

@@ -29,9 +29,6 @@ def lte(
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     window: Annotated[int, typer.Option(help="Queries within so many tokens do not count.")] = 32,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
-    ranking: Annotated[float, typer.Option(help="Weight of the ranking loss beside SmoothL1.")] = 0.5,
-    calibration: Annotated[int, typer.Option(help="Sequences held out: they set scales, and heads' budgets.")] = 8,
-    every: Annotated[int, typer.Option(help="Steps between readings of the loss, which also save the run.")] = 25,
     seed: Annotated[int, typer.Option(help="Seed of sequences and weights.")] = 0,
     dtype: Annotated[
         str, typer.Option(help="The model's: float32, bfloat16, float16, or auto: float32 on a CPU, else its own.")
@@ -42,7 +39,7 @@ def lte(
     from foveate.hybrids.training.frozen_lte import Plan, train
     from foveate.methods import get
 
-    plan = Plan(model, text, out, steps, minutes, length, window, lr, ranking, calibration, every, seed, dtype, device)
+    plan = Plan(model, text, out, steps, minutes, length, window, lr, seed, dtype, device)
     notes = console(stderr=True)
     quiet()
     with _Readings(notes, steps) as progress:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from foveate.hybrids.ops.recur import gated_delta_rule
 from foveate.hybrids.state import Packing, RecurrentMemory
 
+CONV_SIZE = 4
+"""Tokens that the short convolution sees."""
+
 
 class GatedDeltaNet(nn.Module):
     """Projections, a short convolution, the gated delta rule, a gated norm.
@@ -18,40 +21,28 @@ class GatedDeltaNet(nn.Module):
     Args:
         hidden_size: width of the model.
         num_heads: heads of the rule.
-        head_dim: dimensions of a query or key.
-        value_dim: dimensions of a value; the published models' are those of a key.
-        conv_size: tokens that the short convolution sees.
+        head_dim: dimensions of a query, a key or a value.
         eps: of the norm.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        conv_size: int = 4,
-        eps: float = 1e-6,
-    ):
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, eps: float = 1e-6):
         super().__init__()
         self.num_heads, self.head_dim = num_heads, head_dim
-        self.value_dim = head_dim if value_dim is None else value_dim
-        self.conv_size = conv_size
-        self.widths = [num_heads * head_dim, num_heads * head_dim, num_heads * self.value_dim]
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False)
+        width = num_heads * head_dim
+        self.qkv_proj = nn.Linear(hidden_size, 3 * width, bias=False)
         self.gates_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False)
-        self.out_gate_proj = nn.Linear(hidden_size, self.widths[2], bias=False)
-        self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False)
-        self.conv = nn.Parameter(torch.empty(conv_size, sum(self.widths)))
+        self.out_gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+        self.conv = nn.Parameter(torch.empty(CONV_SIZE, 3 * width))
         self.log_rate = nn.Parameter(torch.empty(num_heads))
         self.step_bias = nn.Parameter(torch.empty(num_heads))
-        self.norm = nn.RMSNorm(self.value_dim, eps=eps)
+        self.norm = nn.RMSNorm(head_dim, eps=eps)
         self.reset_gates()
 
     @torch.no_grad()
     def reset_gates(self) -> None:
         """Draw the convolution and the decay as Mamba 2 does: rates in (0, 16), steps from 0.001 to 0.1."""
-        bound = self.conv_size**-0.5
+        bound = CONV_SIZE**-0.5
         self.conv.uniform_(-bound, bound)
         self.log_rate.uniform_(1e-4, 16).log_()
         step = torch.empty_like(self.step_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
@@ -67,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         if packing is not None:
             inputs["real"] = packing.real
         out = self._remember(inputs, memory, packing) if memory is not None else self._read(inputs, {})[0]
-        gate = self.out_gate_proj(hidden).unflatten(-1, (self.num_heads, self.value_dim))
+        gate = self.out_gate_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim))
         out = self.norm(out.transpose(1, 2)) * F.silu(gate)
         return self.o_proj(out.flatten(2).to(hidden.dtype))
 
@@ -96,11 +87,11 @@ class GatedDeltaNet(nn.Module):
             x = x * real[..., None]
         tail = before.get("tail")
         if tail is None:
-            tail = x.new_zeros(x.shape[0], self.conv_size - 1, x.shape[2])
+            tail = x.new_zeros(x.shape[0], CONV_SIZE - 1, x.shape[2])
         x = torch.cat([tail, x], 1)
-        length = x.shape[1] - self.conv_size + 1
-        mixed = sum(x[:, i : i + length] * self.conv[i].to(x.dtype) for i in range(self.conv_size))
-        q, k, v = (self._heads(part) for part in F.silu(mixed).split(self.widths, -1))
+        length = x.shape[1] - CONV_SIZE + 1
+        mixed = sum(x[:, i : i + length] * self.conv[i].to(x.dtype) for i in range(CONV_SIZE))
+        q, k, v = (self._heads(part) for part in F.silu(mixed).chunk(3, -1))
         step, beta = inputs["gates"].float().transpose(1, 2).chunk(2, 1)
         log_decay = -self.log_rate.float().exp()[:, None] * F.softplus(step + self.step_bias.float()[:, None])
         beta = beta.sigmoid()
@@ -110,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         if real is None:
             tail = x[:, length:].clone()  # a view would keep the whole sequence
         else:
-            last = real.sum(1)[:, None] + torch.arange(self.conv_size - 1, device=x.device)
+            last = real.sum(1)[:, None] + torch.arange(CONV_SIZE - 1, device=x.device)
             tail = x.gather(1, last[..., None].expand(-1, -1, x.shape[2]))
         return out, {"tail": tail, "state": state}
 

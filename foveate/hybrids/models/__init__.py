@@ -5,7 +5,7 @@ Importing this module registers them with ``AutoConfig`` and ``AutoModelForCausa
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from foveate.hybrids.models.cache import HybridCache, MemoryLayer, cache_bytes
+from foveate.hybrids.models.cache import HybridCache, MemoryLayer
 from foveate.hybrids.models.configuration import MIXERS, HybridConfig
 from foveate.hybrids.models.modeling import HybridForCausalLM, HybridModel
 from foveate.hybrids.models.presets import PRESETS, SIZES, make_config
@@ -23,6 +23,5 @@ __all__ = [
     "HybridForCausalLM",
     "HybridModel",
     "MemoryLayer",
-    "cache_bytes",
     "make_config",
 ]

@@ -96,43 +96,6 @@ class MemoryLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def cache_bytes(config: transformers.PreTrainedConfig, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that a :class:`HybridCache` of one sequence holds while it generates, after ``tokens`` tokens.
-
-    Nothing is computed or allocated: the memories take in tensors without storage.
-    """
-    cache = HybridCache(config)
-    for layer, mixer in zip(cache.layers, config.mixers):
-        _take_in(layer, config, mixer, tokens, dtype)
-    return cache.nbytes
-
-
-def _take_in(
-    layer: CacheLayerMixin, config: transformers.PreTrainedConfig, mixer: str, tokens: int, dtype: torch.dtype
-) -> None:
-    """Gives a layer's memory a prompt on the device `meta`, of the shapes that its mixer has."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(1, *shape, dtype=dtype, device="meta")
-
-    if mixer == "gdn":
-        heads, width = config.gdn_heads, config.gdn_head_dim
-        of_value = config.gdn_value_dim or width
-        tail = empty(config.gdn_conv_size - 1, heads * (2 * width + of_value))
-        layer.memory.tensors = {"tail": tail, "state": empty(heads, width, of_value, dtype=torch.float32)}
-        return
-    nsa = mixer == "nsa"
-    heads = config.nsa_kv_heads if nsa else config.num_key_value_heads
-    k = empty(heads, tokens, config.nsa_head_dim if nsa else config.head_dim)
-    if nsa:
-        layer.memory.append(k, k, None)
-        layer.memory.summaries(lambda keys, values: (keys[:, :, :: config.nsa_block],) * 2)
-    elif mixer == "attn":
-        layer.update(k, k)
-    else:
-        layer.memory.start(k, k, empty(tokens, dtype=torch.int64))
-
-
 class HybridCache(transformers.Cache):
     """Memories of a hybrid's layers for one batch of sequences over any number of turns.
 

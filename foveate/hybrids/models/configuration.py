@@ -28,7 +28,7 @@ class HybridConfig(PreTrainedConfig):
         mixers: the mixer of each layer, of :data:`MIXERS`; or a pattern that is repeated over all layers.
         vocab_size, hidden_size, intermediate_size, num_hidden_layers: of the model.
         num_attention_heads, num_key_value_heads, head_dim: of attn, swa and lte layers.
-        gdn_heads, gdn_head_dim, gdn_value_dim, gdn_conv_size: of gdn layers, Gated DeltaNet.
+        gdn_heads, gdn_head_dim: of gdn layers, Gated DeltaNet.
         sliding_window: tokens that a query sees in a swa layer, its own included.
         lte_window, lte_buffer, lte_sinks: of lte layers; the window is that before a query's own token.
         lte_scores: "conv" or "mlp".
@@ -47,81 +47,55 @@ class HybridConfig(PreTrainedConfig):
     model_type = "foveate_hybrid"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
-    def __init__(
-        self,
-        mixers: Sequence[str] = ("gdn", "lte"),
-        vocab_size: int = 32000,
-        hidden_size: int = 1024,
-        intermediate_size: int = 2816,
-        num_hidden_layers: int = 24,
-        num_attention_heads: int = 16,
-        num_key_value_heads: int = 16,
-        head_dim: int = 64,
-        gdn_heads: int = 8,
-        gdn_head_dim: int = 128,
-        gdn_value_dim: int | None = None,
-        gdn_conv_size: int = 4,
-        sliding_window: int = 1024,
-        lte_window: int = 768,
-        lte_buffer: int = 512,
-        lte_sinks: int = 4,
-        lte_scores: str = "conv",
-        lte_dropout: float = 0.1,
-        lte_dropout_at: str = "input",
-        lte_cap: float | None = None,
-        lte_whole_prompt: bool = False,
-        lte_gradient: str = "value",
-        nsa_heads: int = 32,
-        nsa_kv_heads: int = 2,
-        nsa_head_dim: int = 64,
-        nsa_block: int = 64,
-        nsa_blocks: int = 16,
-        nsa_window: int = 512,
-        nsa_compression: str = "mean",
-        rope_base: float = 10000.0,
-        rms_norm_eps: float = 1e-6,
-        initializer_range: float = 0.006,
-        max_position_embeddings: int = 4096,
-        use_cache: bool = True,
-        tie_word_embeddings: bool = True,
-        pad_token_id: int | None = None,
-        bos_token_id: int | None = None,
-        eos_token_id: int | list[int] | None = None,
-        **kwargs: Any,
-    ):
+    mixers: Sequence[str] = ("gdn", "lte")
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int = 64
+    gdn_heads: int = 8
+    gdn_head_dim: int = 128
+    sliding_window: int = 1024
+    lte_window: int = 768
+    lte_buffer: int = 512
+    lte_sinks: int = 4
+    lte_scores: str = "conv"
+    lte_dropout: float = 0.1
+    lte_dropout_at: str = "input"
+    lte_cap: float | None = None
+    lte_whole_prompt: bool = False
+    lte_gradient: str = "value"
+    nsa_heads: int = 32
+    nsa_kv_heads: int = 2
+    nsa_head_dim: int = 64
+    nsa_block: int = 64
+    nsa_blocks: int = 16
+    nsa_window: int = 512
+    nsa_compression: str = "mean"
+    rope_base: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.006
+    max_position_embeddings: int = 4096
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any):
         pairs = {
-            "num_attention_heads": (num_attention_heads, num_key_value_heads),
-            "nsa_heads": (nsa_heads, nsa_kv_heads),
+            "num_attention_heads": (self.num_attention_heads, self.num_key_value_heads),
+            "nsa_heads": (self.nsa_heads, self.nsa_kv_heads),
         }
         for name, (heads, kv_heads) in pairs.items():
             if heads % kv_heads:
                 raise ValueError(f"{name} must be a multiple of its {kv_heads} KV heads, not {heads}")
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.mixers = _pattern(mixers, num_hidden_layers)
-        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
-        self.head_dim = head_dim
-        self.gdn_heads, self.gdn_head_dim = gdn_heads, gdn_head_dim
-        self.gdn_value_dim, self.gdn_conv_size = gdn_value_dim, gdn_conv_size
-        self.sliding_window = sliding_window
-        self.lte_window, self.lte_buffer, self.lte_sinks = lte_window, lte_buffer, lte_sinks
-        self.lte_scores, self.lte_dropout, self.lte_dropout_at = lte_scores, lte_dropout, lte_dropout_at
-        self.lte_cap, self.lte_whole_prompt, self.lte_gradient = lte_cap, lte_whole_prompt, lte_gradient
-        self.nsa_heads, self.nsa_kv_heads, self.nsa_head_dim = nsa_heads, nsa_kv_heads, nsa_head_dim
-        self.nsa_block, self.nsa_blocks, self.nsa_window = nsa_block, nsa_blocks, nsa_window
-        self.nsa_compression = nsa_compression
-        self.rope_base = rope_base
-        self.rms_norm_eps, self.initializer_range = rms_norm_eps, initializer_range
-        self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
+        self.mixers = _pattern(self.mixers, self.num_hidden_layers)
         kwargs.pop("layer_types", None)
         self.layer_types = [MIXERS[mixer] for mixer in self.mixers]
-        super().__init__(
-            tie_word_embeddings=tie_word_embeddings,
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            **kwargs,
-        )
+        super().__post_init__(**kwargs)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """What a cache holds of each layer before the first token."""

@@ -97,8 +97,7 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     kind = config.mixers[layer_idx]
     if kind == "gdn":
-        how = (config.gdn_heads, config.gdn_head_dim, config.gdn_value_dim, config.gdn_conv_size)
-        return GatedDeltaNet(config.hidden_size, *how, config.rms_norm_eps)
+        return GatedDeltaNet(config.hidden_size, config.gdn_heads, config.gdn_head_dim, config.rms_norm_eps)
     if kind == "lte":
         scores = {"kind": config.lte_scores, "dropout": config.lte_dropout, "dropout_at": config.lte_dropout_at}
         scores["cap"] = config.lte_cap

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from foveate import outfile
+from foveate.digest import sha256
 from foveate.errors import DataError, UserError
 from foveate.hybrids.training.journal import LOG
-from foveate.hybrids.training.tokens import sha256
 from foveate.json_text import parse_json
-from foveate.lab.results.resultfile import locked
+from foveate.lab.results.resultfile import differences, locked
 
 KIND = "checkpoint of foveate train"
 SCHEMA = 1
@@ -167,11 +167,8 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def check_fingerprint(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raises `UserError`, naming what differs, if a checkpoint belongs to a run with other settings."""
-    ours = json.loads(json.dumps(dict(ours)))
-    names = [name for name in dict.fromkeys([*theirs, *ours]) if theirs.get(name) != ours.get(name)]
-    if names:
-        parts = "; ".join(f"{name} is {theirs.get(name)!r} there, {ours.get(name)!r} here" for name in names)
-        raise UserError(f"{folder}: of a run with other settings: {parts}. Choose another --out, or the same settings")
+    if differ := differences(theirs, ours):
+        raise UserError(f"{folder}: of a run with other settings: {differ}. Choose another --out, or the same settings")
 
 
 def prune(out: Path, keep: int) -> None:

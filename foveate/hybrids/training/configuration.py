@@ -10,42 +10,31 @@ import json
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import DataError, UserError, unknown
+from foveate.errors import DataError, UserError, require, unknown
 from foveate.hybrids.training.mixture import Shape, TrainingPhase
 from foveate.hybrids.training.prepare import Preparation
+from foveate.hybrids.training.settings import setting
 from foveate.hybrids.training.sources import Source
 from foveate.hybrids.training.sparsity import SPARED, SparsitySettings
 from foveate.hybrids.training.synthetic import SOURCES
 from foveate.json_text import parse_json
 from foveate.lab.inputs import reading
 
-PRECISIONS = ("auto", "bf16", "fp32")
-PARALLEL = ("ddp", "fsdp")
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
-
-
-def _setting(default: Any, text: str) -> Any:
-    made = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata={"help": text})
-
-
-def _require(right: bool, name: str, allowed: str, value: Any) -> None:
-    if not right:
-        raise UserError(f"{name} must be {allowed}, got {value}")
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """Either a folder or a preset. A folder with weights goes on from them; without, weights are drawn by the seed."""
 
-    folder: Path | None = _setting(None, "folder with a config.json of a causal language model, perhaps with weights")
-    preset: str | None = _setting(None, "name of a hybrid, such as lalte")
-    size: str | None = _setting(None, "size of the preset, such as 27M")
-    changes: dict[str, Any] = _setting(dict, "fields of the model's configuration to set otherwise")
+    folder: Path | None = setting(None, "folder with a config.json of a causal language model, perhaps with weights")
+    preset: str | None = setting(None, "name of a hybrid, such as lalte")
+    size: str | None = setting(None, "size of the preset, such as 27M")
+    changes: dict[str, Any] = setting(dict, "fields of the model's configuration to set otherwise")
 
     def __post_init__(self) -> None:
         if (self.folder is None) == (self.preset is None):
@@ -58,12 +47,12 @@ class ModelSettings:
 class DataSettings:
     """Tokenised text, or the text it is made of."""
 
-    folder: Path = _setting(None, "folder of tokenised text; it is written if `text` is given and it is not there")
-    text: Path | None = _setting(None, "folder of text to tokenise into `folder`, once")
-    prepare: dict[str, Any] = _setting(dict, "how to tokenise it: tokenizer, vocab_size, limit, leave_out, …")
+    folder: Path = setting(None, "folder of tokenised text; it is written if `text` is given and it is not there")
+    text: Path | None = setting(None, "folder of text to tokenise into `folder`, once")
+    prepare: dict[str, Any] = setting(dict, "how to tokenise it: tokenizer, vocab_size, limit, leave_out, …")
 
     def __post_init__(self) -> None:
-        _require(self.folder is not None, "data.folder", "a folder", "nothing")
+        require(self.folder is not None, "data.folder", "a folder", "nothing")
         if self.prepare and self.text is None:
             raise UserError("data.prepare does nothing without data.text")
         self.preparation()
@@ -81,16 +70,16 @@ class DataSettings:
 class BatchSettings:
     """Tokens of a step and of a forward pass, and the length of the rows."""
 
-    tokens: int = _setting(131_072, "tokens of an optimiser's step, of all devices together")
-    device_tokens: int = _setting(65_536, "tokens of one forward pass on one device; the rest is accumulated")
-    length: int = _setting(2048, "tokens of a row")
-    longer: int | None = _setting(None, "tokens of a row in the last steps; none: as before")
-    longer_from: float = _setting(0.85, "share of the steps after which rows are longer")
+    tokens: int = setting(131_072, "tokens of an optimiser's step, of all devices together")
+    device_tokens: int = setting(65_536, "tokens of one forward pass on one device; the rest is accumulated")
+    length: int = setting(2048, "tokens of a row")
+    longer: int | None = setting(None, "tokens of a row in the last steps; none: as before")
+    longer_from: float = setting(0.85, "share of the steps after which rows are longer")
 
     def __post_init__(self) -> None:
         for name in ("tokens", "device_tokens", "length", *(() if self.longer is None else ("longer",))):
-            _require(getattr(self, name) >= 2, f"batch.{name}", "at least 2", getattr(self, name))
-        _require(0 < self.longer_from < 1, "batch.longer_from", "between 0 and 1", self.longer_from)
+            require(getattr(self, name) >= 2, f"batch.{name}", "at least 2", getattr(self, name))
+        require(0 < self.longer_from < 1, "batch.longer_from", "between 0 and 1", self.longer_from)
         if self.tokens % self.device_tokens:
             raise UserError(
                 f"batch.tokens must be a multiple of batch.device_tokens ({self.device_tokens:,}), got {self.tokens:,}"
@@ -118,104 +107,94 @@ class BatchSettings:
 class OptimSettings:
     """AdamW with a linear warm-up and a cosine decay. Vectors and scalars (norms, biases, gates) do not decay."""
 
-    lr: float = _setting(3e-4, "highest learning rate")
-    scores: float = _setting(1.0, "share of it by which retention scores learn; below 1 where heads fall silent")
-    final: float = _setting(0.1, "share of it at the end")
-    warmup: float = _setting(0.05, "share of the steps over which it rises")
-    weight_decay: float = _setting(0.1, "of matrices")
-    betas: tuple[float, float] = _setting((0.9, 0.95), "of the moving averages")
-    eps: float = _setting(1e-8, "added to the denominator")
-    answers: float = _setting(1.0, "weight in the loss of a token of an answer, beside 1 of any other")
-    clip: float = _setting(1.0, "largest norm of the gradient; 0: not clipped")
+    lr: float = setting(3e-4, "highest learning rate")
+    scores: float = setting(1.0, "share of it by which retention scores learn; below 1 where heads fall silent")
+    final: float = setting(0.1, "share of it at the end")
+    warmup: float = setting(0.05, "share of the steps over which it rises")
+    weight_decay: float = setting(0.1, "of matrices")
+    answers: float = setting(1.0, "weight in the loss of a token of an answer, beside 1 of any other")
+    clip: float = setting(1.0, "largest norm of the gradient; 0: not clipped")
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "optim.lr", "above 0", self.lr)
-        _require(0 < self.scores <= 1, "optim.scores", "in (0, 1]", self.scores)
-        _require(0 <= self.final <= 1, "optim.final", "in [0, 1]", self.final)
-        _require(0 <= self.warmup < 1, "optim.warmup", "in [0, 1)", self.warmup)
-        _require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
-        _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", "two numbers in [0, 1)", self.betas)
-        _require(self.eps > 0, "optim.eps", "above 0", self.eps)
-        _require(self.answers > 0, "optim.answers", "above 0", self.answers)
-        _require(self.clip >= 0, "optim.clip", "at least 0", self.clip)
+        require(self.lr > 0, "optim.lr", "above 0", self.lr)
+        require(0 < self.scores <= 1, "optim.scores", "in (0, 1]", self.scores)
+        require(0 <= self.final <= 1, "optim.final", "in [0, 1]", self.final)
+        require(0 <= self.warmup < 1, "optim.warmup", "in [0, 1)", self.warmup)
+        require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
+        require(self.answers > 0, "optim.answers", "above 0", self.answers)
+        require(self.clip >= 0, "optim.clip", "at least 0", self.clip)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
     """When checkpoints are written, which are kept, and the model that is written at the end."""
 
-    every: int = _setting(500, "steps between two checkpoints")
-    keep: int = _setting(2, "newest checkpoints that are kept; the one of the lowest held-out loss is, too")
-    export_dtype: str = _setting("float32", "number format of the model at the end: float32 or bfloat16")
-    export_shard: str = _setting("5GB", "largest file of the model at the end, such as 50MB")
+    every: int = setting(500, "steps between two checkpoints")
+    keep: int = setting(2, "newest checkpoints that are kept; the one of the lowest held-out loss is, too")
+    export_shard: str = setting("5GB", "largest file of the model at the end, such as 50MB")
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, "checkpoints.every", "at least 1", self.every)
-        _require(self.keep >= 1, "checkpoints.keep", "at least 1", self.keep)
-        if self.export_dtype not in (dtypes := ("float32", "bfloat16")):
-            raise unknown("number format", self.export_dtype, dtypes, "checkpoints.export_dtype")
+        require(self.every >= 1, "checkpoints.every", "at least 1", self.every)
+        require(self.keep >= 1, "checkpoints.keep", "at least 1", self.keep)
 
 
 @dataclass(frozen=True)
 class LogSettings:
     """What is said and written on the way."""
 
-    every: int = _setting(10, "steps between two readings of the loss; a device is waited for at no other step")
-    held_out: int = _setting(131_072, "held-out tokens on which the loss is measured with every checkpoint; 0: none")
-    answers: int = _setting(
+    every: int = setting(10, "steps between two readings of the loss; a device is waited for at no other step")
+    held_out: int = setting(131_072, "held-out tokens on which the loss is measured with every checkpoint; 0: none")
+    answers: int = setting(
         0, "steps between two measurements of the answers to rows of the mixture, near and far; a multiple of log.every"
     )
-    far: int = _setting(400, "tokens between an answer and its source from which it counts as far: above every window")
+    far: int = setting(400, "tokens between an answer and its source from which it counts as far: above every window")
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, "log.every", "at least 1", self.every)
-        _require(self.far >= 1, "log.far", "at least 1", self.far)
+        require(self.every >= 1, "log.every", "at least 1", self.every)
+        require(self.far >= 1, "log.far", "at least 1", self.far)
         right = self.answers >= 0 and self.answers % self.every == 0
-        _require(right, "log.answers", f"a multiple of log.every ({self.every}), or 0", self.answers)
-        _require(self.held_out >= 0, "log.held_out", "at least 0", self.held_out)
+        require(right, "log.answers", f"a multiple of log.every ({self.every}), or 0", self.answers)
+        require(self.held_out >= 0, "log.held_out", "at least 0", self.held_out)
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """Where and how to compute. Nothing here changes what is computed, but for rounding and the draws of dropout."""
 
-    device: str = _setting("auto", "cpu, cuda, or auto: a GPU if there is one")
-    precision: str = _setting("auto", "bf16 (weights in fp32), fp32, or auto: bf16 on a GPU")
-    parallel: str = _setting("ddp", "ddp or fsdp (FSDP2): how several processes share the work")
-    compile: bool = _setting(False, "compile the model with torch.compile")
-    workers: int | None = _setting(None, "processes that make batches; none: 4 with a GPU, else 0")
+    device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one")
+    compile: bool = setting(False, "compile the model with torch.compile")
+    workers: int | None = setting(None, "processes that make batches; none: 4 with a GPU, else 0")
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", ("auto", "cpu", "cuda")), ("precision", PRECISIONS), ("parallel", PARALLEL)):
-            if getattr(self, name) not in allowed:
-                raise unknown(name, getattr(self, name), allowed, "run")
-        _require(self.workers is None or self.workers >= 0, "run.workers", "at least 0", self.workers)
+        if self.device not in (devices := ("auto", "cpu", "cuda")):
+            raise unknown("device", self.device, devices, "run")
+        require(self.workers is None or self.workers >= 0, "run.workers", "at least 0", self.workers)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """A whole run."""
 
-    steps: int = _setting(0, "steps of the optimiser")
-    seed: int = _setting(0, "seed of weights, data and dropout")
+    steps: int = setting(0, "steps of the optimiser")
+    seed: int = setting(0, "seed of weights, data and dropout")
     model: ModelSettings = None
     data: DataSettings = None
     mixture: dict[str, Source] = None
-    batch: BatchSettings = _setting(BatchSettings, "")
-    optim: OptimSettings = _setting(OptimSettings, "")
-    sparsity: SparsitySettings = _setting(SparsitySettings, "")
-    checkpoints: CheckpointSettings = _setting(CheckpointSettings, "")
-    log: LogSettings = _setting(LogSettings, "")
-    run: RunSettings = _setting(RunSettings, "")
+    batch: BatchSettings = setting(BatchSettings, "")
+    optim: OptimSettings = setting(OptimSettings, "")
+    sparsity: SparsitySettings = setting(SparsitySettings, "")
+    checkpoints: CheckpointSettings = setting(CheckpointSettings, "")
+    log: LogSettings = setting(LogSettings, "")
+    run: RunSettings = setting(RunSettings, "")
 
     def __post_init__(self) -> None:
         for name in ("model", "data", "mixture"):
             if getattr(self, name) is None:
                 raise UserError(f"the configuration lacks [{name}]")
-        _require(self.steps >= 1, "steps", "at least 1", self.steps)
-        _require(self.seed >= 0, "seed", "at least 0", self.seed)
+        require(self.steps >= 1, "steps", "at least 1", self.steps)
+        require(self.seed >= 0, "seed", "at least 0", self.seed)
         if self.sparsity.budget is not None:  # which counts all tokens of a row but the last ones
-            _require(
+            require(
                 self.batch.length > SPARED, "batch.length", f"above {SPARED} with a sparsity.budget", self.batch.length
             )
 

@@ -1,7 +1,7 @@
-"""One process or several, under torchrun: DDP, or FSDP2 for models whose optimiser does not fit beside them.
+"""One process or several, under torchrun, by DDP.
 
-Weights and the optimiser's moments leave as whole tensors by name and come back so, whichever way they were split: a
-checkpoint of two GPUs goes on with one, and the other way round.
+Weights and the optimiser's moments leave and come back by name: a checkpoint of two GPUs goes on with one, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -79,15 +79,10 @@ _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 class Parallel:
     """A model as the processes share it."""
 
-    def __init__(self, network: nn.Module, place: Place, how: str, half: bool):
+    def __init__(self, network: nn.Module, place: Place):
         self.place, self.network = place, network
-        self.sharded = how == "fsdp" and place.world > 1
-        if self.sharded:
-            if place.device.type != "cuda":
-                raise UserError("run.parallel is fsdp, which needs GPUs; use ddp")
-            shard(network, place, half)
         self.model = network
-        if place.world > 1 and not self.sharded:
+        if place.world > 1:
             from torch.nn.parallel import DistributedDataParallel
 
             ids = [place.device.index] if place.device.type == "cuda" else None
@@ -95,38 +90,32 @@ class Parallel:
                 network, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
             )
 
-    @contextlib.contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         """Gradients of a micro-batch are exchanged only with the step's last one."""
-        if self.sharded:
-            self.network.set_requires_gradient_sync(last)
-            yield
-        elif self.place.world > 1 and not last:
-            with self.model.no_sync():
-                yield
-        else:
-            yield
+        return self.model.no_sync() if self.place.world > 1 and not last else contextlib.nullcontext()
 
     def clip(self, largest: float) -> Tensor:
         """Clips the gradient's norm and returns it as it was, on the device."""
-        norm = nn.utils.clip_grad_norm_(self.network.parameters(), largest)
-        return _whole(norm)
+        return nn.utils.clip_grad_norm_(self.network.parameters(), largest)
 
     def finite(self) -> bool:
         """Whether all weights are finite; waits for the device."""
-        flags = [torch.isfinite(_local(parameter)).all() for parameter in self.network.parameters()]
+        flags = [torch.isfinite(parameter).all() for parameter in self.network.parameters()]
         broken = (~torch.stack(flags)).any().float()
         return not self.place.sum(broken).item()
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights and lasting buffers by name, whole, on the host; tied ones once. Every process takes part."""
+        """All weights and lasting buffers by name, on the host; tied ones once."""
+        return {name: _on_host(value) for name, value in self._kept().items()}
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The same, as the network holds them."""
         tied = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
         kept = dict(self.network.named_parameters())
-        kept |= {name: value for name, value in self.network.state_dict().items() if name not in tied}
-        return {name: _on_host(value.detach()) for name, value in kept.items()}
+        return kept | {name: value for name, value in self.network.state_dict().items() if name not in tied}
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The optimiser's tensors as `<weight>/<name>`, whole, on the host. Every process takes part."""
+        """The optimiser's tensors as `<weight>/<name>`, on the host."""
         return {
             f"{name}/{key}": _on_host(value)
             for name, parameter in self.network.named_parameters()
@@ -135,9 +124,7 @@ class Parallel:
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises `UserError` if the names or shapes are not the network's."""
-        mine = dict(self.network.named_parameters())
-        tied = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        mine |= {name: value for name, value in self.network.state_dict().items() if name not in tied}
+        mine = self._kept()
         if mine.keys() != tensors.keys():
             some = ", ".join(sorted(mine.keys() ^ tensors.keys())[:4])
             raise UserError(f"the checkpoint is of another model: its weights' names differ ({some}, …)")
@@ -148,7 +135,7 @@ class Parallel:
                         f"the checkpoint is of another model: {name} is {list(tensors[name].shape)} there, "
                         f"{list(value.shape)} here"
                     )
-                value.copy_(like(tensors[name], value))
+                value.copy_(tensors[name])
 
     def load_moments(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
         names = {parameter: name for name, parameter in self.network.named_parameters()}
@@ -157,55 +144,11 @@ class Parallel:
         state: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(ordered):
             prefix = f"{names[parameter]}/"
-            mine = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             state[number] = {
-                key: value if value.ndim == 0 and key == "step" else like(value, parameter)
-                for key, value in mine.items()
+                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
             }
         optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
 
 
-def shard(network: nn.Module, place: Place, half: bool) -> None:
-    """FSDP2: each layer by itself, then what is left.
-
-    In half precision, weights are cast to bf16 when they are gathered. Those that the network keeps in fp32
-    (`_keep_in_fp32_modules_strict`) are gathered with the other weights of their own module, uncast; the modules within
-    it are a group of their own.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(place.device.type, (place.world,))
-    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else exact
-    kept = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ()) if half else set()
-    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
-    for layer in max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]):
-        for module in list(layer.modules()):
-            if kept.intersection(name for name, _ in module.named_parameters(recurse=False)):
-                if within := [child for child in module.children() if any(True for _ in child.parameters())]:
-                    fully_shard(within, mesh=mesh, mp_policy=policy)
-                fully_shard(module, mesh=mesh, mp_policy=exact)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(network, mesh=mesh, mp_policy=policy)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _on_host(tensor: Tensor) -> Tensor:
-    return _whole(tensor).detach().to("cpu", copy=True).contiguous()
-
-
-def like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, split as another one is."""
-    if not hasattr(other, "device_mesh"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+    return tensor.detach().to("cpu", copy=True).contiguous()

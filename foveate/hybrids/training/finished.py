@@ -14,30 +14,22 @@ from foveate import outfile
 from foveate.hybrids.training.tokens import TOKENIZER
 
 
-def describe(network: nn.Module, text: Path, folder: Path, dtype: str = "float32") -> None:
-    """Write a model's configuration and its tokenizer into a folder.
-
-    Args:
-        text: folder of the tokenised text, which holds the tokenizer.
-        dtype: of the weights, as the configuration names it.
-    """
+def describe(network: nn.Module, text: Path, folder: Path) -> None:
+    """Write a model's configuration and its tokenizer, which the folder of tokenised text holds, into a folder."""
     config = copy.deepcopy(network.config)
-    config.architectures, config.dtype = [type(network).__name__], dtype
+    config.architectures, config.dtype = [type(network).__name__], "float32"
     config.save_pretrained(folder)
     for path in sorted((text / TOKENIZER).iterdir()):
         shutil.copyfile(path, folder / path.name)
 
 
-def write(
-    final: Path, network: nn.Module, weights: Mapping[str, Tensor], text: Path, dtype: str, max_shard_size: str
-) -> None:
+def write(final: Path, network: nn.Module, weights: Mapping[str, Tensor], text: Path, max_shard_size: str) -> None:
     """Write the finished model, without what only training needs, in one step.
 
     Args:
         final: the model's folder, which is replaced.
         weights: on the host, by name.
         text: folder of the tokenised text, which holds the tokenizer.
-        dtype: of the weights in the file; ``bfloat16`` converts them.
         max_shard_size: largest size of a file, such as ``5GB``.
 
     Raises:
@@ -45,13 +37,11 @@ def write(
     """
     from huggingface_hub import save_torch_state_dict
 
-    if dtype == "bfloat16":
-        weights = {name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()}
     folder = final.parent / ".unfinished-model"
     with outfile.writing(final):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        describe(network, text, folder, dtype)
+        describe(network, text, folder)
         save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(folder, final)

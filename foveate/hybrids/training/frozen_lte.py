@@ -29,7 +29,7 @@ from torch import Tensor
 from foveate import outfile
 from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.digest import digest
-from foveate.errors import DataError, UserError, check_seed
+from foveate.errors import DataError, UserError, check_seed, require
 from foveate.hybrids.training.lte_sequences import Drawn, Sequences
 from foveate.hybrids.training.lte_targets import FrozenModel, Seen
 from foveate.hybrids.training.stop import Stop
@@ -48,6 +48,12 @@ _DEEPEST = 4.0
 _TOP = 0.1
 """The share of tokens that count as worth most."""
 _CLIP = 1.0
+_RANKING = 0.5
+"""Weight of the loss on pairs beside SmoothL1."""
+_HELD_OUT = 8
+"""Sequences that are not learned from: they set scales, and heads' budgets."""
+_EVERY = 25
+"""Steps between readings of the loss, which also save the run."""
 
 Progress = Callable[[int, int, dict[str, float]], None]
 """Called with steps done, steps in all, and the row that was logged last."""
@@ -65,26 +71,19 @@ class Plan:
     length: int = 4096
     window: int = 32
     lr: float = 2e-3
-    ranking: float = 0.5
-    calibration: int = 8
-    every: int = 25
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("window", 1), ("calibration", 1), ("every", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("steps", "window"):
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         check_seed(self.seed)
         for name in ("lr", "minutes"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{name} must be above 0, got {value:g}")
-        if not 0 <= self.ranking < math.inf:
-            raise UserError(f"ranking must be 0 or more, got {self.ranking:g}")
-        if self.window >= self.length // 4:
-            raise UserError(f"window must be below a quarter of the length, {self.length // 4}, got {self.window}")
+            require(value is None or 0 < value < math.inf, name, "above 0", value)
+        quarter = self.length // 4
+        require(self.window < quarter, "window", f"below a quarter of the length, {quarter}", self.window)
 
     @property
     def partial(self) -> Path:
@@ -143,7 +142,7 @@ class _Run:
         config = network.config.get_text_config(decoder=True)
         facts = model_facts(config, self._model.modules) | {"rope": rotary_facts(config)}
         say("measuring keys and values")
-        held_out = [self._sequences.draw(f"held out {number}") for number in range(plan.calibration)]
+        held_out = [self._sequences.draw(f"held out {number}") for number in range(_HELD_OUT)]
         self._held_out = [(*self._model.read_with_lengths(self._ids(one)), one) for one in held_out]
         first = self._held_out[0][0][self._model.layers[0]]
         torch.manual_seed(plan.seed)
@@ -168,30 +167,28 @@ class _Run:
         rows = self._resume()
         self._began, before, stop, losses = time.monotonic(), self._seconds, Stop(None), []
         with stop.on_signals():
-            while self._step < plan.steps and not stop.asked and not self._late:
+            while self._step < plan.steps and not stop.asked and self._spent < 1:
                 losses.append(self._learn())
                 self._step += 1
                 self._seconds = before + time.monotonic() - self._began
-                if self._step % plan.every == 0:
-                    losses = self._read_off(rows, losses)
+                if self._step % _EVERY == 0:
+                    rows.append(self._row(losses))
+                    self._keep(rows)
+                    losses = []
                 progress(self._step, plan.steps, rows[-1] if rows else {})
             if losses:
-                self._read_off(rows, losses)
+                rows.append(self._row(losses))
+                self._keep(rows)
                 progress(self._step, plan.steps, rows[-1])
-            if self._step < plan.steps and not self._late:
+            if self._step < plan.steps and self._spent < 1:
                 self._say(f"stopped; {plan.partial} holds step {self._step}, and the same command goes on from there")
                 return Outcome(self._step, *self._measured(), finished=False, signal=stop.signal)
         return self._finish()
 
-    def _read_off(self, rows: list[dict[str, Any]], losses: list[float]) -> list[float]:
-        """Adds a row to the log and keeps the run; the losses of the next row, none yet."""
-        rows.append(self._row(losses))
-        self._keep(rows)
-        return []
-
     @property
-    def _late(self) -> bool:
-        return self._plan.minutes is not None and self._seconds >= 60 * self._plan.minutes
+    def _spent(self) -> float:
+        """Of the minutes, if the run has some."""
+        return 0.0 if self._plan.minutes is None else self._seconds / (60 * self._plan.minutes)
 
     def _learn(self) -> float:
         """One step on one sequence; the mean loss of the layers."""
@@ -214,16 +211,9 @@ class _Run:
             raise UserError(f"the loss of step {self._step} is not finite; try a lower --lr than {self._plan.lr:g}")
         return mean
 
-    @property
-    def _spent(self) -> float:
-        return 0.0 if self._plan.minutes is None else self._seconds / (60 * self._plan.minutes)
-
     def _loss(self, index: int, seen: Seen, drawn: Drawn, generator: torch.Generator) -> Tensor:
         predicted, target = self._pair(index, seen, drawn)
-        loss = F.smooth_l1_loss(predicted, target, beta=0.5)
-        if self._plan.ranking:
-            loss = loss + self._plan.ranking * ranking_loss(predicted, target, generator)
-        return loss
+        return F.smooth_l1_loss(predicted, target, beta=0.5) + _RANKING * ranking_loss(predicted, target, generator)
 
     def _pair(self, index: int, seen: Seen, drawn: Drawn) -> tuple[Tensor, Tensor]:
         """Predicted and true standardised worth of the document's tokens, fp32 ``[Hkv, N]``."""
@@ -307,7 +297,7 @@ class _Run:
 
     def _fingerprint(self, facts: dict[str, Any]) -> dict[str, Any]:
         plan = dataclasses.asdict(self._plan)
-        own = {name: plan[name] for name in plan if name not in ("model", "text", "out", "minutes", "every", "device")}
+        own = {name: plan[name] for name in plan if name not in ("model", "text", "out", "minutes", "device")}
         return {**own, "facts": facts, "text": digest(self._sequences.files)}
 
     def _keep(self, rows: list[dict[str, Any]]) -> None:

@@ -19,14 +19,14 @@ class Journal:
     The first line describes the run. A run that goes on from `step` drops the rows after it, which are made again.
     """
 
-    def __init__(self, out: Path, header: Mapping[str, Any], step: int, tensorboard: bool):
+    def __init__(self, out: Path, header: Mapping[str, Any], step: int):
         self._path = out / LOG
         kept = [row for row in read(out) if row["step"] <= step] if step else []
         lines = [json.dumps(dict(header)), *map(json.dumps, kept)]
         outfile.write(self._path, "".join(f"{line}\n" for line in lines).encode())
         with outfile.writing(self._path):
             self._file = self._path.open("a", encoding="utf-8")
-        self._events = _writer(out / EVENTS, step) if tensorboard else None
+        self._events = _writer(out / EVENTS, step)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Writes a row, which has a `step`, and numbers or mappings of such; lists are left out of the events."""
@@ -72,15 +72,10 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield f"{prefix}{name}", value
 
 
-def has_tensorboard() -> bool:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _writer(folder: Path, step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
+    """Where events go; None without TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
     return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,6 @@ class Outcome:
         loss: mean loss of the last reading.
         held_out: loss on the held-out text, if it was measured.
         tokens_per_second: median over the readings, checkpoints and held-out text left out; None if nothing was run.
-        peak_share: of the devices' bf16 FLOP/s, by 6 FLOP a weight and token; None where the peak is not known.
     """
 
     step: int
@@ -66,7 +66,6 @@ class Outcome:
     loss: float | None
     held_out: float | None
     tokens_per_second: float | None
-    peak_share: float | None
     signal: int | None = None
     missed: str | None = None
 
@@ -96,16 +95,12 @@ def train(
         place.wait()
         if note:
             quiet(note)
-        _prepare(config, place, quiet)
+        plan = config.data.preparation()
+        if plan is not None and place.first:
+            prepare.prepare(plan, config.data.folder, quiet)
+        place.wait()
         run = _Run(config, out, place, quiet, progress if place.first else None)
         return run.go(resume, minutes)
-
-
-def _prepare(config: TrainingConfig, place: Place, say: Say) -> None:
-    plan = config.data.preparation()
-    if plan is not None and place.first:
-        prepare.prepare(plan, config.data.folder, say)
-    place.wait()
 
 
 class _Run:
@@ -118,8 +113,7 @@ class _Run:
         self.mixture = Mixture(self.store, sources, config.seed, config.steps, answers)
         self.shape = config.batch.shape(config.steps, place.world, place.rank)
         self.tokens = config.batch.tokens
-        precision = config.run.precision
-        self.half = precision == "bf16" or (precision == "auto" and place.device.type == "cuda")
+        self.half = place.device.type == "cuda"
         longest = max(phase.length for phase in self.shape.phases)
         made = network.build(config.model, self.store.vocab_size, self.store.end, longest, config.seed)
         if answers != 1 and "label_weights" not in inspect.signature(type(made).forward).parameters:
@@ -127,9 +121,8 @@ class _Run:
                 f"optim.answers is {answers:g}, and {type(made).__name__} weighs all tokens alike; only foveate's "
                 "models take weights"
             )
-        self.multiplied = network.matmul_parameters(made)
         made.to(place.device).train()
-        self.parallel = Parallel(made, place, config.run.parallel, self.half)
+        self.parallel = Parallel(made, place)
         if config.run.compile:
             made.compile()
         self.opening = Opening(config.sparsity, config.steps)
@@ -326,7 +319,7 @@ class _Run:
                 self._diverged(self.step, f"the held-out loss is {self.last_held_out}")
             if log:
                 log.add({"step": self.step, "held_out": self.last_held_out})
-        if not (self.place.first or self.parallel.sharded):
+        if not self.place.first:
             return
         if self.writing:
             self.writing.result()  # so that the host holds one snapshot at a time
@@ -334,8 +327,6 @@ class _Run:
         if self.feedback:
             state = self.feedback.state_dict()
             tensors |= {f"{_FEEDBACK}{name}": value.detach().cpu().clone() for name, value in state.items()}
-        if not self.place.first:
-            return
         snapshot = checkpoints.Snapshot(
             self.step,
             weights,
@@ -395,13 +386,9 @@ class _Run:
 
     def _export(self) -> None:
         """Writes the finished model."""
-        if not (self.place.first or self.parallel.sharded):
-            return
-        weights = self.parallel.weights()
         if self.place.first:
-            plan = self.config.checkpoints
-            form, shard = plan.export_dtype, plan.export_shard
-            finished.write(self.out / MODEL, self.parallel.network, weights, self.store.folder, form, shard)
+            weights, shard = self.parallel.weights(), self.config.checkpoints.export_shard
+            finished.write(self.out / MODEL, self.parallel.network, weights, self.store.folder, shard)
 
     # Parts
 
@@ -411,9 +398,7 @@ class _Run:
         return batches(self.mixture, self.shape, self.step, workers, on_gpu)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        if not self.half or self.parallel.sharded:  # FSDP casts by itself
-            return contextlib.nullcontext()
-        return torch.autocast(self.place.device.type, torch.bfloat16)
+        return torch.autocast(self.place.device.type, torch.bfloat16) if self.half else contextlib.nullcontext()
 
     def _agreed(self, asked: bool) -> bool:
         if self.place.world == 1:
@@ -421,8 +406,7 @@ class _Run:
         return bool(self.place.sum(torch.tensor(float(asked), device=self.place.device)).item())
 
     def _journal(self) -> journal.Journal:
-        tensorboard = journal.has_tensorboard()
-        if not tensorboard:
+        if find_spec("tensorboard") is None:
             self.say("tensorboard is not installed; the log is in log.jsonl alone (pip install 'foveate[train]')")
         header = {
             "kind": "log of foveate train",
@@ -432,15 +416,13 @@ class _Run:
             "processes": self.place.world,
             **circumstances.of(str(self.place.device)),
         }
-        return journal.Journal(self.out, header, self.step, tensorboard)
+        return journal.Journal(self.out, header, self.step)
 
     def _outcome(self) -> Outcome:
         timed = self.speeds[1:] or self.speeds  # the first steps compile and warm up
         speed = statistics.median(timed) if timed else None
-        peak = network.peak_flops(self.place.device) if self.half else None
-        share = 6 * self.multiplied * speed / (peak * self.place.world) if speed and peak else None
         finished = self.step >= self.config.steps
-        return Outcome(self.step, finished, self.loss, self.last_held_out, speed, share)
+        return Outcome(self.step, finished, self.loss, self.last_held_out, speed)
 
 
 def _seed(*numbers: int) -> int:

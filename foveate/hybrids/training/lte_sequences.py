@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import UserError
+from foveate.errors import UserError, require
 from foveate.lab.inputs import reading
 from foveate.lab.inputs.haystack import Library, insert, sentence_starts
 from foveate.prompting import leading_ids
@@ -75,8 +75,7 @@ class Sequences:
     """
 
     def __init__(self, folder: Path, tokenizer: Any, length: int, seed: int):
-        if length < _SHORTEST:
-            raise UserError(f"length must be at least {_SHORTEST} tokens, got {length}")
+        require(length >= _SHORTEST, "length", f"at least {_SHORTEST} tokens", length)
         self.files = reading.novel_files(folder)
         self._library = Library(reading.read_novels(folder))
         self._tokenizer, self._length, self._seed = tokenizer, length, seed

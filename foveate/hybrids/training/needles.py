@@ -11,7 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from foveate.errors import UserError, unknown
-from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Vocabulary, filler, setting
+from foveate.hybrids.training.settings import setting
+from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Vocabulary, filler
 from foveate.hybrids.training.templates import NOISE, RULER, TEMPLATES, Template
 from foveate.hybrids.training.tokens import TokenStore
 
@@ -42,10 +43,8 @@ class Needles(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("keys")
-        self.require_shares("uuid_keys")
-        self.require_shares("ruler")
-        self.require_shares("shorter")
-        self.require_shares("grows")
+        for name in ("uuid_keys", "ruler", "shorter", "grows"):
+            self.require_shares(name)
         self.require_shares("noise", "distractors")
         if not self.values:
             raise UserError(f"mixture.needles.values must name at least one of {', '.join(KINDS)}")

@@ -10,21 +10,12 @@ import torch
 
 from foveate.errors import UserError
 from foveate.hybrids.training.configuration import ModelSettings
-from foveate.hybrids.training.distributed import Place, like
+from foveate.hybrids.training.distributed import Place
 from foveate.hybrids.training.mixture import IGNORED
-from foveate.lab.inputs.model_folder import weight_files
+from foveate.lab.inputs.model_folder import first_line, weight_files
 
 _PLASTIC = 0.7548776662
 """Steps times this, modulo one, spread evenly; so do rows by the golden ratio, and both together fill the plane."""
-_PEAKS = (  # dense bf16 FLOP/s by what the device's name contains
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("RTX 4090", 165e12),
-)
 
 
 def configuration(settings: ModelSettings, **of_text: Any) -> Any:
@@ -59,8 +50,9 @@ def _of_folder(folder: Path, changes: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{folder / 'config.json'}: not the configuration of a known model ({reason})") from None
+        raise UserError(
+            f"{folder / 'config.json'}: not the configuration of a known model ({first_line(error)})"
+        ) from None
     for name in changes:
         if not hasattr(config, name) or callable(getattr(config, name)):
             raise UserError(f"model.changes.{name}: a configuration of type {config.model_type} has no such field")
@@ -113,18 +105,6 @@ def build(settings: ModelSettings, vocab_size: int, end: int, longest: int, seed
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
-def matmul_parameters(network: Any) -> int:
-    """Weights that multiply each token: matrices, without the embedding unless it is the head as well."""
-    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
-    left_out = embedding.weight.numel() if head is None or head.weight is not embedding.weight else 0
-    return sum(parameter.numel() for parameter in network.parameters() if parameter.ndim >= 2) - left_out
-
-
-def score_parameters(network: Any) -> list[torch.nn.Parameter]:
-    """The parameters of the learned scores by which a hybrid's layers retain tokens."""
-    return [parameter for layer in evicting_layers(network) for parameter in layer.scores.parameters()]
-
-
 def evicting_layers(network: Any) -> list[torch.nn.Module]:
     """The layers of a hybrid that retain tokens by learned scores."""
     from foveate.hybrids.layers import LearnedEviction  # here, as other models need no layers of the hybrids
@@ -136,8 +116,7 @@ def evicting_layers(network: Any) -> list[torch.nn.Module]:
 def lower_scores(network: Any, excess: torch.Tensor) -> None:
     """Lowers the scores of each layer's heads, before the sigmoid, by `[layers, heads]`: their last bias."""
     for layer, much in zip(evicting_layers(network), excess):
-        bias = layer.scores.head.bias
-        bias.sub_(like(much.to(bias.dtype), bias))
+        layer.scores.head.bias.sub_(much)
 
 
 def open_layers(network: Any) -> torch.Tensor:
@@ -174,9 +153,3 @@ def token_weights(parts: list[dict[str, torch.Tensor]], place: Place) -> list[to
         counted = [some * part["label_weights"][:, 1:] for some, part in zip(counted, parts)]
     counts = torch.stack([some.sum() for some in counted])
     return list(counts * place.world / place.sum(counts.sum()))  # gradients are averaged over the processes
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device; None where they are not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in _PEAKS if part in name), None)

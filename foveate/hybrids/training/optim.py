@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from foveate.hybrids.training.configuration import OptimSettings
-from foveate.hybrids.training.network import score_parameters
+from foveate.hybrids.training.network import evicting_layers
 
 
 def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
@@ -16,7 +16,8 @@ def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
     Groups have a `share` of the learning rate: that of `settings.scores` for retention scores, else 1.
     """
-    scores = set(score_parameters(network)) if settings.scores < 1 else set()
+    layers = evicting_layers(network) if settings.scores < 1 else []
+    scores = {parameter for layer in layers for parameter in layer.scores.parameters()}
     grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0
@@ -25,7 +26,7 @@ def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
         {"params": parameters, "weight_decay": decay, "share": share} for (share, decay), parameters in grouped.items()
     ]
     fused = all(parameter.is_cuda for parameters in grouped.values() for parameter in parameters)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=fused)
 
 
 def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:

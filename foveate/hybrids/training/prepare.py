@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from foveate import outfile
-from foveate.digest import digest
-from foveate.errors import DataError, UserError
+from foveate.digest import digest, sha256
+from foveate.errors import DataError, UserError, require
 from foveate.hybrids.training import questions as of_questions
 from foveate.hybrids.training import tokenizer as of_tokenizer
 from foveate.hybrids.training import tokens
@@ -25,6 +25,8 @@ from foveate.hybrids.training.documents import documents, normalised, read_title
 from foveate.lab.inputs.words import ADJECTIVES, NOUNS
 
 Say = Callable[[str], None]
+_SAMPLE = 40_000_000  # characters on which a tokenizer is trained, and by which words are counted
+_WORDS = 16_000  # the most frequent words, of which keys of training needles are made
 _BATCH = 256  # documents, or pieces of one, tokenised together
 _BOOK, _PIECE = 100_000, 20_000  # characters: a longer document is cut into pieces, of which some are held out
 _WORD = re.compile(r"(?<![\w'-])[a-z]{4,10}(?![\w'-])")
@@ -38,36 +40,28 @@ class Preparation:
         text: folder of .txt, .jsonl (also .xz), or files of wikiextractor.
         tokenizer: folder of a tokenizer; None trains one on the text.
         vocab_size: tokens of one that is trained.
-        sample: characters of text on which it is trained, and by which words are counted.
         limit: training tokens to keep, taken alike from all files; None keeps all.
         held_out: share of the documents that training never sees; of a document of more than 100,000 characters, such
             as a book, share of its pieces.
         shard_tokens: tokens of a shard file, at most.
         leave_out: files with titles of documents that are left out (SQuAD's, or one title a line).
         questions: files of train sets for the cloze source (SQuAD's, or multi-hop ones).
-        words: how many of the most frequent words keys of training needles are made of, without those of the
-            evaluation's own keys.
     """
 
     text: Path
     tokenizer: Path | None = None
     vocab_size: int = 16384
-    sample: int = 40_000_000
     limit: int | None = None
     held_out: float = 0.005
     shard_tokens: int = 25_000_000
     leave_out: tuple[Path, ...] = ()
     questions: tuple[Path, ...] = ()
-    words: int = 16_000
 
     def __post_init__(self) -> None:
-        for name, least in (("sample", 1), ("shard_tokens", 1), ("words", 2)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit must be at least 1, got {self.limit}")
-        if not 0 < self.held_out < 1:
-            raise UserError(f"held_out must be between 0 and 1 (a share of the documents), got {self.held_out}")
+        require(self.shard_tokens >= 1, "shard_tokens", "at least 1", self.shard_tokens)
+        require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
+        share = "between 0 and 1 (a share of the documents)"
+        require(0 < self.held_out < 1, "held_out", share, self.held_out)
 
 
 def fingerprint(plan: Preparation) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def _made(folder: Path) -> Path:
 def _write(plan: Preparation, source: dict[str, Any], folder: Path, say: Say) -> None:
     files = text_files(plan.text)
     left_out = read_titles(plan.leave_out)
-    sample = list(_sample(files, plan.sample, left_out))
+    sample = list(_sample(files, left_out))
     if not sample:
         raise DataError(f"{plan.text}: a folder without text; its files hold no document")
     if plan.tokenizer is None:
@@ -127,7 +121,7 @@ def _write(plan: Preparation, source: dict[str, Any], folder: Path, say: Say) ->
         tokenizer = of_tokenizer.load(plan.tokenizer)
     raw, end = tokens.unlimited(tokenizer.backend_tokenizer), tokenizer.eos_token_id
     tokenizer.save_pretrained(folder / tokens.TOKENIZER)
-    _write_words(sample, plan, folder)
+    _write_words(sample, folder)
     vocab_size = max(len(tokenizer), end + 1)
     if plan.questions:
         from safetensors.numpy import save_file
@@ -215,21 +209,21 @@ def _pieces(text: str) -> list[str]:
     return [*pieces, text[start:]] if start < len(text) else pieces
 
 
-def _sample(files: Sequence[Path], chars: int, left_out: frozenset[str]) -> Iterator[str]:
-    """Documents of all files, alike, of so many characters together: from each file every k-th one."""
-    share = chars / len(files)
+def _sample(files: Sequence[Path], left_out: frozenset[str]) -> Iterator[str]:
+    """Documents of all files, alike, of `_SAMPLE` characters together: from each file every k-th one."""
+    share = _SAMPLE / len(files)
     for path in files:
         texts = [document.text for document in documents(path) if normalised(document.title) not in left_out]
         stride = max(1, round(sum(map(len, texts)) / share))
         yield from texts[::stride]
 
 
-def _write_words(sample: Sequence[str], plan: Preparation, folder: Path) -> None:
+def _write_words(sample: Sequence[str], folder: Path) -> None:
     counts = Counter()
     for text in sample:
         counts.update(_WORD.findall(text))
     taken = {*ADJECTIVES, *NOUNS}
-    words = [word for word, _ in counts.most_common() if word not in taken][: plan.words]
+    words = [word for word, _ in counts.most_common() if word not in taken][:_WORDS]
     (folder / tokens.WORDS).write_text(json.dumps(words) + "\n", encoding="utf-8")
 
 
@@ -279,5 +273,5 @@ class _Shards:
                 file.write(array.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        self.shards.append({"file": path.name, "tokens": self._held, "sha256": tokens.sha256(path)})
+        self.shards.append({"file": path.name, "tokens": self._held, "sha256": sha256(path)})
         self._open, self._held = [], 0

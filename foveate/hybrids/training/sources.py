@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from foveate.errors import UserError, unknown
+from foveate.errors import UserError, require, unknown
+from foveate.hybrids.training.settings import setting
 from foveate.hybrids.training.tokens import TokenStore
 from foveate.lab.inputs.halves import halved
 
@@ -26,11 +27,6 @@ LOSSES: Mapping[str, tuple[int, ...]] = {
     "predictable": (TEXT, ANSWER),
     "all": (DRAWN, TEXT, ANSWER),
 }
-
-
-def setting(default: Any, text: str) -> Any:
-    """A field of a source with its help."""
-    return field(default=default, metadata={"help": text})
 
 
 class Row(NamedTuple):
@@ -104,8 +100,7 @@ class Source:
     loss: str = setting("predictable", "what counts: answers, predictable (text and answers) or all")
 
     def __post_init__(self) -> None:
-        if self.share < 0:
-            raise UserError(f"mixture.{self.kind}.share must be at least 0, got {self.share:g}")
+        require(self.share >= 0, f"mixture.{self.kind}.share", "at least 0", f"{self.share:g}")
         if self.loss not in LOSSES:
             raise unknown("loss", str(self.loss), LOSSES, f"mixture.{self.kind}")
 
@@ -116,16 +111,14 @@ class Source:
         """Raises `UserError` if the folder of text lacks what the source needs."""
 
     def require_range(self, name: str, least: int = 1) -> None:
-        value = getattr(self, name)
-        if not (len(value) == 2 and least <= value[0] <= value[1]):
-            raise UserError(
-                f"mixture.{self.kind}.{name} must be [low, high] with {least} <= low <= high, got {list(value)}"
-            )
+        low, high = getattr(self, name)
+        allowed = f"[low, high] with {least} <= low <= high"
+        require(least <= low <= high, f"mixture.{self.kind}.{name}", allowed, [low, high])
 
     def require_shares(self, *names: str) -> None:
         for name in names:
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"mixture.{self.kind}.{name} must be in [0, 1], got {getattr(self, name):g}")
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"mixture.{self.kind}.{name}", "in [0, 1]", f"{value:g}")
         if (total := sum(getattr(self, name) for name in names)) > 1:
             raise UserError(f"mixture.{self.kind}: {' and '.join(names)} must add up to 1 at most, got {total:g}")
 

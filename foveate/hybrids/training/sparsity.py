@@ -2,14 +2,14 @@
 
 Each head of each LTE layer has a weight λ. The penalty λ·ReLU(r − 0.5) pulls its retention scores r below the
 layers' threshold. Every `interval` steps, λ rises where the head retains more than `budget` tokens and falls where it
-retains fewer than `floor`·budget. Paper and published code differ; `variant` names whose rules are followed:
+retains fewer than 95 % of it. Paper and published code differ; `variant` names whose rules are followed:
 
 | | `code` (default) | `paper` |
 |---|---|---|
 | penalty, mean over the batch | mean over tokens, layers and heads | sum over tokens, layers and heads (equation 7) |
 | moving average | (1 − a)·old + a·new | a·old + (1 − a)·new (Algorithm 1, line 6) |
 | λ becomes 0 | where λ < 1e-9 | where the average count is < 1e-9 (line 12) |
-| λ = 0 becomes 1e-9 | where the count is above `floor`·budget | where the count is above `budget` (line 13) |
+| λ = 0 becomes 1e-9 | where the count is at least 95 % of `budget` | where the count is above `budget` (line 13) |
 
 The weight a is 2 / (1 + interval / 2), which is 2/17 at 32. With it the paper's line 6 hardly averages, while the
 paper's text asks for an average over the cycle, as the code computes. Algorithm 1 writes the penalty ReLU(r); both
@@ -20,23 +20,21 @@ first value of the average: here it is the first count.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foveate.errors import UserError, unknown
+from foveate.errors import UserError, require, unknown
+from foveate.hybrids.training.settings import setting
 
 VARIANTS = ("code", "paper")
+_FLOOR, _LEAST, _MOST = 0.95, 1e-9, 1.0
+"""Share of the budget below which λ falls; the least λ above 0, with which a re-enabled one begins; the largest."""
 MUTE = 100
 """Steps without a retained token after which a run warns of a head."""
 SPARED = 6
 """Last tokens of a sequence that are not counted: LTE's scores read six tokens ahead, which these tokens lack."""
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -48,72 +46,45 @@ class SparsitySettings:
     learn from it what deserves to stay. `release` and `recall` are ours: see `foveate.hybrids.training.opening`.
     """
 
-    budget: int | None = _setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
-    interval: int = _setting(32, "steps between two updates of λ (u)")
-    start: float = _setting(1e-9, "λ of every head at first")
-    up: float = _setting(1.5, "factor of λ above the budget")
-    down: float = _setting(0.5, "factor of λ below floor · budget")
-    floor: float = _setting(0.95, "share of the budget below which λ falls")
-    least: float = _setting(1e-9, "a smaller λ becomes 0, and a re-enabled one begins with it")
-    most: float = _setting(1.0, "largest λ")
-    hold: float = _setting(
+    budget: int | None = setting(None, "retained tokens a head may have, of a training sequence; none: no feedback")
+    interval: int = setting(32, "steps between two updates of λ (u)")
+    start: float = setting(1e-9, "λ of every head at first")
+    up: float = setting(1.5, "factor of λ above the budget")
+    down: float = setting(0.5, "factor of λ where a head retains less than 95 % of the budget")
+    hold: float = setting(
         0.0,
         "share of the run at first in which every token is retained and λ rests; scores learn without moving the "
         "model. With a bound on recall: the longest that this may take",
     )
-    release: float = _setting(
+    release: float = setting(
         0.0,
         "share of the run after the hold in which ever fewer rows are open; one of eight stays so. Where there is "
         "one, a bias of the scores keeps the budget from the hold on, and λ is not used",
     )
-    recall: float | None = _setting(
+    recall: float | None = setting(
         None,
         "percentage of far needles and pairs (log.answers) that must be right before the hold ends and while the "
         "release goes on; a run that never gets there ends with the hold. None: hold and release end by the clock",
     )
-    ema: float | None = _setting(None, "weight a of the moving average; none: 2 / (1 + interval / 2)")
-    variant: str = _setting("code", "code or paper: whose rules where they differ")
+    variant: str = setting("code", "code or paper: whose rules where they differ")
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
             raise unknown("variant", str(self.variant), VARIANTS, "sparsity")
-        positive = ("interval", *(("budget",) if self.budget is not None else ()))
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"sparsity.{name} must be at least 1, got {getattr(self, name)}")
-        bounds = {
-            "up": self.up > 1,
-            "down": 0 < self.down < 1,
-            "floor": 0 < self.floor <= 1,
-            "least": 0 < self.least <= self.most,
-            "start": 0 <= self.start <= self.most,
-            "hold": 0 <= self.hold < 1,
-            "release": 0 <= self.release < 1 - self.hold,
-            "recall": self.recall is None or (0 < self.recall <= 100 and self.hold > 0),
-            "ema": self.ema is None or 0 < self.ema <= 1,
-        }
-        allowed = {
-            "up": "above 1",
-            "down": "between 0 and 1",
-            "floor": "in (0, 1]",
-            "least": f"above 0 and at most {self.most:g}",
-            "start": f"from 0 to {self.most:g}",
-            "hold": "in [0, 1)",
-            "release": f"at least 0 and below {1 - self.hold:g}, what sparsity.hold leaves of the run",
-            "recall": "in (0, 100], with a sparsity.hold above 0",
-            "ema": "in (0, 1]",
-        }
-        for name, right in bounds.items():
-            if not right:
-                raise UserError(f"sparsity.{name} must be {allowed[name]}, got {getattr(self, name)}")
+        budget, recall, left = self.budget, self.recall, 1 - self.hold
+        of_run = f"at least 0 and below {left:g}, what sparsity.hold leaves of the run"
+        of_far = "in (0, 100], with a sparsity.hold above 0"
+        require(self.interval >= 1, "sparsity.interval", "at least 1", self.interval)
+        require(budget is None or budget >= 1, "sparsity.budget", "at least 1", budget)
+        require(self.up > 1, "sparsity.up", "above 1", self.up)
+        require(0 < self.down < 1, "sparsity.down", "between 0 and 1", self.down)
+        require(0 <= self.start <= _MOST, "sparsity.start", f"from 0 to {_MOST:g}", self.start)
+        require(0 <= self.hold < 1, "sparsity.hold", "in [0, 1)", self.hold)
+        require(0 <= self.release < left, "sparsity.release", of_run, self.release)
+        require(recall is None or (0 < recall <= 100 and self.hold > 0), "sparsity.recall", of_far, recall)
         for name in ("hold", "release"):
             if (share := getattr(self, name)) and self.budget is None:
                 raise UserError(f"sparsity.{name} is {share:g}, and sparsity.budget is none; set one, or no {name}")
-
-    @property
-    def weight(self) -> float:
-        """The weight a of the moving average."""
-        return 2 / (1 + self.interval / 2) if self.ema is None else self.ema
 
     def held(self, steps: int) -> int:
         """The steps of the hold, in a run of so many."""
@@ -198,7 +169,7 @@ class SparsityFeedback:
         if held:
             self.retained = counts
             return
-        a = self.settings.weight
+        a = 2 / (1 + self.settings.interval / 2)
         kept = a if self.settings.variant == "paper" else 1 - a
         self.average = counts if self.average is None else kept * self.average + (1 - kept) * counts
         self.retained = self.average
@@ -256,12 +227,12 @@ class SparsityFeedback:
 
     def _update(self) -> None:
         s, average = self.settings, self.average
-        above, below = average > s.budget, average < s.floor * s.budget
+        above, below = average > s.budget, average < _FLOOR * s.budget
         weights = torch.where(above, self.weights * s.up, torch.where(below, self.weights * s.down, self.weights))
-        weights = weights.clamp(max=s.most)
-        vanished, wanted = (average < 1e-9, above) if s.variant == "paper" else (weights < s.least, ~below)
+        weights = weights.clamp(max=_MOST)
+        vanished, wanted = (average < 1e-9, above) if s.variant == "paper" else (weights < _LEAST, ~below)
         weights = weights.masked_fill(vanished, 0)
-        self.weights = weights.masked_fill((weights == 0) & wanted, s.least)
+        self.weights = weights.masked_fill((weights == 0) & wanted, _LEAST)
 
     def _weights_for(self, scores: Tensor) -> Tensor:
         shape = (scores.shape[0], scores.shape[2])

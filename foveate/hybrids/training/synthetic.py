@@ -12,10 +12,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from foveate.errors import UserError
+from foveate.errors import UserError, require
 from foveate.hybrids.training.needles import Needles
-from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Text, Vocabulary, filler, setting
+from foveate.hybrids.training.settings import setting
+from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Row, Source, Text, Vocabulary, filler
 from foveate.hybrids.training.tokens import TokenStore
+
+_CUE = 4
+"""First tokens of a copy, which are no answer."""
+_FILL = 0.3
+"""Share of a row that copies take up, about."""
 
 
 @dataclass(frozen=True)
@@ -26,34 +32,27 @@ class Copies(Source):
 
     gap: tuple[int, int] = setting((300, 3500), "tokens between a span and its copy, as far as the row is long enough")
     span: tuple[int, int] = setting((16, 64), "tokens of a span")
-    cue: int = setting(4, "first tokens of a copy that are no answer")
     drawn: float = setting(0.25, "share of the spans that are random tokens, which no text tells")
     digits: float = setting(0.0, "share of the spans that are random digits, which small models miscopy")
-    fill: float = setting(0.3, "share of the row that copies take up, about")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_range("gap")
-        self.require_range("span", 2)
+        self.require_range("span", _CUE + 1)
         self.require_shares("drawn", "digits")
-        self.require_shares("fill")
-        if not 1 <= self.cue < self.span[0]:
-            raise UserError(
-                f"mixture.copies.cue must be from 1 to {self.span[0] - 1} (less than a span), got {self.cue}"
-            )
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length
         ids, roles = filler(store, rng, length), np.full(length, TEXT, np.int8)
         free = np.ones(length, bool)  # positions that belong to no span and no copy
-        low, high = self._reach(length)
+        low, high = min(self.gap[0], max(1, length // 4)), self.gap[1]
         span_mean = min(sum(self.span) / 2, max(2, length / 8))
-        stride = span_mean / max(self.fill, 1e-6)
+        stride = span_mean / _FILL
         position = low + self.span[0]
         while (position := position + int(rng.exponential(max(1.0, stride - span_mean)))) < length:
             size = min(int(rng.integers(self.span[0], self.span[1] + 1)), length - position)
             farthest = min(high, position - size)
-            if size <= self.cue or farthest < low:
+            if size <= _CUE or farthest < low:
                 position += 1
                 continue
             source = max(0, position - size - int(np.exp(rng.uniform(np.log(low), np.log(farthest + 1)))))
@@ -66,15 +65,11 @@ class Copies(Source):
                 )
                 roles[source : source + size] = DRAWN
             ids[position : position + size] = ids[source : source + size]
-            roles[position : position + self.cue] = DRAWN
-            roles[position + self.cue : position + size] = ANSWER
+            roles[position : position + _CUE] = DRAWN
+            roles[position + _CUE : position + size] = ANSWER
             free[source : source + size] = free[position : position + size] = False
             position += size
         return Row(ids, roles)
-
-    def _reach(self, length: int) -> tuple[int, int]:
-        """The shortest and longest gaps in a row of this length."""
-        return min(self.gap[0], max(1, length // 4)), self.gap[1]
 
 
 @dataclass(frozen=True)
@@ -94,8 +89,7 @@ class Recall(Source):
         super().__post_init__()
         self.require_range("pairs")
         self.require_shares("grows")
-        if self.parts < 1:
-            raise UserError(f"mixture.recall.parts must be at least 1, got {self.parts}")
+        require(self.parts >= 1, "mixture.recall.parts", "at least 1", self.parts)
 
     def row(self, store: TokenStore, vocabulary: Vocabulary, draw: Draw) -> Row:
         rng, length = draw.rng, draw.length

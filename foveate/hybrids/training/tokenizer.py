@@ -18,7 +18,7 @@ _BYTES = 256
 _SPECIAL = [PAD, END]
 
 
-def train(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
+def train(texts: Iterable[str], vocab_size: int) -> Any:
     """A Transformers tokenizer with `vocab_size` tokens at most; fewer where the text has no more to merge.
 
     Raises `UserError` for a vocabulary that has no room for the 256 bytes and the two special tokens.
@@ -40,7 +40,7 @@ def train(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
         vocab_size=vocab_size,
         special_tokens=_SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=progress,
+        show_progress=False,
     )
     raw.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -60,11 +60,12 @@ def load(folder: Path) -> Any:
     file_of(folder)
     from transformers import AutoTokenizer
 
+    from foveate.lab.inputs.model_folder import first_line
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{folder}: not a tokenizer ({reason})") from None
+        raise UserError(f"{folder}: not a tokenizer ({first_line(error)})") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token, which ends a document")
     return tokenizer

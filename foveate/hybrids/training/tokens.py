@@ -7,7 +7,6 @@ of which keys of needles are made) and perhaps `questions.safetensors`. The fold
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from foveate.digest import sha256
 from foveate.errors import DataError
 from foveate.lab.inputs import reading
 
@@ -23,7 +23,6 @@ SCHEMA = 1
 META, TOKENIZER, WORDS, QUESTIONS = "meta.json", "tokenizer", "words.json", "questions.safetensors"
 PARTS = ("train", "held_out")
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_BLOCK = 1 << 22
 
 
 def dtype_name(vocab_size: int) -> str:
@@ -145,12 +144,3 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Writes the `meta.json` of a folder."""
     text = json.dumps({"kind": KIND, "schema": SCHEMA, **meta}, indent=1)
     (Path(folder) / META).write_text(text + "\n", encoding="utf-8")
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    digest = hashlib.sha256()
-    with Path(path).open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

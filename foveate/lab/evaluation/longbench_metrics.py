@@ -6,13 +6,13 @@ import difflib
 import re
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from foveate.errors import UserError
+from foveate.errors import of_extra
 from foveate.lab.evaluation.metrics import f1, token_f1
 
 Metric = Callable[[str, str, Sequence[str]], float]
 """Takes a prediction, an answer and the classes of a task that has some."""
+_EXTRA = ("longbench", "task 'longbench' needs")
 _CHINESE_MARKS = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"
     "–—‘’‛“”„‟…‧﹏."
@@ -36,7 +36,7 @@ def qa_f1_zh(prediction: str, answer: str, classes: Sequence[str] = ()) -> float
 
 def rouge(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """ROUGE-L's F by the package `rouge`; 0 where it cannot tell, as of an empty prediction."""
-    library = _library("rouge")
+    library = of_extra("rouge", *_EXTRA)
     try:
         return library.Rouge(metrics=["rouge-l"]).get_scores(prediction, answer)[0]["rouge-l"]["f"]
     except (ValueError, RecursionError):
@@ -84,17 +84,8 @@ def code_sim(prediction: str, answer: str, classes: Sequence[str] = ()) -> float
 def check(metric: Metric) -> None:
     """Raises `UserError` for a metric whose package is not installed."""
     for name in {rouge: ["rouge"], rouge_zh: ["rouge", "jieba"], qa_f1_zh: ["jieba"]}.get(metric, []):
-        _library(name)
+        of_extra(name, *_EXTRA)
 
 
 def _words(text: str) -> list[str]:
-    return list(_library("jieba").cut(text, cut_all=False))
-
-
-def _library(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ImportError:
-        raise UserError(
-            f"task 'longbench' needs {name}, which is not installed: pip install 'foveate[longbench]'"
-        ) from None
+    return list(of_extra("jieba", *_EXTRA).cut(text, cut_all=False))

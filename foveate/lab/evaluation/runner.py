@@ -23,7 +23,7 @@ import foveate
 from foveate import outfile
 from foveate.cli import imports
 from foveate.digest import digest
-from foveate.errors import DataError, UserError, check_seed, check_text
+from foveate.errors import DataError, UserError, check_seed, check_text, require
 from foveate.lab.evaluation import costs, decoding, generation
 from foveate.lab.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary
@@ -128,8 +128,7 @@ def parse_methods(specs: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
 def prepare(plan: Comparison) -> Prepared:
     """Checks a comparison and makes its items; loads the tokenizer, no weights. Raises `UserError`."""
     for name in ("limit", "batch_size"):
-        if getattr(plan, name) < 1:
-            raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(plan, name)}")
+        require(getattr(plan, name) >= 1, name.replace("_", "-"), "at least 1", getattr(plan, name))
     check_seed(plan.seed)
     for method in plan.methods:
         check_text(plan.command(method), f"the command of method {method.name}, which its row holds,")

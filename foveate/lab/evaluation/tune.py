@@ -20,14 +20,14 @@ import torch
 
 from foveate import outfile
 from foveate.cli import imports
-from foveate.errors import UserError, unknown
+from foveate.errors import UserError, require, unknown
 from foveate.lab.evaluation.runner import Comparison, Progress, parse_method, prepare, run
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
 from foveate.methods import REGISTRY, Method
 from foveate.methods.spec import SETTING, SETTING_SCHEMA
 
-OBJECTIVES = ("latency", "throughput", "memory")
+OBJECTIVES = ("latency", "memory")
 KEEPING = ("pages", "luka", "quest")  # methods that keep the whole cache and read a share of it
 PRUNING = ("snapkv", "adakv")  # methods that keep a share of the prompt
 EVICTING = (*PRUNING, "h2o", "tova")  # and those that keep no more as they go on, which matters for memory alone
@@ -55,7 +55,7 @@ class Plan:
     data: Path
     out: Path  # for the setting; rows go beside it, `.tune.jsonl` and `.test.jsonl`, times to `.tune-times.jsonl`, …
     max_loss: float = 1.0  # points of the task's score that may be lost against dense attention, 0 to 100
-    objective: str = OBJECTIVES[0]  # is to be small: time of a token, that over `batch_size`, or what stays in memory
+    objective: str = OBJECTIVES[0]  # is to be small: time of a token and sequence, or what stays in memory
     calibration: Path | None = None  # of `foveate calibrate`, with which kascade is among the methods
     limit: int | None = None
     """Items of each split at most; None: as many as tell a loss of `max_loss`, or 20 of dense attention's answers."""
@@ -69,14 +69,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise unknown("objective", self.objective, OBJECTIVES)
-        if not 0 < self.max_loss <= 100:
-            raise UserError(f"max-loss must be points of a score, above 0 and at most 100, got {self.max_loss}")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit must be at least 1, got {self.limit}")
-        if self.minutes <= 0:
-            raise UserError(f"minutes must be above 0, got {self.minutes}")
-        if self.objective == "throughput" and self.batch_size == 1:
-            raise UserError("throughput is of several sequences: give as batch-size how many you serve at once")
+        require(0 < self.max_loss <= 100, "max-loss", "points of a score, above 0 and at most 100", self.max_loss)
+        require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
+        require(self.minutes > 0, "minutes", "above 0", self.minutes)
         if not {"tune", "test"} <= set(self.task.splits):
             raise UserError(f"task '{self.task.name}' has no splits tune and test; use documents")
         for method in self._imported:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foveate import outfile
-from foveate.errors import UserError
+from foveate.errors import UserError, of_extra
 from foveate.lab.report.rows import read_any, spelled
 
 
@@ -41,8 +41,4 @@ def write_csv(files: Sequence[Path], out: Path) -> None:
 
 
 def _pandas() -> Any:
-    try:
-        import pandas
-    except ImportError:
-        raise UserError("data frames need pandas, which is not installed: pip install 'foveate[report]'") from None
-    return pandas
+    return of_extra("pandas", "report", "data frames need")

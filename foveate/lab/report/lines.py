@@ -98,12 +98,6 @@ def split_of(row: Row) -> str:
     return row["split"] + (", question after" if row.get("task_settings", {}).get("question") == "after" else "")
 
 
-def heading(row: Row) -> str:
-    """The words for the items of a row: task, split and, if it is asked for, the length."""
-    length = row["task_settings"].get("length")
-    return " ".join((row["task"], split_of(row), *([f"{round(length / 1024)}K"] if length else [])))
-
-
 def circumstances(rows: Sequence[Row]) -> str:
     """Model, number format, device and number of items of all rows."""
     parts = [", ".join(dict.fromkeys(row[name] for row in rows)) for name in ("model", "dtype", "device")]

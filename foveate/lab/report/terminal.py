@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -30,14 +30,9 @@ _DROPPED = ("prefill", "KV/step", "resident\n/peak", "resident", "time\n/token",
 """Columns that a narrow terminal goes without, the first of them first; of these, those without a value before."""
 
 
-def results(rows: Sequence[Row], answers: int = 0) -> RenderableType:
-    """The comparison table of one run's rows (one per method), and below it the answers to the first items."""
-    return Group(Comparison(rows), *(("", answer_table(rows, answers)) if answers else ()))
-
-
 class Comparison:
-    """One line of figures per method, intervals below their values, as wide as there is room: the method comes first
-    and whole, and of the other columns the least important ones give way and are named below."""
+    """The table of one run's rows, a line of figures a method, intervals below their values, as wide as there is room:
+    the method comes first and whole, and of the other columns the least important give way and are named below."""
 
     def __init__(self, rows: Sequence[Row]):
         self._rows, self._names = rows, short_names(rows)
@@ -62,7 +57,7 @@ class Comparison:
             yield Text(f"no room for {', '.join(dropped)}: foveate report shows all of the file", style=_DIM)
 
     def _table(self, columns: Mapping[str, Sequence[Text | str]]) -> Table:
-        table = _table()
+        table = Table(box=box.SIMPLE_HEAD, padding=0)
         table.add_column("method", overflow="fold", no_wrap=False)
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
@@ -103,28 +98,6 @@ def short_names(rows: Sequence[Row]) -> list[str]:
         alone = long[method] == 1 and method not in taken
         names.append(spec if len(spec) <= _LONG else method if alone else f"{method} #{number[method]}")
     return names
-
-
-def _table(title: str | None = None) -> Table:
-    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-
-
-def answer_table(rows: Sequence[Row], limit: int) -> Table:
-    """What each method said to the first `limit` items, under the right answers."""
-    table = _table("Answers")
-    table.add_column("item", no_wrap=True)
-    table.add_column("method", overflow="fold")
-    table.add_column("answer", overflow="fold")
-    names = short_names(rows)
-    for index, example in enumerate(rows[0]["examples"][:limit]):
-        if index:
-            table.add_section()
-        gold = " | ".join(example["gold"]) or NONE
-        table.add_row(Text(example["id"]), Text("(right answer)", style="green"), Text(gold, style="green"))
-        for row, name in zip(rows, names):
-            said = " ".join(row["examples"][index]["answer"].split())
-            table.add_row("", Text(name, style="bold"), Text(said or NONE))
-    return table
 
 
 def reading(summary: Mapping[str, Any]) -> str:

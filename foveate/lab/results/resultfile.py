@@ -178,13 +178,17 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _same_run(path: Path, theirs: Fingerprint, ours: Fingerprint) -> None:
+    if differ := differences(theirs, ours):
+        raise UserError(
+            f"{path} belongs to another run: {differ}. Choose another --out, or move that file away to start anew"
+        )
+
+
+def differences(theirs: Fingerprint, ours: Fingerprint) -> str:
+    """In what the fingerprint of a run, as it was read, is not that of another, in words; empty if it is."""
     ours = json.loads(json.dumps(dict(ours)))
     fields = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
-    if fields:
-        differences = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in fields)
-        raise UserError(
-            f"{path} belongs to another run: {differences}. Choose another --out, or move that file away to start anew"
-        )
+    return "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in fields)
 
 
 def lock(file: Any, path: Path) -> None:

@@ -35,7 +35,7 @@ def native_sparse(**changes) -> NativeSparseAttention:
 
 def delta_net() -> GatedDeltaNet:
     torch.manual_seed(0)
-    return GatedDeltaNet(WIDTH, 2, 16, 24).eval()
+    return GatedDeltaNet(WIDTH, 2, 16).eval()
 
 
 MIXERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Memory]]] = {

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from foveate.hybrids.models import PRESETS, HybridCache, HybridConfig, HybridForCausalLM, cache_bytes, make_config
+from benchmarks.hybrid_task_tables import cache_bytes
+from foveate.hybrids.models import PRESETS, HybridCache, HybridConfig, HybridForCausalLM, make_config
 from tests.helpers import CACHE, checkpoint_activations
 
 every_preset = pytest.mark.parametrize("preset", PRESETS)

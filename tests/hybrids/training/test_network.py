@@ -1,17 +1,13 @@
 """The model of a run: its configuration with changes, and which models heed a sparsity budget."""
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config
 
 from foveate.errors import UserError
-from foveate.hybrids.models import HybridForCausalLM, make_config
+from foveate.hybrids.models import make_config
 from foveate.hybrids.training import network
 from foveate.hybrids.training.configuration import ModelSettings
 from foveate.hybrids.training.loop import train
-from tests.ranks import run_ranks
 
 LALTE = {"preset": "lalte", "size": "tiny"}
 
@@ -88,18 +84,3 @@ def test_layers_that_evict_without_a_budget_are_said_once(make, values, tmp_path
         said.clear()
         train(make({**changes, "sparsity.budget": budget}), tmp_path / f"run-{count}", say=said.append)
         assert said.count(note) == count
-
-
-def lower_split_scores():
-    torch.distributed.init_process_group("gloo")
-    model = HybridForCausalLM(make_config("lalte", "tiny"))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    biases = [layer.scores.head.bias for layer in network.evicting_layers(model)]
-    before = [bias.full_tensor().clone() for bias in biases]
-    network.lower_scores(model, torch.full((len(biases), 2), 0.25))
-    assert all(torch.equal(bias.full_tensor(), was - 0.25) for bias, was in zip(biases, before, strict=True))
-
-
-def test_scores_of_split_parameters_are_lowered(tmp_path):
-    """As FSDP splits them; here among one process, without a GPU."""
-    run_ranks(1, lower_split_scores, folder=tmp_path)

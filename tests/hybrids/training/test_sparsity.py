@@ -160,7 +160,6 @@ def test_bad_input():
         SparsitySettings(budget=6, hold=0.4, release=0.7)
     for name, value, allowed in (
         ("up", 1.0, "above 1"),
-        ("floor", 0.0, r"in \(0, 1\]"),
         ("interval", 0, "at least 1"),
         ("hold", 1.0, r"in \[0, 1\)"),
     ):

@@ -85,14 +85,14 @@ def test_an_epoch_of_text_reads_every_window_once(store, rows):
 
 
 def test_copies_come_from_the_gap_before(rows):
-    source = Copies(gap=(30, 90), span=(10, 20), cue=3, drawn=0.5)
+    source = Copies(gap=(30, 90), span=(10, 20), drawn=0.5)
     copies, gaps = 0, []
     for row in rows(source, 512):
         for (cue_role, cue, _), (role, begin, end) in itertools.pairwise(runs(row.roles)):
             if role != ANSWER:
                 continue
             assert cue_role == DRAWN
-            begin -= 3
+            begin -= 4
             copy = row.ids[begin:end].tolist()
             size = len(copy)
             found = [at for at in range(begin) if row.ids[at : at + size].tolist() == copy]
@@ -237,7 +237,7 @@ def test_text_around_answers_counts_and_what_is_drawn_does_not(rows):
     ("kind", "settings", "message"),
     [
         (Copies, {"gap": (9, 3)}, r"mixture.copies.gap must be \[low, high\] with 1 <= low <= high, got \[9, 3\]"),
-        (Copies, {"cue": 16}, "mixture.copies.cue must be from 1 to 15"),
+        (Copies, {"span": (4, 9)}, r"mixture.copies.span must be \[low, high\] with 5 <= low <= high, got \[4, 9\]"),
         (Copies, {"loss": "answer"}, r"mixture.copies: unknown loss 'answer'. Did you mean 'answers'\?"),
         (Needles, {"values": ("uid",)}, "unknown kind of value 'uid'. Did you mean 'uuid'"),
         (Needles, {"noise": 0.7, "distractors": 0.6}, "noise and distractors must add up to 1 at most, got 1.3"),

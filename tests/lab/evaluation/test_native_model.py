@@ -82,7 +82,7 @@ def test_a_hybrid_as_it_is(folders, tmp_path, preset, spec):
         assert "+0.0" not in markdown.tables([row])
     wide = console()
     with wide.capture() as text:
-        wide.print(terminal.results([row]))
+        wide.print(terminal.Comparison([row]))
     assert row["spec"] in text.get()
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import foveate
+from benchmarks.summary_table import heading
 from foveate.errors import UserError
 from foveate.lab.evaluation import generation, runner, tasks
 from foveate.lab.evaluation.tasks import Item
 from foveate.lab.inputs import loading
-from foveate.lab.report import lines
 from foveate.lab.report.tables import general as markdown
 from foveate.prompting import encode, encode_turns, question_of
 
@@ -166,7 +166,7 @@ def test_rows_name_it(tiny_folder, sample, tmp_path):
     assert [row["task_settings"].get("question") for row in rows] == [None, None, "after", "after"]
     assert rows[0]["run"]["items"] != rows[2]["run"]["items"]
     assert "question=after" in rows[2]["command"]
-    assert lines.heading(rows[2]) == "niah single, question after 0K"
+    assert heading(rows[2]) == "niah single, question after 0K"
     text = markdown.tables(rows)
     assert text.count("niah (single)") == text.count("niah (single, question after)") == 1
 

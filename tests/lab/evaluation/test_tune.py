@@ -216,7 +216,7 @@ def test_a_setting_that_fails_ends_no_search(plan, monkeypatch):
 def test_the_cost_is_what_was_asked_for():
     row = {"resident_bytes": 7, "decode_ms_per_token": 6.0, "batch_size": 2, "kv_bytes_per_step": 11}
     assert tune.cost_of(row, "memory") == 7
-    assert tune.cost_of(row, "latency") == tune.cost_of(row, "throughput") == 3.0
+    assert tune.cost_of(row, "latency") == 3.0
     assert tune.cost_of(row | {"decode_ms_per_token": None}, "latency") == 11
 
 
@@ -275,7 +275,6 @@ def rows_of(path):
         ({"max_loss": -1.0}, "max-loss"),
         ({"max_loss": 0.0}, "max-loss"),
         ({"minutes": 0.0}, "minutes"),
-        ({"objective": "throughput"}, "batch-size"),
         ({"task": tasks.parse("perplexity")}, "no splits tune and test"),
     ],
 )

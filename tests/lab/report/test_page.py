@@ -364,7 +364,6 @@ def test_the_command_writes_a_page_and_a_table(niah, tmp_path):
     ("options", "said"),
     [
         (["--out", "page.png"], "--out must end in .html"),
-        (["--out", "page.html", "--summary"], "--summary is a table on its own"),
         (["--csv", "page.txt"], "--csv must be a file that ends in .csv"),
     ],
 )

@@ -26,21 +26,17 @@ def head_map(pairs: Tensor) -> Tensor:
     return (pairs + tie).argmax(1)
 
 
-def layer_similarity(captured: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Equation 3 for layers of one prompt, ``[T, L, H, L, H] -> [L, L]``: the least over tiles, and the mean.
+def layer_similarity(captured: Tensor, maps: Tensor) -> Tensor:
+    """Equation 3 for layers of one prompt, ``[T, L, H, L, H] -> [L, L]``: the least over tiles.
 
     The attention of layer b's heads on the keys that their counterparts in layer a choose, over that on the keys that
     they would choose themselves; 0 for a > b.
 
-    `maps`: ``[L, L, H]``: each head's counterpart; None for that of its own number.
+    `maps`: ``[L, L, H]``: each head's counterpart.
     """
-    layers, heads = captured.shape[1:3]
-    if maps is None:
-        maps = torch.arange(heads).expand(layers, layers, heads)
     at = maps[None, :, None].expand(captured.shape[0], -1, -1, -1, -1)
     held = captured.gather(2, at)[:, :, 0].sum(-1)
-    ratio = held / _own(captured).sum(-1)[:, None]
-    return ratio.amin(0), ratio.mean(0)
+    return (held / _own(captured).sum(-1)[:, None]).amin(0)
 
 
 def _own(captured: Tensor) -> Tensor:
@@ -133,20 +129,14 @@ def _neighbours(anchors: Sequence[int], layers: int) -> list[list[int]]:
     return [sorted({*anchors} - {one} | {layer}) for one in anchors[1:] for layer in free]
 
 
-BY, OVER, WEIGHTS = ("together", "divergence", "similarity"), ("least", "mean"), ("importance", "none")
-"""What anchors can be chosen by; the first are the usual ones."""
+BY = ("together", "divergence", "similarity")
+"""What anchors can be chosen by; the first is usual."""
 
 
 def check_number(number: int, layers: int) -> None:
     """Raises `UserError` unless a model of so many layers can have this number of anchors."""
     if not 1 <= number <= layers:
         raise UserError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
-
-
-def objective(similarity: Tensor, anchors: Sequence[int]) -> float:
-    """The sum over layers that some anchors reach, the first layer among them."""
-    ends = [*anchors[1:], similarity.shape[0]]
-    return float(sum(similarity[first, first:end].double().sum() for first, end in zip(anchors, ends)))
 
 
 class AnchorChoice(NamedTuple):
@@ -156,10 +146,8 @@ class AnchorChoice(NamedTuple):
     heads: dict[int, list[int]]
     """For each layer after an anchor that is not one itself: the anchor's head for each of its own."""
     similarity: Tensor  # fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts
-    mean_similarity: Tensor  # the same with the mean over a prompt's tiles
     worth: Tensor
-    """What the anchors were chosen by: one of the two, column j weighted by the importance of layer j, or not; or the
-    divergence, negative."""
+    """What the anchors were chosen by: this, column j weighted by the importance of layer j; or minus divergence."""
     by_number: list[tuple[list[int], float]]  # the best anchors for every number of them, and the sum that they reach
     maps: Tensor  # int64 ``[L, L, H]``: for each head of layer b its counterpart in layer a
 
@@ -192,8 +180,6 @@ def choose(
     prompts: Callable[[], Iterable[Tensor]],
     importance: Tensor,
     number: int,
-    over: str = "least",
-    weights: str = "importance",
     divergence: Tensor | None = None,
 ) -> AnchorChoice:
     """The best ``number`` anchors, from 1 to L, for some prompts (Kascade, section 3).
@@ -201,20 +187,15 @@ def choose(
     Args:
         prompts: gives ``[T, L, H, L, H]`` of each prompt (:class:`.similarity.Measured`); called twice.
         importance: fp32 ``[L]``: 1 - cosine of a layer's input and the same with its attention added.
-        over, weights: of :data:`OVER` (of a prompt's tiles) and :data:`WEIGHTS` (of layers).
         divergence: ``[L, L]``, instead of similarity: what is lost if layer j alone reads the choice of layer i <= j.
 
     Raises `UserError` for a number out of range, or values that are not finite.
     """
     check_number(number, len(importance))
     maps, count = counterparts(prompts()), 0
-    least = mean = torch.zeros(())
+    similarity = torch.zeros(())
     for captured in prompts():
-        of_prompt = layer_similarity(captured, maps)
-        least, mean, count = least + of_prompt[0], mean + of_prompt[1], count + 1
-    least, mean = least / count, mean / count
-    if divergence is None:
-        worth = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
-    else:
-        worth = -divergence
-    return AnchorChoice([], {}, least, mean, worth, best_anchors(worth, len(importance)), maps).of(number)
+        similarity, count = similarity + layer_similarity(captured, maps), count + 1
+    similarity = similarity / count
+    worth = similarity * importance if divergence is None else -divergence
+    return AnchorChoice([], {}, similarity, worth, best_anchors(worth, len(importance)), maps).of(number)

@@ -89,8 +89,8 @@ def run(plan: Plan, progress: Callable[[int, int], None] = lambda done, of: None
         answers = {"answers": about}
     else:
         answers = {}
-    chosen_by = {"anchors": plan.anchors, **{name: getattr(plan, name) for name in ("by", "over", "weights", *TIMES)}}
-    chosen_by["method"] = plan.method.spec
+    chosen_by = {"anchors": plan.anchors, **{name: getattr(plan, name) for name in ("by", *TIMES)}}
+    chosen_by |= {"over": "least", "weights": "importance", "method": plan.method.spec}
     if plan.by == "together":
         chosen_by["rounds"] = plan.rounds
     mark, chosen_by = json.loads(json.dumps([mark, chosen_by]))  # as they are read back
@@ -247,14 +247,13 @@ def _chosen(
     if lost is not None:
         diverged, more = lost
         seconds = torch.cat([seconds, more])
-    choice = choose(lambda: _captured(paths), importance, number, plan.over, plan.weights, diverged)
+    choice = choose(lambda: _captured(paths), importance, number, diverged)
     if plan.time_share is not None:  # the best that time allows: more anchors may lose more
         worth = [value for _, value in choice.by_number[:number]]
         choice = choice.of(worth.index(max(worth)) + 1)
     return choice, {
         "importance": _rounded(importance),
         "similarity": _rounded(choice.similarity),
-        "mean_similarity": _rounded(choice.mean_similarity),
         "divergence": None if diverged is None else _rounded(diverged),
         "layers": layers,
         "by_number": _listed(layers, choice.by_number, "objective"),

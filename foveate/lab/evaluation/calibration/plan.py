@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from foveate.calibration import kept_path
-from foveate.errors import UserError, check_seed, unknown
-from foveate.lab.evaluation.calibration.anchors import BY, OVER, WEIGHTS
+from foveate.errors import UserError, check_seed, require, unknown
+from foveate.lab.evaluation.calibration.anchors import BY
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.probes import SHORTEST, TEXT, USUAL, Probes
 from foveate.lab.inputs.model_folder import model_digest, model_facts
@@ -45,8 +45,6 @@ class Plan:
     keys: int = KEYS
     tile: int = TILE
     by: str = BY[0]
-    over: str = OVER[0]
-    weights: str = WEIGHTS[0]
     method: Kascade = None  # type: ignore[assignment]  # how keys are chosen; None: kascade, by similarity kascade_paper
     answer_tokens: int = _ANSWER_TOKENS
     batch_size: int = _BATCH_SIZE  # prompts answered together
@@ -64,16 +62,15 @@ class Plan:
         if self.method is None:
             object.__setattr__(self, "method", self._usual_method)
         for name in ("anchors", "keys", "tile", "answer_tokens", "batch_size", "time_context", "time_batch"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
-        if self.rounds < 0:
-            raise UserError(f"rounds must be at least 0, got {self.rounds}")
+            value = getattr(self, name)
+            require(value is None or value >= 1, option(name), "at least 1", value)
+        require(self.rounds >= 0, "rounds", "at least 0", self.rounds)
         check_seed(self.seed)
-        for name, allowed in (("by", BY), ("over", OVER), ("weights", WEIGHTS), ("prompts", PROMPTS)):
+        for name, allowed in (("by", BY), ("prompts", PROMPTS)):
             if getattr(self, name) not in allowed:
                 raise unknown("value", getattr(self, name), allowed, f"--{name}")
-        if self.time_share is not None and not 0 < self.time_share <= 1:
-            raise UserError(f"time-share must be a share in (0, 1], got {self.time_share}")
+        share = self.time_share
+        require(share is None or 0 < share <= 1, "time-share", "a share in (0, 1]", share)
         self._check_effect()
         if self.diverges and self.answer_tokens < _FEWEST_TOKENS:
             raise UserError(
@@ -86,11 +83,9 @@ class Plan:
 
     def _check_effect(self) -> None:
         """Refuses settings that would change nothing, and a method whose anchors are chosen already."""
-        idle: dict[str, Any] = {"over": OVER[0], "weights": WEIGHTS[0]}
-        if self.by != "together":
-            idle |= {"rounds": 0, "prompts": PROMPTS[0]}
+        idle: dict[str, Any] = {} if self.by == "together" else {"rounds": 0, "prompts": PROMPTS[0]}
         if not self.diverges:
-            idle = {"answer_tokens": _ANSWER_TOKENS, "batch_size": _BATCH_SIZE, "rounds": 0, "prompts": PROMPTS[0]}
+            idle |= {"answer_tokens": _ANSWER_TOKENS, "batch_size": _BATCH_SIZE}
             if self.time_share is None:
                 idle["method"] = self._usual_method
         for name, default in idle.items():
@@ -168,8 +163,6 @@ class Plan:
             how = ("answer_tokens", "batch_size", *(("rounds",) if self.by == "together" else ()))
             parts += [f"--{option(name)} {getattr(self, name)}" for name in how]
             parts += [] if self.prompts == "dense" else [f"--prompts {self.prompts}"]
-        else:
-            parts += [f"--over {self.over} --weights {self.weights}"]
         if self.time_share is not None:
             parts += [f"--{option(name)} {getattr(self, name)}" for name in TIMES]
         parts += [f"--seed {self.seed}", f"--dtype {self.dtype}", f"--device {self.device}"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from foveate.errors import UserError, unknown
+from foveate.errors import UserError, require, unknown
 from foveate.lab.evaluation.metrics import Aggregate
 from foveate.prompting import Message, Prompt, encode, encode_turns
 
@@ -128,8 +128,8 @@ class Task:
 
     def at_least(self, name: str, smallest: int) -> None:
         """Raises `UserError` if the setting `name` is below `smallest`."""
-        if getattr(self, name) < smallest:
-            raise UserError(f"task '{self.name}': {name} must be at least {smallest}, got {getattr(self, name)}")
+        value = getattr(self, name)
+        require(value >= smallest, f"task '{self.name}': {name}", f"at least {smallest}", value)
 
     def settings(self) -> dict[str, Any]:
         """All settings as JSON-able values, without those at their default that came later."""

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import UserError
+from foveate.errors import UserError, of_extra, require
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Sampling, Task, some
@@ -46,10 +46,8 @@ class Mathematics(Task):
         if self.max_new_tokens == 0:
             object.__setattr__(self, "max_new_tokens", _LONGEST.get(self.split or self.splits[0], 1))
         super().__post_init__()
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"task '{self.name}': temperature must be 0 or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"task '{self.name}': top_p must be above 0 and at most 1, got {self.top_p}")
+        require(0 <= self.temperature < math.inf, f"task '{self.name}': temperature", "0 or more", self.temperature)
+        require(0 < self.top_p <= 1, f"task '{self.name}': top_p", "above 0 and at most 1", self.top_p)
         if self.temperature == 0 and (self.samples > 1 or self.top_p < 1):
             raise UserError(f"task '{self.name}': samples and top_p need a temperature above 0")
 
@@ -106,8 +104,4 @@ def _last_boxed(text: str) -> str:
 
 
 def _math_verify() -> Any:
-    try:
-        import math_verify
-    except ImportError:
-        raise UserError("task 'math' needs math-verify, which is not installed: pip install 'foveate[math]'") from None
-    return math_verify
+    return of_extra("math_verify", "math", "task 'math' needs", "math-verify")

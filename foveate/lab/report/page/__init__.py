@@ -12,14 +12,12 @@ from string import Template
 from typing import Any
 
 from foveate import outfile
-from foveate.errors import DataError, UserError
+from foveate.errors import DataError, UserError, of_extra
 from foveate.lab.report.markdown import made_beside, made_with
 from foveate.lab.report.page import charts
 from foveate.lab.report.rows import Row, all_spelled, read_any
 from foveate.lab.report.tables import general
 from foveate.lab.results import lens
-
-_EXTRA = "a page of rows needs plotly, which is not installed: pip install 'foveate[report]'"
 
 
 def check(out: Path, files: Sequence[Path]) -> None:
@@ -29,10 +27,7 @@ def check(out: Path, files: Sequence[Path]) -> None:
         raise UserError(f"{out}: the report is a page, so --out must end in .html")
     outfile.check(out)
     if any(file.suffix != ".json" for file in files):
-        try:
-            import plotly  # noqa: F401
-        except ImportError:
-            raise UserError(_EXTRA) from None
+        of_extra("plotly", "report", "a page of rows needs")
 
 
 def write(files: Sequence[Path], out: Path) -> None:

@@ -5,14 +5,16 @@ After figures 3, 4 and 1 of the Kascade paper. Where anchors were chosen by dive
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from foveate.calibration import Calibration
 from foveate.errors import DataError
+from foveate.lab.report.markdown import context_length
 from foveate.lab.report.plots.figure import INK, drawing, look, title
-from foveate.lab.report.tables.calibrations import tasks
 
 _HEIGHT, _WIDTH = 4.2, 13.0
 _LEAST = 1e-4  # the smallest divergence that the colours distinguish
@@ -76,3 +78,13 @@ def draw(found: Calibration, out: Path) -> None:
             set_ticks(list(at), [str(layers[index]) for index in at])
         left.tick_params(colors=INK)
         title(figure, f"Anchors {list(found.anchors)}", facts)
+
+
+def tasks(run: Mapping[str, Any]) -> str:
+    """The tasks of a calibration in words."""
+    names = []
+    for task in run["tasks"]:
+        split, length = task["settings"].get("split"), task["settings"].get("length")
+        split = f" {split}" if task["task"] == "ruler" else ""
+        names.append(f"{task['task']}{split}{f', {context_length(length)} tokens' if length else ''}")
+    return " and ".join(names)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate import outfile
-from foveate.errors import UserError
+from foveate.errors import UserError, of_extra
 
 WIDTH = 10.0  # inches; with the resolution below about twice the width at which a README shows a picture
 DPI = 170
@@ -69,10 +69,7 @@ def check(out: Path) -> None:
     if out.suffix.lower() != ".png":
         raise UserError(f"{out}: plots are PNG files, so --out must end in .png")
     outfile.check(out)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("plots need matplotlib, which is not installed: pip install 'foveate[plot]'") from None
+    of_extra("matplotlib", "plot", "plots need")
 
 
 @contextmanager

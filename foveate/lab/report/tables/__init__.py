@@ -1,1 +1,1 @@
-"""Tables in Markdown, one module for each kind of rows; `registry` lists them all."""
+"""Tables in Markdown, one module for each kind of rows."""

@@ -142,7 +142,6 @@ class TestTheArtefact:
             torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-4, atol=1e-6)
 
         same("similarity", choice.similarity)
-        same("mean_similarity", choice.mean_similarity)
         same("importance", torch.stack([one for _, one in shown]).mean(0))
         same("coverage", torch.stack([measured.coverage for measured, _ in shown]).mean(0))
         assert [one["anchors"] for one in found["by_number"]] == [anchors for anchors, _ in choice.by_number]
@@ -165,17 +164,7 @@ class TestTheArtefact:
         assert artefact.anchors == tuple(choice.anchors)
         torch.testing.assert_close(torch.tensor(artefact.found["similarity"]), choice.similarity, rtol=1e-4, atol=1e-6)
         assert artefact.found["run"]["own_key"]
-        assert "--tile 1 --by similarity --over least" in artefact.found["command"]
-
-    def test_goes_by_the_mean_of_layers_that_count_alike(self, plan):
-        plan, shown = dataclasses.replace(plan, over="mean", weights="none"), studied(plan)
-        importance = torch.stack([one for _, one in shown]).mean(0)
-        choice = choose(lambda: (measured.captured for measured, _ in shown), importance, 2, "mean", "none")
-        artefact = run(plan)
-        assert artefact.found["chosen_by"]["over"] == "mean"
-        assert artefact.found["chosen_by"]["weights"] == "none"
-        objectives = [entry["objective"] for entry in artefact.found["by_number"]]
-        assert objectives == pytest.approx([value for _, value in choice.by_number], rel=1e-4)
+        assert "--tile 1 --by similarity --seed" in artefact.found["command"]
 
     def test_is_all_that_is_left(self, plan):
         said = []
@@ -186,8 +175,8 @@ class TestTheArtefact:
         assert artefact.found["seconds"] > 0
         assert artefact.found["command"] == (
             "foveate calibrate --model tiny-llama --task niah:split=single,length=300,max_new_tokens=16 --data data "
-            "--anchors 2 --limit 3 --keys 16 --tile 24 --by similarity --over least --weights importance --seed 0 "
-            "--dtype float32 --device cpu --out tiny.json"
+            "--anchors 2 --limit 3 --keys 16 --tile 24 --by similarity --seed 0 --dtype float32 "
+            "--device cpu --out tiny.json"
         )
         assert str(plan.model.parent) not in plan.out.read_text(encoding="utf-8")
 
@@ -382,7 +371,6 @@ class TestWhatIsInTheWay:
             ({"seed": 1}, "seed, items(, tokens)?"),
             ({"anchors": None, "time_share": 0.5}, "--time-share"),
             ({"dtype": "bfloat16"}, "dtype"),
-            ({"weights": "none", "over": "mean"}, "--over, --weights"),
             ({"by": "divergence", "method": Kascade(top_k=5)}, "answers, --by, --method"),
             ({"by": "together", "method": Kascade(top_k=5)}, "answers, --by, --method, --rounds"),
         ],
@@ -508,8 +496,6 @@ class TestBadPlans:
             ),
             ({"time_context": 256}, "time-context has no effect without time-share"),
             ({"time_batch": 7}, "time-batch has no effect without time-share"),
-            ({"over": "most"}, "--over: unknown value 'most'. Allowed: least, mean"),
-            ({"weights": "xy"}, "--weights: unknown value 'xy'. Allowed: importance, none"),
             ({"rounds": -1}, "rounds must be at least 0, got -1"),
             ({"prompts": "long"}, "--prompts: unknown value 'long'. Allowed: dense, sparse"),
             ({"prompts": "sparse"}, "prompts has no effect when anchors are chosen by similarity"),
@@ -541,8 +527,6 @@ class TestBadPlans:
             ({"answer_tokens": 9}, "answer-tokens has no effect when anchors are chosen by similarity"),
             ({"batch_size": 2}, "batch-size has no effect when"),
             ({"method": Kascade(top_k=9)}, "method has no effect when"),
-            ({"by": "divergence", "over": "mean"}, "over has no effect when anchors are chosen by divergence"),
-            ({"by": "divergence", "weights": "none"}, "weights has no effect when anchors are chosen by divergence"),
             ({"by": "divergence", "method": H2O()}, "method must be kascade with its settings, not h2o"),
             *(
                 (

@@ -316,7 +316,7 @@ class TestFiles:
         with pytest.raises(DataError) as error:
             read([file])
         assert str(error.value) == f"{file}:4: the same row as in line 1; leave one of them out"
-        for command in (["report"], ["report", "--summary"], ["plot", "frontier", "--out", tmp_path / "a.png"]):
+        for command in (["report"], ["plot", "frontier", "--out", tmp_path / "a.png"]):
             done = CliRunner().invoke(app, list(map(str, [*command, file])))
             assert done.exit_code == 2
             assert done.stderr.strip() == f"error: {error.value}"

@@ -25,7 +25,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import DataError, UserError
+from foveate.errors import DataError, UserError, require
 from foveate.lab.evaluation.metrics import Mean, string_match, string_match_part
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
@@ -79,8 +79,8 @@ class Ruler(Task):
         super().__post_init__()
         if self.beyond and not self.split.startswith(("niah_single", "niah_multikey")):
             raise UserError(f"task 'ruler': beyond is for niah_single_* and niah_multikey_*, not for {self.split}")
-        if self.beyond >= self.length // 2:
-            raise UserError(f"task 'ruler': beyond must be below half of the length, {self.length}, got {self.beyond}")
+        allowed = f"below half of the length, {self.length}"
+        require(self.beyond < self.length // 2, "task 'ruler': beyond", allowed, self.beyond)
 
     def files(self, data: Path) -> list[Path]:
         if not Path(data).is_dir():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from foveate.calibration import Calibration
 from foveate.errors import UserError
-from foveate.lab.evaluation.calibration.anchors import objective
-from foveate.lab.report.markdown import context_length, markdown_table
+from foveate.lab.report.markdown import markdown_table
+from foveate.lab.report.plots.calibration import tasks
 
 
 def table(found: Sequence[Calibration]) -> str:
@@ -59,13 +59,17 @@ def table(found: Sequence[Calibration]) -> str:
     return f"{facts} ({first.found['device']}; commit {commits}):\n\n{markdown_table([head, *lines])}"
 
 
-def _worth(one: Calibration) -> torch.Tensor:
+def objective(similarity: Tensor, anchors: Sequence[int]) -> float:
+    """The sum over layers that some anchors reach, the first layer among them."""
+    ends = [*anchors[1:], similarity.shape[0]]
+    return float(sum(similarity[first, first:end].double().sum() for first, end in zip(anchors, ends)))
+
+
+def _worth(one: Calibration) -> Tensor:
     """What the anchors were chosen by, ``[L, L]``."""
-    by = one.found["chosen_by"]
     if _diverges(one):
         return -torch.tensor(one.found["divergence"])
-    similarity = torch.tensor(one.found["similarity" if by["over"] == "least" else "mean_similarity"])
-    return similarity * torch.tensor(one.found["importance"]) if by["weights"] == "importance" else similarity
+    return torch.tensor(one.found["similarity"]) * torch.tensor(one.found["importance"])
 
 
 def _diverges(one: Calibration) -> bool:
@@ -80,13 +84,3 @@ def _way(one: Calibration) -> str:
         prompts = f", {answers['prompts']} prompts" if "prompts" in answers else ""
         return f"{together}{answers['method']} along {answers['answer_tokens']} tokens{prompts}"
     return f"{by['over']}, weights {by['weights']}"
-
-
-def tasks(run: Mapping[str, Any]) -> str:
-    """The tasks of a calibration in words."""
-    names = []
-    for task in run["tasks"]:
-        split, length = task["settings"].get("split"), task["settings"].get("length")
-        split = f" {split}" if task["task"] == "ruler" else ""
-        names.append(f"{task['task']}{split}{f', {context_length(length)} tokens' if length else ''}")
-    return " and ".join(names)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from foveate.errors import UserError
 from foveate.lab.report import pooled
-from foveate.lab.report.lines import heading
+from foveate.lab.report.lines import split_of
 from foveate.lab.report.markdown import NONE, interval, markdown_table, titled
 from foveate.lab.report.rows import Row, grouped
 
@@ -60,6 +60,12 @@ def _table(rows: Sequence[Row]) -> str:
     if any(ceiling < 100 for ceiling in ceilings):
         lines.append(("evidence ceiling", "", *(f"{ceiling:.1f}" for ceiling in ceilings), ""))
     return titled(f"{rows[0]['model']}, {rows[0]['dtype']}, scores, n = {counts}", rows, markdown_table(lines))
+
+
+def heading(row: Row) -> str:
+    """The words for the items of a row: task, split and, if it is asked for, the length."""
+    length = row["task_settings"].get("length")
+    return " ".join((row["task"], split_of(row), *([f"{round(length / 1024)}K"] if length else [])))
 
 
 def _cell(row: Row) -> _Cell:

@@ -1,31 +1,29 @@
 import dataclasses
-import itertools
 
 import pytest
 import torch
 
+from benchmarks.calibration_table import objective, table
 from foveate.calibration import Calibration
 from foveate.errors import UserError
-from foveate.lab.evaluation.calibration.anchors import best_anchors, objective
-from foveate.lab.report.tables.calibrations import table
+from foveate.lab.evaluation.calibration.anchors import best_anchors
 
 LAYERS = [0, 1, 2, 4, 5]  # layer 3 is not one that can be an anchor
 
 
-def calibration(seed, task, anchors=2, over="least", weights="importance", **run):
+def calibration(seed, task, anchors=2, **run):
     generator = torch.Generator().manual_seed(seed)
-    least, mean = (torch.rand(5, 5, generator=generator).triu() for _ in range(2))
+    similarity = torch.rand(5, 5, generator=generator).triu()
     importance = torch.rand(5, generator=generator)
-    worth = (least if over == "least" else mean) * (importance if weights == "importance" else 1.0)
+    worth = similarity * importance
     by_number = best_anchors(worth, 5)
     chosen = tuple(LAYERS[one] for one in by_number[anchors - 1][0])
     found = {
-        "similarity": least.tolist(),
-        "mean_similarity": mean.tolist(),
+        "similarity": similarity.tolist(),
         "importance": importance.tolist(),
         "layers": LAYERS,
         "by_number": [{"anchors": [LAYERS[one] for one in best], "objective": value} for best, value in by_number],
-        "chosen_by": {"by": "similarity", "over": over, "weights": weights},
+        "chosen_by": {"by": "similarity", "over": "least", "weights": "importance"},
         "run": {
             "tasks": [{"task": task, "settings": {"length": 4096, "split": "vt"} if task == "ruler" else {}}],
             "tokens": [100] * 7,
@@ -46,9 +44,8 @@ def shares(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
 
 
-@pytest.mark.parametrize(("over", "weights"), [*itertools.product(("least", "mean"), ("importance", "none"))])
-def test_anchors_are_measured_by_what_each_was_chosen_by(over, weights):
-    (one, worth), (other, other_worth) = (calibration(seed, "musique", 3, over, weights) for seed in (0, 1))
+def test_anchors_are_measured_by_what_each_was_chosen_by():
+    (one, worth), (other, other_worth) = (calibration(seed, "musique", 3) for seed in (0, 1))
     head, first, second = shares(table([one, other]))
     assert head == ["prompts", "anchors", "reached on musique (7)", "reached on musique (7)"]
     assert first[1] == ", ".join(map(str, one.anchors))
@@ -67,7 +64,7 @@ def test_data_and_circumstances_are_told():
 
 def test_calibrations_of_other_models_do_not_go_side_by_side():
     with pytest.raises(UserError, match="of different models"):
-        table([calibration(0, "musique")[0], calibration(0, "musique", weights="importance")[0], _of_another()])
+        table([calibration(0, "musique")[0], calibration(0, "musique")[0], _of_another()])
 
 
 def _of_another():
@@ -79,12 +76,6 @@ def test_a_calibration_that_does_not_tell_how_it_was_found():
     one, _ = calibration(0, "musique")
     with pytest.raises(UserError, match=r"does not tell how it was found.*importance"):
         table([dataclasses.replace(one, found={k: v for k, v in one.found.items() if k != "importance"})])
-
-
-def test_what_they_were_chosen_by_is_told_where_it_differs():
-    both = [calibration(0, "musique")[0], calibration(0, "musique", over="mean", weights="none")[0]]
-    names = ["musique (7), least, weights importance", "musique (7), mean, weights none"]
-    assert [line[0] for line in shares(table(both))] == ["prompts", *names]
 
 
 def by_divergence(seed, **run):

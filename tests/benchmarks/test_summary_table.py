@@ -5,13 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from foveate.cli import app
+from benchmarks.summary_table import summary
 from foveate.lab.report import pooled
-from foveate.lab.report.tables.summary import summary
 
-FILE = Path(__file__).resolve().parents[4] / "benchmarks" / "results" / "luka-niah.jsonl"
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "luka-niah.jsonl"
 H2O = "h2o:top_k=0.1,window=64"
 
 
@@ -60,17 +58,6 @@ def test_methods_that_a_comparison_lacks_are_left_out_and_dense_is_needed(rows):
     assert f"`{H2O}`" in summary([row for row in rows if row["length"] == 8192])
     with pytest.raises(ValueError, match="no row of dense in niah single 8K"):
         summary([row for row in rows if row["method"] != "dense"])
-
-
-def test_the_command_prints_it(tmp_path, rows):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = CliRunner().invoke(app, ["report", "--summary", str(file)])
-    assert done.exit_code == 0
-    assert done.stdout.strip() == summary(rows)
-    empty = tmp_path / "none.jsonl"
-    empty.write_text("")
-    assert CliRunner().invoke(app, ["report", "--summary", str(empty)]).exit_code != 0
 
 
 def test_comparisons_of_other_items_are_columns_of_their_own(rows):
