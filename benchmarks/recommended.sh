@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What the recommended specs keep of dense attention's score, exactly as README names them: each reported family of tasks,
-# and answers of 500 and 2,000 tokens, where errors of sparse steps add up.
+# and answers of 500 tokens and more, where errors of sparse steps add up.
 #   benchmarks/recommended.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
-# MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/, wikisalad/ and longproc/
+# MODEL: a Hugging Face folder; DATA: a folder with ruler/, books/, multihop/, wikisalad/, longproc/ and aime/
 # (docs/guide/data.md); TOKENS: of a batch, 260,000 on 80 GB for 1.5 billion parameters; ITEMS: of each RULER task at each
 # length, half as many of LongProc. `kascade` reads the anchors that come with foveate for the weights, or that `foveate calibrate --model MODEL` has
 # kept. Writes OUT_FOLDER/recommended.jsonl. CELLS: see luka-methods.sh.
@@ -32,4 +32,6 @@ compare wikisalad 4096 --task wikisalad --split hard --limit 100
 for split in tom_tracking_0.5k countdown_0.5k tom_tracking_2k countdown_2k; do
   compare "longproc-$split" 8192 --task longproc --split "$split" --limit "$((items / 2))"
 done
+compare math500 4096 --task math --split math500 --limit 500
+compare aime24 9216 --task math:samples=8,temperature=0.6,top_p=0.95 --split aime24 --limit 30
 cat ../*/*.jsonl > "$out/recommended.jsonl"
