@@ -1,10 +1,13 @@
 """The gated delta rule: its reference, its chunks, and Transformers' own."""
 
+import sys
+import types
+
 import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from foveate.hybrids.ops.recur import chunked, gated_delta_rule, reference, rule_in_use
+from foveate.hybrids.ops.recur import chunked, gated_delta_rule, library, reference, rule_in_use
 
 
 def problem(length: int = 130, dim: int = 16, value_dim: int = 24, dtype: torch.dtype = torch.float32, batch: int = 2):
@@ -140,3 +143,57 @@ def test_a_decay_that_is_a_growth_is_refused():
             rule(q, k, v, log_decay, beta, state=state)
     log_decay[1, 2, 5] = 0.0
     gated_delta_rule(q, k, v, log_decay, beta, state=state)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, back):
+        return 1.5 * back
+
+
+class TestProof:
+    """What the library's rule must keep to, with rules of torch in its place."""
+
+    @pytest.fixture
+    def proved(self, monkeypatch):
+        guard = types.SimpleNamespace(TRITON_ABOVE_3_7_1=False)
+        monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", guard)
+
+        def proved(change, gradients):
+            calls = []
+
+            def rule(*inputs, state=None):
+                calls.append((inputs[0].shape[1], inputs[0].requires_grad))
+                found = chunked.gated_delta_rule(*inputs, state=state)
+                return reference.Recurred(change(found.out), found.state)
+
+            monkeypatch.setattr(library, "gated_delta_rule", rule)
+            library._proved.cache_clear()
+            reason = library._proved(torch.device("cpu"), 3, 16, 24, torch.float16, gradients)
+            library._proved.cache_clear()
+            assert {heads for heads, _ in calls} == {3}, "kernels are tried for each number of heads"
+            assert any(wanted for _, wanted in calls) == gradients
+            return reason, guard.TRITON_ABOVE_3_7_1
+
+        return proved
+
+    def test_a_right_rule_is_used(self, proved):
+        assert proved(lambda out: out, True) == ("", True)
+
+    def test_without_gradients_they_are_not_asked_for(self, proved):
+        assert proved(WrongGradient.apply, False) == ("", False)
+
+    @pytest.mark.parametrize("gradients", [True, False])
+    def test_a_wrong_output_is_seen(self, proved, gradients):
+        reason, guard = proved(lambda out: 1.02 * out, gradients)
+        assert "differs from fp32 by 0.02" in reason
+        assert not guard
+
+    def test_a_wrong_gradient_is_seen(self, proved):
+        reason, guard = proved(WrongGradient.apply, True)
+        assert "differs from fp32" in reason
+        assert not guard

@@ -43,15 +43,18 @@ def obstacle(q: Tensor, v: Tensor) -> str:
         return "fla-core is not installed"
     if q.dtype not in (torch.bfloat16, torch.float16) or v.dtype != q.dtype:
         return f"they take bf16 and fp16, not {q.dtype}"
-    reason = _proved(q.device.index, q.shape[3], v.shape[3], q.dtype)
+    reason = _proved(q.device, q.shape[1], q.shape[3], v.shape[3], q.dtype, torch.is_grad_enabled())
     if reason:
         _say_once(f"flash-linear-attention's gated delta rule is not used, the slower torch path runs: {reason}")
     return reason
 
 
 @functools.cache
-def _proved(device: int, dim: int, value_dim: int, dtype: torch.dtype) -> str:
-    """Compare outputs, states and gradients with the torch path in fp32 on this device, once."""
+def _proved(device: torch.device, heads: int, dim: int, value_dim: int, dtype: torch.dtype, gradients: bool) -> str:
+    """Compare outputs and states with the torch path in fp32 on this device, once; where they are wanted, gradients.
+
+    The library tries its kernels for each number of heads, for minutes, and those of gradients longest.
+    """
     try:
         guarded = importlib.import_module("fla.ops.common.chunk_o")
     except Exception as error:  # whatever a library raises, there is another path
@@ -61,37 +64,40 @@ def _proved(device: int, dim: int, value_dim: int, dtype: torch.dtype) -> str:
     refuses = getattr(guarded, _GUARD, True)
     setattr(guarded, _GUARD, True)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            worst = max(_error(length, torch.device("cuda", device), dim, value_dim, dtype) for length in (192, 77))
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast("cuda", enabled=False):
+            worst = max(_error(length, device, heads, dim, value_dim, dtype) for length in (192, 77))
         reason = "" if worst < _TOLERANCE else f"it differs from fp32 by {worst:.2g} of the largest number"
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    if reason:
+    if reason or not gradients:
         setattr(guarded, _GUARD, refuses)
     return reason
 
 
-def _error(length: int, device: torch.device, dim: int, value_dim: int, dtype: torch.dtype) -> float:
+def _error(length: int, device: torch.device, heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> float:
     generator = torch.Generator(device).manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(2, heads, *shape, generator=generator, device=device)
 
-    given = [normal(2, 2, length, dim), normal(2, 2, length, dim), normal(2, 2, length, value_dim)]
-    gates = [-torch.nn.functional.softplus(normal(2, 2, length) - 2), normal(2, 2, length).sigmoid()]
-    start, back = normal(2, 2, dim, value_dim), normal(2, 2, length, value_dim)
-    results = []
+    given = [normal(length, dim), normal(length, dim), normal(length, value_dim)]
+    gates = [-torch.nn.functional.softplus(normal(length) - 2), normal(length).sigmoid()]
+    start, back = normal(dim, value_dim), normal(length, value_dim)
+    gradients, results = torch.is_grad_enabled(), []
     for rule, kind in ((gated_delta_rule, dtype), (chunked.gated_delta_rule, torch.float32)):
-        leaves = [x.to(dtype).to(kind).requires_grad_() for x in given] + [x.clone().requires_grad_() for x in gates]
-        out, state = rule(*leaves, state=start)
-        gradients = torch.autograd.grad((out.float() * back).sum() + state.sum(), leaves)
-        results.append([out, state, *gradients])
+        leaves = [x.to(dtype).to(kind).requires_grad_(gradients) for x in given]
+        leaves += [x.clone().requires_grad_(gradients) for x in gates]
+        found = list(rule(*leaves, state=start))
+        if gradients:
+            out, state = found
+            found += torch.autograd.grad((out.float() * back).sum() + state.sum(), leaves)
+        results.append(found)
     step = [x[:, :, :1].to(dtype) for x in given] + [x[:, :, :1] for x in gates]
     with torch.no_grad():
         results[0] += list(gated_delta_rule(*step, state=start))
         results[1] += list(chunked.gated_delta_rule(*(x.float() for x in step), state=start))
     errors = [(a.float() - b).abs().amax() / b.abs().amax() for a, b in zip(*results)]
-    worst = torch.stack(errors).amax()
+    worst = torch.stack(errors).detach().amax()
     return float(worst) if bool(worst.isfinite()) else float("inf")
 
 
