@@ -69,6 +69,11 @@ def _worth(one: Calibration) -> Tensor:
     """What the anchors were chosen by, ``[L, L]``."""
     if _diverges(one):
         return -torch.tensor(one.found["divergence"])
+    by = one.found["chosen_by"]
+    if (by["over"], by["weights"]) != ("least", "importance"):
+        raise UserError(
+            f"anchors by the {by['over']} of tiles, weights {by['weights']}: least and importance alone have sums"
+        )
     return torch.tensor(one.found["similarity"]) * torch.tensor(one.found["importance"])
 
 

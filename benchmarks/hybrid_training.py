@@ -164,7 +164,7 @@ def delta_rule(config: HybridConfig, device: torch.device, dtype: torch.dtype) -
     """Which path runs a model's Gated DeltaNet; None without such layers."""
     if "gdn" not in config.mixers:
         return None
-    return rule_in_use(device, config.gdn_head_dim, config.gdn_head_dim, dtype)
+    return rule_in_use(device, config.gdn_heads, config.gdn_head_dim, config.gdn_head_dim, dtype)
 
 
 def _autocast(model: nn.Module) -> contextlib.AbstractContextManager:

@@ -21,21 +21,24 @@ cell() { # NAME COMMAND...
     "${@:2}" --out "$cells/$1.jsonl"
   fi
 }
-longer() { # the same weights with YaRN for 132,000 tokens
+longer() { # NAME ARGUMENT...: the same weights with YaRN for 132,000 tokens
   local folder=$cells/longer/$(basename "$model")
+  wanted "$1" || return 0
   mkdir -p "$folder"
   ln -sf "$(realpath "$model")"/* "$folder"
-  rm "$folder/config.json"
-  python - "$model/config.json" "$folder/config.json" <<'END'
-import json, sys
+  rm -f "$folder/config.json"
+  python - "$model" "$folder" <<'END'
+import sys
 
-config = json.load(open(sys.argv[1]))
-known, config["max_position_embeddings"] = config["max_position_embeddings"], 132000
+import transformers
+
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+known, config.max_position_embeddings = config.max_position_embeddings, 132000
 yarn = {"rope_type": "yarn", "factor": 132000 / known, "original_max_position_embeddings": known}
-config["rope_parameters"] = config["rope_parameters"] | yarn
-json.dump(config, open(sys.argv[2], "w"))
+config.rope_parameters = config.rope_parameters | yarn
+config.save_pretrained(sys.argv[2])
 END
-  echo "$folder"
+  cell "$1" whole --model "$folder" "${@:2}"
 }
 whole() { foveate bench decode-model "$@"; }
 prompt() { foveate bench prefill-model "$@"; }
@@ -52,7 +55,7 @@ for case in 32000x1 32000x8 8192x32; do # the model has positions for 32,768 tok
   cell "trained-$case" whole --model "$model" --context "${case%x*}" --batch "${case#*x}" "${trained[@]}"
 done
 for case in 131072x1 131072x4; do
-  cell "trained-$case" whole --model "$(longer)" --context "${case%x*}" --batch "${case#*x}" "${trained[@]}"
+  longer "trained-$case" --context "${case%x*}" --batch "${case#*x}" "${trained[@]}"
 done
 for case in {8192,16384,32768,65536,131072}x{1,16,64}; do
   cell "layer-$case" layer --context "${case%x*}" --batch "${case#*x}" "${random[@]:0:8}"

@@ -26,7 +26,7 @@ from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
 
 REGISTRY: dict[str, type[Method]] = {}
 
-SPARSE_FROM_TOKENS = 16384
+SPARSE_FROM_TOKENS = 32768
 """Usual :attr:`Method.sparse_from_tokens` (docs/guide/speed.md)."""
 
 _LOGITS = 1 << 26

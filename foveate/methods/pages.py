@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,21 @@ from foveate.state.step_plan import StepPlan
 
 LEAST_KEYS = 128
 """Least number of keys when top_k is a share."""
-_LITTLE = 0.125
-"""The largest share with which attention was measured to pay at 32,768 tokens. A quarter pays from 131,072 on; one
-sequence of 65,536 loses 5 % (H200)."""
+
+
+class PagesOfStep(NamedTuple):
+    """What a step reads, computed once for all layers of the same settings."""
+
+    ends: Tensor
+    """int64 ``[B]``: pages of each row that are scored."""
+    counts: Tensor
+    """int64 ``[B]``: pages that each row reads."""
+    most: int
+    """No row reads more."""
+    sinks: int
+    """First pages that are always read."""
+    newest: Tensor | None
+    """int64 ``[B]``: the first of each row's newest pages, which are always read; None: all pages compete."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class PageMethod(KeepsSummaries):
     """
 
     stateful: ClassVar[bool] = False
+    sparse_from_tokens: ClassVar[int] = 2 * SPARSE_FROM_TOKENS  # choosing takes more small launches
     needs_prompt_end: ClassVar[bool] = True
     """A decoded token reads pages, those of a prompt read everything."""
     replay: ClassVar[Replay] = Replay()
@@ -53,12 +66,6 @@ class PageMethod(KeepsSummaries):
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("page_size", 1)
-
-    @property
-    def sparse_from_tokens(self) -> int:  # type: ignore[override]
-        """Choosing takes more small launches than Kascade's, and a larger share of the tokens pays later."""
-        few = isinstance(self.top_k, int) or self.top_k <= _LITTLE
-        return (2 if few else 4) * SPARSE_FROM_TOKENS
 
     @property
     def summaries(self) -> PageSummaries:
@@ -97,24 +104,23 @@ class PageMethod(KeepsSummaries):
         of a group that read it.
         """
         scores, plan = self.scores(cache, q, scaling), cache.plan
-        of_step = plan.once(("pages", type(self), self.spec), lambda: self._of_step(plan, cache.used))
-        ends, counts, most, sinks, newest = of_step
-        ranked = scores if newest is None else ops.with_always_read(scores, sinks, newest, ends)
-        pages = ops.topk_rows(ranked, counts, most, lengths=ends, dtype=torch.int32)
+        step = plan.once(("pages", type(self), self.spec), lambda: self._step(plan, cache.used))
+        ranked = scores
+        if step.newest is not None:
+            ranked = ops.with_always_read(scores, step.sinks, step.newest, step.ends)
+        pages = ops.topk_rows(ranked, step.counts, step.most, lengths=step.ends, dtype=torch.int32)
         if "pages_refined" in self.counters:
-            cache.count("pages_refined", counts[:, None])
+            cache.count("pages_refined", step.counts[:, None])
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
         read = ops.keys_of_pages(pages, cache.geometry.num_kv_heads, self.page_size, plan["counts"])
         cache.count_read(plan.or_whole(read))
         return pages
 
-    def _of_step(self, plan: StepPlan, used: int) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
-        """Of all layers with these settings: the pages of each row that are scored, ``[B]``, and that it reads, the
-        most that one reads, and of those always read how many are first and the first of the newest (None: none)."""
+    def _step(self, plan: StepPlan, used: int) -> PagesOfStep:
         newest = plan.each(self.first_newest, of="counts") if self.tail else None
         ends, counts = plan.choosing(self.summaries.pages, of="counts"), plan.each(self.count, of="counts")
-        return ends, counts, self.most_pages(used), self.summaries.pages(self.sinks), newest
+        return PagesOfStep(ends, counts, self.most_pages(used), self.summaries.pages(self.sinks), newest)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The scores of pages, see :meth:`PageSummaries.scores`."""

@@ -192,7 +192,7 @@ class TestAuto:
         assert "auto" not in methods.names()
 
     @pytest.mark.parametrize(
-        ("method", "tokens"), [("kascade", 16384), ("pages", 65536), ("luka", 131072), ("h2o", 0), ("dense", 0)]
+        ("method", "tokens"), [("kascade", 32768), ("pages", 65536), ("luka", 131072), ("h2o", 0), ("dense", 0)]
     )
     def test_short_contexts_are_told_in_tokens(self, monkeypatch, method, tokens):
         """Of eight KV heads of 128 as they are; a token of the tiny model has 1/32 of their bytes."""

@@ -28,6 +28,11 @@ class Journal:
             self._file = self._path.open("a", encoding="utf-8")
         self._events = _writer(out / EVENTS, step)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether rows are written for TensorBoard, too."""
+        return self._events is not None
+
     def add(self, row: Mapping[str, Any]) -> None:
         """Writes a row, which has a `step`, and numbers or mappings of such; lists are left out of the events."""
         with outfile.writing(self._path):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -406,8 +405,6 @@ class _Run:
         return bool(self.place.sum(torch.tensor(float(asked), device=self.place.device)).item())
 
     def _journal(self) -> journal.Journal:
-        if find_spec("tensorboard") is None:
-            self.say("tensorboard is not installed; the log is in log.jsonl alone (pip install 'foveate[train]')")
         header = {
             "kind": "log of foveate train",
             "config": self.config.to_dict(),
@@ -416,7 +413,10 @@ class _Run:
             "processes": self.place.world,
             **circumstances.of(str(self.place.device)),
         }
-        return journal.Journal(self.out, header, self.step)
+        found = journal.Journal(self.out, header, self.step)
+        if not found.has_events:
+            self.say("tensorboard cannot be imported; the log is in log.jsonl alone (pip install 'foveate[train]')")
+        return found
 
     def _outcome(self) -> Outcome:
         timed = self.speeds[1:] or self.speeds  # the first steps compile and warm up

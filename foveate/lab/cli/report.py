@@ -38,6 +38,8 @@ def report(
         return
     if lenses := [str(file) for file in files if lens.is_lens(file)]:
         raise UserError(f"{', '.join(lenses)}: a lens is shown by a page alone; add --out page.html")
+    if others := [str(file) for file in files if file.suffix == ".json"]:
+        raise UserError(f"{', '.join(others)}: no rows (JSON Lines); foveate plot calibration draws a calibration")
     for file in files:
         found = rows.read_any(file)
         try:

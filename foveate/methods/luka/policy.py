@@ -188,14 +188,12 @@ class LuKA(Method):
 
     @property
     def sparse_from_tokens(self) -> int:  # type: ignore[override]
-        """More tokens on several levels, and where many pages are refined or low-rank summaries scored: that takes more
-        launches. So does the reference, which decodes with the options of the paper."""
+        """More tokens on several levels, and where many pages are refined, which takes more launches, as does the
+        reference, which decodes with the options of the paper."""
         few = isinstance(self.top_k, int) and self.top_k <= 8
         little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
         kernels = (self.compressor, self.pool, self.mass, self.bias) == ("mean", "kv_head", "exact", "log")
-        if len(self.sizes) > 1 or not little or not kernels:
-            return 8 * SPARSE_FROM_TOKENS
-        return SPARSE_FROM_TOKENS if few and self.score != "lowrank" else 2 * SPARSE_FROM_TOKENS
+        return (4 if len(self.sizes) > 1 or not little or not kernels else 1) * SPARSE_FROM_TOKENS
 
     def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)

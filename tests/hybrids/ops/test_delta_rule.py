@@ -123,7 +123,7 @@ def test_a_state_that_does_not_fit():
 
 
 def test_the_path_is_named():
-    assert rule_in_use(torch.device("cpu"), 64, 64, torch.bfloat16) == "torch (they run on GPUs)"
+    assert rule_in_use(torch.device("cpu"), 8, 64, 64, torch.bfloat16) == "torch (they run on GPUs)"
 
 
 def test_autocast_does_not_reach_the_state():

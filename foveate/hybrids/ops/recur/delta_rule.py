@@ -24,8 +24,8 @@ def gated_delta_rule(
     return rule.gated_delta_rule(q, k, v, log_decay, beta, state=state)
 
 
-def rule_in_use(device: torch.device, head_dim: int, value_dim: int, dtype: torch.dtype) -> str:
+def rule_in_use(device: torch.device, heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> str:
     """Which path runs there, and why not the library's."""
-    sample = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
-    reason = library.obstacle(sample, sample.new_empty(1, 1, 1, value_dim))
+    sample = torch.empty(1, heads, 1, head_dim, dtype=dtype, device=device)
+    reason = library.obstacle(sample, sample.new_empty(1, heads, 1, value_dim))
     return f"torch ({reason})" if reason else "flash-linear-attention"

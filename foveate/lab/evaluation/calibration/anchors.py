@@ -27,7 +27,7 @@ def head_map(pairs: Tensor) -> Tensor:
 
 
 def layer_similarity(captured: Tensor, maps: Tensor) -> Tensor:
-    """Equation 3 for layers of one prompt, ``[T, L, H, L, H] -> [L, L]``: the least over tiles.
+    """Of the layers of one prompt, tile by tile, ``[T, L, H, L, H] -> [T, L, L]``; equation 3 takes the least of them.
 
     The attention of layer b's heads on the keys that their counterparts in layer a choose, over that on the keys that
     they would choose themselves; 0 for a > b.
@@ -36,7 +36,7 @@ def layer_similarity(captured: Tensor, maps: Tensor) -> Tensor:
     """
     at = maps[None, :, None].expand(captured.shape[0], -1, -1, -1, -1)
     held = captured.gather(2, at)[:, :, 0].sum(-1)
-    return (held / _own(captured).sum(-1)[:, None]).amin(0)
+    return held / _own(captured).sum(-1)[:, None]
 
 
 def _own(captured: Tensor) -> Tensor:
@@ -146,8 +146,10 @@ class AnchorChoice(NamedTuple):
     heads: dict[int, list[int]]
     """For each layer after an anchor that is not one itself: the anchor's head for each of its own."""
     similarity: Tensor  # fp32 ``[L, L]``: equation 3, least over a prompt's tiles, mean over prompts
+    mean_similarity: Tensor  # the same with the mean over a prompt's tiles
     worth: Tensor
-    """What the anchors were chosen by: this, column j weighted by the importance of layer j; or minus divergence."""
+    """What the anchors were chosen by: `similarity`, column j weighted by the importance of layer j; or minus the
+    divergence."""
     by_number: list[tuple[list[int], float]]  # the best anchors for every number of them, and the sum that they reach
     maps: Tensor  # int64 ``[L, L, H]``: for each head of layer b its counterpart in layer a
 
@@ -193,9 +195,10 @@ def choose(
     """
     check_number(number, len(importance))
     maps, count = counterparts(prompts()), 0
-    similarity = torch.zeros(())
+    least = mean = torch.zeros(())
     for captured in prompts():
-        similarity, count = similarity + layer_similarity(captured, maps), count + 1
-    similarity = similarity / count
-    worth = similarity * importance if divergence is None else -divergence
-    return AnchorChoice([], {}, similarity, worth, best_anchors(worth, len(importance)), maps).of(number)
+        of_tiles = layer_similarity(captured, maps)
+        least, mean, count = least + of_tiles.amin(0), mean + of_tiles.mean(0), count + 1
+    least, mean = least / count, mean / count
+    worth = least * importance if divergence is None else -divergence
+    return AnchorChoice([], {}, least, mean, worth, best_anchors(worth, len(importance)), maps).of(number)

@@ -254,6 +254,7 @@ def _chosen(
     return choice, {
         "importance": _rounded(importance),
         "similarity": _rounded(choice.similarity),
+        "mean_similarity": _rounded(choice.mean_similarity),
         "divergence": None if diverged is None else _rounded(diverged),
         "layers": layers,
         "by_number": _listed(layers, choice.by_number, "objective"),

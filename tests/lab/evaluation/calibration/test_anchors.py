@@ -89,19 +89,18 @@ class TestSimilarity:
     def test_of_layers_is_that_of_all_heads_together(self):
         captured = drawn(1)
         maps = torch.randint(H, (L, L, H), generator=torch.Generator().manual_seed(2))
-        least = layer_similarity(captured, maps)
+        found = layer_similarity(captured, maps)
         for a, b in itertools.product(range(L), repeat=2):
-            ratios = []
             for t in range(T):
                 held = sum(captured[t, a, int(maps[a, b, j]), b, j] for j in range(H))
-                ratios.append(float(held / sum(captured[t, b, j, b, j] for j in range(H))))
-            assert float(least[a, b]) == pytest.approx(min(ratios))
+                ratio = float(held / sum(captured[t, b, j, b, j] for j in range(H)))
+                assert float(found[t, a, b]) == pytest.approx(ratio)
 
     def test_of_a_layer_to_itself_is_one_and_to_earlier_ones_none(self):
         captured = drawn(3)
-        similarity = layer_similarity(captured, head_map(pair_similarity(captured)))
-        assert similarity.diagonal().tolist() == [1.0] * L
-        assert not similarity.tril(-1).any()
+        for similarity in layer_similarity(captured, head_map(pair_similarity(captured))):
+            assert similarity.diagonal().tolist() == [1.0] * L
+            assert not similarity.tril(-1).any()
 
     def test_of_heads_that_attend_to_nothing_is_a_number(self):
         assert pair_similarity(torch.zeros(1, 2, 2, 2, 2)).isfinite().all()
@@ -133,7 +132,8 @@ class TestTheChoice:
         choice = choose(lambda: iter(prompts), importance, 2)
         maps = head_map(sum(map(pair_similarity, prompts)) / 2)
         of_prompts = [layer_similarity(captured, maps) for captured in prompts]
-        torch.testing.assert_close(choice.similarity, sum(of_prompts) / 2)
+        torch.testing.assert_close(choice.similarity, sum(of_tiles.amin(0) for of_tiles in of_prompts) / 2)
+        torch.testing.assert_close(choice.mean_similarity, sum(of_tiles.mean(0) for of_tiles in of_prompts) / 2)
         for a, b in itertools.product(range(L), repeat=2):
             assert float(choice.worth[a, b]) == pytest.approx(float(choice.similarity[a, b] * importance[b]))
         best = max(([0, other] for other in range(1, L)), key=lambda anchors: worth(choice.worth, anchors))
