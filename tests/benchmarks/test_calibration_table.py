@@ -135,3 +135,10 @@ def test_anchors_tried_together_have_a_line_and_no_sum():
     assert second[2:] == ["100.00 %"]
     with pytest.raises(UserError, match="tried together have no sums to compare"):
         table([other])
+
+
+def test_sums_are_of_the_least_tile_and_importance_alone():
+    one, _ = calibration(0, "musique")
+    other = {**one.found, "chosen_by": {"by": "similarity", "over": "mean", "weights": "importance"}}
+    with pytest.raises(UserError, match="anchors by the mean of tiles, weights importance"):
+        table([dataclasses.replace(one, found=other)])

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -653,3 +654,12 @@ def test_which_rows_are_open_follows_from_step_and_row_alone(make, tmp_path, mon
     assert all(map(all, found[1][:2]))
     assert not any(map(all, found[1][2:]))
     assert 1 <= sum(map(sum, found[1][4:])) <= 3
+
+
+def test_a_log_without_tensorboard_says_so(make, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # installed, but not importable
+    said = []
+    train(make({}), tmp_path / "run", say=said.append)
+    assert any("tensorboard cannot be imported" in line for line in said)
+    assert curve(tmp_path / "run")
+    assert not (tmp_path / "run" / journal.EVENTS).exists()

@@ -378,6 +378,9 @@ def test_files_of_something_else_are_refused(tmp_path):
     (tmp_path / "a.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match=r"a\.json: not a lens"):
         page.write([tmp_path / "a.json"], tmp_path / "page.html")
+    done = call(tmp_path / "a.json")
+    assert done.exit_code == 2
+    assert "no rows (JSON Lines); foveate plot calibration draws a calibration" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(("missing", "option"), [("plotly", "--out"), ("pandas", "--csv")])
