@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Dense, Method, evict_every
+from foveate.methods.base import SHORT_SEQUENCE
 from foveate.ops import Logits, PromptHeads, Rotary
 from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import returned
@@ -26,18 +27,23 @@ _EMPTY_SLOTS = 256
 """Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
 
 
-def dense_until(method: Method, dense_below: int | str, geometry: Geometry, device: torch.device) -> int:
-    """Tokens of all sequences together below which decode steps of a layer are dense; 0: none is.
+def dense_until(
+    method: Method, dense_below: int | str, geometry: Geometry, device: torch.device, sequences: int = 1
+) -> int:
+    """Tokens of a sequence below which decode steps of a layer are dense; 0: none is.
 
     Args:
         dense_below: as of :class:`Layer`.
+        sequences: of a step, each taken to be as long as the longest.
     """
     sparse_from = method.sparse_from_tokens
     if sparse_from is None:
         return 0
     if dense_below != "auto":
-        return int(dense_below)
-    return geometry.at_least(sparse_from) if device.type == "cuda" and runs_kernel("attend") else 0
+        return -(-int(dense_below) // sequences)
+    if device.type != "cuda" or not runs_kernel("attend"):
+        return 0
+    return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // sequences))
 
 
 class Layer:
@@ -48,7 +54,7 @@ class Layer:
         counters: where the layer counts; they outlive its cache.
         phase: shared by the layers of one cache.
         dense_below: decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
-            :attr:`Method.sparse_from_tokens`, on a GPU with the kernels.
+            :attr:`Method.sparse_from_tokens`, or each fewer than `SHORT_SEQUENCE`, on a GPU with the kernels.
         block_size: slots of a block of keys and values, see :class:`~foveate.state.storage.Storage`; 0: contiguous.
     """
 
@@ -312,8 +318,8 @@ class Layer:
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
-        below = dense_until(self.method, self.dense_below, self.store.geometry, self.store.device)
-        return self.store.batch_size * held < below
+        store = self.store
+        return held < dense_until(self.method, self.dense_below, store.geometry, store.device, store.batch_size)
 
     # Undo
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
+from foveate.methods.base import SHORT_SEQUENCE
 from foveate.ops import Logits
 from foveate.state import Counters, Geometry, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
@@ -77,7 +78,8 @@ class EngineSteps:
         methods: the layers' methods, see :meth:`Method.for_layer`, by index.
         device: where keys and values are.
         dense_below: a row is read whole while the rows of its step, each taken as long as this one, hold fewer tokens
-            than this; with 0 neither a row nor a step is. "auto": :attr:`Method.sparse_from_tokens` on a GPU, else 0.
+            than this; with 0 neither a row nor a step is. "auto": on a GPU :attr:`Method.sparse_from_tokens`, and rows
+            of fewer tokens than `SHORT_SEQUENCE` are read whole, too; elsewhere 0.
         geometry: of a layer, for "auto"; None: eight KV heads of 128.
     """
 
@@ -98,6 +100,7 @@ class EngineSteps:
         for layer, counters in self._counters.items():
             counters.declare(self.methods[layer].counters).on_device(device)
         self._sparse_from = self._first_sparse(dense_below, geometry)
+        self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
         self.choosing = sum(method.role.name not in ("dense", "reading") for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, EngineCache] = {}
@@ -118,6 +121,10 @@ class EngineSteps:
         if self.device.type != "cuda":
             return 0
         return max(known) if geometry is None else geometry.at_least(max(known))
+
+    def _is_short(self, length: Any, number: Any) -> Any:
+        """Whether a row is read whole; ``length`` and ``number`` of rows are ints or tensors."""
+        return (length * number < self._sparse_from) | (length < self._short)
 
     def reads_all(self, layer: int) -> bool:
         """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""
@@ -149,9 +156,9 @@ class EngineSteps:
         """
         self._begin(lengths, block_table, bound, prompts)
         number = len(lengths) if rows is None else rows
-        self.dense = self._sparse_from > 0 and (launched or number * bound < self._sparse_from)
+        self.dense = self._sparse_from > 0 and (launched or self._is_short(bound, number))
         decoding, totals = len(tokens), self.totals
-        dense = decoding if self.dense else sum(length * number < self._sparse_from for length in tokens)
+        dense = decoding if self.dense else sum(self._is_short(length, number) for length in tokens)
         totals.steps += decoding > 0
         totals.rows += decoding
         totals.dense_rows += dense
@@ -186,7 +193,7 @@ class EngineSteps:
         """The lengths of rows that read all their keys: short ones, and those of prompts, which count no tokens."""
         step = self._step[0]
         lengths = step["lengths"]
-        short = lengths * (lengths > 0).sum() < self._sparse_from
+        short = self._is_short(lengths, (lengths > 0).sum())
         return lengths.where(short | (step["live"] == 0), 0)
 
     def allocate(self, layer: int, geometry: Geometry, memory: Tensor) -> None:

@@ -180,3 +180,19 @@ def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
     assert [layer.Layer.decodes_densely(one, tokens) for tokens in (held - 1, held)] == [True, False]
     steps = SimpleNamespace(device=device, methods={0: method})
     assert EngineSteps._first_sparse(steps, "auto", geometry) == sparse_from
+
+
+@pytest.mark.parametrize(("dense_below", "expected"), [("auto", [True, True, False]), (16 * 2000, [True, False, False])])
+def test_auto_reads_short_sequences_whole_however_many(dense_below, expected, monkeypatch):
+    """On a GPU, in the caches of Transformers and of engines, where rows differ in length."""
+    monkeypatch.setattr(layer, "runs_kernel", lambda verb: True)
+    method, geometry = methods.make("kascade"), Geometry(16, 8, 128, 128)
+    store = SimpleNamespace(device=torch.device("cuda"), geometry=geometry, batch_size=16)
+    one = SimpleNamespace(dense_below=dense_below, method=method, store=store)
+    lengths = [1999, 4095, 4096]
+    assert [layer.Layer.decodes_densely(one, tokens) for tokens in lengths] == expected
+    if dense_below == "auto":
+        monkeypatch.setattr(EngineSteps, "_first_sparse", lambda *given: 32768)  # as on a GPU
+    steps = EngineSteps({0: method}, torch.device("cpu"), dense_below, geometry)
+    assert [bool(steps._is_short(tokens, 16)) for tokens in lengths] == expected
+    assert steps._is_short(torch.tensor(lengths), torch.tensor(16)).tolist() == expected

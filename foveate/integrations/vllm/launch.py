@@ -25,6 +25,7 @@ from foveate.integrations.vllm.settings import (
     settings_of,
 )
 from foveate.methods import Method
+from foveate.methods.base import SHORT_SEQUENCE
 from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
@@ -182,7 +183,8 @@ def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry) -
     if below == "auto":
         known = max(method.sparse_from_tokens or 0 for method in methods.values())
         below = geometry.at_least(known) if torch.cuda.is_available() else 0
-    return f"requests of fewer than {below:,} tokens, times the number of requests in a step" if below else "none"
+    each = f", and of fewer than {SHORT_SEQUENCE:,} tokens each" if settings.dense_below == "auto" else ""
+    return f"requests of fewer than {below:,} tokens, times the number of requests in a step{each}" if below else "none"
 
 
 def _roles(methods: dict[int, Method]) -> str:
