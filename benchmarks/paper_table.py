@@ -89,13 +89,11 @@ def _salad(spec: str, over: str = "dense") -> Callable[[], str]:
 
 
 def _default() -> str:
-    """The default on the sets that it was asked, of which the 0.5B's easy and medium are of an older run."""
+    """The default, split by split."""
 
     def of(model: str) -> str:
-        files = ("luka-wikisalad", "luka-table1")
-        rows = [row for file in files for row in _compared(file, "luka", model, ["wikisalad"], limit=100)]
-        found = {row["split"]: f"{row['split'].replace('_', ' ')} {row['diff_to_dense']:+.1f}" for row in rows}
-        return ", ".join(found[split] for split in _SPLITS if split in found)
+        rows = {row["split"]: row for row in _compared("luka-table1", "luka", model, ["wikisalad"])}
+        return ", ".join(f"{rows[split]['diff_to_dense']:+.1f}" for split in _SPLITS)
 
     return _by_model(of)
 
@@ -282,31 +280,27 @@ def _decode_speed() -> str:
 
 def _prompt_speed() -> str:
     """As a decode step's; then a tenth of the keys, where anchors, too, read what they choose."""
-    file, lengths = "kascade-table3-prompts", [_K << n for n in range(3, 8)]
+    file, lengths = "kascade-table3-prompts", [_K << n for n in range(3, 9)]
     own = _PREFILL.replace(":", ":dense_anchor_prefill=false,")
     chosen = (f"{_over_flash(file, own, context=tokens, batch=1):.2f}" for tokens in lengths)
     return f"{_table3(file, _PREFILL, ((tokens, 1) for tokens in lengths))}; own choice {', '.join(chosen)}"
 
 
-def _long_prompts() -> str:
-    """The same of 256K tokens, over cuDNN's attention."""
-    rows = {row["case"]["method"]: row["ms"] for row in _some("kascade-table3-prompts", context=_K << 8)}
-    own, *shares = (
-        _PREFILL.replace(":", f":{more}") for more in ("dense_anchor_prefill=false,", "", "top_k=0.2,", "top_k=0.3,")
-    )
-    over = {spec: f"{rows['sdpa-cudnn'] / rows[spec]:.2f}" for spec in (own, *shares)}
-    return f"{', '.join(over[spec] for spec in shares)}; own choice {over[own]}"
-
-
 def _by_tokens() -> str:
-    """Anchors of single tokens, then of tiles, by the 1.5B."""
+    """Anchors of single tokens, then of tiles."""
 
-    def of(name: str) -> str:
+    def of(model: str, name: str) -> str:
         spec = f'kascade:pool=kv_head,pooling=post_softmax,calibration="{name}.json"'
-        found = (_compared("kascade-tokens", spec, MODELS["1.5B"], [task]) for task in ("ruler", "hotpotqa"))
+        found = (_compared("kascade-tokens", spec, model, [task]) for task in ("ruler", "hotpotqa"))
         return ", ".join(f"{statistics.mean(row['diff_to_dense'] for row in rows):+.1f}" for rows in found)
 
-    return f"1.5B {of('tokens')}; by tiles {of('paper')}"
+    return _by_model(lambda model: f"{of(model, 'tokens')} (by tiles {of(model, 'paper')})")
+
+
+def _chains() -> str:
+    """AIME-24 by dense attention, percent of all answers."""
+    (row,) = _some("short-contexts", task="math", split="aime24")
+    return f"1.5B, dense: {row['score']:.1f} % of {row['n']} answers"
 
 
 def _math() -> str:
@@ -452,7 +446,7 @@ OURS: dict[str, Callable[[], str]] = {
     "questions": lambda: _loss(f'{_SPARSE}{_HEADS[0][9:]},calibration="paper.json"', "hotpotqa", "2wiki"),
     "decode": _decode_speed,
     "prompts": _prompt_speed,
-    "prompts, 256K": _long_prompts,
+    "chains": _chains,
     "by tokens": _by_tokens,
     "common sense": _common_sense,
     "needles, hybrids": lambda: _needles("lansa", "transformer", "gdn_swa"),

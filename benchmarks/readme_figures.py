@@ -131,7 +131,8 @@ def points(found: Sequence[Row], tokens: str) -> list[Point]:
 
 def panels() -> list[Panel]:
     def of(file: str, model: str, method: str) -> list[Row]:
-        models = (row for row in rows(file) if row["case"]["level"] == "model" and not row["case"]["liger"])
+        steps = (row for row in rows(file) if row["bench"] == "decode" and row["case"]["level"] == "model")
+        models = (row for row in steps if not row["case"]["liger"])
         return [row for row in models if (row["case"]["model"], row["case"]["method"]) == (model, method)]
 
     served = [
@@ -140,7 +141,7 @@ def panels() -> list[Panel]:
         if (row["case"]["method"], row["case"]["runner"]) == ("kascade:anchors=10", "v2")
         and row["case"]["kv_cache_dtype"] == "auto"
     ]
-    calibrated = 'kascade:calibration="data-free.json"'
+    calibrated = 'kascade:calibration="shipped:qwen2.5-coder-1.5b-instruct"'
     return [
         Panel("8B shape, vLLM, H200", "10 uncalibrated anchors, random weights", points(served, "tokens")),
         Panel(
@@ -151,7 +152,7 @@ def panels() -> list[Panel]:
         Panel(
             "1.5B, generate, H200",
             "10 calibrated anchors, 2 KV heads",
-            points(of("decode", "qwen2.5-coder-1.5b-instruct", calibrated), "context"),
+            points(of("recommended-times", "qwen2.5-coder-1.5b-instruct", calibrated), "context"),
         ),
     ]
 
