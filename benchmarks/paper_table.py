@@ -346,14 +346,36 @@ def _needles(*presets: str) -> str:
     return ", ".join(map(of, presets))
 
 
-def _lesson() -> str:
-    def mean(file: str, **fields: Any) -> float:
-        rows = _some(file, task="ruler", **fields)
-        return statistics.fmean(row["score"] for row in rows if row["split"].startswith("niah_single"))
+def _singles(file: str, **fields: Any) -> float:
+    """The mean score of single needles."""
+    rows = _some(file, task="ruler", **fields)
+    return statistics.fmean(row["score"] for row in rows if row["split"].startswith("niah_single"))
 
-    names = sorted({row["model"] for row in _rows("hybrids-lesson")})
-    seeds = ", ".join(f"{mean('hybrids-lesson', model=name):.1f} (seed {name[-1]})" for name in names)
-    return f"laLTE {seeds}; gdn {mean('hybrids-beyond', model='gdn_mix-27M-0'):.1f}"
+
+def _lesson(preset: str) -> list[float]:
+    """The mean of each seed by our recipe."""
+    names = sorted({row["model"] for row in _rows("hybrids-lesson") if row["model"].startswith(f"{preset}_lesson-")})
+    return [_singles("hybrids-lesson", model=name) for name in names]
+
+
+def _of_seeds(preset: str) -> str:
+    """Their mean, and each."""
+    seeds = _lesson(preset)
+    mean = f"{statistics.fmean(seeds):.1f}"
+    return mean if len(seeds) == 1 else f"{mean} ({', '.join(f'{one:.1f}' for one in seeds)})"
+
+
+def _recipe() -> str:
+    return f"laLTE {_of_seeds('lalte')}; gdn {_singles('hybrids-beyond', model='gdn_mix-27M-0'):.1f}"
+
+
+def _recipe_evicting() -> str:
+    methods = {"gdn_attn": "dense", "TOVA": "tova", "uniform": "uniform"}
+    found = {
+        name: _singles("hybrids-beyond", model="gdn_attn_mix-27M-0", method=method) for name, method in methods.items()
+    }
+    means = {"laLTE": statistics.fmean(_lesson("lalte")), **found}
+    return ", ".join(f"{name} {mean:.1f}" for name, mean in means.items())
 
 
 def _common_sense() -> str:
@@ -374,27 +396,27 @@ def _attention(phase: str, **whats: str) -> str:
     return ", ".join(f"{words.replace('_', ' ')} {rows[what] / window:.2f}×" for words, what in whats.items())
 
 
-def _whole_layers(phase: str, cell: Callable[[Row, Row], str]) -> str:
-    """Whole layers of LTE beside those of the window, by context; empty without rows."""
-    rows = _some("hybrids-speed", phase=phase, size="1.4B", batch=32)
-    pairs: dict[int, dict[str, Row]] = {}
-    for row in rows:
-        pairs.setdefault(row["case"]["context"], {})[row["case"]["what"]] = row
-    return _joined(f"{tokens // _K}K {cell(pairs[tokens]['lte'], pairs[tokens]['swa'])}" for tokens in sorted(pairs))
+def _whole_layers(phase: str, cell: Callable[[dict[str, Row]], str]) -> str:
+    """Whole layers, by context; a cell is made of the rows by their kind."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in _some("hybrids-speed", phase=phase, size="1.4B", batch=32):
+        found.setdefault(row["case"]["context"], {})[row["case"]["what"]] = row
+    return _joined(f"{tokens // _K}K {cell(found[tokens])}" for tokens in sorted(found))
 
 
 def _layer_prompts() -> str:
-    return _whole_layers(
-        "layer prompt",
-        lambda lte, swa: (
-            f"{lte['ms'] / swa['ms']:.2f}×, {100 * (1 - lte['without_scores_ms'] / lte['ms']):.0f} % scores"
-        ),
-    )
+    def cell(of: dict[str, Row]) -> str:
+        lte, window = of["lte"], of["swa"]["ms"]
+        scores = 100 * (1 - lte["without_scores_ms"] / lte["ms"])
+        return f"{lte['ms'] / window:.2f}×, {scores:.0f} % scores, full attention {of['attn']['ms'] / window:.2f}×"
+
+    return _whole_layers("layer prompt", cell)
 
 
 def _layer_steps() -> str:
-    def cell(lte: Row, swa: Row) -> str:
-        return f"{lte['ms'] / swa['ms']:.2f}×, kernels {lte['kernels_ms'] / swa['kernels_ms']:.2f}×"
+    def cell(of: dict[str, Row]) -> str:
+        host, kernels = (of["lte"][name] / of["swa"][name] for name in ("ms", "kernels_ms"))
+        return f"{host:.2f}×, kernels {kernels:.2f}×"
 
     return _whole_layers("layer decode", cell)
 
@@ -451,7 +473,10 @@ OURS: dict[str, Callable[[], str]] = {
     "common sense": _common_sense,
     "needles, hybrids": lambda: _needles("lansa", "transformer", "gdn_swa"),
     "needles, laLTE": lambda: _needles("lalte", "gdn_swa"),
-    "needles, lesson": _lesson,
+    "needles, lesson": _recipe,
+    "needles, lesson, MLP": lambda: f"LTE-MLP {_of_seeds('lte_mlp')}",
+    "needles, lesson, pure": lambda: f"pure LTE {_of_seeds('pure_lte')}",
+    "needles, lesson, evicting": _recipe_evicting,
     "needles, NSA": lambda: _needles("nsa"),
     "passages": _passages,
     "prefill": lambda: _attention("prefill", LTE="lte", with_its_choice="lte, with selection"),

@@ -66,6 +66,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "hybrid-seeds": hybrid_task_tables.by_seed,
     "hybrid-heads": hybrid_tables.heads,
     "hybrids-speed": hybrid_tables.speed,
+    "hybrids-layers": hybrid_tables.layers,
     "hybrids-memory": hybrid_tables.memory,
     "hybrids-training": hybrid_tables.training,
     "recheck": recheck.table,

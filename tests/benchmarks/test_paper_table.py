@@ -97,10 +97,26 @@ def test_whole_layers_are_beside_the_windows(monkeypatch):
         more = {"without_scores_ms": 0.75 * ms, "kernels_ms": ms / 2}
         return {"case": {"what": what, "context": context}, "ms": ms} | more
 
-    sizes = {"lte": (2.0, 3.0), "swa": (1.0, 4.0), "gdn": (9.0, 9.0)}
+    sizes = {"lte": (2.0, 3.0), "swa": (1.0, 4.0), "attn": (0.5, 6.0)}
     rows = [row(what, context, ms) for what, both in sizes.items() for context, ms in zip((1024, 4096), both)]
     monkeypatch.setattr(paper_table, "_some", lambda file, **asked: rows)
-    assert paper_table.OURS["layers, prompt"]() == "1K 2.00×, 25 % scores; 4K 0.75×, 25 % scores"
+    assert paper_table.OURS["layers, prompt"]() == (
+        "1K 2.00×, 25 % scores, full attention 0.50×; 4K 0.75×, 25 % scores, full attention 1.50×"
+    )
     assert paper_table.OURS["layers, step"]() == "1K 2.00×, kernels 2.00×; 4K 0.75×, kernels 0.75×"
     rows.clear()
     assert paper_table.OURS["layers, prompt"]() == ""
+
+
+def test_seeds_are_shown_in_order_and_with_their_mean(monkeypatch):
+    """Of single needles alone; a preset whose name begins with another's is its own."""
+
+    def row(model, score, split="niah_single_1", task="ruler"):
+        return {"model": model, "task": task, "split": split, "score": score}
+
+    rows = [row("lte_lesson-27M-1", 90.0), row("lte_lesson-27M-0", 80.0)]
+    rows += [row("lte_lesson-27M-0", 60.0, "niah_single_3"), row("lte_lesson-27M-0", 1.0, "niah_multikey_1")]
+    rows += [row("lte_lesson-27M-0", 2.0, "books", "mqar"), row("lte_mlp_lesson-27M-0", 50.0)]
+    monkeypatch.setattr(paper_table, "_rows", lambda file: rows)
+    assert paper_table._of_seeds("lte_mlp") == "50.0"
+    assert paper_table._of_seeds("lte") == "80.0 (70.0, 90.0)"
