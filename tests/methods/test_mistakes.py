@@ -13,7 +13,7 @@ from foveate.methods._common import attend_all
 from foveate.methods.base import Method, setting
 from foveate.runtime import returned
 from foveate.state import Channel, Evicts
-from tests.helpers import generate, left_padded, tiny_model, tokens
+from tests.helpers import cached, generate, left_padded, tiny_model, tokens
 from tests.problems import Waits
 
 
@@ -94,6 +94,16 @@ def test_slots_to_keep_are_checked(keep, facts, message):
     batch = left_padded([60, 53])  # row by row, where lengths differ
     with pytest.raises(ValueError, match=r"^Mine.prompt_end returned"):
         run(evicting(keep, **facts), batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
+@torch.inference_mode()
+def test_slots_that_a_branch_keeps_are_checked():
+    mine, model = evicting(lambda cache: torch.zeros(30, dtype=torch.int64)), tiny_model()
+    with foveate.attached(model, methods.SharedPrompt((mine,))):
+        read = foveate.Cache(model, 60)
+        model(tokens(60), **cached(read))
+    with foveate.attached(model, mine), Waits(), pytest.raises(ValueError, match="a slot more than once"):
+        read.branch(model)
 
 
 def test_empty_slots_are_given_where_heads_may_differ():

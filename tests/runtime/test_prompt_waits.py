@@ -1,6 +1,7 @@
 """A layer's prompt waits for no device: what must be read is read once, at the end of the pass of all layers."""
 
 import pytest
+import torch
 from matrix import PROMPT, VARIANTS, Driver, Tokens, each
 
 import foveate
@@ -54,4 +55,12 @@ def test_a_pass_reads_once_for_all_layers(spec, monkeypatch):
     with foveate.attached(model, spec), waits:
         generate(model, tokens(60), 1)
     assert not within
+    assert waits.names.count("tolist") == 1
+
+
+@torch.inference_mode()
+def test_a_pass_without_a_cache_reads_once_for_all_evictions():
+    model = tiny_model()
+    with foveate.attached(model, "h2o:top_k=20,window=8,evict_every=17"), Waits() as waits:
+        model(tokens(60), use_cache=False)
     assert waits.names.count("tolist") == 1
