@@ -53,8 +53,8 @@ class Streaming(Method):
         first = self.lower(length) - (length - used)  # slot of the window's first token, see _lower_slots
         if first <= self.sinks:
             return None
-        slots = (torch.arange(*ends, device=cache.device) for ends in ((0, self.sinks), (first, used)))
-        return torch.cat(list(slots))
+        sinks = torch.arange(self.sinks, device=cache.device)
+        return torch.cat([sinks, torch.arange(first, used, device=cache.device)])
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out

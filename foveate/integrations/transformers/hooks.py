@@ -124,8 +124,8 @@ class BeforeWhole(OfModel):
 class AfterForward:
     """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
 
-    It ends the pass on the cache, which is refused if that never happens. After a prompt it also looks, once, whether
-    their results are finite, and the slots that they keep are those of tokens.
+    It ends the pass on the cache, which is refused if that never happens. After a prompt it also checks, once, that
+    their results are finite, and the slots that they keep.
     """
 
     def __init__(self, attachment: Attachment):
