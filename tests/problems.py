@@ -163,6 +163,34 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+class Waits(TorchDispatchMode):
+    """Notes operations for which the host waits for the device, or sends it numbers it has made."""
+
+    _WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal", "lift_fresh")
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __enter__(self):
+        self._tolist = Tensor.tolist
+        Tensor.tolist = lambda x: self._read(x)  # on the CPU it is no operation
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Tensor.tolist = self._tolist
+        return super().__exit__(*error)
+
+    def _read(self, x):
+        self.names.append("tolist")
+        return self._tolist(x)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self._WAITING:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def _is(x: Any) -> bool:
     return isinstance(x, Tensor)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods.base import Method, setting
+from foveate.ops.checks import check_number
 from foveate.state import SlotCache
 
 
@@ -154,9 +155,11 @@ def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int, sink
     all."""
     if cache.used <= allowed:
         return None
-    window = min(window, cache.used)
-    first = (cache.positions >= 0) & (cache.positions < sinks)
-    return ops.keep_best(scores, allowed - window - sinks, recent(cache, window) | first)
+    check_number("allowed", allowed, window + sinks)
+    always = recent(cache, window)
+    if sinks:
+        always = always | ((cache.positions >= 0) & (cache.positions < sinks))
+    return ops.keep_best(scores, allowed, always)
 
 
 def estimated_attention(cache: SlotCache, rows: Tensor, keys: Tensor, scaling: float) -> Tensor:

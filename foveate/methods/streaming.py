@@ -49,11 +49,12 @@ class Streaming(Method):
         return ops.attend_window(q, cache.keys, cache.values, logits=cache.logits(scaling), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        lower = self.lower(cache.lengths[0])
-        kept = (cache.positions < self.sinks) | (cache.positions >= lower)
-        if bool(kept.all()):
+        length, used = cache.lengths[0], cache.used
+        first = self.lower(length) - (length - used)  # slot of the window's first token, see _lower_slots
+        if first <= self.sinks:
             return None
-        return kept[0, 0].nonzero()[:, 0]
+        sinks = torch.arange(self.sinks, device=cache.device)
+        return torch.cat([sinks, torch.arange(first, used, device=cache.device)])
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         out = attend_all(cache, q, scaling).out

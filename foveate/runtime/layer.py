@@ -437,9 +437,7 @@ def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
 
 def _kept(method: Method, store: SlotCache, scaling: float) -> Tensor | None:
     keep = method.prompt_end(store, scaling)
-    if keep is not None:
-        returned.check_slots(method, keep, store)
-    return keep
+    return None if keep is None else returned.check_slots(method, keep, store)
 
 
 class _WithoutGradient(torch.autograd.Function):

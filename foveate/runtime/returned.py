@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from foveate.methods import Method
 from foveate.ops import Attended
+from foveate.ops._math import readable
 from foveate.state import SlotCache
 
 _OF_THE_CACHE = ("keys", "values", "positions", "block_table")
+_NOTED = "slots to keep"
+"""In what the layers of a pass share: a method, slots in use, and on the device what :func:`check_slots` has found."""
 
 
 def check_channels(method: Method, channels: Mapping[str, Any]) -> None:
@@ -39,8 +42,12 @@ def check_output(method: Method, hook: str, out: Any, q: Tensor, value_dim: int)
         raise ValueError(f"{_hook(method, hook)} returned {found}; return a tensor {wanted}, [B, Hq, n, Dv]")
 
 
-def check_slots(method: Method, keep: Any, store: SlotCache) -> None:
-    """Check what :meth:`Method.prompt_end` returned; waits for the device.
+def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
+    """Check what :meth:`Method.prompt_end` returned. Slots on a GPU are checked there, without a wait: the pass over
+    the prompt ends with :func:`check_noted`.
+
+    Returns:
+        The slots; until they are checked, those of the cache that are nearest.
 
     Raises:
         ValueError: for slots of a method that never evicts, that are none of the cache's, or that are given twice; for
@@ -64,9 +71,31 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> None:
     if keep.dim() != 1 and (keep.dim() != 3 or list(keep.shape[:2]) != [batch, heads]):
         raise ValueError(f"{who} returned slots {list(keep.shape)}; return {wanted}")
     times = keep.new_zeros((*keep.shape[:-1], used + 1), dtype=torch.int32)
-    times.scatter_add_(-1, keep.clamp(-1, used - 1) + 1, torch.ones_like(keep, dtype=torch.int32))
-    outside, none, twice = (keep < -1) | (keep >= used), keep == -1, times[..., 1:] > 1
-    outside, none, twice = torch.stack([outside.any(), none.any(), twice.any()]).tolist()
+    nearest = keep.clamp(-1, used - 1)
+    times.scatter_add_(-1, nearest + 1, torch.ones_like(keep, dtype=torch.int32))
+    found = torch.stack([(keep != nearest).any(), (keep == -1).any(), (times[..., 1:] > 1).any()])
+    if readable(found):
+        _check_slots(method, used, *found.tolist())
+    else:
+        store.forward.setdefault(_NOTED, []).append((method, used, found))
+    return nearest
+
+
+def check_noted(forward: dict[Hashable, Any]) -> None:
+    """Raise for what :func:`check_slots` has found on the device in the layers of a pass, which share ``forward``.
+
+    Waits for the device once.
+    """
+    noted = forward.pop(_NOTED, [])
+    if noted:
+        found = torch.stack([one.to(noted[0][2].device) for *_, one in noted]).tolist()
+        for (method, used, _), one in zip(noted, found):
+            _check_slots(method, used, *one)
+
+
+def _check_slots(method: Method, used: int, outside: bool, none: bool, twice: bool) -> None:
+    """Raise for slots outside of a cache that uses so many, for none where there must be one, and for one twice."""
+    who = _hook(method, "prompt_end")
     if outside:
         raise ValueError(f"{who} returned slots outside of 0 to {used - 1}; return slots below cache.used")
     if none and not method.evicts.unevenly:

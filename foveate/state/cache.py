@@ -202,7 +202,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             self.tensors["positions"][:, :, first : first + n] = positions
         for name, spec in self.specs.items():
             if spec.per == 1 and not spec.recomputed:
-                self.tensors[name][:, :, first : first + n] = 0
+                self.tensors[name][:, :, first : first + n].zero_()
         self._advance(n, n)
 
     def write_step(self, k: Tensor, v: Tensor) -> None:

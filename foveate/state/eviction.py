@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops import first_keys, gather_slots
+from foveate.ops.attend import gather_fields
 from foveate.ops.retain import give_up, weakest
 
 
@@ -120,8 +121,9 @@ class Eviction:
         positions = gather_slots(self.positions, keep).masked_fill(keep < 0, -1)
         if uneven:
             there = (positions >= 0).sum(-1)
-            kept = there.amax(-1).tolist()
-            evicted = int((self.positions >= 0).sum() - there.sum()) / heads
+            gone = (self.positions >= 0).sum() - there.sum()
+            *kept, gone = torch.cat([there.amax(-1), gone[None]]).tolist()
+            evicted = gone / heads
         else:
             evicted = sum(live - count for live, count in zip(self.rows["live"], kept))
         width = keep.shape[2]
@@ -131,9 +133,9 @@ class Eviction:
         keep, positions = keep.gather(2, order), positions.gather(2, order)
         self.counters.add("tokens_evicted", evicted)
         self.uneven = uneven
-        k, v = gather_slots(self.keys, keep), gather_slots(self.values, keep)
         per_slot = [name for name, spec in self.specs.items() if spec.per == 1]
-        packed = {name: gather_slots(self.tensors[name], keep) for name in per_slot} | {"positions": positions}
+        k, v, *channels = gather_fields([self.keys, self.values, *map(self.tensors.get, per_slot)], keep)
+        packed = dict(zip(per_slot, channels)) | {"positions": positions}
         self._keep_memory()
         self.capacity, self._free_blocks = 0, []
         for name in (*self._slot_specs(), "block_table"):

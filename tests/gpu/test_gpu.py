@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each_variant, padded
+from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, each, each_variant, padded
 
 from foveate import methods, ops
 from foveate.lab.evaluation import tasks
@@ -112,6 +112,30 @@ def test_decode_does_not_wait_for_the_device(method, lengths):
         driver.feed_steps(steps)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@each([(name, one) for name, one in VARIANTS if one.evicts and not (one.evicts.unevenly or one.needs_rotary)])
+def test_a_prompt_does_not_wait_for_the_device(method):
+    tokens = on_gpu(Tokens.random(2, PROMPT), torch.bfloat16)
+    Driver(method).feed(tokens)  # kernels are compiled, libraries proved and constants made
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        Driver(method).feed(tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("n", [513, 9000, 40000])
+def test_slots_to_keep_equal_those_of_the_cpu_ties_and_nothing_included(n):
+    scores = torch.randint(0, 40, (2, 3, n)).float()
+    scores[0, 0, n // 2 :] = float("-inf")
+    scores[1, 2] = 1.0
+    scores[1, 1, ::5] = float("inf")
+    protected = torch.rand(2, 3, n) < 0.01
+    for number in (5, n // 10, n // 3 + 1, n):
+        kept = ops.keep_best(scores.cuda(), number, protected.cuda())
+        assert torch.equal(kept.cpu(), ops.keep_best(scores, number, protected))
 
 
 @pytest.mark.parametrize("n", [7, 513, 9000, 40000])

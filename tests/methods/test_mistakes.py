@@ -13,7 +13,8 @@ from foveate.methods._common import attend_all
 from foveate.methods.base import Method, setting
 from foveate.runtime import returned
 from foveate.state import Channel, Evicts
-from tests.helpers import generate, left_padded, tiny_model, tokens
+from tests.helpers import cached, generate, left_padded, tiny_model, tokens
+from tests.problems import Waits
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +89,21 @@ def run(method, ids=None, **options):
 def test_slots_to_keep_are_checked(keep, facts, message):
     with pytest.raises(ValueError, match=rf"^Mine.prompt_end returned {message}"):
         run(evicting(keep, **facts))
+    with pytest.raises(ValueError, match=rf"^Mine.prompt_end returned {message}"), Waits():
+        run(evicting(keep, **facts))  # slots on a GPU are looked at when all layers have read the prompt
     batch = left_padded([60, 53])  # row by row, where lengths differ
     with pytest.raises(ValueError, match=r"^Mine.prompt_end returned"):
         run(evicting(keep, **facts), batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
+@torch.inference_mode()
+def test_slots_that_a_branch_keeps_are_checked():
+    mine, model = evicting(lambda cache: torch.zeros(30, dtype=torch.int64)), tiny_model()
+    with foveate.attached(model, methods.SharedPrompt((mine,))):
+        read = foveate.Cache(model, 60)
+        model(tokens(60), **cached(read))
+    with foveate.attached(model, mine), Waits(), pytest.raises(ValueError, match="a slot more than once"):
+        read.branch(model)
 
 
 def test_empty_slots_are_given_where_heads_may_differ():
@@ -159,7 +172,7 @@ def test_checks_are_made_once_a_prompt_and_in_no_other_step(monkeypatch):
     for name in ("check_slots", "check_attended", "check_output", "check_counted", "check_channels"):
         check = getattr(returned, name)
         monkeypatch.setattr(
-            returned, name, lambda *given, name=name, check=check: (checked.append(name), check(*given))
+            returned, name, lambda *given, name=name, check=check: checked.append(name) or check(*given)
         )
     model, layers = tiny_model(), tiny_model().config.num_hidden_layers
     with foveate.attached(model, evicting(lambda cache: torch.arange(9)), dense_below=0):

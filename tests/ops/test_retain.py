@@ -6,39 +6,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate import ops
+from tests.problems import Waits
 
 INF = float("inf")
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, 3.0]), min_size=2, max_size=30)
 
 
-def kept_by_sorting(scores: list[float], k: int, protected: list[bool]) -> list[int]:
-    """All protected slots and the k best others, ties to the smaller slot."""
-    others = sorted((i for i, p in enumerate(protected) if not p), key=lambda i: (-scores[i], i))
-    return sorted([i for i, p in enumerate(protected) if p] + [i for i in others[:k] if scores[i] != -INF])
+def kept_by_sorting(scores: list[float], number: int, protected: list[bool]) -> list[int]:
+    """The protected slots, the first first, and then the best others, ties to the smaller slot."""
+    order = sorted(range(len(scores)), key=lambda i: (not protected[i], -scores[i] if not protected[i] else 0.0, i))
+    return sorted(i for i in order[:number] if protected[i] or scores[i] != -INF)
 
 
 def row(values, dtype=None):
     return torch.tensor(values, dtype=dtype)[None, None]
 
 
-@given(st.lists(st.sampled_from([-INF, -1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=30), st.integers(0, 32), st.data())
-def test_keep_best_keeps_the_protected_and_the_best(scores, k, data):
+VALUES = [-INF, torch.finfo(torch.float32).min, -1.0, 0.0, 0.5, 2.0, torch.finfo(torch.float32).max, INF]
+
+
+@given(st.lists(st.sampled_from(VALUES), min_size=1, max_size=30), st.integers(0, 32), st.data())
+def test_keep_best_keeps_the_protected_and_the_best(scores, number, data):
     protected = data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
-    kept = ops.keep_best(row(scores), k, row(protected))
+    with Waits() as waits:
+        kept = ops.keep_best(row(scores), number, row(protected))
+        del waits.names[:2]  # of row
+        assert not waits.names
+    expected = kept_by_sorting(scores, number, protected)
     assert kept.dtype == torch.int64
-    assert [slot for slot in kept[0, 0].tolist() if slot >= 0] == kept_by_sorting(scores, k, protected)
+    assert kept.tolist() == [[expected + [-1] * (min(number, len(scores)) - len(expected))]]
 
 
 def test_keep_best_keeps_the_protected_beside_infinite_scores():
-    assert ops.keep_best(row([INF, 0.0, 1.0]), 0, row([False, False, True])).tolist() == [[[2]]]
-    assert ops.keep_best(row([INF, INF, 1.0]), 1, row([False, False, True])).tolist() == [[[0, 2]]]
+    assert ops.keep_best(row([INF, 0.0, 1.0]), 1, row([False, False, True])).tolist() == [[[2]]]
+    assert ops.keep_best(row([INF, INF, 1.0]), 2, row([False, False, True])).tolist() == [[[0, 2]]]
 
 
 def test_keep_best_works_on_every_head_and_broadcasts_protection():
     scores = torch.tensor([[[5.0, 1, 4, 0, 0], [1, 5, 4, 0, 0]], [[0, 0, 0, 9, 9], [1, 2, 3, 0, 9]]])
     protected = torch.tensor([False, False, False, False, True])
-    kept = ops.keep_best(scores, 2, protected)
+    kept = ops.keep_best(scores, 3, protected)
     assert kept.tolist() == [[[0, 2, 4], [1, 2, 4]], [[0, 3, 4], [1, 2, 4]]]
+
+
+def test_rows_may_protect_different_numbers_of_slots():
+    protected = torch.tensor([[[0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 1, 1]]]).bool()
+    kept = ops.keep_best(torch.tensor([[[1.0, 3, 2, 0]] * 3]), 2, protected)
+    assert kept.tolist() == [[[1, 2], [1, 3], [0, 2]]]
 
 
 def test_keep_best_of_nothing_is_empty():
@@ -120,7 +134,7 @@ def test_giving_up_the_weakest_again_and_again_leaves_the_best(scores, data):
     for _ in range(n - sum(protected) - k):
         alive[0, 0, ops.retain.weakest(shuffled, alive, positions).item()] = False
     survivors = sorted(p for p in range(n) if alive[0, 0, slots[p]] or protected[p])
-    assert survivors == ops.keep_best(row(scores), k, row(protected))[0, 0].tolist()
+    assert survivors == ops.keep_best(row(scores), k + sum(protected), row(protected))[0, 0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -128,6 +142,6 @@ def test_inputs_are_left_alone(dtype):
     scores, flags = torch.rand(1, 2, 6, dtype=dtype), torch.rand(1, 2, 6) > 0.5
     before = scores.clone(), flags.clone()
     ops.retain.weakest(scores, flags, torch.arange(6, dtype=torch.int32).expand(1, 2, 6))
-    ops.keep_best(scores, 2, torch.tensor([False, True, False, False, True, False]))
+    ops.keep_best(scores, 4, torch.tensor([False, True, False, False, True, False]))
     assert torch.equal(scores, before[0])
     assert torch.equal(flags, before[1])

@@ -26,7 +26,7 @@ from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.integrations.transformers.token_ids import TokenIds
 from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
-from foveate.runtime import Phase, ReplayedSteps
+from foveate.runtime import Phase, ReplayedSteps, returned
 from foveate.state import Held, SlotCache
 
 _IN_HOST: weakref.WeakSet[Cache] = weakref.WeakSet()
@@ -162,6 +162,7 @@ class Cache(transformers.Cache):
                 cache.layers[index] = (copy.deepcopy if keeps_memory(layer) else copy.copy)(layer)
             if isinstance(layer, LinearAttentionLayer):
                 copy_states(layer, cache.layers[index])
+        returned.check_noted(cache.phase.forward)
         before, _, kept = map(sum, zip(*held))
         at_layers = itertools.accumulate(held, lambda total, one: total - one[0] + one[2], initial=before)
         most = max(total - one[0] + one[1] for total, one in zip(at_layers, held))

@@ -19,7 +19,7 @@ from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.support import forgets, refuse_weights
 from foveate.methods import sparse_prompt
-from foveate.runtime import handover
+from foveate.runtime import handover, returned
 
 LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
 """Tokens of a prompt, all rows together, above which `generate` reads it in chunks, and those of a chunk. A pass over
@@ -124,8 +124,8 @@ class BeforeWhole(OfModel):
 class AfterForward:
     """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
 
-    It ends the pass on the cache, which is refused if that never happens. After a prompt it also looks, once, whether
-    their results are finite.
+    It ends the pass on the cache, which is refused if that never happens. After a prompt it also checks, once, that
+    their results are finite, and the slots that they keep.
     """
 
     def __init__(self, attachment: Attachment):
@@ -152,6 +152,7 @@ class AfterForward:
             )
         if any(one.finite is not None for one in reached.values()):  # there was a prompt
             self._check_finite(reached, out[0], releases.full_attention_mask(kwargs.get("attention_mask")))
+        returned.check_noted(one.forward if cache is None else cache.phase.forward)
         if cache is not None:
             cache.offsets = self.attachment.offsets()
             cache.end_forward(failed=False)

@@ -6,36 +6,39 @@ from torch import Tensor
 from foveate.ops._math import readable
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import check_number
-from foveate.ops.select import topk
 
 
-def keep_best(scores: Tensor, k: int, protected: Tensor) -> Tensor:
-    """Slots to keep: every protected one and the k best of the others, ties to the smaller slot.
+def keep_best(scores: Tensor, number: int, protected: Tensor) -> Tensor:
+    """Slots to keep: the protected ones and then the best of the others, ties to the smaller slot.
 
     Args:
-        scores: fp32 ``[B, Hkv, S]``, larger is better; -inf is never kept unless protected.
-        k: how many unprotected slots to keep.
-        protected: bool, broadcastable to ``[B, Hkv, S]``, with the same number of True in every row.
+        scores: floating-point ``[B, Hkv, S]``, larger is better; -inf is never kept unless protected. NaN is an error
+            on the CPU; a GPU keeps none but protected slots of such a row.
+        number: how many to keep in all; of more protected ones the first stay.
+        protected: bool, broadcastable to ``[B, Hkv, S]``.
 
     Returns:
-        int64 ``[B, Hkv, K]`` ascending; -1 at the end where fewer than k could be kept.
+        int64 ``[B, Hkv, min(number, S)]`` ascending; -1 at the end where fewer could be kept.
 
     Raises:
-        ValueError: for a negative k, or rows with different numbers of protected slots.
+        ValueError: for a negative number, and on the CPU for scores that are NaN.
     """
-    check_number("k", k, 0)
-    protected, last = protected.expand(scores.shape), scores.shape[-1]
-    counts = protected.sum(-1).flatten()
-    count, most = torch.stack(counts.aminmax()).tolist() if len(counts) else (0, 0)
-    if count != most:
-        raise ValueError(f"protected must have the same number of True in every row, not {count} to {most}")
-    slots = torch.arange(last, device=scores.device).where(protected, last)
-    kept = slots.topk(count, -1, largest=False).values
-    if k > 0:
-        best = topk(scores.masked_fill(protected, float("-inf")), k)
-        kept = torch.cat([kept, best.masked_fill(best < 0, last)], -1)
-    kept = kept.sort(-1).values
-    return kept.masked_fill(kept == last, -1)[..., : min(k + count, last)]
+    check_number("number", number, 0)
+    if readable(scores) and bool(scores.isnan().any()):
+        raise ValueError("scores hold NaN: there is no best of them")
+    number, protected = min(number, scores.shape[-1]), protected.expand(scores.shape)
+    found = torch.full((*scores.shape[:-1], number + 1), -1, device=scores.device)
+    if not number or not found.numel():
+        return found[..., :number]
+    least = scores.masked_fill(protected, float("inf")).topk(number, -1, sorted=False).values.amin(-1, keepdim=True)
+    least = least.clamp_min(torch.finfo(scores.dtype).min)
+    others = scores.masked_fill(protected, float("-inf"))
+    sure, tied = protected | (others > least), others == least
+    before, ties = torch.stack([sure, tied]).cumsum(-1, dtype=torch.int32)  # each slot's own included
+    room = (number - before[..., -1:]).clamp_min(0)
+    places = torch.where(sure | tied & (ties <= room), before + ties.minimum(room) - 1, number).clamp_max(number)
+    slots = torch.arange(scores.shape[-1], device=scores.device)
+    return found.scatter_(-1, places.long(), slots.expand(scores.shape))[..., :number]  # the last place is for the rest
 
 
 def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:

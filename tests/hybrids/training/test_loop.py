@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foveate.errors import UserError
@@ -22,6 +21,7 @@ from foveate.hybrids.training import checkpoints, journal, loop, network, optim
 from foveate.hybrids.training.configuration import OptimSettings
 from foveate.hybrids.training.loop import DivergedError, train
 from foveate.hybrids.training.tokens import TokenStore
+from tests.problems import Waits
 
 
 def quiet(text):
@@ -595,19 +595,6 @@ def test_scores_learn_at_a_share_of_the_rate(make, tmp_path):
     moved = {name: (value - drawn[name]).abs().max().item() for name, value in learned.items()}
     of_scores, others = (max(moved[name] for name in moved if (".scores." in name) == yes) for yes in (True, False))
     assert of_scores == pytest.approx(0.25 * others, rel=0.2)  # AdamW's first step is the rate
-
-
-class Waits(TorchDispatchMode):
-    """Notes operations for which the host waits for the device, or sends it numbers it has made."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select"):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device_tokens", [256, 512])
