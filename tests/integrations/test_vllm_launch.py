@@ -110,7 +110,9 @@ def test_the_plan_tells_layers_bound_and_memory(monkeypatch):
     assert found[3].startswith(f"graphs: scores of 4 requests of 2,048 tokens, {4 * 2048 * each / 2**20:.0f} MiB")
     assert launch.told(engine({"method": KASCADE}, **SIZES))[2] == "dense: none"  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert launch.told(engine({"method": KASCADE}, **SIZES))[2].endswith("in a step, and of fewer than 4,096 tokens each")
+    assert launch.told(engine({"method": KASCADE}, **SIZES))[2].endswith(
+        "in a step, and of fewer than 4,096 tokens each"
+    )
     bound = 32768 * 2048 // (facts.num_key_value_heads * 2 * facts.head_dim)  # of few keys, which cost less
     mixed = f'per_layer:layers={{"0": "dense", "rest": "{KASCADE.replace("[0,2]", "[1,2]")}"}}'
     assert launch.told(engine(mixed, **SIZES))[2].startswith(f"dense: requests of fewer than {bound:,} tokens")

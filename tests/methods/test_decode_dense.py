@@ -182,7 +182,9 @@ def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
     assert EngineSteps._first_sparse(steps, "auto", geometry) == sparse_from
 
 
-@pytest.mark.parametrize(("dense_below", "expected"), [("auto", [True, True, False]), (16 * 2000, [True, False, False])])
+@pytest.mark.parametrize(
+    ("dense_below", "expected"), [("auto", [True, True, False]), (16 * 2000, [True, False, False])]
+)
 def test_auto_reads_short_sequences_whole_however_many(dense_below, expected, monkeypatch):
     """On a GPU, in the caches of Transformers and of engines, where rows differ in length."""
     monkeypatch.setattr(layer, "runs_kernel", lambda verb: True)
