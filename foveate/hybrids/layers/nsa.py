@@ -3,6 +3,8 @@ equation 2)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -91,18 +93,19 @@ class NativeSparseAttention(nn.Module):
         q, k = rotate(q, angles), rotate(k, angles)
         gates = self.gates_proj(hidden).sigmoid().unflatten(-1, (3, self.num_heads)).permute(2, 0, 3, 1)
         if memory is None:
-            before = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+            before, lengths = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device), [0]
             fused = torch.is_grad_enabled() and q.device.type == "cuda"
-            branches = self._fused(q, k, v) if fused else self._branches(q, k, v, before)
+            branches = self._fused(q, k, v) if fused else self._branches(q, k, v, before, lengths)
         else:
             if not memory.lengths:
                 memory.lengths = [0] * k.shape[0]
             if k.shape[2] == 1 and packing is None and not torch.is_grad_enabled():
                 return self.o_proj(self._step(q, k, v, gates, memory).transpose(1, 2).flatten(2))
-            before = memory.lengths_on(k.device)
+            before, lengths = memory.lengths_on(k.device), list(memory.lengths)
             memory.append(k, v, packing)
-            used = max(memory.lengths) if packing is None else int(before.max()) + k.shape[2]
-            branches = self._branches(q, *(memory.tensors[name][:, :, :used] for name in ("keys", "values")), before)
+            used = max(memory.lengths) if packing is None else max(lengths) + k.shape[2]
+            keys, values = (memory.tensors[name][:, :, :used] for name in ("keys", "values"))
+            branches = self._branches(q, keys, values, before, lengths)
         out = sum(gate[..., None] * branch for gate, branch in zip(gates, branches))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -128,8 +131,9 @@ class NativeSparseAttention(nn.Module):
         """See :func:`foveate.hybrids.ops.choose_blocks`."""
         return choose_blocks(q, block_keys, at, scaling=self.scaling, block=self.block, blocks=self.blocks)
 
-    def _branches(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> list[Tensor]:
-        """Compressed, selected and window attention ``[B, Hq, n, D]`` of the tokens after ``before [B]``."""
+    def _branches(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Compressed, selected and window attention ``[B, Hq, n, D]`` of the tokens after ``before [B]``, which are
+        ``lengths`` on the host. A piece of queries reads no keys after its own, and in the window none before it."""
         block_keys, block_values = self._compressed(k, v)
         number = torch.arange(k.shape[2], device=q.device)
         outs: list[list[Tensor]] = [[], [], []]
@@ -137,15 +141,16 @@ class NativeSparseAttention(nn.Module):
             some = q[:, :, first : first + _PIECE]
             at = before[:, None] + first + torch.arange(some.shape[2], device=q.device)
             complete, selected = self._select(some, block_keys, at)
-            causal = (number <= at[..., None])[:, None]
-            near = causal & (number > at[..., None] - self.window)[:, None]
-            chosen = selected.gather(3, (number // self.block).expand(*selected.shape[:3], -1)) & causal
+            start, end = max(min(lengths) + first - self.window + 1, 0), max(lengths) + first + some.shape[2]
+            causal = (number[:end] <= at[..., None])[:, None]
+            near = causal[..., start:] & (number[start:end] > at[..., None] - self.window)[:, None]
+            chosen = selected.gather(3, (number[:end] // self.block).expand(*selected.shape[:3], -1)) & causal
             if block_keys.shape[2]:
                 outs[0].append(_attend(some, block_keys, block_values, complete, self.scaling))
             else:
                 outs[0].append(torch.zeros_like(some))
-            outs[1].append(_attend(some, k, v, chosen, self.scaling))
-            outs[2].append(_attend(some, k, v, near, self.scaling))
+            outs[1].append(_attend(some, k[:, :, :end], v[:, :, :end], chosen, self.scaling))
+            outs[2].append(_attend(some, k[:, :, start:end], v[:, :, start:end], near, self.scaling))
         return [torch.cat(parts, 2) if len(parts) > 1 else parts[0] for parts in outs]
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -62,8 +62,25 @@ def test_branches_of_whole_sequences(length, words):
     q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads in (layer.num_heads, 2, 2))
     at = torch.arange(length).expand(2, -1)
     assert nsa._packed(layer._select(q, layer._compressed(k, v)[0], at)[1]).shape == (2, 2, length, words)
-    pieces = layer._branches(q, k, v, torch.zeros(2, dtype=torch.int64))
+    pieces = layer._branches(q, k, v, torch.zeros(2, dtype=torch.int64), [0, 0])
     for found, expected in zip(layer._fused(q, k, v), pieces, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_piece_of_a_prompt_reads_its_own_keys(monkeypatch):
+    """After rows of two lengths: none after its last query, and in the window none before what its first one sees."""
+    layer, read, attend, lengths = native_sparse(), [], nsa._attend, [10, 40]
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(2, layer.num_heads, 600, 16, generator=generator)
+    k, v = (torch.randn(2, 2, 640, 16, generator=generator) for _ in "kv")
+    monkeypatch.setattr(nsa, "_attend", lambda q, k, *more: read.append(k.shape[2]) or attend(q, k, *more))
+    pieces = layer._branches(q, k, v, torch.tensor(lengths), lengths)
+    before = max(lengths) - min(lengths) + layer.window - 1
+    assert read[1::3] == [296, 552, 640]
+    assert read[2::3] == [296, 256 + before, 88 + before]
+    monkeypatch.setattr(nsa, "_PIECE", 1000)
+    for found, expected in zip(pieces, layer._branches(q, k, v, torch.tensor(lengths), lengths), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
