@@ -167,7 +167,7 @@ QUESTIONS = {
     "24 GB and 128K tokens?": r"[\d.]+ GB.*\]\(memory\.md\).*`streaming`",
     "An agent of 30 turns to 100K tokens?": r"All keys stay.*\d+ GB.*gone for later turns",
     "64 documents of 8K, one field each?": r"Dense attention.*batches of",
-    "Reasoning?": r"MATH-500 \(.*not measured.*AIME",
+    "Reasoning?": r"MATH-500 \(1\.5B, n = 500\): .*`kascade` -4\.0 .*not measured.*AIME",
     "Several questions about one document?": r"copy.*\]\(#",
     "Several documents on one GPU?": r"GB.*`foveate\.save_cache`",
     "How much memory does a prompt take?": r"\d+K tokens in chunks of \d+K.*GB.*GB",

@@ -21,7 +21,10 @@ def serve(
     ] = "auto",
     dense_below: Annotated[
         int | None,
-        typer.Option(help="Tokens below which decoding is dense; if left out, the method's own.", show_default=False),
+        typer.Option(
+            help="Tokens below which decoding is dense; if left out, the method's own, or 4,096 a request.",
+            show_default=False,
+        ),
     ] = None,
     audit: Annotated[
         float | None,

@@ -40,10 +40,10 @@ def dense_until(
     if sparse_from is None:
         return 0
     if dense_below != "auto":
-        return -(-int(dense_below) // sequences)
+        return -(-int(dense_below) // max(sequences, 1))
     if device.type != "cuda" or not runs_kernel("attend"):
         return 0
-    return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // sequences))
+    return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // max(sequences, 1)))
 
 
 class Layer:

@@ -26,7 +26,7 @@ class Policy:
     """Shared by the layers of a forward pass without a cache, see :meth:`SlotCache.shared_key`."""
     dense_below: int | str = 0
     """Decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
-    :attr:`Method.sparse_from_tokens`, on a GPU with the kernels."""
+    :attr:`Method.sparse_from_tokens`, or each fewer than `SHORT_SEQUENCE`, on a GPU with the kernels."""
     block_size: int = 0
     """Slots of a block of a cache's keys and values; 0: they are contiguous."""
     rotary: Callable[[], Rotary] | None = None

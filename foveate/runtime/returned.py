@@ -102,7 +102,8 @@ def _check_slots(method: Method, used: int, outside: bool, none: bool, twice: bo
         when = "IN_DECODE" if method.evicts.in_decode else "AT_PROMPT_END"
         raise ValueError(
             f"{who} returned -1, for no slot, and {type(method).__name__}.evicts has no Evicts.UNEVENLY; give every KV "
-            f"head as many slots, or declare evicts: ClassVar[Evicts] = Evicts.{when} | Evicts.UNEVENLY"
+            f"head as many slots (of scores without NaN), or declare evicts: ClassVar[Evicts] = Evicts.{when} | "
+            "Evicts.UNEVENLY"
         )
     if twice:
         raise ValueError(f"{who} returned a slot more than once; return each slot that is kept once, such as .unique()")

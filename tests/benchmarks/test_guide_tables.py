@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from benchmarks.readme_figures import ROOT, rows
 
 GUIDE = ROOT / "docs" / "guide"
@@ -57,17 +59,21 @@ def test_of_attention_alone():
         assert table[said] == ", ".join(f"{found[(method, *place)]:.1f}" for place in places)
 
 
-def test_of_a_dense_step():
-    found = {
-        (row["case"]["batch"], row["case"]["context"] // 1024): f"{row['ms']:.1f}"
-        for row in rows("recommended-times")
-        if (row["case"]["method"], row["case"].get("model")) == ("dense", "llama-3.1-8b")
-    }
-    page = (GUIDE / "speed.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-coder-1.5b-instruct"])
+def test_of_a_dense_step(model):
+    steps = [row for row in rows("recommended-times") if row["case"].get("model") == model]
+    found, plain = (
+        {(row["case"]["batch"], row["case"]["context"]): row for row in steps if row["case"]["method"] == method}
+        for method in ("dense", "transformers-sdpa")
+    )
+    page = " ".join((GUIDE / "speed.md").read_text(encoding="utf-8").split())
     made = [
-        (int(batch), int(k))
-        for batch, k in re.findall(r"^\| llama-3.1-8b, whole steps, (\d+) × (\d+)K", page, re.MULTILINE)
+        (int(batch), int(number.replace(",", "")) * (1024 if k else 1))
+        for batch, number, k in re.findall(rf"\| {re.escape(model)}, whole steps, (\d+) × ([\d,]+)(K?)", page)
     ]
     assert set(made) == found.keys()
-    *first, last = (found[place] for place in made)
-    assert f"- `dense` takes {', '.join(first)} and {last} ms" in page
+    *first, last = (f"{found[place]['ms']:.1f}" for place in made)
+    assert f"`dense` takes {', '.join(first)} and {last} ms" in page
+    if plain:
+        longer = [plain[place]["ms"] / found[place]["ms"] for place in made]
+        assert f"without CUDA graphs, {min(longer):.0f} to {max(longer):.0f} times as long" in page

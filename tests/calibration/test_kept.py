@@ -201,7 +201,7 @@ class TestAuto:
         settings = {"anchors": [0]} if method == "kascade" else {}
         with foveate.attached(tiny_model(), method, **settings) as attachment:
             found = attachment.short_contexts(gpu)
-            assert found == (f"dense below {32 * tokens:,} tokens on this GPU" if tokens else "")
+            assert found == (f"dense below {32 * tokens:,} tokens, or 4,096 each, on this GPU" if tokens else "")
         with foveate.attached(tiny_model(), method, dense_below=0, **settings) as attachment:
             assert attachment.short_contexts(gpu) == ("sparse at any length on this GPU" if tokens else "")
 
@@ -209,7 +209,7 @@ class TestAuto:
         monkeypatch.setattr(
             "foveate.integrations.transformers.attachment.dense_until", lambda method, below, *where: 32768
         )
-        assert attached(tiny_model(), "pages")[1] == ["pages: dense below 32,768 tokens on a CPU"]
+        assert attached(tiny_model(), "pages")[1] == ["pages: dense below 32,768 tokens, or 4,096 each, on a CPU"]
         assert attached(tiny_model(), "pages", dense_below=9)[1] == []
 
     def test_options_are_those_of_any_method(self):

@@ -176,10 +176,11 @@ def test_short_contexts_are_read_whole(method):
     assert replayed.driver.layer.counters.dense_steps == plain.layer.counters.dense_steps == 40
 
 
-def test_steps_are_dense_by_themselves_until_a_method_pays(kernels, monkeypatch):
-    monkeypatch.setattr(methods.get("quest"), "sparse_from_tokens", 2 * 70)
+@pytest.mark.parametrize(("sparse_from", "short"), [(2 * 70, 0), (1, 70)], ids=["together", "each"])
+def test_steps_are_dense_by_themselves_until_a_method_pays(sparse_from, short, kernels, monkeypatch):
+    monkeypatch.setattr(methods.get("quest"), "sparse_from_tokens", sparse_from)
     monkeypatch.setattr(Geometry, "at_least", lambda self, tokens: tokens)  # as if of eight KV heads of 128
-    monkeypatch.setattr("foveate.runtime.layer.SHORT_SEQUENCE", 0)
+    monkeypatch.setattr("foveate.runtime.layer.SHORT_SEQUENCE", short)
     model = tiny_model().cuda()
     foveate.attach(model, "quest:top_k=16,page_size=4,dense_layers=0")
     generate(model, tokens(60, 2).cuda(), new=30)

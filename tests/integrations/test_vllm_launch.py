@@ -111,7 +111,7 @@ def test_the_plan_tells_layers_bound_and_memory(monkeypatch):
     assert launch.told(engine({"method": KASCADE}, **SIZES))[2] == "dense: none"  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert launch.told(engine({"method": KASCADE}, **SIZES))[2].endswith(
-        "in a step, and of fewer than 4,096 tokens each"
+        "in a step, or of fewer than 4,096 tokens each"
     )
     bound = 32768 * 2048 // (facts.num_key_value_heads * 2 * facts.head_dim)  # of few keys, which cost less
     mixed = f'per_layer:layers={{"0": "dense", "rest": "{KASCADE.replace("[0,2]", "[1,2]")}"}}'

@@ -71,7 +71,7 @@ def attach(
             model and method allow, and otherwise :func:`stats` tells why not.
         dense_below: decode steps read everything while the sequences together, each taken as long as the longest, have
             fewer tokens than this. "auto": on a GPU :attr:`Method.sparse_from_tokens`, from which the method is faster,
-            and while each has fewer than 4,096, of which a share is too few; elsewhere 0, which means never. Methods
+            or while each has fewer than 4,096, of which a share is too few; elsewhere 0, which means never. Methods
             that evict never do. :func:`stats` counts these steps. Comparisons of methods want 0.
         block_size: slots of a block in which caches keep keys and values (paged KV), with the same results; 0: in one
             piece. Methods that evict in decode keep theirs in one piece.

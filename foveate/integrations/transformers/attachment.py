@@ -17,6 +17,7 @@ from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import geometry_of, kv_heads, model_shape
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.methods import Method, evict_every, sparse_prompt
+from foveate.methods.base import SHORT_SEQUENCE
 from foveate.runtime import Policy, dense_until
 from foveate.state import Geometry
 
@@ -100,7 +101,9 @@ class Attachment:
         if not until:
             return f"sparse at any length on {where}"
         asked = all(one.dense_below != "auto" for one in able)
-        return f"dense below {until:,} tokens" + (" (dense_below)" if asked else f" on {where}")
+        return f"dense below {until:,} tokens" + (
+            " (dense_below)" if asked else f", or {SHORT_SEQUENCE:,} each, on {where}"
+        )
 
     @property
     def cache(self) -> transformers.Cache | None:

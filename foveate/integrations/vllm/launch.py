@@ -183,7 +183,7 @@ def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry) -
     if below == "auto":
         known = max(method.sparse_from_tokens or 0 for method in methods.values())
         below = geometry.at_least(known) if torch.cuda.is_available() else 0
-    each = f", and of fewer than {SHORT_SEQUENCE:,} tokens each" if settings.dense_below == "auto" else ""
+    each = f", or of fewer than {SHORT_SEQUENCE:,} tokens each" if settings.dense_below == "auto" else ""
     return f"requests of fewer than {below:,} tokens, times the number of requests in a step{each}" if below else "none"
 
 
