@@ -29,9 +29,6 @@ REGISTRY: dict[str, type[Method]] = {}
 SPARSE_FROM_TOKENS = 32768
 """Usual :attr:`Method.sparse_from_tokens` (docs/guide/speed.md)."""
 
-SHORT_SEQUENCE = 4096
-"""Tokens below which a sequence is read whole by default, however many there are (docs/guide/speed.md)."""
-
 _LOGITS = 1 << 26
 """Logits that a later turn of a prompt computes at once beside empty slots."""
 

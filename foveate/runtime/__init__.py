@@ -1,11 +1,12 @@
 """Engine-neutral execution of methods: prompt, decode and undo of an attention layer; capture and replay of steps."""
 
 from foveate.runtime.layer import Layer as Layer
-from foveate.runtime.layer import dense_until as dense_until
 from foveate.runtime.layer import read_once as read_once
 from foveate.runtime.phase import Phase as Phase
+from foveate.runtime.policy import SHORT_SEQUENCE as SHORT_SEQUENCE
 from foveate.runtime.policy import Policy as Policy
 from foveate.runtime.policy import check_dense_below as check_dense_below
+from foveate.runtime.policy import dense_until as dense_until
 from foveate.runtime.recorder import CaptureError as CaptureError
 from foveate.runtime.recorder import CudaRecorder as CudaRecorder
 from foveate.runtime.recorder import Recording as Recording

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Dense, Method, evict_every
-from foveate.methods.base import SHORT_SEQUENCE
 from foveate.ops import Logits, PromptHeads, Rotary
-from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import returned
 from foveate.runtime.phase import Phase
+from foveate.runtime.policy import dense_until
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.borrowed import branch_of
@@ -25,25 +24,6 @@ from foveate.state.offloaded import OffloadedCache
 
 _EMPTY_SLOTS = 256
 """Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
-
-
-def dense_until(
-    method: Method, dense_below: int | str, geometry: Geometry, device: torch.device, sequences: int = 1
-) -> int:
-    """Tokens of a sequence below which decode steps of a layer are dense; 0: none is.
-
-    Args:
-        dense_below: as of :class:`Layer`.
-        sequences: of a step, each taken to be as long as the longest.
-    """
-    sparse_from = method.sparse_from_tokens
-    if sparse_from is None:
-        return 0
-    if dense_below != "auto":
-        return -(-int(dense_below) // max(sequences, 1))
-    if device.type != "cuda" or not runs_kernel("attend"):
-        return 0
-    return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // max(sequences, 1)))
 
 
 class Layer:

@@ -6,12 +6,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foveate.methods import Method
 from foveate.methods._declared import check_hooks
 from foveate.ops import Logits, Rotary
-from foveate.state import Counters
+from foveate.ops.dispatch import runs_kernel
+from foveate.state import Counters, Geometry
+
+SHORT_SEQUENCE = 4096
+"""Tokens below which a sequence is read whole by default, however many there are (docs/guide/speed.md)."""
 
 
 @dataclass
@@ -45,6 +50,25 @@ class Policy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.counters.declare(self.method.counters)
+
+
+def dense_until(
+    method: Method, dense_below: int | str, geometry: Geometry, device: torch.device, sequences: int = 1
+) -> int:
+    """Tokens of a sequence below which decode steps of a layer are dense; 0: none is.
+
+    Args:
+        dense_below: as of :class:`Policy`.
+        sequences: of a step, each taken to be as long as the longest.
+    """
+    sparse_from = method.sparse_from_tokens
+    if sparse_from is None:
+        return 0
+    if dense_below != "auto":
+        return -(-int(dense_below) // max(sequences, 1))
+    if device.type != "cuda" or not runs_kernel("attend"):
+        return 0
+    return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // max(sequences, 1)))
 
 
 def check_dense_below(value: Any, prefix: str = "") -> None:

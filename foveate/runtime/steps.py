@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
-from foveate.methods.base import SHORT_SEQUENCE
 from foveate.ops import Logits
+from foveate.runtime.policy import SHORT_SEQUENCE
 from foveate.state import Counters, Geometry, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows

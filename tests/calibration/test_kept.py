@@ -196,7 +196,7 @@ class TestAuto:
     )
     def test_short_contexts_are_told_in_tokens(self, monkeypatch, method, tokens):
         """Of eight KV heads of 128 as they are; a token of the tiny model has 1/32 of their bytes."""
-        monkeypatch.setattr("foveate.runtime.layer.runs_kernel", lambda verb: True)
+        monkeypatch.setattr("foveate.runtime.policy.runs_kernel", lambda verb: True)
         gpu = types.SimpleNamespace(device=torch.device("cuda"))
         settings = {"anchors": [0]} if method == "kascade" else {}
         with foveate.attached(tiny_model(), method, **settings) as attachment:

@@ -180,7 +180,7 @@ def test_short_contexts_are_read_whole(method):
 def test_steps_are_dense_by_themselves_until_a_method_pays(sparse_from, short, kernels, monkeypatch):
     monkeypatch.setattr(methods.get("quest"), "sparse_from_tokens", sparse_from)
     monkeypatch.setattr(Geometry, "at_least", lambda self, tokens: tokens)  # as if of eight KV heads of 128
-    monkeypatch.setattr("foveate.runtime.layer.SHORT_SEQUENCE", short)
+    monkeypatch.setattr("foveate.runtime.policy.SHORT_SEQUENCE", short)
     model = tiny_model().cuda()
     foveate.attach(model, "quest:top_k=16,page_size=4,dense_layers=0")
     generate(model, tokens(60, 2).cuda(), new=30)

@@ -8,7 +8,7 @@ from matrix import PROMPT, VARIANTS, Driver, Tokens, close, deal, each
 
 import foveate
 from foveate import methods
-from foveate.runtime import EngineSteps, layer, replay
+from foveate.runtime import EngineSteps, layer, policy, replay
 from foveate.state import Geometry
 from tests.helpers import generate, tiny_model, tokens
 from tests.recorded import Replayed, record
@@ -172,7 +172,7 @@ def test_fewer_bytes_a_token_take_more_tokens_to_pay(heads, dim, expected):
 @pytest.mark.parametrize(("kv_heads", "sparse_from"), [(8, 32768), (2, 131072)])
 def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
     """On a GPU, in the caches of Transformers and of engines."""
-    monkeypatch.setattr(layer, "runs_kernel", lambda verb: True)
+    monkeypatch.setattr(policy, "runs_kernel", lambda verb: True)
     method, geometry, device = methods.make("kascade"), Geometry(16, kv_heads, 128, 128), torch.device("cuda")
     store = SimpleNamespace(device=device, geometry=geometry, batch_size=2)
     one = SimpleNamespace(dense_below="auto", method=method, store=store)
@@ -187,7 +187,7 @@ def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
 )
 def test_auto_reads_short_sequences_whole_however_many(dense_below, expected, monkeypatch):
     """On a GPU, in the caches of Transformers and of engines, where rows differ in length."""
-    monkeypatch.setattr(layer, "runs_kernel", lambda verb: True)
+    monkeypatch.setattr(policy, "runs_kernel", lambda verb: True)
     method, geometry = methods.make("kascade"), Geometry(16, 8, 128, 128)
     store = SimpleNamespace(device=torch.device("cuda"), geometry=geometry, batch_size=16)
     one = SimpleNamespace(dense_below=dense_below, method=method, store=store)

@@ -17,8 +17,7 @@ from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import geometry_of, kv_heads, model_shape
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.methods import Method, evict_every, sparse_prompt
-from foveate.methods.base import SHORT_SEQUENCE
-from foveate.runtime import Policy, dense_until
+from foveate.runtime import SHORT_SEQUENCE, Policy, dense_until
 from foveate.state import Geometry
 
 

@@ -25,7 +25,7 @@ from foveate.integrations.vllm.settings import (
     settings_of,
 )
 from foveate.methods import Method
-from foveate.methods.base import SHORT_SEQUENCE
+from foveate.runtime import SHORT_SEQUENCE
 from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
