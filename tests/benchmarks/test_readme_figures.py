@@ -40,6 +40,15 @@ def test_the_readme_has_the_times_of_a_whole_model_that_the_rows_have():
         f"`kascade` has {at_32k} at 32K tokens and {at_128k} at 128K, the 1.5B with its two KV heads {small_32k} and"
         f" {small_128k}." in readme
     )
+    one = {
+        row["case"]["method"].partition(":")[0]: f"{row['speedup']:.2f}"
+        for row in readme_figures.rows("recommended-times")
+        if (row["case"].get("weights"), row["case"]["batch"], row["case"]["context"]) == ("trained", 1, 32000)
+    }
+    assert (
+        f"the 1.5B has {one['kascade']} times at 32K under `kascade`, {one['pages']} under `pages`, {one['lte']} under"
+        " `lte`." in readme
+    )
     found = [
         row
         for row in readme_figures.rows("recommended-times")

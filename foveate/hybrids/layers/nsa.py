@@ -103,8 +103,7 @@ class NativeSparseAttention(nn.Module):
                 return self.o_proj(self._step(q, k, v, gates, memory).transpose(1, 2).flatten(2))
             before, lengths = memory.lengths_on(k.device), list(memory.lengths)
             memory.append(k, v, packing)
-            used = max(memory.lengths) if packing is None else max(lengths) + k.shape[2]
-            keys, values = (memory.tensors[name][:, :, :used] for name in ("keys", "values"))
+            keys, values = (memory.tensors[name][:, :, : max(lengths) + k.shape[2]] for name in ("keys", "values"))
             branches = self._branches(q, keys, values, before, lengths)
         out = sum(gate[..., None] * branch for gate, branch in zip(gates, branches))
         return self.o_proj(out.transpose(1, 2).flatten(2))
