@@ -89,10 +89,10 @@ def attached(folder, spec, prompts, new=NEW, counts=None):
     return found
 
 
-def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, second=False, **engine):
+def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, replaying=False, second=False, **engine):
     """``second``: by model runner V2, interpreted."""
     job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine}
-    job |= {"hiding": hiding, "second": second}
+    job |= {"replaying": replaying, "second": second}
     script = Path(__file__).with_name("vllm_engine.py")
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -166,16 +166,16 @@ def test_keys_in_eight_bits_are_read_in_place(folder, own):
     assert run(folder, "lessismore:top_k=1.0", kv_cache_dtype="fp8", **CHUNKS)["tokens"] == dense["tokens"]
 
 
-def test_rows_beside_enough_tokens_of_prompts_are_sparse(folder, small, own):
-    """Where other steps are replayed; beside fewer tokens they read all keys, and their tokens are counted."""
-    config, (tokens, counts) = {"method": SMALL, "dense_below": 1}, small(SMALL)
-    sparse = run(folder, config, hiding=1, **CHUNKS)
+def test_rows_beside_prompts_are_dense_and_counted(folder, small, own):
+    """Where vLLM replays other steps as graphs; dense_below=0 leaves no row dense."""
+    tokens, counts = small(SMALL)
+    found = run(folder, {"method": SMALL, "dense_below": 1}, replaying=True, **CHUNKS)
+    assert found["tokens"] not in ([tokens], [own])
+    assert 0 < found["read"]["dense_rows"] < counts["rows"]
+    assert found["read"]["rows"] == counts["rows"]
+    sparse = run(folder, {"method": SMALL, "dense_below": 0}, replaying=True, **CHUNKS)
     assert sparse["tokens"] == [tokens]
     assert sparse["read"]["dense_rows"] == 0
-    assert {name: sparse["read"][name] for name in counts} == pytest.approx(counts)
-    dense = run(folder, config, hiding=1000, **CHUNKS)
-    assert dense["tokens"] not in ([tokens], [own])
-    assert 0 < dense["read"]["dense_rows"] < counts["rows"]
 
 
 @pytest.mark.parametrize("spec", [SMALL, FULL])

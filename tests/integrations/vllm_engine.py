@@ -30,8 +30,8 @@ def main() -> None:
         by_second_runner()
     from vllm import LLM, SamplingParams
 
-    if job.get("hiding") is not None:
-        replaying(job["hiding"])
+    if job["replaying"]:
+        replaying()
     how = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     how |= {"skip_tokenizer_init": True, "disable_log_stats": False}
     if job["spec"] is not None:
@@ -62,21 +62,17 @@ def by_second_runner() -> None:
     backends["cpu"] = SimpleNamespace(driver=None)  # that it is there is all that vLLM asks
 
 
-def replaying(hiding: int) -> None:
-    """Decide what is dense as where vLLM replays decode steps in CUDA graphs, which a CPU never does.
+def replaying() -> None:
+    """Decide what is dense as where vLLM replays decode steps in CUDA graphs, which a CPU never does."""
+    from foveate.integrations.vllm.builder import StepBuilder
 
-    Args:
-        hiding: see ``HIDING_TOKENS``.
-    """
-    from foveate.integrations.vllm import builder
-
-    prepare, builder.HIDING_TOKENS = builder.StepBuilder.prepare, hiding
+    prepare = StepBuilder.prepare
 
     def prepared(self, *given):
         prepare(self, *given)
         self.largest_graph = 4
 
-    builder.StepBuilder.prepare = prepared
+    StepBuilder.prepare = prepared
 
 
 def read() -> dict[str, float]:

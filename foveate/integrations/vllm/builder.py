@@ -20,11 +20,6 @@ from foveate.state import Geometry
 
 _log = logging.getLogger("vllm.foveate")
 
-HIDING_TOKENS = 1024
-"""New tokens of prompts in a step that take the device longer than the host takes to launch a method's kernels for the
-rows that decode beside them (docs/guide/serve.md)."""
-
-
 @dataclass
 class Step:
     """A batch. Its decoding rows are the first ones, of one token each."""
@@ -139,8 +134,7 @@ class StepBuilder:
         self.meter.update()
         how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
         mixed = found.rows < common.num_reqs
-        shown = found.beside < HIDING_TOKENS and (mixed or found.rows > self.largest_graph)
-        how["launched"] = self.largest_graph > 0 and shown
+        how["launched"] = self.largest_graph > 0 and (mixed or found.rows > self.largest_graph)
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
         comparable = self.steps.choosing and not (mixed or found.prompts or self.steps.dense)

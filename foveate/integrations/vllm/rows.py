@@ -43,8 +43,6 @@ class Decoding:
     """No row is longer."""
     tokens: list[int]
     """The lengths, or bounds of them, of those that are neither padding nor prompts."""
-    beside: int
-    """New tokens of all other rows."""
 
 
 def decoding_rows(common: Any) -> Decoding:
@@ -65,7 +63,7 @@ def decoding_rows(common: Any) -> Decoding:
     lengths, prompts = lengths[:number], prompts[:number] & there
     marked = prompts.tolist() if prompts.any() else None
     bound, decoded = int(lengths[there].max(initial=0)), lengths[there & ~prompts].tolist()
-    return Decoding(number, int(there.sum()), marked, bound, decoded, int(starts[-1] - starts[number]))
+    return Decoding(number, int(there.sum()), marked, bound, decoded)
 
 
 def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
