@@ -19,7 +19,7 @@ from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
 from foveate.ops import Logits
 from foveate.runtime.policy import SHORT_SEQUENCE
-from foveate.state import Counters, Geometry, SlotCache, shareable
+from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows
 
@@ -81,6 +81,7 @@ class EngineSteps:
             than this; with 0 neither a row nor a step is. "auto": on a GPU :attr:`Method.sparse_from_tokens`, and rows
             of fewer tokens than `SHORT_SEQUENCE` are read whole, too; elsewhere 0.
         geometry: of a layer, for "auto"; None: eight KV heads of 128.
+        ranks: the ranks of the engine's tensor parallelism; None: all heads are here.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class EngineSteps:
         device: torch.device,
         dense_below: int | str = "auto",
         geometry: Geometry | None = None,
+        ranks: Ranks | None = None,
     ):
-        self.methods, self.device = dict(sorted(methods.items())), device
+        self.methods, self.device, self.ranks = dict(sorted(methods.items())), device, ranks
         self.dense = False
         """Whether the present step is dense, see :meth:`begin`."""
         self.totals = Totals()
@@ -207,7 +209,7 @@ class EngineSteps:
         """
         channels = self.methods[layer].channels(geometry)
         store = EngineCache(geometry, memory, self.device, channels, self._counters[layer])
-        store.forward = self._forward
+        store.forward, store.ranks = self._forward, self.ranks
         self._stores[layer] = store
 
     def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> EngineCache:

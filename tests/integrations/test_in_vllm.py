@@ -23,7 +23,8 @@ import foveate
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.integrations.vllm_engine import ENVIRONMENT, ONE_BY_ONE  # noqa: E402
+from tests.integrations import vllm_engine  # noqa: E402
+from tests.integrations.vllm_engine import ENVIRONMENT  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 NEW, VOCAB, LAYERS = 24, 512, 6
@@ -32,6 +33,7 @@ SMALL = "kascade_paper:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
 FULL_PAGES = "pages:top_k=1.0,weighted=false"
 PAGES = "pages:top_k=64,weighted=false"
 BY_PAGES = f"{SMALL},score_keys=pages,first_layer=pages,weighted=false"
+OF_OTHER_HEADS = f'{SMALL},heads={{"1": [1, 0, 3, 2], "4": [3, 3, 0, 1]}}'
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
 """Prompts in chunks of at most 64 tokens, shared with the rows that decode."""
 
@@ -39,11 +41,15 @@ CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random Llama whose attention is far from uniform, with a tokenizer of words."""
+    return written(tmp_path_factory.mktemp("llama"), num_attention_heads=4, num_key_value_heads=2)
+
+
+def written(path, **shape):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    heads = {"max_position_embeddings": 512, **shape}
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": VOCAB}
     config = transformers.LlamaConfig(**sizes, **heads, **ids, tie_word_embeddings=False, initializer_range=0.15)
     model = transformers.LlamaForCausalLM(config).float().eval()
@@ -51,7 +57,6 @@ def folder(tmp_path_factory):
         for name, parameter in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 parameter.mul_(2.0)
-    path = tmp_path_factory.mktemp("llama")
     model.save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -230,10 +235,18 @@ def test_programs_that_measure_run_in_vllm(folder, tmp_path, program, monkeypatc
     assert found["keys_read_share"] > 0
 
 
-@pytest.mark.parametrize("spec", [SMALL, PAGES])
-def test_two_ranks_give_the_tokens_of_one(folder, small, spec):
-    found = run(folder, spec, environment=ONE_BY_ONE, tensor_parallel_size=2, **CHUNKS)
-    assert found["tokens"] == [small(spec)[0]]
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model of four KV heads."""
+    return written(tmp_path_factory.mktemp("wide"), num_attention_heads=8, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("spec", [f"{SMALL},pool=layer,pooling=sqrt", OF_OTHER_HEADS, PAGES])
+def test_ranks_give_the_tokens_of_one(wide, spec, ranks):
+    """Heads choose together with those of other ranks, or read their choices."""
+    found = run(wide, spec, environment=vllm_engine.ranks(ranks), tensor_parallel_size=ranks, **CHUNKS)
+    assert found["tokens"] == [attached(wide, spec, PROMPTS)]
 
 
 def test_one_engine_reads_prompts_and_another_decodes(folder, small, tmp_path):

@@ -18,10 +18,16 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-ONE_BY_ONE = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
-"""For two ranks on a machine with one memory node."""
+
 SECOND_RUNNER = "vllm.v1.worker.cpu.model_runner"
 """The module of model runner V2 on a CPU, which is imported where it is chosen."""
+
+
+def ranks(number: int) -> dict[str, str]:
+    """Variables for several ranks on a machine with one memory node: one core each, in turn where they are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(cores[rank % len(cores)]) for rank in range(number))
+    return {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": bind}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from foveate.integrations.vllm import audit
 from foveate.integrations.vllm.metrics import Meter
+from foveate.integrations.vllm.ranks import tensor_parallel
 from foveate.integrations.vllm.rows import decoding_rows, layer_index
 from foveate.integrations.vllm.settings import FP8, check_engine, facts_of, layer_methods, served, settings_of
 from foveate.ops import Logits
@@ -56,7 +57,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
         for name, layer in layers.items()
     }
     facts = facts_of(model)
-    methods = layer_methods(settings.method, geometries, facts["layers"], facts)
+    methods = layer_methods(settings.method, geometries, facts, vllm_config.parallel_config.tensor_parallel_size)
     own = {layer_index(name) for name in layer_names if name in layers}
     for index in own:
         if (chooser := methods[index].role.reads_choice_of) not in (None, *own):
@@ -67,7 +68,11 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     chosen = {index: method for index, method in methods.items() if index in own}
     if not chosen:
         return None
-    steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)])
+    ranks = tensor_parallel(vllm_config)
+    if ranks is not None:
+        roles = [(index, method.role, getattr(method, "layer_role", None)) for index, method in chosen.items()]
+        ranks.check_alike({"settings": f"{settings}", "calibration": f"{roles}", "model": f"{facts}"})
+    steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)], ranks)
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
     cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others

@@ -118,7 +118,7 @@ def told(config: Any) -> list[str]:
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     if graphs and not all(method.channels(geometry) for method in choosing):
-        by_head = any(getattr(method, "pool", "layer") != "layer" for method in choosing)
+        by_head = not all(method.pools_layer for method in choosing)
         each = 4 * geometry.num_kv_heads if by_head else 2 * geometry.num_heads
         lines.append(
             f"graphs: scores of {requests:,} requests of {longest:,} tokens, {_bytes(requests * longest * each)}; less "
