@@ -167,6 +167,19 @@ class EngineSteps:
         totals.keys_available += sum(tokens) * len(self.methods)
         totals.selections += 0 if self.dense else decoding * self.choosing
 
+    def count_dense(self, tokens: Sequence[int]) -> None:
+        """Count a step whose layers the engine attends to itself, all keys of all rows; :meth:`begin` is not called.
+
+        Args:
+            tokens: the lengths of the rows that decode.
+        """
+        totals, read = self.totals, float(sum(tokens))
+        totals.steps += bool(tokens)
+        totals.rows += len(tokens)
+        totals.dense_rows += len(tokens)
+        totals.keys_available += read * len(self.methods)
+        self._read.add_(read)
+
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
         """Start a step that an engine captures for so many rows; none of it is counted.
 

@@ -48,6 +48,10 @@ CLASSES = {
     ("v1/worker/gpu/input_batch.py", "InputBatch"): [
         *("input_ids", "positions", "is_padding", "num_tokens_after_padding"),
     ],
+    # the ranks of a tensor parallelism (ranks.py)
+    ("distributed/parallel_state.py", "GroupCoordinator"): [
+        *("all_reduce", "all_gather", "world_size", "rank_in_group", "cpu_group"),
+    ],
     # what is configured (settings.py, builder.py, backend.py)
     ("config/vllm.py", "VllmConfig"): [
         *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),

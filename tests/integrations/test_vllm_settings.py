@@ -212,7 +212,7 @@ def test_more_ranks_than_kv_heads_are_refused_where_each_kv_head_chooses(spec):
         check_early(engine(spec, parallel_config__tensor_parallel_size=ranks))
     with pytest.raises(ValueError, match=r"chooses for each of the 2 KV heads, .* parallelism of 4 .*take 2 ranks"):
         check_early(engine(spec, parallel_config__tensor_parallel_size=4))
-    check_early(engine("kascade:pool=layer", parallel_config__tensor_parallel_size=4))
+    check_early(engine("kascade:anchors=[0,2]", parallel_config__tensor_parallel_size=4))
 
 
 def test_layers_that_the_method_is_not_applied_to_are_not_counted():

@@ -24,10 +24,10 @@ SECOND_RUNNER = "vllm.v1.worker.cpu.model_runner"
 
 
 def ranks(number: int) -> dict[str, str]:
-    """Variables for several ranks on a machine with one memory node: one core each, in turn where they are fewer."""
+    """Variables for several ranks: a core each, which they share where there are fewer."""
     cores = sorted(os.sched_getaffinity(0))
     bind = "|".join(str(cores[rank % len(cores)]) for rank in range(number))
-    return {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": bind}
+    return {"VLLM_CPU_OMP_THREADS_BIND": bind}
 
 
 def main() -> None:

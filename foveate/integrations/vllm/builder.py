@@ -12,7 +12,7 @@ import torch
 from foveate.integrations.vllm import audit
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.ranks import tensor_parallel
-from foveate.integrations.vllm.rows import decoding_rows, layer_index
+from foveate.integrations.vllm.rows import decoding_rows, layer_index, verifying_rows
 from foveate.integrations.vllm.settings import FP8, check_engine, facts_of, layer_methods, served, settings_of
 from foveate.ops import Logits
 from foveate.ops.block_table import EIGHT_BITS
@@ -110,6 +110,8 @@ class StepBuilder:
     """A mixin of metadata builders. ``self.steps`` runs the group's layers."""
 
     reorder_batch_threshold = 1
+    speculates = False
+    """Whether rows bring drafted tokens: several tokens of a row, which vLLM's own attention reads at once."""
 
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
@@ -118,6 +120,7 @@ class StepBuilder:
         if self.audit.share and self.steps is not None:
             audit.install()
         self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
+        self.speculates = vllm_config.speculative_config is not None
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
         self.largest_graph = 0
@@ -133,6 +136,10 @@ class StepBuilder:
         """
         if self.steps is None:
             return None
+        if self.speculates:
+            self.meter.update()
+            self.steps.count_dense(verifying_rows(common))
+            return Step(self.steps, common.slot_mapping, 0, None)
         found = decoding_rows(common)
         if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
@@ -150,6 +157,8 @@ class StepBuilder:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
         if self.steps is None:
             return None
+        if self.speculates:
+            return Step(self.steps, common.slot_mapping, 0, None)
         number = common.num_reqs
         step, rows = Step(self.steps, common.slot_mapping, number, None), common.seq_lens[:number]
         self.steps.begin_capture(rows, common.block_table_tensor, self.longest)

@@ -66,6 +66,14 @@ def decoding_rows(common: Any) -> Decoding:
     return Decoding(number, int(there.sum()), marked, bound, decoded)
 
 
+def verifying_rows(common: Any) -> list[int]:
+    """The lengths, or bounds of them, of the rows whose tokens are no prompt's: the last one and drafts after it."""
+    number = common.num_reqs
+    tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
+    lengths, prompts = (_of_rows(x, number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
+    return lengths[(tokens > 0) & ~prompts].tolist()
+
+
 def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
     """Numbers of the host of so many rows; model runner V2 leaves out those of padding."""
     given = numbers.numpy()[:rows]
