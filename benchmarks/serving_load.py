@@ -7,9 +7,9 @@ beside vLLM's own attention.
 
 Needs vLLM (docs/guide/serve.md). The model is that of `serving.py`. An engine runs in a process of its own. For each
 rate and --seed, --requests arrive at random times, with prompts of --least to --most tokens, evenly spread by the
-logarithm, and --new tokens to generate. Times count from a request's arrival, waiting included. A row has them as percentiles, the
-requests that failed, and by how much the process's memory has grown during the rate. A first pass, which is not
-measured, compiles kernels and uses every block of the KV cache.
+logarithm, and --new tokens to generate. Times count from a request's arrival, waiting included. A row has their
+percentiles, the number of requests that failed, and by how much the process's memory has grown during the pass. A first
+pass, which is not measured, compiles kernels and uses every block of the KV cache.
 """
 
 import argparse

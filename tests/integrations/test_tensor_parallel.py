@@ -12,7 +12,7 @@ def refused(folder):
     torch.distributed.init_process_group("gloo")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32)
     assert model.tp_size == 2
-    with pytest.raises(ValueError, match="heads are spread over 2 processes, .* load it without tp_plan"):
+    with pytest.raises(ValueError, match=r"heads are spread over 2 processes, .* load it without tp_plan"):
         foveate.attach(model, "kascade:anchors=1")
     ids = torch.arange(3, 20)[None]
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)  # it was left as it was

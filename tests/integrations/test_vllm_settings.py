@@ -18,6 +18,7 @@ from foveate.state import Geometry
 from tests.helpers import CONFIGS
 
 KASCADE = "kascade_paper:top_k=0.1,anchors=[0,2],decode_only=true"
+OF_HEADS = 'kascade_paper:anchors=[0,2],heads={"1": [1, 0]},decode_only=true'
 
 
 def engine(spec=KASCADE, **changes):
@@ -206,7 +207,7 @@ def test_a_calibration_of_another_model_is_refused(tmp_path):
         check_early(engine(spec, model_config__hf_text_config=other))
 
 
-@pytest.mark.parametrize("spec", ['kascade_paper:anchors=[0,2],heads={"1": [1, 0]},decode_only=true', "pages:weighted=false"])
+@pytest.mark.parametrize("spec", [OF_HEADS, "pages:weighted=false"])
 def test_more_ranks_than_kv_heads_are_refused_where_each_kv_head_chooses(spec):
     for ranks in (1, 2):
         check_early(engine(spec, parallel_config__tensor_parallel_size=ranks))

@@ -100,8 +100,8 @@ def attention_modules(
 
     if (ranks := getattr(model, "tp_size", None) or 1) > 1:
         refuse(
-            f"its heads are spread over {ranks} processes, and each would choose keys without those of the others; load "
-            "it without tp_plan, or serve it in vLLM (docs/guide/serve.md)"
+            f"its heads are spread over {ranks} processes, and each would choose keys without the others' heads; "
+            "load it without tp_plan, or serve it in vLLM (docs/guide/serve.md)"
         )
     if getattr(config, "is_encoder_decoder", False):
         refuse("it has an encoder; foveate attaches to decoder-only models")

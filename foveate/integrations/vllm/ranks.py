@@ -19,7 +19,8 @@ class TensorParallel:
         return self.group.all_reduce(x.contiguous()).div_(self.size)
 
     def gather(self, x: Tensor) -> Tensor:
-        return self.group.all_gather(x.contiguous(), 1)
+        bits = x.contiguous().view(torch.float32)  # vLLM's ranks on a CPU exchange no integers
+        return self.group.all_gather(bits, 1).view(x.dtype)
 
     def check_alike(self, facts: Mapping[str, str]) -> None:
         """Compare facts with the other ranks', at the start of an engine.
