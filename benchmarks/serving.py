@@ -111,7 +111,7 @@ def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, 
     done = subprocess.run(
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # workers write, too
 
 
 def settled(model: Path | str, spec: str) -> str:
