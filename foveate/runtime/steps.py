@@ -8,6 +8,7 @@ CUDA graphs of its own, see :meth:`EngineSteps.begin_capture`.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,7 @@ class EngineSteps:
         tokens: Sequence[int],
         rows: int | None = None,
         prompts: Sequence[bool] | None = None,
+        dense: Sequence[bool] | None = None,
         launched: bool = False,
     ) -> None:
         """Start a step.
@@ -151,17 +153,22 @@ class EngineSteps:
                 of prompts.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
+            dense: other rows that read all keys, whatever their lengths; they are counted, and rows of padding come
+                last. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
                 Such a step is dense: launching the selection kernels can cost more than reading every key.
         """
-        self._begin(lengths, block_table, bound, prompts)
+        self._begin(lengths, block_table, bound, prompts, dense)
         number = len(lengths) if rows is None else rows
         self.dense = self._sparse_from > 0 and (launched or self._is_short(bound, number))
         decoding, totals = len(tokens), self.totals
-        dense = decoding if self.dense else sum(self._is_short(length, number) for length in tokens)
         totals.steps += decoding > 0
         totals.rows += decoding
-        totals.dense_rows += dense
+        whole = [self._is_short(length, number) for length in tokens]
+        if dense is not None:
+            asked = (one for row, one in enumerate(dense) if prompts is None or not prompts[row])
+            whole = map(operator.or_, whole, asked)
+        totals.dense_rows += decoding if self.dense else sum(whole)
         totals.keys_available += sum(tokens) * len(self.methods)
         totals.selections += 0 if self.dense else decoding * self.choosing
 
@@ -176,25 +183,33 @@ class EngineSteps:
             lengths, block_table: as of :meth:`begin`.
             bound: the longest row that a replay may have.
         """
-        self._begin(lengths, block_table, bound, [True] * len(lengths))
+        self._begin(lengths, block_table, bound, [True] * len(lengths), None)
         self.dense = False
 
-    def _begin(self, lengths: Tensor, block_table: Tensor, bound: int, prompts: Sequence[bool] | None) -> None:
+    def _begin(
+        self,
+        lengths: Tensor,
+        block_table: Tensor,
+        bound: int,
+        prompts: Sequence[bool] | None,
+        dense: Sequence[bool] | None,
+    ) -> None:
         number = len(lengths)
         if number not in self._rows:
-            self._rows[number] = DeviceRows(number, False, self.device)
+            self._rows[number] = DeviceRows(number, False, self.device, ["sparse"])
             self._rows[number].capturing = True
-        step = self._rows[number]
-        step.begin_of(lengths, prompts or None)
-        self._step = (step, block_table, bound, prompts is not None or self._sparse_from > 0)
+        step, some_whole = self._rows[number], self._sparse_from > 0 or prompts is not None or dense is not None
+        whole = dense if prompts is None else [a or b for a, b in zip(prompts, dense or prompts)]
+        step.begin_of(lengths, live=prompts, sparse=whole)
+        self._step = (step, block_table, bound, some_whole)
         self._forward.clear()
 
     def _whole(self) -> Tensor:
-        """The lengths of rows that read all their keys: short ones, and those of prompts, which count no tokens."""
+        """The lengths of rows that read all their keys: short ones, those of prompts, and others as told."""
         step = self._step[0]
         lengths = step["lengths"]
         short = self._is_short(lengths, (lengths > 0).sum())
-        return lengths.where(short | (step["live"] == 0), 0)
+        return lengths.where(short | (step["sparse"] == 0), 0)
 
     def allocate(self, layer: int, geometry: Geometry, memory: Tensor) -> None:
         """Allocate what a layer's method keeps of the pages in an engine's blocks; otherwise the first tokens do.

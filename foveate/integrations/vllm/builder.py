@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from foveate.integrations.vllm import audit
+from foveate.integrations.vllm import audit, requests
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.rows import decoding_rows, layer_index
 from foveate.integrations.vllm.settings import FP8, check_engine, facts_of, layer_methods, served, settings_of
@@ -115,8 +115,10 @@ class StepBuilder:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.audit = audit.Share(settings_of(vllm_config.additional_config).audit)
-        if self.audit.share and self.steps is not None:
-            audit.install()
+        if self.steps is not None:
+            requests.install(getattr(vllm_config, "use_v2_model_runner", False))
+            if self.audit.share:
+                audit.install()
         self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
@@ -133,17 +135,18 @@ class StepBuilder:
         """
         if self.steps is None:
             return None
-        found = decoding_rows(common)
+        found = decoding_rows(common, requests.dense_rows())
         if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
         self.meter.update()
-        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
+        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real}
+        how |= {"prompts": found.prompts, "dense": found.dense}
         mixed = found.rows < common.num_reqs
         shown = found.beside < HIDING_TOKENS and (mixed or found.rows > self.largest_graph)
         how["launched"] = self.largest_graph > 0 and shown
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
-        comparable = self.steps.choosing and not (mixed or found.prompts or self.steps.dense)
+        comparable = self.steps.choosing and not (mixed or found.prompts or found.dense or self.steps.dense)
         audited = self.meter if comparable and self.audit.due() else None
         return Step(self.steps, common.slot_mapping, found.rows, prompts, audited, found.real)
 
