@@ -89,9 +89,13 @@ def attached(folder, spec, prompts, new=NEW, counts=None):
     return found
 
 
-def run(folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, second=False, **engine):
-    """``second``: by model runner V2, interpreted."""
-    job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine}
+def run(
+    folder, spec, prompts=PROMPTS, new=NEW, times=1, environment=None, hiding=None, second=False, job=None, **engine
+):
+    """``second``: by model runner V2, interpreted; ``job``: see vllm_engine.py."""
+    job = {"model": str(folder), "spec": spec, "prompts": prompts, "new": new, "times": times, "engine": engine} | (
+        job or {}
+    )
     job |= {"hiding": hiding, "second": second}
     script = Path(__file__).with_name("vllm_engine.py")
     done = subprocess.run(

@@ -37,14 +37,24 @@ def main() -> None:
     if job["spec"] is not None:
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["spec"]}}
     llm = LLM(model=job["model"], **how | job["engine"])
-    sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
+    plain = {"temperature": 0, "max_tokens": job["new"], "ignore_eos": True, "detokenize": False}
+    own = job.get("sampling") or [{}] * len(job["prompts"])
+    sampling = [SamplingParams(**plain | structured(more)) for more in own]
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    refused = []
+    for more in job.get("refused", ()):
+        try:
+            llm.generate(prompts[0], SamplingParams(**plain | more), use_tqdm=False)
+        except ValueError as error:
+            refused.append(str(error))
     found = []
     for _ in range(job["times"]):
-        outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+        outs = llm.generate(prompts, sampling, use_tqdm=False)
         found.append([list(out.outputs[0].token_ids) for out in outs])
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     found = {
         "tokens": found,
+        "refused": refused,
         "audits": audits(),
         "cached": [out.num_cached_tokens for out in outs],
         "counts": counts,
@@ -52,6 +62,14 @@ def main() -> None:
         "second": SECOND_RUNNER in sys.modules,
     }
     print(json.dumps(found))
+
+
+def structured(sampling: dict) -> dict:
+    """Sampling parameters of a job, in which ``json_schema`` stands for structured output."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema, more = sampling.get("json_schema"), {name: x for name, x in sampling.items() if name != "json_schema"}
+    return more if schema is None else more | {"structured_outputs": StructuredOutputsParams(json=schema)}
 
 
 def by_second_runner() -> None:
