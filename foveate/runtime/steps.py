@@ -95,11 +95,9 @@ class EngineSteps:
         self.dense = False
         """Whether the present step is dense, see :meth:`begin`."""
         self.totals = Totals()
-        with torch.inference_mode(False):
-            self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=device)
-        self._counters = {layer: Counters(keys_read=self._read[n]) for n, layer in enumerate(self.methods)}
-        for layer, counters in self._counters.items():
-            counters.declare(self.methods[layer].counters).on_device(device)
+        self._read: Tensor | None = None
+        """Keys read by each layer, fp64 on the device; None before the first step."""
+        self._counters = {layer: Counters().declare(method.counters) for layer, method in self.methods.items()}
         self._sparse_from = self._first_sparse(dense_below, geometry)
         self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
         self.choosing = sum(method.role.name not in ("dense", "reading") for method in self.methods.values())
@@ -195,6 +193,8 @@ class EngineSteps:
         dense: Sequence[bool] | None,
     ) -> None:
         number = len(lengths)
+        if self._read is None:
+            self._count_on_device()
         if number not in self._rows:
             self._rows[number] = DeviceRows(number, False, self.device, ["sparse"])
             self._rows[number].capturing = True
@@ -203,6 +203,15 @@ class EngineSteps:
         step.begin_of(lengths, live=prompts, sparse=whole)
         self._step = (step, block_table, bound, some_whole)
         self._forward.clear()
+
+    def _count_on_device(self) -> None:
+        """Allocate the counters. Not before the first step: an engine that sleeps loses what it has allocated with its
+        blocks. Summaries may be lost with these."""
+        with torch.inference_mode(False):
+            self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=self.device)
+            for read, counters in zip(self._read, self._counters.values()):
+                counters.keys_read = read
+                counters.on_device(self.device)
 
     def _whole(self) -> Tensor:
         """The lengths of rows that read all their keys: short ones, those of prompts, and others as told."""
@@ -324,5 +333,5 @@ class EngineSteps:
             self._step[0].tally.flush()
 
     def keys_read(self) -> Tensor:
-        """Keys that decoded tokens have read so far, fp64 ``[]`` on the device."""
-        return self._read.sum()
+        """Keys that decoded tokens have read so far, fp64 ``[]`` on the device; on the host before the first step."""
+        return torch.zeros((), dtype=torch.float64) if self._read is None else self._read.sum()

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -49,12 +50,16 @@ def main() -> None:
             refused.append(str(error))
     found = []
     for _ in range(job["times"]):
-        outs = llm.generate(prompts, sampling, use_tqdm=False)
+        outs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters(job))
         found.append([list(out.outputs[0].token_ids) for out in outs])
+    answers = [answer(out) for out in outs]
+    if job.get("cancelled"):
+        answers.append(without(llm.llm_engine, prompts, sampling, job["cancelled"]))
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     found = {
         "tokens": found,
         "refused": refused,
+        "answers": answers,
         "audits": audits(),
         "cached": [out.num_cached_tokens for out in outs],
         "counts": counts,
@@ -70,6 +75,40 @@ def structured(sampling: dict) -> dict:
 
     schema, more = sampling.get("json_schema"), {name: x for name, x in sampling.items() if name != "json_schema"}
     return more if schema is None else more | {"structured_outputs": StructuredOutputsParams(json=schema)}
+
+
+def adapters(job: dict) -> list | None:
+    """The adapter of each prompt of a job, by its folder; None: of none."""
+    from vllm.lora.request import LoRARequest
+
+    given = job.get("adapters")
+    return given and [None if path is None else LoRARequest("tiny", 1, path) for path in given]
+
+
+def answer(out: Any) -> dict:
+    """All that a request's answer holds."""
+    pieces = [(list(one.token_ids), numbers(one.logprobs)) for one in out.outputs]
+    return {"pieces": pieces, "prompt": numbers(out.prompt_logprobs)}
+
+
+def numbers(logprobs: Any) -> list[dict] | None:
+    """Log-probabilities of tokens, by position."""
+    return logprobs and [at and {str(token): one.logprob for token, one in at.items()} for at in logprobs]
+
+
+def without(engine: Any, prompts: list, sampling: list, cancelled: list[int]) -> list[list[int]]:
+    """The tokens of the other requests when some are cancelled after a few steps."""
+    for n, given in enumerate(zip(prompts, sampling)):
+        engine.add_request(str(n), *given)
+    found, steps = {}, 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        for out in engine.step():
+            found[int(out.request_id)] = list(out.outputs[0].token_ids)
+        if steps == 8:
+            engine.abort_request([str(n) for n in cancelled])
+    assert all(len(found[n]) < sampling[n].max_tokens for n in cancelled if n in found)
+    return [found[n] for n in range(len(prompts)) if n not in cancelled]
 
 
 def by_second_runner() -> None:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods
 from foveate.ops import BlockTable, Logits, attend, dispatch
@@ -351,6 +352,51 @@ def test_buffers_of_a_number_of_rows_keep_their_addresses():
         found.append((steps._step[0].numbers.data_ptr(), steps._step[0]["counts"].tolist()))
     assert found[0][0] == found[2][0] != found[1][0]
     assert [counts for _, counts in found] == [[3, 4], [1, 2, 3], [9, 0]]
+
+
+class Pool(TorchDispatchMode):
+    """Memory from which an engine allocates its caches, and that it drops while it sleeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocated = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.allocated += [out] if isinstance(out, torch.Tensor) and not out.is_meta else []
+        return out
+
+    def sleep_and_wake(self):
+        for one in self.allocated:
+            one.fill_(torch.nan if one.is_floating_point() else torch.iinfo(one.dtype).max)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_of_an_engine_that_has_slept_is_needed(spec):
+    """The counters go on, and answers are those of an engine that has just begun."""
+    fresh = EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+    with Pool() as pool:
+        slept = EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+        for n, method in slept.methods.items():
+            if method.channels(GEOMETRY):
+                slept.allocate(n, GEOMETRY, torch.empty(3 * 40 + 1, KV_HEADS, BLOCK, DIM, device="meta"))
+    assert bool(pool.allocated) == (spec in OF_PAGES)
+
+    def outs(steps, seed):
+        engine = Engine(padding=(), seed=seed)
+        q, k, v = engine.draw(max(PROMPTS))
+        for row, length in enumerate(PROMPTS):
+            engine.write(row, k[:, row, :, :length], v[:, row, :, :length], 0, steps)
+        steps.begin(engine.lengths, engine.table, max(PROMPTS), list(PROMPTS))
+        blocks = [(engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]) for n in range(LAYERS)]
+        found = [steps.attend(n, q[n, :, :, -1:], *blocks[n], Logits(SCALING)) for n in range(LAYERS)]
+        return torch.stack(found)
+
+    outs(slept, 1)
+    before = float(slept.keys_read())
+    pool.sleep_and_wake()
+    torch.testing.assert_close(outs(slept, 2), outs(fresh, 2))
+    assert float(slept.keys_read()) - before == pytest.approx(float(fresh.keys_read()))
 
 
 CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore", "pages", "locks"}
