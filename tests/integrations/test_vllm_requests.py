@@ -21,6 +21,7 @@ from tests.integrations.test_in_vllm import (
     FULL,
     LAYERS,
     NEW,
+    PAGES,
     PROMPTS,
     SMALL,
     VOCAB,
@@ -57,6 +58,16 @@ def test_a_dense_request_that_is_preempted_stays_dense(folder, second):  # noqa:
     found = run(folder, SMALL, prompts, new, second=second, job={"sampling": [DENSE, DENSE]}, **how)
     assert found["counts"]["vllm:num_preemptions"] > 0
     assert found["tokens"] == [attached(folder, None, prompts, new)]
+
+
+@pytest.mark.parametrize("spec", [PAGES, SMALL])
+def test_an_engine_that_has_slept_goes_on(folder, spec):  # noqa: F811
+    """What vLLM drops, summaries of pages among it, is made anew, and its counters go on."""
+    found, counts = run(folder, spec, times=2, job={"sleep": True}, **CHUNKS), {}
+    tokens = attached(folder, spec, PROMPTS, counts=counts)
+    assert sum(found["cached"]) < len(PROMPTS) * 96, "no prefix is there from before"
+    assert found["tokens"] == [tokens, tokens]
+    assert {name: found["read"][name] for name in counts} == pytest.approx({name: 2 * x for name, x in counts.items()})
 
 
 # Features of vLLM's own

@@ -33,6 +33,7 @@ def main() -> None:
 
     if job.get("hiding") is not None:
         replaying(job["hiding"])
+    lost = recorded() if job.get("sleep") else None
     how = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     how |= {"skip_tokenizer_init": True, "disable_log_stats": False}
     if job["spec"] is not None:
@@ -49,7 +50,9 @@ def main() -> None:
         except ValueError as error:
             refused.append(str(error))
     found = []
-    for _ in range(job["times"]):
+    for time in range(job["times"]):
+        if time and lost is not None:
+            sleep_and_wake(llm, lost)
         outs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters(job))
         found.append([list(out.outputs[0].token_ids) for out in outs])
     answers = [answer(out) for out in outs]
@@ -134,6 +137,46 @@ def replaying(hiding: int) -> None:
         self.largest_graph = 4
 
     builder.StepBuilder.prepare = prepared
+
+
+def recorded() -> list:
+    """What builders will have allocated when an engine is up, with its caches, and the layers of these."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from foveate.integrations.vllm import builder
+
+    found, prepare = [], builder.StepBuilder.prepare
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            found.extend([out] if hasattr(out, "fill_") and not out.is_meta else [])
+            return out
+
+    def prepared(self, *given):
+        found.clear()  # of the last engine; those before it only measured memory
+        with Recording():
+            prepare(self, *given)
+        found.extend(self.layers)
+
+    builder.StepBuilder.prepare = prepared
+    return found
+
+
+def sleep_and_wake(llm: Any, lost: list) -> None:
+    """Drop what was allocated with the caches. A CPU does as vLLM's sleep, which it has not."""
+    import torch
+
+    if torch.cuda.is_available():
+        llm.sleep(level=1)
+        llm.wake_up()
+    else:
+        llm.reset_prefix_cache()
+    for one in lost:
+        if not isinstance(one, torch.Tensor):
+            one.kv_cache.fill_(1e4)
+        else:
+            one.fill_(torch.nan if one.is_floating_point() else torch.iinfo(one.dtype).max)
 
 
 def read() -> dict[str, float]:
