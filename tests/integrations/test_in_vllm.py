@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import inspect
 import json
 import os
-import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -322,86 +317,3 @@ def base_names():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return AttentionBackendEnum.__members__
-
-
-# A server
-
-
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    """The address of a server by `foveate serve` with the small budget."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = tmp_path_factory.mktemp("config") / "foveate.json"
-    config.write_text(json.dumps({"method": SMALL}), encoding="utf-8")
-    options = {"dtype": "float32", "max-model-len": 512, "max-num-seqs": 8, "port": port, "host": "127.0.0.1"}
-    options |= {"block-size": 16, "max-num-batched-tokens": 128, "served-model-name": "tiny"}
-    command = [sys.executable, "-m", "foveate", "serve", str(folder), "--method", str(config), "--enforce-eager"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    log = tmp_path_factory.mktemp("log") / "server.txt"
-    with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            assert process.poll() is None, log.read_text(encoding="utf-8")[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        said = log.read_text(encoding="utf-8")
-        assert "dense, choosing: 0; reading: 1, 2, 4, 5; choosing: 3" in said
-        assert "foveate: 6 layers decode by kascade_paper:" in said
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def metrics_of(address):
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [re.fullmatch(r"([\w:]+)(?:\{.*\})? (\S+)", line) for line in lines if not line.startswith("#")]
-    return {one[1]: float(one[2]) for one in found if one}
-
-
-def test_a_server_streams_to_many_and_drops_those_who_leave(folder, server):
-    """Half of 32 requests at a time are cancelled after some tokens: the others get theirs, and no memory is kept."""
-    openai = pytest.importorskip("openai")
-    prompts = [drawn(20 + 9 * (n % 8), 100 + n) for n in range(32)]
-    expected = attached(folder, SMALL, prompts)
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=300)
-
-    def ask(n):
-        how = {"model": "tiny", "prompt": prompts[n], "max_tokens": NEW, "temperature": 0, "stream": True}
-        text, pieces = (
-            "",
-            client.completions.create(**how, extra_body={"ignore_eos": True, "skip_special_tokens": False}),
-        )
-        for count, piece in enumerate(pieces):
-            text += piece.choices[0].text
-            if n % 2 and count == 3 + n % 5:
-                pieces.close()
-                break
-        return [int(word[1:]) for word in text.split()]
-
-    for _ in range(2):
-        with concurrent.futures.ThreadPoolExecutor(32) as pool:
-            found = list(pool.map(ask, range(32)))
-        for n, (mine, its) in enumerate(zip(found, expected)):
-            assert mine == (its[: len(mine)] if n % 2 else its)
-            assert 0 < len(mine) < NEW or n % 2 == 0
-    for _ in range(60):
-        counts = metrics_of(server)
-        if counts["vllm:num_requests_running"] == 0:
-            break
-        time.sleep(0.5)
-    assert counts["vllm:num_requests_running"] == counts["vllm:num_requests_waiting"] == 0
-    assert counts["vllm:kv_cache_usage_perc"] == 0
-    assert counts["foveate:decode_tokens_total"] > 16 * NEW
-    assert 0 < counts["foveate:keys_read_total"] < counts["foveate:keys_available_total"]
-    assert counts["foveate:selections_total"] == 2 * counts["foveate:decode_tokens_total"]
-    assert ask(0) == expected[0]
