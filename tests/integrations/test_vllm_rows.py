@@ -77,6 +77,22 @@ def test_rows_that_decode(tokens, prefilling, expected):
     assert decoding_rows(batch(tokens, LENGTHS[: len(tokens)], prefilling)) == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "prefilling", "dense", "expected"),
+    [
+        ([1, 1, 1], [D, D, D], [False, True, False], [False, True, False]),
+        ([1, 1, 5], [D, D, P], [False, True, True], [False, True]),  # a prompt reads all keys as it is
+        ([1, 1, 5], [D, P, P], [False, True, False], None),
+        ([1, 1, 0, 0], [D, D, D, D], [True, False], [True, False, False, False]),
+        ([1, 1, 1, 0], [D, P, D, D], [True, True, False, False], [True, False, False, False]),
+        ([7, 1], [P, D], [False, True], None),
+    ],
+)
+def test_rows_of_dense_requests_are_marked_where_they_decode(tokens, prefilling, dense, expected):
+    common = batch(tokens, LENGTHS[: len(tokens)], prefilling)
+    assert decoding_rows(common, dense) == dataclasses.replace(decoding_rows(common), dense=expected)
+
+
 def test_a_runner_that_does_not_tell_is_refused():
     with pytest.raises(ValueError, match="does not tell decoded tokens from prompts"):
         decoding_rows(batch([1], [9], None))

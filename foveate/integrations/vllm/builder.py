@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from foveate.integrations.vllm import audit
+from foveate.integrations.vllm import audit, requests
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.ranks import tensor_parallel
 from foveate.integrations.vllm.rows import decoding_rows, layer_index, verifying_rows
@@ -20,6 +20,7 @@ from foveate.runtime import EngineSteps
 from foveate.state import Geometry
 
 _log = logging.getLogger("vllm.foveate")
+
 
 @dataclass
 class Step:
@@ -117,8 +118,10 @@ class StepBuilder:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.audit = audit.Share(settings_of(vllm_config.additional_config).audit)
-        if self.audit.share and self.steps is not None:
-            audit.install()
+        if self.steps is not None:
+            requests.install(getattr(vllm_config, "use_v2_model_runner", False))
+            if self.audit.share:
+                audit.install()
         self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
         self.speculates = vllm_config.speculative_config is not None
         self.warm: set[int] = set()
@@ -140,16 +143,17 @@ class StepBuilder:
             self.meter.update()
             self.steps.count_dense(verifying_rows(common))
             return Step(self.steps, common.slot_mapping, 0, None)
-        found = decoding_rows(common)
+        found = decoding_rows(common, requests.dense_rows())
         if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
         self.meter.update()
-        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
+        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real}
+        how |= {"prompts": found.prompts, "dense": found.dense}
         mixed = found.rows < common.num_reqs
         how["launched"] = self.largest_graph > 0 and (mixed or found.rows > self.largest_graph)
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
-        comparable = self.steps.choosing and not (mixed or found.prompts or self.steps.dense)
+        comparable = self.steps.choosing and not (mixed or found.prompts or found.dense or self.steps.dense)
         audited = self.meter if comparable and self.audit.due() else None
         return Step(self.steps, common.slot_mapping, found.rows, prompts, audited, found.real)
 
