@@ -185,6 +185,7 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
     how |= {"kv_cache_dtype": job.get("kv_cache_dtype", "auto")}
     if job.get("ranks", 1) > 1:
         how |= {"tensor_parallel_size": job["ranks"], "disable_custom_all_reduce": True}
+        how |= {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
     if job["method"] is not None:
         settings = {"method": job["method"]}
         settings |= {} if job.get("dense_below") is None else {"dense_below": job["dense_below"]}

@@ -60,7 +60,7 @@ def _keys(cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def _row(case: dict[str, Any], device: str, ms: float, own_ms: float, agreement: float, summed: int) -> dict[str, Any]:
-    more = {"agreement": agreement, "summed_bytes": summed}
+    more = {"agreement": agreement, "summed_bytes": summed, "peak_bytes": None}
     return measurements.speed_row("serving-ranks", case | {"ranks": RANKS}, device, ms, ("one-rank", own_ms), **more)
 
 
