@@ -109,8 +109,10 @@ def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, 
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if job.get("ranks", 1) > 1 else {}
     done = subprocess.run(
-        command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=True
+        command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
+    if done.returncode:
+        raise RuntimeError(f"the engine's process ended with {done.returncode}; it wrote:\n{done.stdout[-8000:]}")
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # workers write, too
 
 

@@ -15,7 +15,7 @@ ENGINE = {"dtype": "bfloat16", "enforce_eager": False, "max_num_batched_tokens":
 @pytest.mark.parametrize("spec", [PAGES, SMALL])
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["v1", "v2"])
 def test_an_engine_that_has_slept_goes_on(folder, spec, runner):  # noqa: F811
-    """With the graphs that it has captured: answers, and what was read for them, are what they were."""
+    """With the graphs that it has captured: answers are what they were, and what is read is counted on."""
 
     def served(**more):
         how = {"method": spec, "dense_below": 1}
@@ -24,5 +24,7 @@ def test_an_engine_that_has_slept_goes_on(folder, spec, runner):  # noqa: F811
 
     once, twice = served(), served(times=2, job={"sleep": True})
     assert twice["tokens"] == once["tokens"] * 2
-    assert twice["read"] == pytest.approx({name: 2 * count for name, count in once["read"].items()})
-    assert 0 < once["read"]["keys_read"] < once["read"]["keys_available"]
+    for found in (once, twice):  # the second time batches differ, and with them which rows wait beside prompts
+        assert found["read"]["rows"] > found["read"]["dense_rows"]
+        assert 0 < found["read"]["keys_read"] < found["read"]["keys_available"]
+    assert twice["read"]["keys_read"] > 1.5 * once["read"]["keys_read"]
