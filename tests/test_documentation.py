@@ -14,6 +14,7 @@ from benchmarks import tables
 from foveate import methods
 from foveate.errors import DataError
 from foveate.integrations.transformers import releases
+from foveate.integrations.vllm import settings
 from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.rows import ROW_FIELDS
@@ -201,6 +202,14 @@ def test_the_guide_answers_what_newcomers_ask():
     answers = dict(re.findall(r"^\| (.*\?) \| (.*) \|$", page, re.MULTILINE))
     assert answers.keys() == QUESTIONS.keys()
     assert [question for question, answer in answers.items() if not re.search(QUESTIONS[question], answer)] == []
+
+
+def test_the_guide_lists_the_options_of_vllm_that_are_refused():
+    page = (GUIDE / "serve.md").read_text(encoding="utf-8")
+    source = "".join(map(inspect.getsource, (settings.check_options, settings._speculation)))
+    options = set(re.findall(r"--[a-z-]+[a-z]", source))
+    assert len(options) > 5
+    assert [option for option in options if f"`{option}" not in page] == []
 
 
 def test_releases_that_the_guide_names_are_those_that_are_tested():

@@ -1,4 +1,4 @@
-"""Commands of vLLM's server as its own parser reads them, and what is told before an engine starts."""
+"""Commands of vLLM's server as its own parser reads them, and the mistakes that end them before an engine starts."""
 
 from __future__ import annotations
 
@@ -123,10 +123,3 @@ def test_the_plan_is_printed_and_says_what_is_slow(folder):
     *plan, last = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in plan[-4:]] == ["method", "dense, choosing", "dense", "slow"]
     assert last.endswith("--enforce-eager")
-
-
-def test_what_vllm_refuses_is_told_in_one_line(folder):
-    done = run("foveate", "serve", folder, "--method", KASCADE, "--check", "-tp", "5")
-    assert done.returncode == 2
-    why = "error: Total number of attention heads (6) must be divisible by tensor parallel size (5)."
-    assert done.stderr.splitlines()[-1] == why

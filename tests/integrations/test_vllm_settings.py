@@ -195,7 +195,7 @@ def test_methods_of_speculative_decoding_are_named_in_one_place(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("h2o", "h2o evicts tokens"),
+        ("h2o", r"h2o evicts tokens.*; kascade and pages:weighted=false are served"),
         ("kascade_paper:anchors=[0,2]", "add decode_only=true"),
         ("quest", "keeps state beside the keys"),
         ("pages", "requests share blocks: add weighted=false"),

@@ -118,7 +118,7 @@ def checked(arguments: Sequence[str]) -> Any:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Any, set[str]]:
-    """The options of a command of vLLM's server, as vLLM reads them, and the names of those that are not as by default.
+    """The options of a command of vLLM's server, as vLLM reads them, and the names of the options that it sets.
 
     Raises:
         ValueError: for options that vLLM does not know.
@@ -205,7 +205,7 @@ def check_parsed(parsed: Any, changed: Collection[str]) -> Settings | None:
 
     Args:
         parsed: by name.
-        changed: names of those that are not as by default.
+        changed: names of the options that the command sets.
 
     Returns:
         What foveate does; None where it is not the attention backend.

@@ -170,7 +170,7 @@ def methods_of(vllm_config: Any) -> dict[int, Method]:
 class Asked:
     """What vLLM's options ask for, as far as foveate needs to know it, of a command or of an engine.
 
-    The defaults are those of vLLM, and stand for what a command does not tell.
+    The defaults are vLLM's. They also stand for options that a command does not name.
     """
 
     speculation: str | None = None
@@ -319,7 +319,7 @@ def layer_methods(
     found = {layer: method.for_layer(layer, num_layers, among) for layer in among}
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
-            raise ValueError(f"foveate: {reason} (layer {layer})")
+            raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
         heads = getattr(getattr(own, "layer_role", None), "heads", None)
         if heads is not None and len(heads) != geometries[layer].num_kv_heads:
             raise ValueError(
