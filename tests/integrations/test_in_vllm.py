@@ -367,8 +367,11 @@ def server(folder, tmp_path_factory):
 def metrics_of(address):
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    found = [re.fullmatch(r"([\w:]+)(?:\{.*\})? (\S+)", line) for line in lines if not line.startswith("#")]
-    return {one[1]: float(one[2]) for one in found if one}
+    found = [re.fullmatch(r"([\w:]+)(\{.*\})? (\S+)", line) for line in lines if not line.startswith("#")]
+    labels = {one[1]: one[2] for one in found if one}
+    its = {name for name in labels if name.startswith("foveate:") and name.endswith("_total")}
+    assert {labels[name] for name in its} <= {labels["vllm:generation_tokens_total"]}
+    return {one[1]: float(one[3]) for one in found if one}
 
 
 def test_a_server_streams_to_many_and_drops_those_who_leave(folder, server):

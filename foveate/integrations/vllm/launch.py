@@ -111,8 +111,8 @@ def checked(arguments: Sequence[str]) -> Any:
     except ValueError as error:
         if not hasattr(error, "errors"):
             raise
-        said = (one["msg"].removeprefix("Value error, ") for one in error.errors())  # pydantic's, with an address
-        raise ValueError("; ".join(said)) from error
+        found = ((*one["loc"], one["msg"].removeprefix("Value error, ")) for one in error.errors())  # pydantic's
+        raise ValueError("; ".join(": ".join(map(str, parts)) for parts in found)) from error
     check_early(config)
     return config
 
@@ -183,7 +183,7 @@ def check_command(arguments: Sequence[str]) -> None:
         ValueError: for what :func:`check_parsed` refuses.
     """
     server = arguments and (arguments[0] == "serve" or arguments[0].startswith("-"))
-    chosen = re.compile("custom|foveate|^--config", re.IGNORECASE)
+    chosen = re.compile(r"custom|foveate|\.ya?ml$", re.IGNORECASE)
     if not server or not any(map(chosen.search, arguments)):
         return
     try:
