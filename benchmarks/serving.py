@@ -8,7 +8,8 @@ An engine at a time runs in a process of its own. A case is so many requests of 
 in chunks, and when all of them decode, --steps steps are timed. A row has milliseconds and tokens a second of these,
 the time to the first token of a request alone, and the share of keys that was read. A case for which the engine has too
 little memory is left out, and named. With --kv-cache-dtype fp8 both hold keys and values in eight bits. Which model
-runner vLLM uses stands in the row; VLLM_USE_V2_MODEL_RUNNER=0 in the environment chooses the first.
+runner vLLM uses stands in the row; VLLM_USE_V2_MODEL_RUNNER=0 in the environment chooses the first. With --ranks the
+model is spread over as many GPUs, by NCCL's all-reduce.
 """
 
 import argparse
@@ -39,6 +40,15 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 128256,
     },
+    "llama-3.1-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -57,8 +67,11 @@ WARM, ROOM = 16, 2048
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", help="a folder of Hugging Face; otherwise the shape of Llama-3.1-8B")
+    parser.add_argument("--model", help="a folder of Hugging Face; otherwise a shape with random weights")
+    parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default=next(iter(SHAPES)))
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and by default tiny cases")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs over which the model is spread (tensor parallelism)")
+    parser.add_argument("--dense-below", type=int, help="of the methods, see docs/guide/serve.md; by default their own")
     parser.add_argument("--method", action="append", help="by default Kascade with ten anchors, and with five")
     parser.add_argument("--case", action="append", help=f"by default {', '.join(CASES)}")
     parser.add_argument(
@@ -72,9 +85,10 @@ def main(arguments: list[str] | None = None) -> None:
     cases = [tuple(map(int, case.split("x"))) for case in given.case or (["96x1", "48x3"] if given.tiny else CASES)]
     methods = given.method or ([METHODS[1]] if given.tiny else METHODS)
     with tempfile.TemporaryDirectory() as folder:
-        name = "tiny" if given.tiny else "llama-3.1-8b"
+        name = "tiny" if given.tiny else given.shape
         job = {"model": given.model or written(Path(folder), name, cases), "dummy": given.model is None}
         job |= {"cases": cases, "steps": given.steps, "repeats": given.repeats, "memory": given.memory}
+        job |= {"ranks": given.ranks, "dense_below": given.dense_below}
         name = Path(given.model).name if given.model else f"{name}-shape"
         methods = [settled(given.model, method) if given.model else method for method in methods]
         for dtype in given.kv_cache_dtype or ["auto"]:
@@ -82,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
             own = run(job | {"method": None})
             for method in methods:
                 found = run(job | {"method": method})
-                rows = [_row(name, method, dtype, case, found[case], own[case]) for case in found if case in own]
+                rows = [_row(name, method, job, case, found[case], own[case]) for case in found if case in own]
                 measurements.write(given.out, rows)
                 for row in rows:
                     print(_line(row), flush=True)
@@ -93,10 +107,11 @@ def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, 
     command = [sys.executable, *program, "--measure"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if job.get("ranks", 1) > 1 else {}
     done = subprocess.run(
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # workers write, too
 
 
 def settled(model: Path | str, spec: str) -> str:
@@ -115,7 +130,9 @@ def written(folder: Path, name: str, cases: list[tuple[int, int]]) -> str:
     return str(folder)
 
 
-def _row(name: str, method: str, dtype: str, case: str, found: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    name: str, method: str, job: dict[str, Any], case: str, found: dict[str, Any], own: dict[str, Any]
+) -> dict[str, Any]:
     tokens, batch = map(int, case.split("x"))
     if found["runner"] != own["runner"]:
         raise RuntimeError(f"vLLM ran {method} by model runner {found['runner']}, its own by {own['runner']}")
@@ -126,8 +143,9 @@ def _row(name: str, method: str, dtype: str, case: str, found: dict[str, Any], o
             "method": method,
             "tokens": tokens,
             "batch": batch,
-            "kv_cache_dtype": dtype,
+            "kv_cache_dtype": job["kv_cache_dtype"],
             "runner": found["runner"],
+            **{key: job[key] for key, usual in (("ranks", 1), ("dense_below", None)) if job[key] != usual},
         },
         "cuda" if found["device"] == "cuda" else "cpu",
         found["ms"],
@@ -146,7 +164,7 @@ def _line(row: dict[str, Any]) -> str:
     case = row["case"]
     times = f"{row['ms']:8.2f} ms a step, {row['speedup']:.2f} times as fast as {row['baseline']}"
     first = f"first token {row['first_token_ms']:.0f} ms ({row['baseline_first_token_ms']:.0f})"
-    engine = f"{case['kv_cache_dtype']}, {case['runner']}"
+    engine = f"{case['kv_cache_dtype']}, {case['runner']}, {case.get('ranks', 1)} GPUs"
     return f"{case['tokens']:7} x {case['batch']:<3} {case['method']} ({engine}): {times}; {first}"
 
 
@@ -165,8 +183,12 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
     )
     how |= {"load_format": "dummy"} if job["dummy"] else {}
     how |= {"kv_cache_dtype": job.get("kv_cache_dtype", "auto")}
+    if job.get("ranks", 1) > 1:
+        how |= {"tensor_parallel_size": job["ranks"], "disable_custom_all_reduce": True}
     if job["method"] is not None:
-        how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["method"]}}
+        settings = {"method": job["method"]}
+        settings |= {} if job.get("dense_below") is None else {"dense_below": job["dense_below"]}
+        how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": settings}}
     elif cuda:
         how |= {"attention_backend": "FLASH_ATTN"}
     return LLM(model=job["model"], **how)

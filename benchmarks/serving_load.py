@@ -1,14 +1,15 @@
 """What a server feels like under load: requests of mixed lengths that arrive at a rate, in vLLM with foveate's plugin
 beside vLLM's own attention.
 
-    python -m benchmarks.serving_load --out runs/load.jsonl
+    python -m benchmarks.serving_load --out runs/load.jsonl --requests 40 --least 8192 --most 65536 --rows 16 \
+        --rate 0.35 --rate 0.5 --rate 1 --seed 1 --seed 2 --method kascade:anchors=10
     python -m benchmarks.serving_load --tiny --out runs/tiny-load.jsonl     # on a CPU: does it hold?
 
 Needs vLLM (docs/guide/serve.md). The model is that of `serving.py`. An engine runs in a process of its own. For each
-rate --requests arrive at random times, with prompts of --least to --most tokens, evenly spread by the logarithm, and
---new tokens to generate. Times count from a request's arrival, waiting included. A row has them as percentiles, the
-requests that failed, and by how much the process's memory has grown during the rate. A first pass, which is not
-measured, compiles kernels and uses every block of the KV cache.
+rate and --seed, --requests arrive at random times, with prompts of --least to --most tokens, evenly spread by the
+logarithm, and --new tokens to generate. Times count from a request's arrival, waiting included. A row has their
+percentiles, the number of requests that failed, and by how much the process's memory has grown during the pass. A first
+pass, which is not measured, compiles kernels and uses every block of the KV cache.
 """
 
 import argparse
@@ -40,11 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and by default few and short requests")
     parser.add_argument("--method", action="append", help=f"by default {' and '.join(METHODS)}")
     parser.add_argument("--rate", action="append", type=float, help="requests a second; may be given several times")
+    parser.add_argument("--seed", action="append", type=int, help="of arrivals and lengths, by default 1; or several")
     parser.add_argument("--requests", type=int, help="of each rate")
     parser.add_argument("--least", type=int, help="tokens of the shortest prompt")
     parser.add_argument("--most", type=int, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, help="tokens to generate")
     parser.add_argument("--rows", type=int, help="requests that the engine runs at a time")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of both engines")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     given = parser.parse_args(arguments)
     measurements.check_out(given.out, "serving-load")
@@ -56,22 +59,34 @@ def main(arguments: list[str] | None = None) -> None:
         shape = "tiny" if given.tiny else "llama-3.1-8b"
         model = given.model or serving.written(Path(folder), shape, [(job["most"] + job["new"], 1)])
         name = Path(given.model).name if given.model else f"{shape}-shape"
-        job |= {"model": model, "dummy": given.model is None, "memory": given.memory}
+        job |= {"model": model, "dummy": given.model is None, "memory": given.memory, "seeds": given.seed or [1]}
+        job |= {"kv_cache_dtype": given.kv_cache_dtype}
         own = serving.run(job | {"method": None}, PROGRAM)
         for method in given.method or METHODS:
             found = serving.run(job | {"method": method}, PROGRAM)
-            rows = [_row(name, method, job, rate, found[str(rate)], own[str(rate)]) for rate in job["rates"]]
+            passes = [(rate, seed) for rate in job["rates"] for seed in job["seeds"]]
+            rows = [_row(name, method, job, one, found[_name(*one)], own[_name(*one)]) for one in passes]
             measurements.write(given.out, rows)
             for row in rows:
                 print(_line(row), flush=True)
 
 
-def _row(name: str, method: str, job: dict[str, Any], rate: float, found: dict[str, Any], own: dict[str, Any]) -> Any:
-    case = {key: job[key] for key in ("requests", "least", "most", "new", "rows")} | {"runner": found.pop("runner")}
+def _name(rate: float, seed: int) -> str:
+    return f"{rate:g} a second, seed {seed}"
+
+
+def _row(
+    name: str, method: str, job: dict[str, Any], arrivals: tuple[float, int], found: dict[str, Any], own: dict[str, Any]
+) -> dict[str, Any]:
+    if found["runner"] != own["runner"]:
+        raise RuntimeError(f"vLLM ran {method} by model runner {found['runner']}, its own by {own['runner']}")
+    case = dict(zip(("rate", "seed"), arrivals))
+    case |= {key: job[key] for key in ("requests", "least", "most", "new", "rows", "kv_cache_dtype")}
+    case |= {"runner": found.pop("runner")}
     device = found.pop("device")
     return measurements.speed_row(
         "serving-load",
-        {"model": name, "method": method, "rate": rate, **case},
+        {"model": name, "method": method, **case},
         device,
         found["token_ms"][0],
         ("vllm-flash-attention" if device == "cuda" else serving.BASELINE, own["token_ms"][0]),
@@ -90,7 +105,8 @@ def _line(row: dict[str, Any]) -> str:
         for key, what in (("first_token_ms", "first token"), ("token_ms", "a token"))
     )
     grown = f"{row['failed']} failed, memory grew by {row['grown_bytes'] / 2**20:.1f} MiB"
-    return f"{case['rate']:g} a second, {case['method']}: {times} at {PERCENTILES} %; {grown}"
+    engine = f"{case['kv_cache_dtype']}, {case['runner']}"
+    return f"{_name(case['rate'], case['seed'])}, {case['method']} ({engine}): {times} at {PERCENTILES} %; {grown}"
 
 
 def _spell(times: list[float]) -> str:
@@ -111,12 +127,11 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     llm = serving.engine(job, **how)
     _pass(llm.llm_engine, job, math.inf, seed=0)
     found = {}
-    for number, rate in enumerate(job["rates"], 1):
+    for rate, seed in ((rate, seed) for rate in job["rates"] for seed in job["seeds"]):
         before = _memory(cuda)
-        found[str(rate)] = _pass(llm.llm_engine, job, rate, seed=number)
-        found[str(rate)] |= {"grown_bytes": _memory(cuda) - before, "device": "cuda" if cuda else "cpu"}
-        found[str(rate)]["runner"] = serving.runner_of(llm)
-        found[str(rate)]["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
+        one = found[_name(rate, seed)] = _pass(llm.llm_engine, job, rate, seed)
+        one |= {"grown_bytes": _memory(cuda) - before, "device": "cuda" if cuda else "cpu"}
+        one |= {"runner": serving.runner_of(llm), "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0}
     return found
 
 
@@ -135,7 +150,7 @@ def _pass(engine: Any, job: dict[str, Any], rate: float, seed: int) -> dict[str,
     """Requests that arrive at a rate: percentiles of times in milliseconds, and how many failed."""
     from vllm import SamplingParams
 
-    draw, due = random.Random(seed), 0.0
+    draw, due = random.Random(seed), 0.0  # the same lengths at every rate
     sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
     waiting = []
     for number in range(job["requests"]):

@@ -267,7 +267,9 @@ serving_accuracy = Table(
 
 def _engine(case: Mapping[str, Any]) -> str:
     eight_bits = ", both with keys and values in fp8" if case["kv_cache_dtype"] == "fp8" else ""
-    return f"model runner {case['runner'].upper()}{eight_bits}"
+    ranks = f", over {case['ranks']} GPUs" if "ranks" in case else ""
+    bound = f", dense below {case['dense_below']:,} tokens" if "dense_below" in case else ""
+    return f"model runner {case['runner'].upper()}{ranks}{eight_bits}{bound}"
 
 
 serving = Table(
@@ -282,16 +284,16 @@ serving = Table(
         "first token, s": lambda row: number(row["first_token_ms"] / 1000, 2),
         "vLLM's": lambda row: number(row["baseline_first_token_ms"] / 1000, 2),
     },
-    apart=lambda row: tuple(row["case"][key] for key in ("model", "runner", "kv_cache_dtype")),
+    apart=lambda row: (row["case"]["model"], _engine(row["case"])),
 )
 """What decoding by a method gives a server, beside its own attention."""
 
 
 def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
-    """The median and the last percentile of a latency, and vLLM's own."""
+    """The percentiles of a latency, and vLLM's own."""
 
     def ends(times: Sequence[float]) -> str:
-        return ", ".join(number(times[n] / scale, 2) for n in (0, -1))
+        return ", ".join(number(time / scale, 2) for time in times)
 
     def cell(row: Row) -> str:
         return f"{ends(row[kind])} ({ends(row[f'baseline_{kind}'])})"
@@ -300,16 +302,19 @@ def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
 
 
 serving_load = Table(
-    lambda rows: f"{rows[0]['case']['model']} in vLLM, the median and the 99th percentile (vLLM's own attention)",
+    lambda rows: (
+        f"{rows[0]['case']['model']} in vLLM, {_engine(rows[0]['case'])}: 50th, 90th and 99th percentile (vLLM's own)"
+    ),
     {
         "requests a second": lambda row: f"{row['case']['rate']:g}",
+        "seed": lambda row: f"{row['case']['seed']}",
         "method": lambda row: f"`{row['case']['method']}`",
         "first token, s": _percentiles("first_token_ms", 1000),
         "a token, ms": _percentiles("token_ms", 1),
         "a request, s": _percentiles("request_ms", 1000),
         "failed": lambda row: f"{row['failed']} of {row['case']['requests']}",
     },
-    apart=lambda row: row["case"]["model"],
+    apart=lambda row: (row["case"]["model"], _engine(row["case"])),
 )
 """Latencies of a server to which requests come at random."""
 

@@ -84,15 +84,18 @@ def test_rows_are_beside_vllms_own(tmp_path, monkeypatch, capsys):
             key: [8.0 if job["method"] else 20.0, 30.0, 40.0] for key in ("first_token_ms", "token_ms", "request_ms")
         }
         taken = {"failed": 0, "seconds": 2.0, "grown_bytes": 1 << 20, "peak_bytes": 0, "device": "cpu", "runner": "v1"}
-        return {str(rate): dict(times | taken) for rate in job["rates"]}
+        passes = [(rate, seed) for rate in job["rates"] for seed in job["seeds"]]
+        return {serving_load._name(*one): dict(times | taken) for one in passes}
 
     monkeypatch.setattr(serving, "run", run)
     out = tmp_path / "rows.jsonl"
     for _ in range(2):
-        serving_load.main(["--tiny", "--rate", "3", "--requests", "7", "--out", str(out)])
+        asked = ["--tiny", "--rate", "3", "--seed", "5", "--seed", "6", "--requests", "7", "--kv-cache-dtype", "fp8"]
+        serving_load.main([*asked, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [row["case"]["method"] for row in rows] == serving_load.METHODS
-    assert {row["case"]["runner"] for row in rows} == {"v1"}
+    methods_and_seeds = [(method, seed) for method in serving_load.METHODS for seed in (5, 6)]
+    assert [(row["case"]["method"], row["case"]["seed"]) for row in rows] == methods_and_seeds
+    assert {(row["case"]["runner"], row["case"]["kv_cache_dtype"]) for row in rows} == {("v1", "fp8")}
     assert {(row["case"]["rate"], row["case"]["requests"], row["speedup"], row["baseline"]) for row in rows} == {
         (3.0, 7, 2.5, "vllm")
     }
@@ -107,10 +110,11 @@ def test_methods_under_load_can_be_served(spec):
 def test_a_line_of_the_table_has_both_engines_percentiles():
     kinds = ("first_token_ms", "token_ms", "request_ms")
     row = {
-        "case": {"model": "m", "method": "dense", "rate": 4.0, "requests": 9},
+        "case": {"model": "m", "method": "dense", "rate": 4.0, "seed": 3, "requests": 9},
         "failed": 0,
         **{key: [1000.0, 1500.0, 2000.0] for key in kinds},
         **{f"baseline_{key}": [500.0, 700.0, 900.0] for key in kinds},
     }
     cells = [cell(row) for cell in table_kinds.serving_load.cells.values()]
-    assert cells[2:] == ["1.00, 2.00 (0.50, 0.90)", "1000.00, 2000.00 (500.00, 900.00)", cells[2], "0 of 9"]
+    latencies = ["1.00, 1.50, 2.00 (0.50, 0.70, 0.90)", "1000.00, 1500.00, 2000.00 (500.00, 700.00, 900.00)"]
+    assert cells[1:] == ["3", "`dense`", *latencies, latencies[0], "0 of 9"]

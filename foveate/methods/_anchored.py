@@ -31,6 +31,8 @@ class LayerRole(NamedTuple):
     """For each KV head the anchor's KV head whose keys it reads; None: that of its own number."""
     has_readers: bool = True
     """Whether a later layer reads what this one chooses."""
+    remapped: bool = False
+    """Whether a reader's KV heads read the choices of others than those of their own number."""
     before: int | None = None
     """The layer before this one whose choice others read; under a layer that chooses, all of them have done so."""
 
@@ -91,9 +93,11 @@ class SharedSelection(Method):
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SharedSelection:
         own, among = dataclasses.replace(self), range(num_layers) if among is None else among
         roles = {other: self.role_of(other, among) for other in among}
-        read = {role.anchor for role in roles.values() if role.reads_another}
-        before = max((other for other in read if other < layer), default=None)
-        own.__dict__["layer_role"] = self.role_of(layer, among)._replace(has_readers=layer in read, before=before)
+        readers = [role for role in roles.values() if role.reads_another]
+        read = {role.anchor for role in readers}
+        more = {"has_readers": layer in read, "before": max((other for other in read if other < layer), default=None)}
+        more["remapped"] = any(role.anchor == layer and role.heads is not None for role in readers)
+        own.__dict__["layer_role"] = self.role_of(layer, among)._replace(**more)
         return own
 
     @property
@@ -115,13 +119,13 @@ class SharedSelection(Method):
             return attend_all(cache, q, scaling).out
         if role.chooses and role.dense:
             indices, out = self.select_densely(cache, q, scaling)
-            self._hand_on(cache, SharedKeys(indices, cache.plan.or_whole(self._read(cache, indices))))
+            self._hand_on(cache, self._of_all_heads(cache, indices, cache.plan.or_whole(self._read(cache, indices))))
             return out
         heads = None
         if role.chooses:
             indices = self.select(cache, q, scaling)
             read = cache.plan.or_whole(self._read(cache, indices))
-            self._hand_on(cache, SharedKeys(indices, read))
+            self._hand_on(cache, self._of_all_heads(cache, indices, read))
             count_scored(self, cache)
         else:
             (indices, read), heads = self._handed_on(cache)
@@ -165,6 +169,13 @@ class SharedSelection(Method):
         """How many keys are read, ``[B, Hkv]``: one tensor for all layers of a step."""
         return cache.plan.each(self.count)[:, None].expand(indices.shape[:2])
 
+    def _of_all_heads(self, cache: SlotCache, indices: Tensor, read: Tensor) -> SharedKeys:
+        """What readers need: the choices of other ranks' heads, too, if one of their heads reads such a choice."""
+        if cache.ranks is None or not self.layer_role.remapped:
+            return SharedKeys(indices, read)
+        indices = cache.of_all_heads(indices)
+        return SharedKeys(indices, read[:, :1].expand(indices.shape[:2]))  # as many of each head
+
     def _hand_on(self, cache: SlotCache, selection: SharedKeys | ops.TileKeys) -> None:
         """For the layers that read it, if any."""
         if self.layer_role.has_readers:
@@ -178,15 +189,29 @@ class SharedSelection(Method):
         if (selection := cache.forward.get(cache.shared_key(key))) is None:
             raise LookupError(f"no earlier layer of this forward pass has left {key!r}")
         selection = selection.to(cache.device)
+        if cache.ranks is not None:
+            return self._of_own_heads(cache, selection, heads), None
         if heads is None:
             return selection, None
-        number = cache.geometry.num_kv_heads
+        self._check_heads(heads, cache.geometry.num_kv_heads)
+        return selection, cache.plan.constant(heads)
+
+    def _of_own_heads(self, cache: SlotCache, selection: SharedKeys, heads: tuple[int, ...] | None) -> SharedKeys:
+        """Of a selection of all ranks' heads, what the heads that are here read."""
+        own, ranks = cache.geometry.num_kv_heads, cache.ranks
+        if selection.indices.shape[1] == own:
+            return selection
+        every = range(own * ranks.size) if heads is None else heads
+        self._check_heads(every, own * ranks.size)
+        here = cache.plan.constant(every[own * ranks.rank :][:own])
+        return SharedKeys(*(x.index_select(1, here) for x in selection))
+
+    def _check_heads(self, heads: Sequence[int], number: int) -> None:
         if len(heads) != number or not all(head in range(number) for head in heads):
             raise ValueError(
                 f"{self.name}: heads of layer {self.layer_role.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"
             )
-        return selection, cache.plan.constant(heads)
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:

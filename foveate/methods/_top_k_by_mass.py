@@ -43,6 +43,10 @@ class TopKByMass(SharedSelection):
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1)
 
+    @property
+    def pools_layer(self) -> bool:  # type: ignore[override]
+        return self.pool == "layer"
+
     # Decode
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
@@ -63,6 +67,8 @@ class TopKByMass(SharedSelection):
 
     def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
+        if self.pools_layer:
+            scores = cache.mean_over_ranks(scores)
         best = self._best(scores, cache.plan.each(self.count), self.count(cache.used), cache.plan.alike, lengths)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
@@ -75,7 +81,7 @@ class TopKByMass(SharedSelection):
             alike: whether all have as many.
             lengths: int64 ``[B]``: scores of each row; None: all are there.
         """
-        if self.pool == "layer" and scores.shape[1] > 1:
+        if self.pools_layer and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
         if scores.is_cuda or not (alike and most):
             return ops.topk_rows(scores, counts, most, lengths=lengths, dtype=torch.int32)
@@ -120,7 +126,7 @@ class TopKByMass(SharedSelection):
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))
         ends = tuple(itertools.accumulate((-(-tile * t // ops.select.WORD_KEYS) for t in range(start, end)), initial=0))
-        heads = 1 if self.pool == "layer" else cache.geometry.num_kv_heads
+        heads = 1 if self.pools_layer else cache.geometry.num_kv_heads
         words = torch.zeros(len(q), heads, ends[-1], dtype=torch.int32, device=q.device)
         chosen = ops.TileKeys(words, on_device(ends, q.device), on_device(places, q.device), places)
         for first, scores in blocks:

@@ -175,6 +175,9 @@ class Method(Settings):
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
+    pools_layer: ClassVar[bool] = False
+    """Whether all heads of a layer share what they read. Over the ranks of an engine's tensor parallelism they choose
+    it together: :meth:`SlotCache.mean_over_ranks`, :meth:`SlotCache.of_all_heads`. Per settings."""
     counters: ClassVar[tuple[str, ...]] = ()
     """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
 

@@ -247,7 +247,7 @@ class Kascade(KeepsSummaries, TopKByMass):
                 f"not of layer {strange[0]}"
             )
         anchor = nearest(anchors, layer)
-        of_heads = anchor != layer and self.pool != "layer"  # the heads of a layer that choose together choose alike
+        of_heads = anchor != layer and not self.pools_layer  # the heads of a layer that choose together choose alike
         heads = (self.heads or {}).get(str(layer)) if of_heads else None
         return LayerRole(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
 
@@ -334,7 +334,7 @@ class Kascade(KeepsSummaries, TopKByMass):
         return self._select_in(cache, q, self._best_pages(cache, q, scaling), scaling)
 
     def _select_by_kept_scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        lengths, heads = cache.plan["counts"], 1 if self.pool == "layer" else cache.geometry.num_kv_heads
+        lengths, heads = cache.plan["counts"], 1 if self.pools_layer else cache.geometry.num_kv_heads
 
         def mass(due: Tensor) -> Tensor:
             found = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths.where(due, 0)))
@@ -376,7 +376,7 @@ class Kascade(KeepsSummaries, TopKByMass):
         int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
         self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
-        plan = cache.plan
+        mass, plan = cache.mean_over_ranks(mass) if self.pools_layer else mass, cache.plan
         ends = plan.choosing(self.summaries.pages)
         scores = ops.with_always_read(mass, 0, plan.each(self.summaries.newest), ends)
         counts, most = plan.each(self.scored_pages), self.scored_pages(cache.used)

@@ -33,6 +33,7 @@ class LessIsMore(SharedSelection):
         small_budget={"top_k": 15, "selections": [0.0], "sinks": 2},
     )
     packed: ClassVar[bool] = False
+    pools_layer: ClassVar[bool] = True
     replay: ClassVar[Replay] = Replay(copies_keys=True)
 
     top_k: int | float = setting(0.1, "keys read: a number, or a share of the tokens so far")
@@ -56,7 +57,7 @@ class LessIsMore(SharedSelection):
         return LayerRole(layer, chooser, dense=layer == chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        scores = _scores(cache, q, scaling)  # [B, Hq, N]
+        scores = cache.of_all_heads(_scores(cache, q, scaling))  # [B, Hq, N]
         device, heads = cache.device, scores.shape[1]
         slots = torch.arange(scores.shape[-1], device=device)
         length, begin, last, most = (

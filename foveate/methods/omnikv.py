@@ -44,6 +44,8 @@ class OmniKV(SharedSelection):
         "what ranks keys, the largest of any head: attention (softmax), or logit, as in the published configuration",
     )
 
+    pools_layer: ClassVar[bool] = True
+
     def __post_init__(self):
         self._check_budget("top_k")
         self._check_count("min_k")
@@ -63,6 +65,8 @@ class OmniKV(SharedSelection):
         pooling = "max" if self.score == "softmax" else "max_logit"
         how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
         scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
+        scores = cache.of_all_heads(scores)
+        scores = scores if scores.shape[1] == 1 else scores.amax(1, keepdim=True)
         counts, most = cache.plan.each(self.count), self.count(cache.used)
         chosen = ops.topk_rows(scores, counts, most, lengths=lengths, dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -8,6 +8,7 @@ CUDA graphs of its own, see :meth:`EngineSteps.begin_capture`.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
 from foveate.ops import Logits
 from foveate.runtime.policy import SHORT_SEQUENCE
-from foveate.state import Counters, Geometry, SlotCache, shareable
+from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows
 
@@ -81,6 +82,7 @@ class EngineSteps:
             than this; with 0 neither a row nor a step is. "auto": on a GPU :attr:`Method.sparse_from_tokens`, and rows
             of fewer tokens than `SHORT_SEQUENCE` are read whole, too; elsewhere 0.
         geometry: of a layer, for "auto"; None: eight KV heads of 128.
+        ranks: the ranks of the engine's tensor parallelism; None: all heads are here.
     """
 
     def __init__(
@@ -89,16 +91,15 @@ class EngineSteps:
         device: torch.device,
         dense_below: int | str = "auto",
         geometry: Geometry | None = None,
+        ranks: Ranks | None = None,
     ):
-        self.methods, self.device = dict(sorted(methods.items())), device
+        self.methods, self.device, self.ranks = dict(sorted(methods.items())), device, ranks
         self.dense = False
         """Whether the present step is dense, see :meth:`begin`."""
         self.totals = Totals()
-        with torch.inference_mode(False):
-            self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=device)
-        self._counters = {layer: Counters(keys_read=self._read[n]) for n, layer in enumerate(self.methods)}
-        for layer, counters in self._counters.items():
-            counters.declare(self.methods[layer].counters).on_device(device)
+        self._read: Tensor | None = None
+        """Keys read by each layer, fp64 on the device; None before the first step."""
+        self._counters = {layer: Counters().declare(method.counters) for layer, method in self.methods.items()}
         self._sparse_from = self._first_sparse(dense_below, geometry)
         self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
         self.choosing = sum(method.role.name not in ("dense", "reading") for method in self.methods.values())
@@ -139,6 +140,7 @@ class EngineSteps:
         tokens: Sequence[int],
         rows: int | None = None,
         prompts: Sequence[bool] | None = None,
+        dense: Sequence[bool] | None = None,
         launched: bool = False,
     ) -> None:
         """Start a step.
@@ -151,19 +153,39 @@ class EngineSteps:
                 of prompts.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
+            dense: other rows that read all keys, whatever their lengths; they are counted, and rows of padding come
+                last. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
                 Such a step is dense: launching the selection kernels can cost more than reading every key.
         """
-        self._begin(lengths, block_table, bound, prompts)
+        self._begin(lengths, block_table, bound, prompts, dense)
         number = len(lengths) if rows is None else rows
         self.dense = self._sparse_from > 0 and (launched or self._is_short(bound, number))
         decoding, totals = len(tokens), self.totals
-        dense = decoding if self.dense else sum(self._is_short(length, number) for length in tokens)
         totals.steps += decoding > 0
         totals.rows += decoding
-        totals.dense_rows += dense
+        whole = [self._is_short(length, number) for length in tokens]
+        if dense is not None:
+            asked = (one for row, one in enumerate(dense) if prompts is None or not prompts[row])
+            whole = map(operator.or_, whole, asked)
+        totals.dense_rows += decoding if self.dense else sum(whole)
         totals.keys_available += sum(tokens) * len(self.methods)
         totals.selections += 0 if self.dense else decoding * self.choosing
+
+    def count_dense(self, tokens: Sequence[int]) -> None:
+        """Count a step whose layers the engine attends to itself, all keys of all rows; :meth:`begin` is not called.
+
+        Args:
+            tokens: the lengths of the rows that decode.
+        """
+        totals, read = self.totals, float(sum(tokens))
+        totals.steps += bool(tokens)
+        totals.rows += len(tokens)
+        totals.dense_rows += len(tokens)
+        totals.keys_available += read * len(self.methods)
+        if self._read is None:
+            self._count_on_device()
+        self._read.add_(read)
 
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
         """Start a step that an engine captures for so many rows; none of it is counted.
@@ -176,25 +198,44 @@ class EngineSteps:
             lengths, block_table: as of :meth:`begin`.
             bound: the longest row that a replay may have.
         """
-        self._begin(lengths, block_table, bound, [True] * len(lengths))
+        self._begin(lengths, block_table, bound, [True] * len(lengths), None)
         self.dense = False
 
-    def _begin(self, lengths: Tensor, block_table: Tensor, bound: int, prompts: Sequence[bool] | None) -> None:
+    def _begin(
+        self,
+        lengths: Tensor,
+        block_table: Tensor,
+        bound: int,
+        prompts: Sequence[bool] | None,
+        dense: Sequence[bool] | None,
+    ) -> None:
         number = len(lengths)
+        if self._read is None:
+            self._count_on_device()
         if number not in self._rows:
-            self._rows[number] = DeviceRows(number, False, self.device)
+            self._rows[number] = DeviceRows(number, False, self.device, ["sparse"])
             self._rows[number].capturing = True
-        step = self._rows[number]
-        step.begin_of(lengths, prompts or None)
-        self._step = (step, block_table, bound, prompts is not None or self._sparse_from > 0)
+        step, some_whole = self._rows[number], self._sparse_from > 0 or prompts is not None or dense is not None
+        whole = dense if prompts is None else [a or b for a, b in zip(prompts, dense or prompts)]
+        step.begin_of(lengths, live=prompts, sparse=whole)
+        self._step = (step, block_table, bound, some_whole)
         self._forward.clear()
 
+    def _count_on_device(self) -> None:
+        """Allocate the counters. Not before the first step: an engine that sleeps loses what it has allocated with its
+        blocks. Summaries may be lost with these."""
+        with torch.inference_mode(False):
+            self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=self.device)
+            for read, counters in zip(self._read, self._counters.values()):
+                counters.keys_read = read
+                counters.on_device(self.device)
+
     def _whole(self) -> Tensor:
-        """The lengths of rows that read all their keys: short ones, and those of prompts, which count no tokens."""
+        """The lengths of rows that read all their keys: short ones, those of prompts, and others as told."""
         step = self._step[0]
         lengths = step["lengths"]
         short = self._is_short(lengths, (lengths > 0).sum())
-        return lengths.where(short | (step["live"] == 0), 0)
+        return lengths.where(short | (step["sparse"] == 0), 0)
 
     def allocate(self, layer: int, geometry: Geometry, memory: Tensor) -> None:
         """Allocate what a layer's method keeps of the pages in an engine's blocks; otherwise the first tokens do.
@@ -207,7 +248,7 @@ class EngineSteps:
         """
         channels = self.methods[layer].channels(geometry)
         store = EngineCache(geometry, memory, self.device, channels, self._counters[layer])
-        store.forward = self._forward
+        store.forward, store.ranks = self._forward, self.ranks
         self._stores[layer] = store
 
     def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> EngineCache:
@@ -309,5 +350,5 @@ class EngineSteps:
             self._step[0].tally.flush()
 
     def keys_read(self) -> Tensor:
-        """Keys that decoded tokens have read so far, fp64 ``[]`` on the device."""
-        return self._read.sum()
+        """Keys that decoded tokens have read so far, fp64 ``[]`` on the device; on the host before the first step."""
+        return torch.zeros((), dtype=torch.float64) if self._read is None else self._read.sum()

@@ -3,5 +3,6 @@
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters, Held
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber, shareable
+from foveate.state.ranks import Ranks
 
-__all__ = ["Channel", "Counters", "Evicts", "Geometry", "Held", "RowNumber", "SlotCache", "shareable"]
+__all__ = ["Channel", "Counters", "Evicts", "Geometry", "Held", "Ranks", "RowNumber", "SlotCache", "shareable"]

@@ -20,6 +20,7 @@ from foveate.state.counters import Counters, Held, Tally, over_rows
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed
+from foveate.state.ranks import Ranks
 from foveate.state.row_numbers import DeviceState, RowNumbers
 from foveate.state.snapshots import Snapshots
 from foveate.state.storage import Storage
@@ -70,6 +71,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.snapshots = {}
         self._borrowed = False  # see :func:`foveate.state.borrowed.branch_of`
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass
+        self.ranks: Ranks | None = None  # with which other ranks the layer's heads are shared; None: all are here
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
         self.softcap: float | None = None  # cap of the layer's attention logits
         self.rotary: Rotary | None = None  # how queries and keys are rotated, for methods with needs_rotary
@@ -111,6 +113,14 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """A view of a channel: ``[B, Hkv, used, ...]`` if it is per slot; otherwise all entries."""
         tensor = self.tensors[name]
         return tensor[:, :, : self.used] if self.specs[name].per == 1 else tensor
+
+    def mean_over_ranks(self, scores: Tensor) -> Tensor:
+        """Scores ``[B, 1, N]`` that are means over the heads that are here, as means over all heads of the layer."""
+        return scores if self.ranks is None else self.ranks.mean(scores)
+
+    def of_all_heads(self, x: Tensor) -> Tensor:
+        """``[B, H, N]`` of the heads that are here, as that of all heads of the layer."""
+        return x if self.ranks is None else self.ranks.gather(x)
 
     def logits(self, scaling: float) -> Logits:
         """How the layer's logits are made."""

@@ -79,17 +79,18 @@ class DeviceRows:
             self["counts"].sub_(self.freed)
             self.freed.zero_()
 
-    def begin_of(self, lengths: Tensor, uncounted: Sequence[bool] | None = None) -> None:
-        """Start a step of rows that an engine keeps, without a host sync.
+    def begin_of(self, lengths: Tensor, **zeroed: Sequence[bool] | None) -> None:
+        """Start a step of rows that an engine keeps, without a host sync. All numbers of a row are its length.
 
         Args:
             lengths: int ``[B]`` on the device: tokens of each row, the new one included; 0 for a row of padding.
-            uncounted: rows whose tokens are not counted: their number ``live`` is 0. None: no row.
+            zeroed: by the name of a number, rows where it is 0 instead; None: no row.
         """
         self.run()
-        self.numbers[: len(NAMES)].copy_(lengths)
-        if uncounted is not None:
-            self["live"].mul_(self._pinned([not one for one in uncounted]).to(self.device, non_blocking=True))
+        self.numbers.copy_(lengths)
+        for name, rows in zeroed.items():
+            if rows is not None:
+                self[name].mul_(self._pinned([not one for one in rows]).to(self.device, non_blocking=True))
 
     def run(self) -> None:
         """Forget what the present step has computed and counted: its first layer runs, perhaps once more."""

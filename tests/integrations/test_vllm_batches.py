@@ -161,24 +161,25 @@ def test_a_scale_for_each_head_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("rows", "largest_graph", "dense_below", "hiding", "dense"),
+    ("rows", "largest_graph", "dense_below", "dense"),
     [
-        (MIXED, 8, 1, 7, True),
-        (MIXED, 8, 1, 6, False),  # as many tokens of prompts
-        (MIXED, 8, 0, 7, False),
-        (MIXED, 0, 1, 7, False),
-        (DECODING, 1, 1, 7, True),
-        (DECODING, 2, 1, 7, False),
+        (MIXED, 8, 1, True),
+        (MIXED, 8, 0, False),
+        (MIXED, 0, 1, False),  # where vLLM replays no step, a mixed one launches no more than others
+        (DECODING, 1, 1, True),
+        (DECODING, 2, 1, False),
     ],
 )
-def test_batches_that_no_graph_holds_are_flash_attentions(
-    read, monkeypatch, rows, largest_graph, dense_below, hiding, dense
+def test_rows_of_steps_that_no_graph_holds_are_flash_attentions(
+    read, monkeypatch, rows, largest_graph, dense_below, dense
 ):
-    """Where vLLM replays others and no prompt hides the launches; but with dense_below=0."""
-    monkeypatch.setattr(builder, "HIDING_TOKENS", hiding)
+    """Rows beside prompts above all: nothing of the method's is launched for them, but with dense_below=0."""
+    launched, attend = [], EngineSteps.attend
+    monkeypatch.setattr(EngineSteps, "attend", lambda own, *given: launched.append(own) or attend(own, *given))
     found, sparse, of_all_keys, ours = run(rows, dense_below, largest_graph=largest_graph)
     torch.testing.assert_close(found, of_all_keys if dense else sparse)
-    assert (read == [len(rows[0])] * LAYERS) == dense
+    assert (read == [len(rows[0])] * LAYERS) == dense, "one call a layer, of all rows at once"
+    assert launched.count(ours) == (0 if dense else LAYERS - 1), "but for layer 0, which reads all keys"
     assert (ours.totals.steps, ours.totals.dense_rows) == (1, 2 * dense)
     assert (float(ours.keys_read()) == ours.totals.keys_available) == dense
 

@@ -39,15 +39,25 @@ CLASSES = {
     ("v1/attention/backend.py", "AttentionCGSupport"): ["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"],
     ("model_executor/layers/attention/attention.py", "Attention"): ["impl", "layer_name", "kv_cache"],
     # what an audit takes hold of (audit.py)
-    ("v1/worker/gpu_model_runner.py", "GPUModelRunner"): ["_model_forward", "model"],
+    ("v1/worker/gpu_model_runner.py", "GPUModelRunner"): ["_model_forward", "model", "input_batch"],
     ("forward_context.py", "ForwardContext"): ["attn_metadata", "cudagraph_runtime_mode"],
     ("v1/worker/gpu/model_runner.py", "GPUModelRunner"): [
         *("execute_model", "execute_model_state", "model_state", "model", "vllm_config", "lora_config"),
     ],
     ("v1/worker/gpu/model_runner.py", "ExecuteModelState"): ["hidden_states"],
     ("v1/worker/gpu/input_batch.py", "InputBatch"): [
-        *("input_ids", "positions", "is_padding", "num_tokens_after_padding"),
+        *("input_ids", "positions", "is_padding", "num_tokens_after_padding", "req_ids"),
     ],
+    # the ranks of a tensor parallelism (ranks.py)
+    ("distributed/parallel_state.py", "GroupCoordinator"): [
+        *("all_reduce", "all_gather", "world_size", "rank_in_group", "cpu_group"),
+    ],
+    # what tells of a request's own setting (requests.py)
+    ("v1/engine/input_processor.py", "InputProcessor"): ["_validate_params", "vllm_config"],
+    ("sampling_params.py", "SamplingParams"): ["extra_args"],
+    ("v1/core/sched/output.py", "SchedulerOutput"): ["finished_req_ids", "scheduled_new_reqs"],
+    ("v1/core/sched/output.py", "NewRequestData"): ["req_id", "sampling_params"],
+    ("v1/worker/gpu_input_batch.py", "InputBatch"): ["req_ids"],
     # what is configured (settings.py, builder.py, backend.py)
     ("config/vllm.py", "VllmConfig"): [
         *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),
@@ -119,6 +129,31 @@ CALLED = [
 ]
 
 
+REQUESTS = [
+    ("v1/engine/input_processor.py", "process_inputs", ["self._validate_params(params, ", "EngineCoreRequest("]),
+    (
+        "v1/worker/gpu_model_runner.py",
+        "execute_model",
+        ["self._update_states(scheduler_output)", "self._build_attention_metadata("],
+    ),
+    (
+        "v1/worker/gpu/model_runner.py",
+        "execute_model",
+        ["self.add_requests(scheduler_output)", "self.prepare_attn(input_batch)", "self.model_state.prepare_attn("],
+    ),
+    (
+        "v1/worker/gpu/model_runner.py",
+        "execute_model",
+        [
+            "self.add_requests(scheduler_output)",
+            "self.prepare_dummy_attn(input_batch",
+            "self.model_state.prepare_attn(",
+        ],
+    ),
+]
+"""By file and function: calls as they begin, in order. A request's setting is read in all but the last."""
+
+
 @functools.cache
 def tree(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -177,6 +212,15 @@ def test_model_runner_v2_asks_for_metadata_then_for_inputs_and_then_runs_the_mod
         one for one in ast.walk(runner) if isinstance(one, ast.Call) and ast.unparse(one.func) == "self.execute_model"
     ]
     assert "dummy_run" in [one.arg for one in dummy.keywords], "as an audit tells such a run from a step"
+
+
+@pytest.mark.parametrize(("path", "name", "begun"), REQUESTS)
+def test_requests_are_checked_and_told_before_metadata_is_built(path, name, begun):
+    (function,) = [one for one in ast.walk(tree(path)) if getattr(one, "name", "") == name]
+    calls = [one for one in ast.walk(function) if isinstance(one, ast.Call)]
+    lines = [[one.lineno for one in calls if ast.unparse(one).startswith(text)] for text in begun]
+    assert all(lines)
+    assert all(max(a) < min(b) for a, b in itertools.pairwise(lines))
 
 
 @pytest.mark.parametrize(("path", "name", "taken"), CALLED)

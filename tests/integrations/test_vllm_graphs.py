@@ -19,7 +19,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
-from foveate.integrations.vllm import gpu
+from foveate.integrations.vllm import gpu, requests
 from foveate.integrations.vllm.audit import Share
 from tests.integrations.test_vllm_rows import BLOCK, DIM, HEADS, KV_HEADS, Common, batch
 from tests.integrations.test_vllm_settings import KASCADE, engine
@@ -34,13 +34,14 @@ SPECS = [
     "oracle_topk:top_k=4,decode_only=true",
 ]
 BATCHES = [
-    ([60, 33, 71, 40, 25], []),
-    ([61, 34, 72, 41, 26], []),
-    ([21, 80, 5, 19, 20], []),  # row by row: of these only the second is long
-    ([9, 2, 3, 5, 7], []),
-    ([40, 55, 0, 0, 0], []),
-    ([40, 55, 70, 0, 0], [1]),  # the last token of a prompt
-    ([62, 35, 73, 42, 27], []),
+    ([60, 33, 71, 40, 25], [], []),
+    ([61, 34, 72, 41, 26], [], [2]),  # of a request that reads all keys
+    ([21, 80, 5, 19, 20], [], []),  # row by row: of these only the second is long
+    ([9, 2, 3, 5, 7], [], []),
+    ([40, 55, 0, 0, 0], [], []),
+    ([40, 55, 70, 0, 0], [1], []),  # the last token of a prompt
+    ([40, 55, 70, 0, 0], [1], [2]),
+    ([62, 35, 73, 42, 27], [], []),
 ]
 
 
@@ -124,14 +125,15 @@ def built(monkeypatch):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_captured_once_serves_every_batch(built, spec):
+def test_what_is_captured_once_serves_every_batch(built, spec, monkeypatch):
     served = Engine(spec)
     fresh = served.new_builder(spec)
     captured = served.builder.build_for_cudagraph_capture(served.common([1] * ROWS, []))
     recording = record(lambda: served.run(captured))
     assert float(served.builder.steps.keys_read()) == served.builder.steps.totals.rows == 0
     sparse_seen = False
-    for lengths, prompts in BATCHES:
+    for lengths, prompts, asked in BATCHES:
+        monkeypatch.setattr(requests, "_rows", [row in asked for row in range(ROWS)] if asked else None)
         served.fill(lengths)
         common = served.common(lengths, prompts)
         before = float(served.builder.steps.keys_read()), float(fresh.steps.keys_read())
@@ -145,7 +147,7 @@ def test_what_is_captured_once_serves_every_batch(built, spec):
         assert served.builder.steps.totals == fresh.steps.totals
         dense = served.dense(common)
         real = sum(n > 0 for n in lengths)
-        whole = [row for row, n in enumerate(lengths) if n * real < BELOW or row in prompts]
+        whole = [row for row, n in enumerate(lengths) if n * real < BELOW or row in (*prompts, *asked)]
         torch.testing.assert_close(found[:, whole], dense[:, whole])
         sparse = [row for row in range(ROWS) if row not in whole]
         sparse_seen |= bool(sparse) and not torch.allclose(found[:, sparse], dense[:, sparse], atol=1e-3)

@@ -60,21 +60,37 @@ P, D = True, False
 @pytest.mark.parametrize(
     ("tokens", "prefilling", "expected"),
     [
-        ([1, 1, 1], [D, D, D], Decoding(3, 3, None, 30, [9, 5, 30], 0)),
-        ([1, 1, 5], [D, D, P], Decoding(2, 2, None, 9, [9, 5], 5)),
-        ([1, 1, 5], [D, P, P], Decoding(1, 1, None, 9, [9], 6)),  # a prompt's last chunk of one token reads all keys
-        ([7, 1], [P, D], Decoding(0, 0, None, 0, [], 8)),
-        ([1, 6, 0], [D, D, D], Decoding(1, 1, None, 9, [9], 6)),  # several tokens of a request that was preempted
+        ([1, 1, 1], [D, D, D], Decoding(3, 3, None, 30, [9, 5, 30])),
+        ([1, 1, 5], [D, D, P], Decoding(2, 2, None, 9, [9, 5])),
+        ([1, 1, 5], [D, P, P], Decoding(1, 1, None, 9, [9])),  # a prompt's last chunk of one token reads all keys
+        ([7, 1], [P, D], Decoding(0, 0, None, 0, [])),
+        ([1, 6, 0], [D, D, D], Decoding(1, 1, None, 9, [9])),  # several tokens of a request that was preempted
         # batches for which there is a graph
-        ([1, 1, 0, 0], [D, D, D, D], Decoding(4, 2, None, 9, [9, 5], 0)),  # rows of padding
-        ([1, 1, 0, 0], [D, D], Decoding(4, 2, None, 9, [9, 5], 0)),  # as model runner V2 tells
-        ([1, 1, 1, 0], [D, P, D, D], Decoding(4, 3, [D, P, D, D], 30, [9, 30], 0)),
-        ([1, 1, 0], [D, P, P], Decoding(3, 2, [D, P, D], 9, [9], 0)),
-        ([1, 1], [P, P], Decoding(2, 2, [P, P], 9, [], 0)),
+        ([1, 1, 0, 0], [D, D, D, D], Decoding(4, 2, None, 9, [9, 5])),  # rows of padding
+        ([1, 1, 0, 0], [D, D], Decoding(4, 2, None, 9, [9, 5])),  # as model runner V2 tells
+        ([1, 1, 1, 0], [D, P, D, D], Decoding(4, 3, [D, P, D, D], 30, [9, 30])),
+        ([1, 1, 0], [D, P, P], Decoding(3, 2, [D, P, D], 9, [9])),
+        ([1, 1], [P, P], Decoding(2, 2, [P, P], 9, [])),
     ],
 )
 def test_rows_that_decode(tokens, prefilling, expected):
     assert decoding_rows(batch(tokens, LENGTHS[: len(tokens)], prefilling)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefilling", "dense", "expected"),
+    [
+        ([1, 1, 1], [D, D, D], [False, True, False], [False, True, False]),
+        ([1, 1, 5], [D, D, P], [False, True, True], [False, True]),  # a prompt reads all keys as it is
+        ([1, 1, 5], [D, P, P], [False, True, False], None),
+        ([1, 1, 0, 0], [D, D, D, D], [True, False], [True, False, False, False]),
+        ([1, 1, 1, 0], [D, P, D, D], [True, True, False, False], [True, False, False, False]),
+        ([7, 1], [P, D], [False, True], None),
+    ],
+)
+def test_rows_of_dense_requests_are_marked_where_they_decode(tokens, prefilling, dense, expected):
+    common = batch(tokens, LENGTHS[: len(tokens)], prefilling)
+    assert decoding_rows(common, dense) == dataclasses.replace(decoding_rows(common), dense=expected)
 
 
 def test_a_runner_that_does_not_tell_is_refused():

@@ -26,6 +26,7 @@ from foveate.state import Geometry
 from tests.helpers import CONFIGS
 
 KASCADE = "kascade_paper:top_k=0.1,anchors=[0,2],decode_only=true"
+OF_HEADS = 'kascade_paper:anchors=[0,2],heads={"1": [1, 0]},decode_only=true'
 
 
 def engine(spec=KASCADE, **changes):
@@ -237,18 +238,19 @@ def test_a_calibration_of_another_model_is_refused(tmp_path):
         check_early(engine(spec, model_config__hf_text_config=other))
 
 
-def test_heads_of_all_ranks_do_not_fit_one_rank():
-    spec = 'kascade_paper:anchors=[0,2],heads={"1": [1, 0]},decode_only=true'
-    check_early(engine(spec))
-    with pytest.raises(ValueError, match=r"heads of layer 1 are of all 2 KV heads, and this rank .* has 1"):
-        check_early(engine(spec, parallel_config__tensor_parallel_size=2))
-    check_early(engine(spec.replace("decode_only", "pool=layer,decode_only"), parallel_config__tensor_parallel_size=2))
+@pytest.mark.parametrize("spec", [OF_HEADS, "pages:weighted=false"])
+def test_more_ranks_than_kv_heads_are_refused_where_each_kv_head_chooses(spec):
+    for ranks in (1, 2):
+        check_early(engine(spec, parallel_config__tensor_parallel_size=ranks))
+    with pytest.raises(ValueError, match=r"chooses for each of the 2 KV heads, .* parallelism of 4 .*take 2 ranks"):
+        check_early(engine(spec, parallel_config__tensor_parallel_size=4))
+    check_early(engine("kascade:anchors=[0,2]", parallel_config__tensor_parallel_size=4))
 
 
 def test_layers_that_the_method_is_not_applied_to_are_not_counted():
     """Of six layers two have sliding windows: anchors by number are those of the model."""
     method = settings_of({"foveate": "kascade_paper:anchors=2,decode_only=true"}).method
-    found = layer_methods(method, dict.fromkeys((1, 2, 4, 5), Geometry(4, 2, 8, 8)), 6, {})
+    found = layer_methods(method, dict.fromkeys((1, 2, 4, 5), Geometry(4, 2, 8, 8)), {"layers": 6, "kv_heads": 2})
     assert {layer: own.role.name for layer, own in found.items()} == {
         1: "choosing",
         2: "reading",

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -18,10 +19,16 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-ONE_BY_ONE = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
-"""For two ranks on a machine with one memory node."""
+
 SECOND_RUNNER = "vllm.v1.worker.cpu.model_runner"
 """The module of model runner V2 on a CPU, which is imported where it is chosen."""
+
+
+def ranks(number: int) -> dict[str, str]:
+    """Variables for several ranks: a core each, which they share where there are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(cores[rank % len(cores)]) for rank in range(number))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bind}
 
 
 def main() -> None:
@@ -30,21 +37,38 @@ def main() -> None:
         by_second_runner()
     from vllm import LLM, SamplingParams
 
-    if job.get("hiding") is not None:
-        replaying(job["hiding"])
+    if job["replaying"]:
+        replaying()
+    lost = recorded() if job.get("sleep") else None
     how = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     how |= {"skip_tokenizer_init": True, "disable_log_stats": False}
     if job["spec"] is not None:
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": job["spec"]}}
     llm = LLM(model=job["model"], **how | job["engine"])
-    sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
+    plain = {"temperature": 0, "max_tokens": job["new"], "ignore_eos": True, "detokenize": False}
+    own = job.get("sampling") or [{}] * len(job["prompts"])
+    sampling = [SamplingParams(**plain | structured(more)) for more in own]
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    refused = []
+    for more in job.get("refused", ()):
+        try:
+            llm.generate(prompts[0], SamplingParams(**plain | more), use_tqdm=False)
+        except ValueError as error:
+            refused.append(str(error))
     found = []
-    for _ in range(job["times"]):
-        outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+    for time in range(job["times"]):
+        if time and lost is not None:
+            sleep_and_wake(llm, lost)
+        outs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters(job))
         found.append([list(out.outputs[0].token_ids) for out in outs])
+    answers = [answer(out) for out in outs]
+    if job.get("cancelled"):
+        answers.append(without(llm.llm_engine, prompts, sampling, job["cancelled"]))
     counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     found = {
         "tokens": found,
+        "refused": refused,
+        "answers": answers,
         "audits": audits(),
         "cached": [out.num_cached_tokens for out in outs],
         "counts": counts,
@@ -52,6 +76,48 @@ def main() -> None:
         "second": SECOND_RUNNER in sys.modules,
     }
     print(json.dumps(found))
+
+
+def structured(sampling: dict) -> dict:
+    """Sampling parameters of a job, in which ``json_schema`` stands for structured output."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema, more = sampling.get("json_schema"), {name: x for name, x in sampling.items() if name != "json_schema"}
+    return more if schema is None else more | {"structured_outputs": StructuredOutputsParams(json=schema)}
+
+
+def adapters(job: dict) -> list | None:
+    """The adapter of each prompt of a job, by its folder; None: of none."""
+    from vllm.lora.request import LoRARequest
+
+    given = job.get("adapters")
+    return given and [None if path is None else LoRARequest("tiny", 1, path) for path in given]
+
+
+def answer(out: Any) -> dict:
+    """All that a request's answer holds."""
+    pieces = [(list(one.token_ids), numbers(one.logprobs)) for one in out.outputs]
+    return {"pieces": pieces, "prompt": numbers(out.prompt_logprobs)}
+
+
+def numbers(logprobs: Any) -> list[dict] | None:
+    """Log-probabilities of tokens, by position."""
+    return logprobs and [at and {str(token): one.logprob for token, one in at.items()} for at in logprobs]
+
+
+def without(engine: Any, prompts: list, sampling: list, cancelled: list[int]) -> list[list[int]]:
+    """The tokens of the other requests when some are cancelled after a few steps."""
+    for n, given in enumerate(zip(prompts, sampling)):
+        engine.add_request(str(n), *given)
+    found, steps = {}, 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        for out in engine.step():
+            found[int(out.request_id)] = list(out.outputs[0].token_ids)
+        if steps == 8:
+            engine.abort_request([str(n) for n in cancelled])
+    assert all(len(found[n]) < sampling[n].max_tokens for n in cancelled if n in found)
+    return [found[n] for n in range(len(prompts)) if n not in cancelled]
 
 
 def by_second_runner() -> None:
@@ -62,21 +128,57 @@ def by_second_runner() -> None:
     backends["cpu"] = SimpleNamespace(driver=None)  # that it is there is all that vLLM asks
 
 
-def replaying(hiding: int) -> None:
-    """Decide what is dense as where vLLM replays decode steps in CUDA graphs, which a CPU never does.
+def replaying() -> None:
+    """Decide what is dense as where vLLM replays decode steps in CUDA graphs, which a CPU never does."""
+    from foveate.integrations.vllm.builder import StepBuilder
 
-    Args:
-        hiding: see ``HIDING_TOKENS``.
-    """
-    from foveate.integrations.vllm import builder
-
-    prepare, builder.HIDING_TOKENS = builder.StepBuilder.prepare, hiding
+    prepare = StepBuilder.prepare
 
     def prepared(self, *given):
         prepare(self, *given)
         self.largest_graph = 4
 
+    StepBuilder.prepare = prepared
+
+
+def recorded() -> list:
+    """What builders will have allocated when an engine is up, with its caches, and the layers of these."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from foveate.integrations.vllm import builder
+
+    found, prepare = [], builder.StepBuilder.prepare
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            found.extend([out] if hasattr(out, "fill_") and not out.is_meta else [])
+            return out
+
+    def prepared(self, *given):
+        found.clear()  # of the last engine; those before it only measured memory
+        with Recording():
+            prepare(self, *given)
+        found.extend(self.layers)
+
     builder.StepBuilder.prepare = prepared
+    return found
+
+
+def sleep_and_wake(llm: Any, lost: list) -> None:
+    """Drop what was allocated with the caches. A CPU does as vLLM's sleep, which it has not."""
+    import torch
+
+    if torch.cuda.is_available():
+        llm.sleep(level=1)
+        llm.wake_up()
+    else:
+        llm.reset_prefix_cache()
+    for one in lost:
+        if not isinstance(one, torch.Tensor):
+            one.kv_cache.fill_(1e4)
+        else:
+            one.fill_(torch.nan if one.is_floating_point() else torch.iinfo(one.dtype).max)
 
 
 def read() -> dict[str, float]:

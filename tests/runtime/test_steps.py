@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods
 from foveate.ops import BlockTable, Logits, attend, dispatch
@@ -49,9 +50,9 @@ class Engine:
             steps.written(n, HEADS, self.memory[n, ..., :DIM], self.memory[n, ..., DIM:], slots)
 
 
-def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
+def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4), dense=None):
     """Outputs of both, ``[steps, layers, requests, Hq, D]``, and the steps with the layers that read the same."""
-    engine, logits = Engine(), Logits(SCALING, sinks, softcap)
+    engine, logits = Engine(padding), Logits(SCALING, sinks, softcap)
     steps = EngineSteps(of_layers(spec), torch.device("cpu"), dense_below)
     phases = [Phase(prompt_end=length) for length in PROMPTS]
     own = [[Layer(m, Counters(), phase, dense_below) for m in of_layers(spec).values()] for phase in phases]
@@ -78,7 +79,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None):
             now.append(torch.stack(outs))
         expected.append(torch.stack(now, 1)[:, :, 0, :, 0])
         tokens = engine.lengths[engine.real].tolist()
-        steps.begin(engine.lengths, engine.table, bound or max(tokens), tokens, len(PROMPTS))
+        steps.begin(engine.lengths, engine.table, bound or max(tokens), tokens, len(PROMPTS), dense=dense)
         queries = torch.full((LAYERS, engine.rows, HEADS, 1, DIM), 3.0)
         queries[:, engine.real] = q
         outs = []
@@ -151,6 +152,36 @@ def test_short_contexts_are_dense_and_counted():
     assert not torch.allclose(dense[5:, :, 0], sparse[5:, :, 0], atol=1e-3)
     assert steps.totals.dense_rows == 3 * 5 + 2 * (STEPS - 5)
     assert steps.totals.selections == (STEPS - 5) * 3 * 2
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_that_are_to_read_all_keys_do_and_are_counted(spec):
+    """Beside others, whose outputs are what they were."""
+    last, asked = (3, 4), [True, False, False, False, False]
+    _, found, steps, own = run(spec, padding=last, dense=asked)
+    _, sparse, alone, _ = run(spec, padding=last)
+    dense = run("dense", padding=last)[1]
+    torch.testing.assert_close(found[:, :, 0], dense[:, :, 0])
+    torch.testing.assert_close(found[:, :, 1:], sparse[:, :, 1:])
+    assert spec == SPECS[0] or not torch.allclose(dense[:, :, 0], sparse[:, :, 0], atol=1e-3)
+    read = [sum(float(layer.counters.keys_read) for layer in row) for row in own]
+    whole = LAYERS * sum(PROMPTS[0] + step + 1 for step in range(STEPS))
+    assert float(steps.keys_read()) == pytest.approx(whole + sum(read[1:]))
+    assert (steps.totals.rows, steps.totals.dense_rows) == (3 * STEPS, STEPS)
+    assert alone.totals.dense_rows == 0
+
+
+def test_rows_are_counted_as_dense_once():
+    steps = EngineSteps(of_layers(SPECS[1]), torch.device("cpu"), 40)
+    lengths, table = torch.tensor([30, 9, 15, 8, 0]), torch.zeros(5, 8, dtype=torch.int32)
+    long, short, prompt = [True, False, False, False, False], [False, True, False, False, False], 1
+    how = {"prompts": [row == prompt for row in range(5)]}
+    steps.begin(lengths, table, 30, [30, 15, 8], 4, dense=long, **how)
+    assert steps.totals.dense_rows == 2, "the first, and the last, which is short"
+    steps.begin(lengths, table, 30, [30, 9, 15, 8], 4, dense=short)
+    assert steps.totals.dense_rows == 2 + 2, "short rows alone"
+    steps.begin(lengths, table, 30, [30, 9, 15, 8], 4)
+    assert steps.totals.dense_rows == 2 + 2 + 2
 
 
 @pytest.mark.parametrize(("dense_below", "dense"), [(0, False), (1, True)])
@@ -321,6 +352,51 @@ def test_buffers_of_a_number_of_rows_keep_their_addresses():
         found.append((steps._step[0].numbers.data_ptr(), steps._step[0]["counts"].tolist()))
     assert found[0][0] == found[2][0] != found[1][0]
     assert [counts for _, counts in found] == [[3, 4], [1, 2, 3], [9, 0]]
+
+
+class Pool(TorchDispatchMode):
+    """Memory from which an engine allocates its caches, and that it drops while it sleeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocated = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.allocated += [out] if isinstance(out, torch.Tensor) and not out.is_meta else []
+        return out
+
+    def sleep_and_wake(self):
+        for one in self.allocated:
+            one.fill_(torch.nan if one.is_floating_point() else torch.iinfo(one.dtype).max)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_of_an_engine_that_has_slept_is_needed(spec):
+    """The counters go on, and answers are those of an engine that has just begun."""
+    fresh = EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+    with Pool() as pool:
+        slept = EngineSteps(of_layers(spec), torch.device("cpu"), 0)
+        for n, method in slept.methods.items():
+            if method.channels(GEOMETRY):
+                slept.allocate(n, GEOMETRY, torch.empty(3 * 40 + 1, KV_HEADS, BLOCK, DIM, device="meta"))
+    assert bool(pool.allocated) == (spec in OF_PAGES)
+
+    def outs(steps, seed):
+        engine = Engine(padding=(), seed=seed)
+        q, k, v = engine.draw(max(PROMPTS))
+        for row, length in enumerate(PROMPTS):
+            engine.write(row, k[:, row, :, :length], v[:, row, :, :length], 0, steps)
+        steps.begin(engine.lengths, engine.table, max(PROMPTS), list(PROMPTS))
+        blocks = [(engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]) for n in range(LAYERS)]
+        found = [steps.attend(n, q[n, :, :, -1:], *blocks[n], Logits(SCALING)) for n in range(LAYERS)]
+        return torch.stack(found)
+
+    outs(slept, 1)
+    before = float(slept.keys_read())
+    pool.sleep_and_wake()
+    torch.testing.assert_close(outs(slept, 2), outs(fresh, 2))
+    assert float(slept.keys_read()) - before == pytest.approx(float(fresh.keys_read()))
 
 
 CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore", "pages", "locks"}

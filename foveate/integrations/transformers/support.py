@@ -98,6 +98,11 @@ def attention_modules(
     def refuse(why: str):
         raise ValueError(f"{kind} is not supported: {why}")
 
+    if (ranks := getattr(model, "tp_size", None) or 1) > 1:
+        refuse(
+            f"its heads are spread over {ranks} processes, and each would choose keys without the others' heads; "
+            "load it without tp_plan, or serve it in vLLM (docs/guide/serve.md)"
+        )
     if getattr(config, "is_encoder_decoder", False):
         refuse("it has an encoder; foveate attaches to decoder-only models")
     if getattr(config, "num_kv_shared_layers", 0):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from foveate.integrations.vllm import audit
+from foveate.integrations.vllm import audit, requests
 from foveate.integrations.vllm.metrics import Meter
-from foveate.integrations.vllm.rows import decoding_rows, layer_index
+from foveate.integrations.vllm.ranks import tensor_parallel
+from foveate.integrations.vllm.rows import decoding_rows, layer_index, verifying_rows
 from foveate.integrations.vllm.settings import FP8, check_engine, facts_of, layer_methods, served, settings_of
 from foveate.ops import Logits
 from foveate.ops.block_table import EIGHT_BITS
@@ -19,10 +20,6 @@ from foveate.runtime import EngineSteps
 from foveate.state import Geometry
 
 _log = logging.getLogger("vllm.foveate")
-
-HIDING_TOKENS = 1024
-"""New tokens of prompts in a step that take the device longer than the host takes to launch a method's kernels for the
-rows that decode beside them (docs/guide/serve.md)."""
 
 
 @dataclass
@@ -61,7 +58,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
         for name, layer in layers.items()
     }
     facts = facts_of(model)
-    methods = layer_methods(settings.method, geometries, facts["layers"], facts)
+    methods = layer_methods(settings.method, geometries, facts, vllm_config.parallel_config.tensor_parallel_size)
     own = {layer_index(name) for name in layer_names if name in layers}
     for index in own:
         if (chooser := methods[index].role.reads_choice_of) not in (None, *own):
@@ -72,7 +69,11 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     chosen = {index: method for index, method in methods.items() if index in own}
     if not chosen:
         return None
-    steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)])
+    ranks = tensor_parallel(vllm_config)
+    if ranks is not None:
+        roles = [(index, method.role, getattr(method, "layer_role", None)) for index, method in chosen.items()]
+        ranks.check_alike({"settings": f"{settings}", "calibration": f"{roles}", "model": f"{facts}"})
+    steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)], ranks)
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
     cache = vllm_config.cache_config
     for index, geometry in geometries.items():  # before memory is given to others
@@ -110,14 +111,19 @@ class StepBuilder:
     """A mixin of metadata builders. ``self.steps`` runs the group's layers."""
 
     reorder_batch_threshold = 1
+    speculates = False
+    """Whether rows bring drafted tokens: several tokens of a row, which vLLM's own attention reads at once."""
 
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
         self.meter = None if self.steps is None else Meter(self.steps, vllm_config)
         self.audit = audit.Share(settings_of(vllm_config.additional_config).audit)
-        if self.audit.share and self.steps is not None:
-            audit.install()
+        if self.steps is not None:
+            requests.install(getattr(vllm_config, "use_v2_model_runner", False))
+            if self.audit.share:
+                audit.install()
         self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
+        self.speculates = vllm_config.speculative_config is not None
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
         self.largest_graph = 0
@@ -133,17 +139,21 @@ class StepBuilder:
         """
         if self.steps is None:
             return None
-        found = decoding_rows(common)
+        if self.speculates:
+            self.meter.update()
+            self.steps.count_dense(verifying_rows(common))
+            return Step(self.steps, common.slot_mapping, 0, None)
+        found = decoding_rows(common, requests.dense_rows())
         if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
         self.meter.update()
-        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real, "prompts": found.prompts}
+        how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real}
+        how |= {"prompts": found.prompts, "dense": found.dense}
         mixed = found.rows < common.num_reqs
-        shown = found.beside < HIDING_TOKENS and (mixed or found.rows > self.largest_graph)
-        how["launched"] = self.largest_graph > 0 and shown
+        how["launched"] = self.largest_graph > 0 and (mixed or found.rows > self.largest_graph)
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
         prompts = self.prompts_of(common, found.rows) if mixed else None
-        comparable = self.steps.choosing and not (mixed or found.prompts or self.steps.dense)
+        comparable = self.steps.choosing and not (mixed or found.prompts or found.dense or self.steps.dense)
         audited = self.meter if comparable and self.audit.due() else None
         return Step(self.steps, common.slot_mapping, found.rows, prompts, audited, found.real)
 
@@ -151,6 +161,8 @@ class StepBuilder:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
         if self.steps is None:
             return None
+        if self.speculates:
+            return Step(self.steps, common.slot_mapping, 0, None)
         number = common.num_reqs
         step, rows = Step(self.steps, common.slot_mapping, number, None), common.seq_lens[:number]
         self.steps.begin_capture(rows, common.block_table_tensor, self.longest)

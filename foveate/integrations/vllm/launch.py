@@ -162,7 +162,7 @@ def told(config: Any) -> list[str]:
     if choosing and not graphs and (config.model_config.enforce_eager or torch.cuda.is_available()):
         lines.append(f"slow: {_EAGER}")
     if graphs and not all(method.channels(geometry) for method in choosing):
-        by_head = any(getattr(method, "pool", "layer") != "layer" for method in choosing)
+        by_head = not all(method.pools_layer for method in choosing)
         each = 4 * geometry.num_kv_heads if by_head else 2 * geometry.num_heads
         lines.append(
             f"graphs: scores of {requests:,} requests of {longest:,} tokens, {_bytes(requests * longest * each)}; less "

@@ -18,11 +18,11 @@ _log = logging.getLogger("vllm.foveate")
 
 
 def register() -> None:
-    """Name foveate's backend CUSTOM, unless another plugin has done so, and prepare its metrics."""
+    """Name foveate's backend CUSTOM, unless another plugin has done so, check requests, and prepare metrics."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from foveate.integrations.vllm import published
+    from foveate.integrations.vllm import published, requests
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -46,4 +46,5 @@ def register() -> None:
     register_backend(custom, BACKEND)
     if current_platform.is_cpu():  # its platform takes CPU_ATTN, whatever backend was chosen
         register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
+    requests.install_check()
     published.serve()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,15 @@ class Decoding:
     """No row is longer."""
     tokens: list[int]
     """The lengths, or bounds of them, of those that are neither padding nor prompts."""
-    beside: int
-    """New tokens of all other rows."""
+    dense: list[bool] | None = None
+    """Which of them decode a token of a request that reads all keys, see :mod:`.requests`; None: no row."""
 
 
-def decoding_rows(common: Any) -> Decoding:
+def decoding_rows(common: Any, dense: Sequence[bool] | None = None) -> Decoding:
     """The decoding rows of a batch. A chunk of one token of a prompt is a prompt where other prompts are, too.
+
+    Args:
+        dense: which rows are of requests that read all keys, at least of rows that are no padding; None: no row.
 
     Raises:
         ValueError: when vLLM does not tell which rows are prompts.
@@ -58,19 +62,29 @@ def decoding_rows(common: Any) -> Decoding:
     number = common.num_reqs
     starts = common.query_start_loc_cpu.numpy()[: number + 1]
     tokens = np.diff(starts)
-    lengths, prompts = (_of_rows(x, number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
+    known = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    lengths, prompts = (_of_rows(x.numpy(), number) for x in known)
     if (tokens > 1).any():
         number = int(((tokens != 1) | prompts).argmax())
     there = tokens[:number] > 0
     lengths, prompts = lengths[:number], prompts[:number] & there
-    marked = prompts.tolist() if prompts.any() else None
+    whole = there & ~prompts & _of_rows(np.array(dense or [], bool), number)
+    marked, asked = (rows.tolist() if rows.any() else None for rows in (prompts, whole))
     bound, decoded = int(lengths[there].max(initial=0)), lengths[there & ~prompts].tolist()
-    return Decoding(number, int(there.sum()), marked, bound, decoded, int(starts[-1] - starts[number]))
+    return Decoding(number, int(there.sum()), marked, bound, decoded, asked)
 
 
-def _of_rows(numbers: Tensor, rows: int) -> np.ndarray:
-    """Numbers of the host of so many rows; model runner V2 leaves out those of padding."""
-    given = numbers.numpy()[:rows]
+def verifying_rows(common: Any) -> list[int]:
+    """The lengths, or bounds of them, of the rows whose tokens are no prompt's: the last one and drafts after it."""
+    number = common.num_reqs
+    tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
+    lengths, prompts = (_of_rows(x.numpy(), number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
+    return lengths[(tokens > 0) & ~prompts].tolist()
+
+
+def _of_rows(numbers: np.ndarray, rows: int) -> np.ndarray:
+    """Numbers of so many rows; model runner V2 leaves out those of padding."""
+    given = numbers[:rows]
     return np.pad(given, (0, rows - len(given)))
 
 

@@ -88,7 +88,7 @@ def check_folder(settings: Settings, folder: Path, strict: bool = True, asked: A
     facts = shape | {"weights": _weights(folder, layers)}
     method = settings.settled(shape, lambda: facts).method
     geometry = geometry_of(shape)
-    methods = layer_methods(method, dict.fromkeys(layers, geometry), shape["layers"], facts)
+    methods = layer_methods(method, dict.fromkeys(layers, geometry), facts)
     if asked is not None:
         check_summaries(asked, methods.values(), geometry)
 
@@ -133,9 +133,8 @@ def served(vllm_config: Any) -> Settings:
             with contextlib.suppress(HFValidationError):
                 cached = try_to_load_from_cache(model.model, "config.json", **where)
                 folder = Path(cached).parent if isinstance(cached, str) else folder
-        by_head = getattr(settings.method, "pool", "layer") != "layer"  # of which a rank has some of the heads
-        unfit = vllm_config.lora_config or (by_head and vllm_config.parallel_config.tensor_parallel_size > 1)
-        return facts_of(model) | {"weights": [] if unfit else _weights(folder, choosing_layers(model.hf_text_config))}
+        weights = [] if vllm_config.lora_config else _weights(folder, choosing_layers(model.hf_text_config))
+        return facts_of(model) | {"weights": weights}
 
     return settings.settled(facts_of(model), facts)
 
@@ -161,9 +160,9 @@ def check_early(vllm_config: Any) -> None:
 def methods_of(vllm_config: Any) -> dict[int, Method]:
     """:func:`layer_methods` as far as they are known before weights are loaded."""
     settings, facts = served(vllm_config), facts_of(vllm_config.model_config)
-    geometry = geometry_of(facts, vllm_config.parallel_config.tensor_parallel_size)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     layers = choosing_layers(vllm_config.model_config.hf_text_config)
-    return layer_methods(settings.method, dict.fromkeys(layers, geometry), facts["layers"], facts)
+    return layer_methods(settings.method, dict.fromkeys(layers, geometry_of(facts, ranks)), facts, ranks)
 
 
 @dataclass(frozen=True)
@@ -303,28 +302,28 @@ def _refuse(refused: Mapping[str, bool], where: str = "") -> None:
 
 
 def layer_methods(
-    method: Method, geometries: Mapping[int, Geometry], num_layers: int, facts: Mapping[str, Any]
+    method: Method, geometries: Mapping[int, Geometry], facts: Mapping[str, Any], ranks: int = 1
 ) -> dict[int, Method]:
     """The method of each full-attention layer, by index.
 
     Args:
-        geometries: shapes of these layers on this rank.
-        num_layers: layers of the model.
+        geometries: shapes of these layers on one of the ranks.
         facts: of the model, by which a calibration is checked; without weights, so the shape alone tells.
+        ranks: of the tensor parallelism.
 
     Raises:
         ValueError: for a method whose steps an engine cannot run, and for a calibration of another model.
     """
     among = sorted(geometries)
-    found = {layer: method.for_layer(layer, num_layers, among) for layer in among}
+    found = {layer: method.for_layer(layer, facts["layers"], among) for layer in among}
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
             raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
-        heads = getattr(getattr(own, "layer_role", None), "heads", None)
-        if heads is not None and len(heads) != geometries[layer].num_kv_heads:
+        if ranks > facts["kv_heads"] and own.role.name not in ("dense", "reading") and not own.pools_layer:
+            fix = "add pool=layer, or " if hasattr(own, "pool") else ""
             raise ValueError(
-                f"foveate: heads of layer {layer} are of all {len(heads)} KV heads, and this rank of the tensor "
-                f"parallelism has {geometries[layer].num_kv_heads}: add pool=layer"
+                f"foveate: {own.name} chooses for each of the {facts['kv_heads']} KV heads, whose query heads a tensor "
+                f"parallelism of {ranks} parts: {fix}take {facts['kv_heads']} ranks at most"
             )
     check_artefacts(found.values(), lambda: facts)
     return found

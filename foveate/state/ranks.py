@@ -1,0 +1,26 @@
+"""The ranks of an engine's tensor parallelism, each of which holds some of the heads of every layer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """What heads of all ranks choose together, they choose alike on each: a rank hands on what the others need.
+
+    Query heads and KV heads are dealt in their order, the same number to each rank. Both operations may be captured in
+    a CUDA graph; every rank calls them in the same order.
+    """
+
+    size: int
+    """Number of ranks."""
+    rank: int
+    """This one's number, 0 to ``size - 1``."""
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the ranks of ``x``, of the same shape on each, fp32; ``x`` may be overwritten."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x [B, H, N]`` of the heads of this rank, as ``[B, size * H, N]`` of the heads of all ranks."""
