@@ -164,6 +164,7 @@ DEFAULTS = {
     "spec_model": None,
     "spec_tokens": None,
     "speculative_config": None,
+    "tensor_parallel_size": 1,
     "ubatch_size": 0,
 }
 """vLLM's own; test_vllm_command.py compares them."""
@@ -196,6 +197,7 @@ PAGES = "pages:weighted=false,page_size=12"
         ({"method": PAGES, "kv_transfer_config": object()}, "pages with a KV connector or KV offloading"),
         ({"method": PAGES, "enable_dbo": True}, "pages with microbatches"),
         ({"method": {"method": KASCADE, "audit": 0.1}, "data_parallel_size": 2}, "audit with data parallelism"),
+        ({"tensor_parallel_size": 3}, "chooses for each of the 2 KV heads, .*take 2 ranks at most"),
         ({"model": "/no/such/folder"}, "/no/such/folder: no such folder"),
         ({"model": "no/such/folder"}, "no/such/folder: no such folder"),
     ],
@@ -248,6 +250,7 @@ def test_a_folder_that_only_vllm_reads_is_left_to_it(tmp_path):
             {"speculative_config": SimpleNamespace(method="ngram")},
         ),
         ({"runner": "pooling"}, {"model_config__runner_type": "pooling"}),
+        ({"tensor_parallel_size": 6}, {"parallel_config__tensor_parallel_size": 6}),
         ({"method": PAGES, "kv_transfer_config": object()}, {"spec": PAGES, "kv_transfer_config": object()}),
         ({"method": PAGES, "block_size": 32}, {"spec": PAGES, "cache_config__block_size": 32}),
         ({"method": PAGES, "ubatch_size": 2}, {"spec": PAGES, "parallel_config__use_ubatching": True}),

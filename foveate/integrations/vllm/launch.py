@@ -38,8 +38,7 @@ from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
 """Options of vLLM that are ours to give."""
-_OTHERWISE = {"trust_remote_code", "enable_lora", "tensor_parallel_size", "tp", "hf_overrides"}
-_OTHERWISE |= {"hf_config_path", "config_format", "load_format"}
+_OTHERWISE = {"trust_remote_code", "enable_lora", "hf_overrides", "hf_config_path", "config_format", "load_format"}
 """Options with which a folder's configuration alone does not tell what an engine would do."""
 _EAGER = (
     "without full CUDA graphs (--enforce-eager, or a mode of piecewise graphs alone) kernels are launched one by one, "
@@ -239,6 +238,7 @@ def asked_of_command(parsed: Any) -> Asked:
     dtype = {"half": "float16", "float": "float32", "auto": None}.get(parsed.dtype, parsed.dtype)
     return Asked(
         speculation=(given.get("method") or named) if speculative else None,
+        tensor_parallel_size=parsed.tensor_parallel_size,
         pipeline_parallel_size=parsed.pipeline_parallel_size,
         decode_context_parallel_size=parsed.decode_context_parallel_size,
         data_parallel_size=parsed.data_parallel_size,

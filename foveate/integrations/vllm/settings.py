@@ -75,7 +75,7 @@ def check_folder(settings: Settings, folder: Path, strict: bool = True, asked: A
     """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported.
 
     ``strict``: also for a folder that Transformers cannot read, as vLLM may read others.
-    ``asked``: options that the method's summaries of pages have to fit, too.
+    ``asked``: options that the method has to fit, too.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -88,7 +88,8 @@ def check_folder(settings: Settings, folder: Path, strict: bool = True, asked: A
     facts = shape | {"weights": _weights(folder, layers)}
     method = settings.settled(shape, lambda: facts).method
     geometry = geometry_of(shape)
-    methods = layer_methods(method, dict.fromkeys(layers, geometry), facts)
+    ranks = 1 if asked is None else asked.tensor_parallel_size
+    methods = layer_methods(method, dict.fromkeys(layers, geometry), facts, ranks)
     if asked is not None:
         check_summaries(asked, methods.values(), geometry)
 
@@ -174,6 +175,7 @@ class Asked:
 
     speculation: str | None = None
     """The method of speculative decoding; an empty string where vLLM has to find it out."""
+    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -202,6 +204,7 @@ def asked_of(vllm_config: Any) -> Asked:
     second = getattr(vllm_config, "use_v2_model_runner", False)
     return Asked(
         speculation=None if speculation is None else getattr(speculation, "method", None) or "",
+        tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         decode_context_parallel_size=parallel.decode_context_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
