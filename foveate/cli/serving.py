@@ -17,8 +17,12 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder of a model, or a name that vLLM knows.")],
     method: Annotated[
-        str, typer.Option(help="A method, or a .json file of `foveate tune`; auto: the recommended one for the model.")
-    ] = "auto",
+        list[str],
+        typer.Option(
+            metavar="<str>",
+            help="A method, or a .json file of `foveate tune`; auto: the recommended one for the model.",
+        ),
+    ] = ["auto"],  # noqa: B006
     dense_below: Annotated[
         int | None,
         typer.Option(
@@ -36,9 +40,11 @@ def serve(
     from foveate.cli.quiet import quiet
     from foveate.integrations.vllm import launch
 
+    if len(method) > 1:
+        raise ValueError(f"--method is given {len(method)} times ({', '.join(method)}): leave all but one out")
     environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
     quiet()
-    arguments = launch.arguments_of(model, method, dense_below, context.args, audit)
+    arguments = launch.arguments_of(model, *method, dense_below, context.args, audit)
     for line in launch.told(launch.checked(arguments)):
         typer.echo(line)
     typer.echo(shlex.join(launch.command(arguments)))

@@ -69,16 +69,37 @@ CLASSES = {
     ("config/scheduler.py", "SchedulerConfig"): ["max_num_seqs"],
     ("config/parallel.py", "ParallelConfig"): [
         *("rank", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "use_ubatching"),
+        *("data_parallel_size", "data_parallel_index"),
     ],
     ("config/compilation.py", "CompilationConfig"): [
         *("static_forward_context", "cudagraph_capture_sizes", "cudagraph_mode"),
     ],
     ("config/compilation.py", "CUDAGraphMode"): ["FULL", "decode_mode", "has_full_cudagraphs"],
+    ("config/speculative.py", "SpeculativeConfig"): ["method"],
     ("config/load.py", "LoadConfig"): ["download_dir"],
     ("config/model.py", "ModelConfig"): [
         *("hf_text_config", "use_mla", "is_mm_prefix_lm", "dtype", "max_model_len", "revision", "model"),
-        *("is_multimodal_model", "enable_prompt_embeds"),
+        *("is_multimodal_model", "enable_prompt_embeds", "enforce_eager", "runner_type", "served_model_name"),
     ],
+    # what a command is asked for (launch.py)
+    ("engine/arg_utils.py", "EngineArgs"): [
+        *("additional_config", "attention_backend", "attention_config", "block_size", "data_parallel_size", "dtype"),
+        *("decode_context_parallel_size", "enable_dbo", "enforce_eager", "kv_cache_dtype", "kv_offloading_size"),
+        *(
+            "kv_transfer_config",
+            "model",
+            "pipeline_parallel_size",
+            "runner",
+            "spec_method",
+            "spec_model",
+            "spec_tokens",
+        ),
+        *("speculative_config", "ubatch_size"),
+        *("trust_remote_code", "enable_lora", "tensor_parallel_size", "hf_overrides", "hf_config_path"),
+        *("config_format", "load_format"),
+    ],
+    ("entrypoints/cli/serve.py", "ServeSubcommand"): ["subparser_init"],
+    ("utils/argparse_utils.py", "FlexibleArgumentParser"): ["parse_args"],
 }
 """Names by file and class."""
 

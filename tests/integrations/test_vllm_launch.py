@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.integrations.vllm import launch
+from foveate.integrations.vllm.settings import check_early
 from tests.helpers import CONFIGS
 from tests.integrations.test_vllm_settings import KASCADE, engine
 
@@ -82,6 +83,14 @@ def test_the_model_comes_first():
     assert found.exit_code == 2
 
 
+def test_a_folder_that_is_missing_and_a_method_that_is_given_twice_are_told(folder):
+    found = CliRunner().invoke(app, ["serve", "/no/such/folder", "--method", KASCADE])
+    assert "error: /no/such/folder: no such folder" in found.output
+    found = CliRunner().invoke(app, ["serve", folder, "--method", KASCADE, "--method", "dense"])
+    assert "--method is given 2 times" in found.output
+    assert found.exit_code == 2
+
+
 def test_vllm_that_is_missing_is_told(folder):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is installed")
@@ -90,6 +99,7 @@ def test_vllm_that_is_missing_is_told(folder):
 
 
 SIZES = {
+    "model_config__enforce_eager": False,
     "model_config__max_model_len": 2048,
     "model_config__model": "nowhere",
     "model_config__revision": None,
@@ -129,50 +139,157 @@ def test_the_plan_tells_what_summaries_take():
     assert found[-1].startswith(f"summaries: {2 * share:.1%} of the KV cache, beside it")
 
 
-CUSTOM = ["--attention-backend", "CUSTOM"]
+def command(model, method=KASCADE, **changes):
+    """What vLLM's parser reads from a command of its server that chooses foveate: the options that are asked."""
+    given = {"attention_backend": "CUSTOM", "additional_config": {"foveate": method}, "model": model}
+    return SimpleNamespace(**DEFAULTS | given | changes)
 
 
-def with_method(method):
-    return ["--additional-config", json.dumps({"foveate": method})]
+DEFAULTS = {
+    "additional_config": {},
+    "attention_backend": None,
+    "attention_config": SimpleNamespace(backend=None),
+    "block_size": None,
+    "data_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "dtype": "auto",
+    "enable_dbo": False,
+    "enforce_eager": False,
+    "kv_cache_dtype": "auto",
+    "kv_offloading_size": None,
+    "kv_transfer_config": None,
+    "pipeline_parallel_size": 1,
+    "runner": "auto",
+    "spec_method": None,
+    "spec_model": None,
+    "spec_tokens": None,
+    "speculative_config": None,
+    "tensor_parallel_size": 1,
+    "ubatch_size": 0,
+}
+"""vLLM's own; test_vllm_command.py compares them."""
+
+PAGES = "pages:weighted=false,page_size=12"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("given", "why"),
     [
-        ([*CUSTOM, *with_method("kascad")], "did you mean 'kascade'"),
-        (["--attention_backend=custom", *with_method("kascad")], "did you mean 'kascade'"),
-        ([*CUSTOM, "--additional-config", '{"fovate": "kascade"}'], "is the attention backend, but has no method"),
-        ([*CUSTOM, *with_method("kascade:calibration=nowhere.json")], "nowhere.json"),
-        ([*CUSTOM, *with_method("kascade:anchors=[0,7]")], "not 7"),
-        (with_method(KASCADE), "is not the attention backend: add --attention-backend CUSTOM"),
+        ({"method": "kascad"}, "did you mean 'kascade'"),
+        ({"attention_backend": "custom", "method": "kascad"}, "did you mean 'kascade'"),
+        ({"attention_backend": None, "attention_config": {"backend": "custom"}, "method": "a"}, "unknown method 'a'"),
+        ({"additional_config": {"fovate": "kascade"}}, "is the attention backend, but has no method"),
+        ({"method": "kascade:calibration=nowhere.json"}, "nowhere.json"),
+        ({"method": "kascade:anchors=[0,7]"}, "not 7"),
+        ({"attention_backend": None}, "is not the attention backend: add --attention-backend CUSTOM"),
+        ({"attention_backend": "FLASH_ATTN"}, "is not the attention backend: add --attention-backend CUSTOM"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative decoding by ngram"),
+        ({"speculative_config": {"model": "draft"}}, "speculative decoding, because"),
+        ({"spec_method": "ngram"}, "speculative decoding by ngram"),
+        ({"spec_model": "draft"}, "speculative decoding, because"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: give auto, fp8 or fp8_e4m3"),
+        ({"kv_cache_dtype": "float16", "dtype": "float"}, "--kv-cache-dtype float16 for a model in float32"),
+        ({"runner": "pooling"}, "pooling models"),
+        ({"method": PAGES, "block_size": 32}, "pages of 12 tokens do not divide the engine's blocks of 32"),
+        ({"method": PAGES, "kv_offloading_size": 2}, "pages with a KV connector or KV offloading"),
+        ({"method": PAGES, "kv_transfer_config": object()}, "pages with a KV connector or KV offloading"),
+        ({"method": PAGES, "enable_dbo": True}, "pages with microbatches"),
+        ({"method": {"method": KASCADE, "audit": 0.1}, "data_parallel_size": 2}, "audit with data parallelism"),
+        ({"tensor_parallel_size": 3}, "chooses for each of the 2 KV heads, .*take 2 ranks at most"),
+        ({"model": "/no/such/folder"}, "/no/such/folder: no such folder"),
+        ({"model": "no/such/folder"}, "no/such/folder: no such folder"),
     ],
 )
-@pytest.mark.parametrize("positional", [True, False])
-def test_a_command_of_vllms_own_is_checked_before_an_engine_starts(folder, monkeypatch, arguments, why, positional):
+def test_a_command_of_vllms_own_is_checked_before_an_engine_starts(folder, monkeypatch, given, why):
     monkeypatch.delenv("FOVEATE_METHOD", raising=False)
-    model = ["serve", folder] if positional else ["--model", folder]
     with pytest.raises(ValueError, match=why):
-        launch.check_command([*model, "--enforce-eager", *arguments])
+        launch.check_parsed(command(**{"model": folder} | given), ())
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "given",
     [
-        [*CUSTOM, *with_method(KASCADE)],
-        [*CUSTOM, "--additional-config", "{not json"],  # vLLM tells
-        [*CUSTOM, "--additional-config.foveate", "kascad"],
-        [*CUSTOM, "--config", "options.yaml"],
-        [*with_method(KASCADE), "--config", "options.yaml"],
-        ["--attention-backend", "FLASH_ATTN"],
-        [],
+        {},
+        {"model": "some/name"},
+        {"model": "s3://some/where/else"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"method": PAGES, "block_size": 48},
+        {"method": PAGES},  # vLLM chooses the size of blocks
+        {"kv_offloading_size": 2},
+        {"attention_backend": "FLASH_ATTN", "additional_config": {}},
+        {"attention_backend": None, "additional_config": {}},
     ],
 )
-def test_what_a_command_does_not_tell_is_left_to_the_engine(folder, arguments):
-    launch.check_command(["serve", folder, *arguments])
-    launch.check_command(["serve", "some/name", *arguments])
+def test_what_can_be_served_or_is_not_told_is_left_to_the_engine(folder, given):
+    launch.check_parsed(command(**{"model": folder} | given), ())
+
+
+def test_with_options_that_change_the_model_its_folder_is_left_to_the_engine(folder):
+    with pytest.raises(ValueError, match="not 7"):
+        launch.check_parsed(command(folder, "kascade:anchors=[0,7]"), {"port"})
+    launch.check_parsed(command(folder, "kascade:anchors=[0,7]"), {"hf_overrides"})
 
 
 def test_a_folder_that_only_vllm_reads_is_left_to_it(tmp_path):
-    launch.check_command(["serve", str(tmp_path), *CUSTOM, *with_method(KASCADE)])
+    launch.check_parsed(command(str(tmp_path)), ())
     with pytest.raises(ValueError, match="Unrecognized model"):
         launch.arguments_of(str(tmp_path), KASCADE, None, [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"pipeline_parallel_size": 2}, {"parallel_config__pipeline_parallel_size": 2}),
+        ({"decode_context_parallel_size": 2}, {"parallel_config__decode_context_parallel_size": 2}),
+        ({"kv_cache_dtype": "fp8_e5m2", "dtype": "bfloat16"}, {"cache_config__cache_dtype": "fp8_e5m2"}),
+        (
+            {"speculative_config": {"method": "ngram"}},
+            {"speculative_config": SimpleNamespace(method="ngram")},
+        ),
+        ({"runner": "pooling"}, {"model_config__runner_type": "pooling"}),
+        ({"tensor_parallel_size": 6}, {"parallel_config__tensor_parallel_size": 6}),
+        ({"method": PAGES, "kv_transfer_config": object()}, {"spec": PAGES, "kv_transfer_config": object()}),
+        ({"method": PAGES, "block_size": 32}, {"spec": PAGES, "cache_config__block_size": 32}),
+        ({"method": PAGES, "ubatch_size": 2}, {"spec": PAGES, "parallel_config__use_ubatching": True}),
+    ],
+)
+def test_a_command_and_an_engine_are_refused_in_the_same_words(folder, asked, found):
+    with pytest.raises(ValueError) as early:
+        launch.check_parsed(command(folder, **asked), ())
+    with pytest.raises(ValueError) as late:
+        check_early(engine(**found))
+    assert str(early.value) == str(late.value)
+
+
+def test_other_commands_and_those_without_foveate_are_not_parsed(monkeypatch):
+    monkeypatch.setattr(launch, "_parsed", lambda arguments: pytest.fail("parsed"))
+    for arguments in ([], ["serve", "model"], ["bench", "latency", "--attention-backend", "CUSTOM"], ["-m", "x"]):
+        launch.check_command(arguments)
+
+
+def test_a_command_without_graphs_is_warned(folder, monkeypatch, caplog):
+    for method, eager, said in ((KASCADE, True, 1), (KASCADE, False, 0), ("dense", True, 0)):
+        parsed = command(folder, method, enforce_eager=eager)
+        monkeypatch.setattr(launch, "_parsed", lambda arguments, parsed=parsed: (parsed, set()))
+        launch.check_command(["serve", folder, "--attention-backend", "CUSTOM"])
+        assert caplog.text.count("without full CUDA graphs (--enforce-eager") == said
+        caplog.clear()
+
+
+def test_the_plan_tells_that_steps_without_graphs_are_slow(monkeypatch):
+    graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False))
+    sizes = SIZES | {"compilation_config": graphs}
+
+    def slow(spec=KASCADE, **changes):
+        return any(line.startswith("slow: without full CUDA graphs") for line in launch.told(engine(spec, **changes)))
+
+    eager = sizes | {"model_config__enforce_eager": True}
+    assert slow(**eager)
+    assert not slow(**sizes)  # a CPU has no graphs
+    assert not slow("dense", **eager)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert slow(**sizes)
+    assert not slow(**SIZES)

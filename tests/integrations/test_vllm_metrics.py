@@ -22,8 +22,9 @@ from foveate.runtime import EngineSteps
 prometheus = pytest.importorskip("prometheus_client")
 
 
-def config(rank=0, ranks=1):
-    return SimpleNamespace(parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks))
+def config(rank=0, ranks=1, engine=0):
+    parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks, data_parallel_index=engine)
+    return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(served_model_name="tiny"))
 
 
 def a_step(steps):
@@ -35,6 +36,15 @@ def a_step(steps):
 
 def collected():
     return {sample.name: sample.value for one in published.Collector().collect() for sample in one.samples}
+
+
+def by_engine():
+    """What is collected, by engine; one model is served."""
+    found: dict[str, dict[str, float]] = {}
+    for sample in (sample for one in published.Collector().collect() for sample in one.samples):
+        assert sample.labels["model_name"] == "tiny"
+        found.setdefault(sample.labels["engine"], {})[sample.name] = sample.value
+    return found
 
 
 def kascade():
@@ -77,6 +87,21 @@ def test_other_ranks_of_an_engine_publish_nothing():
     first = metrics.Meter(steps, config(rank=2, ranks=2))  # of the second engine
     first.update()
     assert collected() == READ
+
+
+def test_engines_of_data_parallelism_are_told_apart():
+    """Each has its own samples, under vLLM's own labels."""
+    workers = {0: [kascade()], 1: [kascade(), kascade()]}
+    meters = [(steps, metrics.Meter(steps, config(engine=n))) for n, own in workers.items() for steps in own]
+    for steps, meter in meters:
+        a_step(steps)
+        meter.observe({"kl": torch.tensor([0.02])})
+        meter.update()
+    found = by_engine()
+    assert found.keys() == {"0", "1"}
+    for name, value in READ.items():
+        assert (found["0"][name], found["1"][name]) == (value, 2 * value)
+    assert [found[n]["foveate:audit_kl_nats_count"] for n in "01"] == [1, 2]
 
 
 def test_counts_are_published_now_and_then(monkeypatch):
@@ -130,7 +155,7 @@ def test_where_several_processes_serve_metrics_their_files_are_used(tmp_path):
         from test_vllm_metrics import a_step, config, kascade, metrics, torch
         metrics._EVERY = 0.0
         groups = [kascade(), kascade()]
-        meters = [metrics.Meter(steps, config()) for steps in groups]
+        meters = [metrics.Meter(steps, config(engine=int(sys.argv[3]))) for steps in groups]
         for _ in range(2):
             for steps, meter in zip(groups, meters):
                 a_step(steps)
@@ -140,21 +165,25 @@ def test_where_several_processes_serve_metrics_their_files_are_used(tmp_path):
     here = Path(__file__).resolve().parent
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(program), str(here), str(here.parents[1])]
-    subprocess.run(command, env=environment, check=True)
+    for engine in "01":  # a process each
+        subprocess.run([*command, engine], env=environment, check=True)
     registry = prometheus.CollectorRegistry()
     from prometheus_client import multiprocess
 
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
     samples = [sample for one in registry.collect() for sample in one.samples]
-    assert {s.name: s.value for s in samples if s.name in READ} == {name: 4 * value for name, value in READ.items()}
-    mass = {s.labels["le"]: s.value for s in samples if s.name == "foveate:audit_mass_read_bucket"}
-    assert (mass["0.5"], mass["0.95"], mass["0.98"]) == (4, 4, 8)
+    for engine in "01":
+        own = [s for s in samples if s.labels["engine"] == engine and s.labels["model_name"] == "tiny"]
+        counts = {s.name: s.value for s in own if s.name in READ}
+        assert counts == {name: 4 * value for name, value in READ.items()}
+        mass = {s.labels["le"]: s.value for s in own if s.name == "foveate:audit_mass_read_bucket"}
+        assert (mass["0.5"], mass["0.95"], mass["0.98"]) == (4, 4, 8)
 
 
 WORKER = """
     import sys, time
     from foveate.integrations.vllm.published import METRICS, Published
-    own = Published()
+    own = Published(["tiny", "0"])
     own.set(dict.fromkeys(METRICS, 30000))
     own.set(dict.fromkeys(METRICS, int(sys.argv[1])))
     if len(sys.argv) > 2:
@@ -195,9 +224,10 @@ def test_merely_installed_nothing_is_published_or_changed(tmp_path):
         published.serve()
         assert b"foveate" not in generate_latest(REGISTRY)
         assert (dict(os.environ), set(os.listdir("/proc/self/fd"))) == before
-        own = published.Published()
+        own = published.Published(["tiny", "0"])
         own.set(dict.fromkeys(published.METRICS, 3))
-        assert "foveate:keys_read_total 3.0" in generate_latest(REGISTRY).decode()
+        said = 'foveate:keys_read_total{engine="0",model_name="tiny"} 3.0'
+        assert said in generate_latest(REGISTRY).decode()
     """
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True)

@@ -16,7 +16,9 @@ import urllib.request
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
+
+import openai
 
 from tests.integrations.test_in_vllm import FULL, NEW, SMALL, attached, drawn, folder  # noqa: F401
 from tests.integrations.test_vllm_requests import SCHEMA, with_bytes  # noqa: F401
@@ -72,8 +74,11 @@ def server(folder, tmp_path_factory):  # noqa: F811
 def metrics_of(address):
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    found = [re.fullmatch(r"([\w:]+)(?:\{.*\})? (\S+)", line) for line in lines if not line.startswith("#")]
-    return {one[1]: float(one[2]) for one in found if one}
+    found = [re.fullmatch(r"([\w:]+)(\{.*\})? (\S+)", line) for line in lines if not line.startswith("#")]
+    labels = {one[1]: one[2] for one in found if one}
+    its = {name for name in labels if name.startswith("foveate:") and name.endswith("_total")}
+    assert {labels[name] for name in its} <= {labels["vllm:generation_tokens_total"]}
+    return {one[1]: float(one[3]) for one in found if one}
 
 
 def ask(client, prompt, count=None, **body):

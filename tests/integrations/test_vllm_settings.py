@@ -11,9 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foveate.integrations.vllm import releases
+from foveate.integrations.vllm import releases, settings
 from foveate.integrations.vllm.builder import keys_and_values, largest_graph
-from foveate.integrations.vllm.settings import check_early, check_engine, layer_methods, served, settings_of
+from foveate.integrations.vllm.settings import (
+    Asked,
+    check_early,
+    check_engine,
+    check_options,
+    layer_methods,
+    served,
+    settings_of,
+)
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
 
@@ -145,13 +153,28 @@ def test_a_setting_that_tune_found_for_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
-        ({"cache_config__cache_dtype": "fp8_e5m2"}, "kv_cache_dtype=fp8_e5m2"),
-        ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
-        ({"cache_config__cache_dtype": "float16"}, "kv_cache_dtype=float16 for a model in torch.bfloat16"),
-        ({"model_config__use_mla": True}, "MLA"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"speculative_config": object()}, "speculative decoding, because .*: leave --speculative-config"),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram")},
+            "speculative decoding by ngram, because .*: leave --speculative-config",
+        ),
+        (
+            {"cache_config__cache_dtype": "fp8_e5m2"},
+            "--kv-cache-dtype fp8_e5m2 for a model in bfloat16: give auto, fp8 or fp8_e4m3",
+        ),
+        ({"cache_config__calculate_kv_scales": True}, "--calculate-kv-scales, .*: leave it out"),
+        ({"cache_config__cache_dtype": "float16"}, "--kv-cache-dtype float16 for a model in bfloat16: give auto"),
+        ({"model_config__use_mla": True}, "MLA models.*: serve the model without foveate"),
+        ({"model_config__is_mm_prefix_lm": True}, "prefixes .*: serve the model without foveate"),
+        ({"model_config__runner_type": "pooling"}, "pooling models.*: serve the model without foveate"),
+        (
+            {"parallel_config__pipeline_parallel_size": 2},
+            r"pipeline parallelism \(--pipeline-parallel-size 2\).*: give --tensor-parallel-size instead",
+        ),
+        (
+            {"parallel_config__decode_context_parallel_size": 2},
+            r"decode context parallelism \(--decode-context-parallel-size 2\).*: leave it out",
+        ),
     ],
 )
 def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
@@ -162,10 +185,18 @@ def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
         check_engine(engine(**changes))
 
 
+def test_methods_of_speculative_decoding_are_named_in_one_place(monkeypatch):
+    monkeypatch.setattr(settings, "SPECULATION", ("ngram", "draft_model"))
+    for served_one in (None, "ngram", "draft_model", ""):  # "": vLLM finds it out
+        check_options(Asked(speculation=served_one))
+    with pytest.raises(ValueError, match=r"speculative decoding by eagle, .*: give one of ngram, draft_model"):
+        check_options(Asked(speculation="eagle"))
+
+
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("h2o", "h2o evicts tokens"),
+        ("h2o", r"h2o evicts tokens.*; kascade and pages:weighted=false are served"),
         ("kascade_paper:anchors=[0,2]", "add decode_only=true"),
         ("quest", "keeps state beside the keys"),
         ("pages", "requests share blocks: add weighted=false"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.metadata
 import importlib.util
+import io
 import json
+import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,9 +21,12 @@ from foveate.integrations.transformers.facts import geometry_of
 from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.settings import (
     FP8,
+    Asked,
     Settings,
+    check_audit,
     check_early,
     check_folder,
+    check_options,
     facts_of,
     methods_of,
     served,
@@ -30,11 +38,16 @@ from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
 """Options of vLLM that are ours to give."""
-_OTHERWISE = {"--trust-remote-code", "--enable-lora", "--tensor-parallel-size", "-tp", "--hf-overrides"}
-_OTHERWISE |= {"--hf-config-path", "--config-format", "--load-format"}
+_OTHERWISE = {"trust_remote_code", "enable_lora", "hf_overrides", "hf_config_path", "config_format", "load_format"}
 """Options with which a folder's configuration alone does not tell what an engine would do."""
+_EAGER = (
+    "without full CUDA graphs (--enforce-eager, or a mode of piecewise graphs alone) kernels are launched one by one, "
+    "and sparse steps may be slower than vLLM's own: leave that option out"
+)
 _LISTED = 12
 """Layers that are named one by one, at most."""
+
+_log = logging.getLogger("vllm.foveate")
 
 
 def arguments_of(
@@ -60,7 +73,8 @@ def arguments_of(
     more = {name: value for name, value in more.items() if value is not None}
     given = {"method": method, **more} if more else method
     settings = settings_of({"foveate": given})
-    if Path(model).is_dir() and not _OTHERWISE.intersection(map(_plain, options)):
+    _check_there(model)
+    if Path(model).is_dir() and not _OTHERWISE & {_plain(option).lstrip("-").replace("-", "_") for option in options}:
         check_folder(settings, Path(model))
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
@@ -88,19 +102,46 @@ def checked(arguments: Sequence[str]) -> Any:
     """
     releases.check()
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+    parsed, changed = _parsed(["serve", *arguments])
+    check_parsed(parsed, changed)
+    try:
+        config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    except ValueError as error:
+        if not hasattr(error, "errors"):
+            raise
+        found = ((*one["loc"], one["msg"].removeprefix("Value error, ")) for one in error.errors())  # pydantic's
+        raise ValueError("; ".join(": ".join(map(str, parts)) for parts in found)) from error
+    check_early(config)
+    return config
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[Any, set[str]]:
+    """The options of a command of vLLM's server, as vLLM reads them, and the names of the options that it sets.
+
+    Raises:
+        ValueError: for options that vLLM does not know.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser()
-    ServeSubcommand().subparser_init(parser.add_subparsers())
-    parsed = parser.parse_args(["serve", *arguments])
-    if parsed.model_tag is not None:
-        parsed.model = parsed.model_tag
-    config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-    if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
-        raise ValueError("the options choose another attention backend than foveate's; leave that out")
-    check_early(config)
-    return config
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parser = Parser()
+    serve = ServeSubcommand().subparser_init(parser.add_subparsers())
+    try:
+        parsed = (parser if arguments[0] == "serve" else serve).parse_args(list(arguments))
+    except ValueError as error:
+        strange = re.match(r"unrecognized arguments: (--[\w-]+)", str(error))
+        known = [name for action in serve._actions for name in action.option_strings if name.startswith("--")]
+        near = difflib.get_close_matches(strange[1], known, 1) if strange else ()
+        raise ValueError(f"{error}; did you mean {near[0]}?" if near else str(error)) from None
+    defaults = vars(serve.parse_args([]))
+    changed = {name for name, value in vars(parsed).items() if name in defaults and value != defaults[name]}
+    parsed.model = parsed.model_tag or parsed.model
+    return parsed, changed
 
 
 def told(config: Any) -> list[str]:
@@ -117,6 +158,8 @@ def told(config: Any) -> list[str]:
     choosing = [method for method in methods.values() if method.role.name not in ("dense", "reading")]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    if choosing and not graphs and (config.model_config.enforce_eager or torch.cuda.is_available()):
+        lines.append(f"slow: {_EAGER}")
     if graphs and not all(method.channels(geometry) for method in choosing):
         by_head = not all(method.pools_layer for method in choosing)
         each = 4 * geometry.num_kv_heads if by_head else 2 * geometry.num_heads
@@ -131,44 +174,89 @@ def told(config: Any) -> list[str]:
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Check the options of a command of vLLM's own that chooses foveate, before an engine starts.
+    """Check the options of a command of vLLM's own server that chooses foveate, before an engine starts.
 
-    What is not written out, as in a file of --config, is left to the engine.
+    Other commands are left to the engine, and so are options that vLLM refuses.
 
     Raises:
-        ValueError: for a method, file or calibration that cannot be.
+        ValueError: for what :func:`check_parsed` refuses.
     """
-    given = _values(arguments)
+    server = arguments and (arguments[0] == "serve" or arguments[0].startswith("-"))
+    chosen = re.compile(r"custom|foveate|\.ya?ml$", re.IGNORECASE)
+    if not server or not any(map(chosen.search, arguments)):
+        return
     try:
-        config = json.loads(given.get("--additional-config", "{}"))
-    except ValueError:
+        with contextlib.redirect_stdout(io.StringIO()):  # help, which vLLM prints
+            parsed, changed = _parsed(arguments)
+    except Exception:
         return  # vLLM tells
-    if any(option.startswith("--additional-config.") for option in arguments) or not isinstance(config, dict):
+    except SystemExit as ended:
+        if ended.code:  # another call of the plugin has refused the command
+            raise
         return
-    if given.get("--attention-backend", "").upper() != "CUSTOM":
-        if "foveate" in config and not {"--config", "--attention-config", "-ac"} & given.keys():
+    settings = check_parsed(parsed, changed)
+    if settings is not None and settings.method.name != "dense" and parsed.enforce_eager:
+        _log.warning("foveate: %s", _EAGER)
+
+
+def check_parsed(parsed: Any, changed: Collection[str]) -> Settings | None:
+    """Check options of vLLM's server, which tell less than an engine's configuration and cost nothing.
+
+    Args:
+        parsed: by name.
+        changed: names of the options that the command sets.
+
+    Returns:
+        What foveate does; None where it is not the attention backend.
+
+    Raises:
+        ValueError: for a method, file or calibration that cannot be, and for options that cannot be served.
+    """
+    backend, given = parsed.attention_backend, parsed.attention_config
+    backend = backend or (given.get("backend") if isinstance(given, dict) else given.backend)
+    config = parsed.additional_config
+    if str(getattr(backend, "name", backend)).upper() != "CUSTOM":
+        if isinstance(config, dict) and "foveate" in config:
             raise ValueError("foveate has a method, but is not the attention backend: add --attention-backend CUSTOM")
-        return
-    if "--config" in given:
-        return
-    settings, model = settings_of(config), Path(given.get("--model", ""))
-    if given.get("--model") and model.is_dir() and not _OTHERWISE & given.keys():
-        check_folder(settings, model, strict=False)
+        return None
+    if not isinstance(config, dict):  # no JSON, which vLLM tells
+        return None
+    settings, asked = settings_of(config), asked_of_command(parsed)
+    _check_there(parsed.model)
+    check_options(asked)
+    if settings.audit:
+        check_audit(asked)
+    if Path(parsed.model).is_dir() and not _OTHERWISE.intersection(changed):
+        check_folder(settings, Path(parsed.model), strict=False, asked=asked)
+    return settings
 
 
-def _values(arguments: Sequence[str]) -> dict[str, str]:
-    """Options and their values, and the model of `serve MODEL` as --model."""
-    found, before = {}, ""
-    for n, argument in enumerate(arguments):
-        _name, _, value = argument.partition("=")
-        if argument.startswith("-"):
-            before = _plain(argument)
-            found[before] = value
-        elif before:
-            found[before], before = argument, ""
-        elif n and arguments[n - 1] == "serve":
-            found["--model"] = argument
-    return found
+def asked_of_command(parsed: Any) -> Asked:
+    """What a command asks for; vLLM may find out more."""
+    given, named = parsed.speculative_config or {}, parsed.spec_method or ""
+    speculative = parsed.speculative_config is not None or named or parsed.spec_model or parsed.spec_tokens
+    dtype = {"half": "float16", "float": "float32", "auto": None}.get(parsed.dtype, parsed.dtype)
+    return Asked(
+        speculation=(given.get("method") or named) if speculative else None,
+        tensor_parallel_size=parsed.tensor_parallel_size,
+        pipeline_parallel_size=parsed.pipeline_parallel_size,
+        decode_context_parallel_size=parsed.decode_context_parallel_size,
+        data_parallel_size=parsed.data_parallel_size,
+        kv_cache_dtype=parsed.kv_cache_dtype,
+        dtype=dtype,
+        calculate_kv_scales=getattr(parsed, "calculate_kv_scales", None) or False,
+        block_size=parsed.block_size,
+        kv_transfer=parsed.kv_transfer_config is not None or parsed.kv_offloading_size is not None,
+        microbatches=parsed.enable_dbo or parsed.ubatch_size > 1,
+        pooling=parsed.runner == "pooling",
+    )
+
+
+def _check_there(model: str) -> None:
+    """Raise ValueError for a path that is none; a name of the hub has one slash at most."""
+    path = Path(model).expanduser()
+    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and "://" not in model and not path.exists():
+        raise ValueError(f"{model}: no such folder")
 
 
 def _plain(option: str) -> str:

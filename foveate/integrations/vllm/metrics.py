@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from foveate.integrations.vllm.published import HISTOGRAMS, METRICS, Published
+from foveate.integrations.vllm.published import HISTOGRAMS, LABELS, METRICS, Published
 from foveate.runtime import EngineSteps
 
 _EVERY = 0.5
@@ -32,12 +32,15 @@ class Meter:
     """
 
     def __init__(self, steps: EngineSteps, vllm_config: Any):
+        parallel = vllm_config.parallel_config
         self.steps, self.next = steps, 0.0
-        self.published = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0
+        self.published = parallel.rank % parallel.tensor_parallel_size == 0
+        self.labels = (vllm_config.model_config.served_model_name, str(parallel.data_parallel_index))
+        """Values of ``LABELS``."""
         self.waiting: tuple[dict[str, float], torch.Tensor, Any] | None = None
         """Counts of the host, those of the device on their way to it, and an event that tells their arrival."""
-        self.own = None if "PROMETHEUS_MULTIPROC_DIR" in os.environ else Published()
-        self.publish = _Increments().set if self.own is None else self.own.set
+        self.own = None if "PROMETHEUS_MULTIPROC_DIR" in os.environ else Published(self.labels)
+        self.publish = _Increments(self.labels).set if self.own is None else self.own.set
 
     def update(self) -> None:
         """Publish what the steps so far have counted, if it is time; called before each step."""
@@ -57,7 +60,7 @@ class Meter:
         for name, numbers in found.items():
             for number in numbers.tolist():
                 if self.own is None:
-                    _histograms()[name].observe(number)
+                    _histograms()[name].labels(*self.labels).observe(number)
                 else:
                     self.own.observe(name, number)
 
@@ -78,7 +81,7 @@ def _counters() -> dict[str, Any]:
 
     registry = prometheus_client.CollectorRegistry()
     return {
-        key: prometheus_client.Counter(f"foveate:{name}", text, registry=registry)
+        key: prometheus_client.Counter(f"foveate:{name}", text, LABELS, registry=registry)
         for key, (name, text) in METRICS.items()
     }
 
@@ -89,7 +92,7 @@ def _histograms() -> dict[str, Any]:
 
     registry = prometheus_client.CollectorRegistry()
     return {
-        key: prometheus_client.Histogram(f"foveate:{name}", text, registry=registry, buckets=bounds)
+        key: prometheus_client.Histogram(f"foveate:{name}", text, LABELS, registry=registry, buckets=bounds)
         for key, (name, text, bounds) in HISTOGRAMS.items()
     }
 
@@ -97,10 +100,11 @@ def _histograms() -> dict[str, Any]:
 class _Increments:
     """Adds what a group of layers has counted since the last time to :func:`_counters`."""
 
-    def __init__(self):
+    def __init__(self, labels: tuple[str, ...]):
+        self.labels = labels
         self.last = dict.fromkeys(METRICS, 0.0)
 
     def set(self, counts: dict[str, float]) -> None:
         for key, counter in _counters().items():
-            counter.inc(max(0.0, counts[key] - self.last[key]))  # a capture counts from 0 again
+            counter.labels(*self.labels).inc(max(0.0, counts[key] - self.last[key]))  # a capture counts from 0 again
             self.last[key] = counts[key]

@@ -24,14 +24,6 @@ def register() -> None:
 
     from foveate.integrations.vllm import published, requests
 
-    if os.environ.get("FOVEATE_METHOD"):
-        from foveate.integrations.vllm.settings import settings_of
-
-        try:
-            settings_of(None)
-            _log.info("foveate: FOVEATE_METHOD takes effect with --attention-backend CUSTOM alone")
-        except ValueError as error:
-            _log.error("FOVEATE_METHOD: %s", error)  # and an exception where the backend is used
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         _log.warning("foveate: another plugin has registered %s as the CUSTOM attention backend", custom.get_path())
@@ -43,6 +35,14 @@ def register() -> None:
             check_command(sys.argv[1:])
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
+    if os.environ.get("FOVEATE_METHOD"):
+        from foveate.integrations.vllm.settings import settings_of
+
+        try:
+            settings_of(None)
+            _log.info("foveate: FOVEATE_METHOD takes effect with --attention-backend CUSTOM alone")
+        except ValueError as error:
+            _log.error("FOVEATE_METHOD: %s", error)  # and an exception where the backend is used
     register_backend(custom, BACKEND)
     if current_platform.is_cpu():  # its platform takes CPU_ATTN, whatever backend was chosen
         register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)

@@ -13,12 +13,15 @@ import fcntl
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 _NAME = "foveate-counts"
 _PROCESSES = Path("/proc")
+
+LABELS = ("model_name", "engine")
+"""Of every metric, as of vLLM's own: the name under which a model is served, and the rank of the data parallelism."""
 
 METRICS = {
     "steps": ("decode_steps", "Decode steps."),
@@ -50,9 +53,14 @@ HISTOGRAMS = {
 
 
 class Published:
-    """What a worker publishes of one group of layers."""
+    """What a worker publishes of one group of layers.
 
-    def __init__(self):
+    Args:
+        labels: values of :data:`LABELS`.
+    """
+
+    def __init__(self, labels: Sequence[str]):
+        self.labels = list(labels)
         self.observed = {name: [0] * (len(bounds) + 1) + [0.0] for name, (_, _, bounds) in HISTOGRAMS.items()}
         """By histogram: numbers in each bucket, those above the last bound, and the sum."""
         self.memory: Any = None
@@ -68,7 +76,7 @@ class Published:
             return
         if self.memory is None:
             self.memory = os.fdopen(os.memfd_create(_NAME), "r+b", buffering=0)
-        text = json.dumps(counts | {"observed": self.observed}).encode()
+        text = json.dumps(counts | {"observed": self.observed, "labels": self.labels}).encode()
         with _locked(self.memory, fcntl.LOCK_EX) as memory:
             memory.seek(0)
             memory.write(text)
@@ -113,22 +121,31 @@ def _family(first: int) -> list[int]:
 
 
 class Collector:
-    """Adds up what is published when ``/metrics`` is asked for."""
+    """Adds up what the workers of each engine publish when ``/metrics`` is asked for."""
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-        given = found()
-        if not given:
+        engines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for counts in found():
+            engines.setdefault(tuple(counts["labels"]), []).append(counts)
+        if not engines:
             return
         for key, (name, text) in METRICS.items():
-            yield CounterMetricFamily(f"foveate:{name}", text, sum(counts[key] for counts in given))
+            counter = CounterMetricFamily(f"foveate:{name}", text, labels=LABELS)
+            for labels, given in sorted(engines.items()):
+                counter.add_metric(labels, sum(counts[key] for counts in given))
+            yield counter
         for key, (name, text, bounds) in HISTOGRAMS.items():
-            *buckets, total = map(sum, zip(*(counts["observed"][key] for counts in given)))
-            if any(buckets):
-                ends = [*map(str, map(float, bounds)), "+Inf"]
-                held = [(end, sum(buckets[: n + 1])) for n, end in enumerate(ends)]
-                yield HistogramMetricFamily(f"foveate:{name}", text, held, total)
+            histogram = HistogramMetricFamily(f"foveate:{name}", text, labels=LABELS)
+            ends = [*map(str, map(float, bounds)), "+Inf"]
+            for labels, given in sorted(engines.items()):
+                *buckets, total = map(sum, zip(*(counts["observed"][key] for counts in given)))
+                if any(buckets):
+                    held = [(end, sum(buckets[: n + 1])) for n, end in enumerate(ends)]
+                    histogram.add_metric(labels, held, total)
+            if histogram.samples:
+                yield histogram
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,12 @@ HOW = (
 FP8 = ("fp8", "fp8_e4m3")
 """Of ``kv_cache_dtype``: keys and values in eight bits, which methods read as they are."""
 
+SPECULATION: tuple[str, ...] = ()
+"""Methods of speculative decoding that are served."""
+
+_PLAIN = ("bfloat16", "float16", "float32")
+"""Of ``kv_cache_dtype``: numbers as a model has them."""
+
 _weights = functools.cache(folder_weights)
 """Of a folder that an engine has loaded, which asks for them several times."""
 
@@ -65,10 +71,11 @@ class Settings:
         return replace(self, method=method)
 
 
-def check_folder(settings: Settings, folder: Path, strict: bool = True) -> None:
+def check_folder(settings: Settings, folder: Path, strict: bool = True, asked: Asked | None = None) -> None:
     """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported.
 
     ``strict``: also for a folder that Transformers cannot read, as vLLM may read others.
+    ``asked``: options that the method has to fit, too.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -80,7 +87,11 @@ def check_folder(settings: Settings, folder: Path, strict: bool = True) -> None:
     layers = choosing_layers(config.get_text_config())
     facts = shape | {"weights": _weights(folder, layers)}
     method = settings.settled(shape, lambda: facts).method
-    layer_methods(method, dict.fromkeys(layers, geometry_of(shape)), facts)
+    geometry = geometry_of(shape)
+    ranks = 1 if asked is None else asked.tensor_parallel_size
+    methods = layer_methods(method, dict.fromkeys(layers, geometry), facts, ranks)
+    if asked is not None:
+        check_summaries(asked, methods.values(), geometry)
 
 
 def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
@@ -141,15 +152,10 @@ def _read(path: Path) -> Any:
 def check_early(vllm_config: Any) -> None:
     """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
     check_engine(vllm_config)
+    asked = asked_of(vllm_config)
     if settings_of(vllm_config.additional_config).audit:
-        check_audit(vllm_config)
-    shape, block = geometry_of(facts_of(vllm_config.model_config)), vllm_config.cache_config.block_size
-    summarising = [method for method in methods_of(vllm_config).values() if method.channels(shape)]
-    if summarising:
-        check_summaries(vllm_config, summarising[0].name)
-    memory = torch.empty(1, 1, block or 0, shape.head_dim, device="meta")
-    for channels in (method.channels(shape) for method in dict.fromkeys(summarising) if block):
-        EngineCache(shape, memory, memory.device, channels, Counters())
+        check_audit(asked)
+    check_summaries(asked, methods_of(vllm_config).values(), geometry_of(facts_of(vllm_config.model_config)))
 
 
 def methods_of(vllm_config: Any) -> dict[int, Method]:
@@ -160,52 +166,135 @@ def methods_of(vllm_config: Any) -> dict[int, Method]:
     return layer_methods(settings.method, dict.fromkeys(layers, geometry_of(facts, ranks)), facts, ranks)
 
 
-def check_summaries(vllm_config: Any, name: str) -> None:
-    """Raise ValueError for blocks whose summaries would not be where their keys are."""
+@dataclass(frozen=True)
+class Asked:
+    """What vLLM's options ask for, as far as foveate needs to know it, of a command or of an engine.
+
+    The defaults are vLLM's. They also stand for options that a command does not name.
+    """
+
+    speculation: str | None = None
+    """The method of speculative decoding; an empty string where vLLM has to find it out."""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+    dtype: str | None = None
+    """Of the model, such as ``bfloat16``; None: not known."""
+    calculate_kv_scales: bool = False
+    block_size: int | None = None
+    kv_transfer: bool = False
+    """A KV connector or KV offloading."""
+    microbatches: bool = False
+    pooling: bool = False
+    """No tokens are generated."""
+    recurrent: bool = False
+    mla: bool = False
+    mm_prefix: bool = False
+    """Prefixes whose tokens see each other."""
+    second_reads_more: bool = False
+    """Model runner V2 with a model that reads more than tokens."""
+
+
+def asked_of(vllm_config: Any) -> Asked:
+    """What an engine is asked to do."""
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    speculation = vllm_config.speculative_config
+    second = getattr(vllm_config, "use_v2_model_runner", False)
+    return Asked(
+        speculation=None if speculation is None else getattr(speculation, "method", None) or "",
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        kv_cache_dtype=cache.cache_dtype,
+        dtype=str(model.dtype).removeprefix("torch."),
+        calculate_kv_scales=getattr(cache, "calculate_kv_scales", False),
+        block_size=cache.block_size,
+        kv_transfer=vllm_config.kv_transfer_config is not None,
+        microbatches=getattr(parallel, "use_ubatching", False),
+        pooling=getattr(model, "runner_type", "generate") == "pooling",
+        recurrent=any(getattr(model, name, False) for name in ("is_hybrid", "has_inner_state")),
+        mla=model.use_mla,
+        mm_prefix=getattr(model, "is_mm_prefix_lm", False),
+        second_reads_more=second and (model.is_multimodal_model or model.enable_prompt_embeds),
+    )
+
+
+def check_engine(vllm_config: Any) -> None:
+    """As :func:`check_options`, of an engine."""
+    check_options(asked_of(vllm_config))
+
+
+def check_options(asked: Asked) -> None:
+    """Raise ValueError for what foveate cannot do; the first such option is named, and what to do instead."""
+    plain, model = (_PLAIN, "") if asked.dtype is None else ((asked.dtype,), f" for a model in {asked.dtype}")
     refused = {
-        "a KV connector or KV offloading: blocks would come without their summaries": vllm_config.kv_transfer_config
-        is not None,
-        "microbatches, of which each would have its own summaries": getattr(
-            vllm_config.parallel_config, "use_ubatching", False
+        _speculation(asked.speculation): not _serves(asked.speculation),
+        f"--kv-cache-dtype {asked.kv_cache_dtype}{model}: give auto, {' or '.join(FP8)}": (
+            asked.kv_cache_dtype not in ("auto", *plain, *FP8)
+        ),
+        "--calculate-kv-scales, which changes scales after graphs are captured: leave it out": (
+            asked.calculate_kv_scales
+        ),
+        "MLA models, which have no keys of KV heads: serve the model without foveate": asked.mla,
+        f"pipeline parallelism (--pipeline-parallel-size {asked.pipeline_parallel_size}), because a layer may read the "
+        "keys that a layer of another stage chose: give --tensor-parallel-size instead": (
+            asked.pipeline_parallel_size > 1
+        ),
+        "prefixes whose tokens see each other (images): serve the model without foveate": asked.mm_prefix,
+        f"decode context parallelism (--decode-context-parallel-size {asked.decode_context_parallel_size}), because a "
+        "rank would choose among its own keys: leave it out": asked.decode_context_parallel_size > 1,
+        "pooling models (--runner pooling), because they decode nothing: serve the model without foveate": (
+            asked.pooling
         ),
     }
-    _refuse(refused, f"{name} with ")
+    _refuse(refused)
 
 
-def check_audit(vllm_config: Any) -> None:
+def _serves(speculation: str | None) -> bool:
+    """Whether no method of speculative decoding is asked for, or one that is served, or one that vLLM has to find."""
+    return speculation is None or speculation in SPECULATION or (not speculation and bool(SPECULATION))
+
+
+def _speculation(method: str | None) -> str:
+    """Why a method of speculative decoding is refused, and what to do."""
+    named = f" by {method}" if method else ""
+    instead = (
+        f"give one of {', '.join(SPECULATION)}" if SPECULATION else "leave --speculative-config and --spec-method out"
+    )
+    return f"speculative decoding{named}, because several tokens of a request would choose keys at once: {instead}"
+
+
+def check_audit(asked: Asked) -> None:
     """Raise ValueError where a step cannot be run twice."""
-    model, second = vllm_config.model_config, getattr(vllm_config, "use_v2_model_runner", False)
     refused = {
-        "model runner V2 for a model that reads more than tokens: set VLLM_USE_V2_MODEL_RUNNER=0": second
-        and (model.is_multimodal_model or model.enable_prompt_embeds),
-        "data parallelism, whose ranks step together": vllm_config.parallel_config.data_parallel_size > 1,
-        "a KV connector, which would be handed each layer's keys twice": vllm_config.kv_transfer_config is not None,
-        "recurrent layers, whose states would advance twice": any(
-            getattr(model, name, False) for name in ("is_hybrid", "has_inner_state")
+        "model runner V2 for a model that reads more than tokens: set VLLM_USE_V2_MODEL_RUNNER=0": (
+            asked.second_reads_more
         ),
+        "data parallelism, whose ranks step together: leave audit out": asked.data_parallel_size > 1,
+        "a KV connector, which would be handed each layer's keys twice: leave audit out": asked.kv_transfer,
+        "recurrent layers, whose states would advance twice: leave audit out": asked.recurrent,
     }
     _refuse(refused, "audit with ")
 
 
-def check_engine(vllm_config: Any) -> None:
-    """Raise ValueError for what an engine is asked to do and foveate cannot: the first such option is named."""
-    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+def check_summaries(asked: Asked, methods: Iterable[Method], geometry: Geometry) -> None:
+    """Raise ValueError for blocks whose summaries would not be where their keys are, or that pages do not divide."""
+    summarising = [method for method in methods if method.channels(geometry)]
     refused = {
-        "speculative decoding: several tokens of a row would choose their keys at once": vllm_config.speculative_config
-        is not None,
-        f"kv_cache_dtype={cache.cache_dtype} for a model in {model.dtype}; there are auto, fp8 and fp8_e4m3": (
-            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8)
+        "a KV connector or KV offloading, because blocks would come without their summaries: take a method without "
+        "summaries, such as kascade": asked.kv_transfer,
+        "microbatches, of which each would have its own summaries: leave --enable-dbo and --ubatch-size out": (
+            asked.microbatches
         ),
-        "calculate_kv_scales, which changes scales after graphs are captured": getattr(
-            cache, "calculate_kv_scales", False
-        ),
-        "MLA models: they have no keys of KV heads": model.use_mla,
-        "pipeline parallelism: a layer may read the choice of one in another stage": parallel.pipeline_parallel_size
-        > 1,
-        "prefixes whose tokens see each other (images)": getattr(model, "is_mm_prefix_lm", False),
-        "decode context parallelism: a rank would choose among its own keys": parallel.decode_context_parallel_size > 1,
     }
-    _refuse(refused)
+    if summarising:
+        _refuse(refused, f"{summarising[0].name} with ")
+    memory = torch.empty(1, 1, asked.block_size or 0, geometry.head_dim, device="meta")
+    for channels in (method.channels(geometry) for method in summarising if asked.block_size):
+        EngineCache(geometry, memory, memory.device, channels, Counters())
 
 
 def _refuse(refused: Mapping[str, bool], where: str = "") -> None:
@@ -232,7 +321,7 @@ def layer_methods(
     found = {layer: method.for_layer(layer, facts["layers"], among) for layer in among}
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
-            raise ValueError(f"foveate: {reason} (layer {layer})")
+            raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
         if ranks > facts["kv_heads"] and own.role.name not in ("dense", "reading") and not own.pools_layer:
             fix = "add pool=layer, or " if hasattr(own, "pool") else ""
             raise ValueError(
