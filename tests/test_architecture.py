@@ -41,7 +41,7 @@ LAYERS_OF_OPS = (
 """The same of ``foveate.ops``."""
 
 LAYERS_OF_STATE = (
-    ("counters", "description", "host_memory", "step_plan"),
+    ("counters", "description", "host_memory", "ranks", "step_plan"),
     ("device_rows", "eviction", "snapshots", "storage", "transfers"),
     ("row_numbers",),
     ("cache",),

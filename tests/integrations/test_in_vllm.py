@@ -250,6 +250,24 @@ def test_ranks_give_the_tokens_of_one(wide, spec, ranks):
     assert differing <= (spec == PAGES and ranks == 4)
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_beside_a_drafter_tokens_are_vllms_own(folder, own, tmp_path, drafter):
+    """Its own attention verifies the drafts and reads all keys; each row is counted. A model accepts its own drafts."""
+    speculation = {"method": drafter, "num_speculative_tokens": 3}
+    if drafter == "draft_model":
+        speculation["model"] = str(written(tmp_path, num_attention_heads=4, num_key_value_heads=2))
+    else:
+        speculation |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    found = run(folder, {"method": SMALL, "dense_below": 0}, speculative_config=speculation, **CHUNKS)
+    assert found["tokens"] == [own]
+    counts, read = found["counts"], found["read"]
+    assert counts["vllm:spec_decode_num_draft_tokens"] > 0
+    accepted = counts["vllm:spec_decode_num_accepted_tokens"]
+    assert read["dense_rows"] == read["rows"] == len(PROMPTS) * (NEW - 1) - accepted
+    assert accepted > NEW or drafter == "ngram", "of random tokens few come again"
+    assert read["keys_read"] == read["keys_available"] > 0
+
+
 def test_one_engine_reads_prompts_and_another_decodes(folder, small, tmp_path):
     """Its keys come by a KV connector of vLLM's, which is handed blocks as the plugin lays them out."""
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

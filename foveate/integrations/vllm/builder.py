@@ -13,7 +13,15 @@ from foveate.integrations.vllm import audit, requests
 from foveate.integrations.vllm.metrics import Meter
 from foveate.integrations.vllm.ranks import tensor_parallel
 from foveate.integrations.vllm.rows import decoding_rows, layer_index, verifying_rows
-from foveate.integrations.vllm.settings import FP8, check_engine, facts_of, layer_methods, served, settings_of
+from foveate.integrations.vllm.settings import (
+    ALL_DENSE,
+    FP8,
+    check_engine,
+    facts_of,
+    layer_methods,
+    served,
+    settings_of,
+)
 from foveate.ops import Logits
 from foveate.ops.block_table import EIGHT_BITS
 from foveate.runtime import EngineSteps
@@ -124,6 +132,8 @@ class StepBuilder:
                 audit.install()
         self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
         self.speculates = vllm_config.speculative_config is not None
+        if self.speculates and self.steps is not None:
+            _warn_once(f"foveate: {ALL_DENSE}")
         self.warm: set[int] = set()
         """Numbers of rows for which the layers have run once."""
         self.largest_graph = 0

@@ -20,6 +20,7 @@ import torch
 from foveate.integrations.transformers.facts import geometry_of
 from foveate.integrations.vllm import releases
 from foveate.integrations.vllm.settings import (
+    ALL_DENSE,
     FP8,
     Asked,
     Settings,
@@ -152,7 +153,9 @@ def told(config: Any) -> list[str]:
     settings, methods = served(config), methods_of(config)
     facts = facts_of(config.model_config)
     geometry = geometry_of(facts, config.parallel_config.tensor_parallel_size)
-    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {_dense(settings, methods, geometry)}"]
+    speculates = config.speculative_config is not None
+    dense = f"every step: {ALL_DENSE}" if speculates else _dense(settings, methods, geometry)
+    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense}"]
     if settings.audit:
         lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
     choosing = [method for method in methods.values() if method.role.name not in ("dense", "reading")]

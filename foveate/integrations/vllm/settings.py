@@ -37,8 +37,15 @@ HOW = (
 FP8 = ("fp8", "fp8_e4m3")
 """Of ``kv_cache_dtype``: keys and values in eight bits, which methods read as they are."""
 
-SPECULATION: tuple[str, ...] = ()
-"""Methods of speculative decoding that are served."""
+SPECULATION = ("ngram", "draft_model")
+"""Methods of speculative decoding beside which foveate is tested. vLLM's own attention reads all keys there, because it
+verifies the drafts of a request at once."""
+
+ALL_DENSE = (
+    "with speculative decoding vLLM's own attention verifies the drafts, and reads all keys; leave "
+    "--speculative-config and --spec-method out to decode sparsely"
+)
+"""What an engine that speculates says at its start."""
 
 _PLAIN = ("bfloat16", "float16", "float32")
 """Of ``kv_cache_dtype``: numbers as a model has them."""
@@ -231,7 +238,8 @@ def check_options(asked: Asked) -> None:
     """Raise ValueError for what foveate cannot do; the first such option is named, and what to do instead."""
     plain, model = (_PLAIN, "") if asked.dtype is None else ((asked.dtype,), f" for a model in {asked.dtype}")
     refused = {
-        _speculation(asked.speculation): not _serves(asked.speculation),
+        f"speculative decoding by {asked.speculation}: give one of {', '.join(SPECULATION)}, or leave "
+        "--speculative-config and --spec-method out": asked.speculation not in (None, "", *SPECULATION),
         f"--kv-cache-dtype {asked.kv_cache_dtype}{model}: give auto, {' or '.join(FP8)}": (
             asked.kv_cache_dtype not in ("auto", *plain, *FP8)
         ),
@@ -251,20 +259,6 @@ def check_options(asked: Asked) -> None:
         ),
     }
     _refuse(refused)
-
-
-def _serves(speculation: str | None) -> bool:
-    """Whether no method of speculative decoding is asked for, or one that is served, or one that vLLM has to find."""
-    return speculation is None or speculation in SPECULATION or (not speculation and bool(SPECULATION))
-
-
-def _speculation(method: str | None) -> str:
-    """Why a method of speculative decoding is refused, and what to do."""
-    named = f" by {method}" if method else ""
-    instead = (
-        f"give one of {', '.join(SPECULATION)}" if SPECULATION else "leave --speculative-config and --spec-method out"
-    )
-    return f"speculative decoding{named}, because several tokens of a request would choose keys at once: {instead}"
 
 
 def check_audit(asked: Asked) -> None:
