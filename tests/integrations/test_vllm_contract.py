@@ -50,6 +50,7 @@ CLASSES = {
     ],
     # what tells of a request's own setting (requests.py)
     ("v1/engine/input_processor.py", "InputProcessor"): ["_validate_params", "vllm_config"],
+    ("exceptions.py", "VLLMValidationError"): ["__init__"],
     ("sampling_params.py", "SamplingParams"): ["extra_args"],
     ("v1/core/sched/output.py", "SchedulerOutput"): ["finished_req_ids", "scheduled_new_reqs"],
     ("v1/core/sched/output.py", "NewRequestData"): ["req_id", "sampling_params"],
@@ -119,7 +120,11 @@ REQUESTS = [
     (
         "v1/worker/gpu/model_runner.py",
         "execute_model",
-        ["self.add_requests(scheduler_output)", "self.prepare_dummy_attn(input_batch", "self.model_state.prepare_attn("],
+        [
+            "self.add_requests(scheduler_output)",
+            "self.prepare_dummy_attn(input_batch",
+            "self.model_state.prepare_attn(",
+        ],
     ),
 ]
 """By file and function: calls as they begin, in order. A request's setting is read in all but the last."""

@@ -30,6 +30,7 @@ def main() -> None:
     if job["second"]:
         by_second_runner()
     from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     if job.get("hiding") is not None:
         replaying(job["hiding"])
@@ -47,7 +48,7 @@ def main() -> None:
     for more in job.get("refused", ()):
         try:
             llm.generate(prompts[0], SamplingParams(**plain | more), use_tqdm=False)
-        except ValueError as error:
+        except VLLMValidationError as error:
             refused.append(str(error))
     found = []
     for time in range(job["times"]):

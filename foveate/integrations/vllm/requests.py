@@ -28,13 +28,21 @@ def is_dense(params: Any) -> bool:
 
 
 def check_request(params: Any, vllm_config: Any) -> None:
-    """Raise ValueError for a setting that is not known, or that the engine cannot honour."""
+    """Refuse a setting that is unknown, or that the engine cannot honour.
+
+    Raises:
+        VLLMValidationError: which servers answer with status 400. Of other errors they hide the message.
+    """
+    from vllm.exceptions import VLLMValidationError
+
     if not is_dense(params):
         return
     if (given := params.extra_args[NAME]) != DENSE:
-        raise ValueError(f'foveate: a request\'s extra_args["{NAME}"] (vllm_xargs) must be "{DENSE}", not {given!r}')
+        raise VLLMValidationError(
+            f'foveate: a request\'s extra_args["{NAME}"] (vllm_xargs) must be "{DENSE}", not {given!r}'
+        )
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
-        raise ValueError(f'foveate: extra_args["{NAME}"]="{DENSE}" is not supported with microbatches')
+        raise VLLMValidationError(f'foveate: extra_args["{NAME}"]="{DENSE}" is not supported with microbatches')
 
 
 def install_check() -> None:
