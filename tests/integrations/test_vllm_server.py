@@ -129,7 +129,7 @@ def test_a_client_may_ask_for_dense_reading_and_is_told_what_else_it_may_not(fol
 def test_a_tool_call_is_that_of_vllm_itself(with_bytes, tmp_path):  # noqa: F811
     tool = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}
     how = {"model": "tiny", "messages": [{"role": "user", "content": "Paint it. " * 12}], "tools": [tool]}
-    how |= {"tool_choice": {"type": "function", "function": {"name": "paint"}}, "temperature": 0, "max_tokens": 99}
+    how |= {"tool_choice": {"type": "function", "function": {"name": "paint"}}, "temperature": 0, "max_tokens": 200}
     structured = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
     options = {"tool-call-parser": "hermes", "structured-outputs-config": structured, "block-size": 32}
     calls = []
