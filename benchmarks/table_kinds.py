@@ -301,6 +301,18 @@ def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
     return cell
 
 
+serving_ranks = Table(
+    lambda rows: f"An anchor of the 8B's shape, its heads on {rows[0]['case']['ranks']} GPUs",
+    {
+        "requests": lambda row: f"{row['case']['batch']} × {context_length(row['case']['tokens'])} tokens",
+        "bytes summed": lambda row: f"{row['summed_bytes']:,}",
+        "scoring and choosing, µs": lambda row: number(1000 * row["baseline_ms"], 0),
+        "with the sum": lambda row: number(1000 * row["ms"], 0),
+        "keys that one GPU chooses, too": lambda row: percent(row["agreement"]),
+    },
+)
+"""What choosing together costs, and whether the ranks choose what one GPU chooses."""
+
 serving_load = Table(
     lambda rows: (
         f"{rows[0]['case']['model']} in vLLM, {_engine(rows[0]['case'])}: 50th, 90th and 99th percentile (vLLM's own)"

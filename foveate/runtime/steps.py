@@ -153,8 +153,8 @@ class EngineSteps:
                 of prompts.
             rows: rows that are no padding; None: all.
             prompts: rows whose token is a prompt's: they read all keys and are not counted. None: no row.
-            dense: other rows that read all keys, whatever their lengths; they are counted, and rows of padding come
-                last. None: no row.
+            dense: other rows that read all keys, whatever their lengths, and are counted; rows of padding come last
+                then. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
                 Such a step is dense: launching the selection kernels can cost more than reading every key.
         """
@@ -222,8 +222,10 @@ class EngineSteps:
         self._forward.clear()
 
     def _count_on_device(self) -> None:
-        """Allocate the counters. Not before the first step: an engine that sleeps loses what it has allocated with its
-        blocks. Summaries may be lost with these."""
+        """Allocate the counters, in the first step: an engine that sleeps may drop what it allocates with its blocks.
+
+        Summaries may be dropped, because the blocks are empty afterwards.
+        """
         with torch.inference_mode(False):
             self._read = torch.zeros(len(self.methods), dtype=torch.float64, device=self.device)
             for read, counters in zip(self._read, self._counters.values()):
@@ -231,7 +233,7 @@ class EngineSteps:
                 counters.on_device(self.device)
 
     def _whole(self) -> Tensor:
-        """The lengths of rows that read all their keys: short ones, those of prompts, and others as told."""
+        """The lengths of rows that read all their keys: short rows, prompts and rows that are to be dense."""
         step = self._step[0]
         lengths = step["lengths"]
         short = self._is_short(lengths, (lengths > 0).sum())

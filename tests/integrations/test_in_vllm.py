@@ -262,9 +262,10 @@ def test_beside_a_drafter_tokens_are_vllms_own(folder, own, tmp_path, drafter):
     assert found["tokens"] == [own]
     counts, read = found["counts"], found["read"]
     assert counts["vllm:spec_decode_num_draft_tokens"] > 0
-    accepted = counts["vllm:spec_decode_num_accepted_tokens"]
-    assert read["dense_rows"] == read["rows"] == len(PROMPTS) * (NEW - 1) - accepted
-    assert accepted > NEW or drafter == "ngram", "of random tokens few come again"
+    assert 0 < read["dense_rows"] == read["rows"] <= len(PROMPTS) * (NEW - 1)
+    if drafter == "draft_model":  # of random tokens few come again, which ngram looks for
+        assert counts["vllm:spec_decode_num_accepted_tokens"] > NEW
+        assert read["rows"] < len(PROMPTS) * NEW / 2, "rows bring several tokens"
     assert read["keys_read"] == read["keys_available"] > 0
 
 

@@ -54,6 +54,7 @@ CLASSES = {
     ],
     # what tells of a request's own setting (requests.py)
     ("v1/engine/input_processor.py", "InputProcessor"): ["_validate_params", "vllm_config"],
+    ("exceptions.py", "VLLMValidationError"): ["__init__"],
     ("sampling_params.py", "SamplingParams"): ["extra_args"],
     ("v1/core/sched/output.py", "SchedulerOutput"): ["finished_req_ids", "scheduled_new_reqs"],
     ("v1/core/sched/output.py", "NewRequestData"): ["req_id", "sampling_params"],

@@ -20,9 +20,9 @@ pytest.importorskip("openai")
 
 import openai
 
-from tests.integrations.test_in_vllm import FULL, NEW, SMALL, attached, drawn, folder  # noqa: F401
-from tests.integrations.test_vllm_requests import SCHEMA, with_bytes  # noqa: F401
-from tests.integrations.vllm_engine import ENVIRONMENT
+from tests.integrations.test_in_vllm import FULL, NEW, SMALL, attached, drawn, folder  # noqa: E402, F401
+from tests.integrations.test_vllm_requests import SCHEMA, with_bytes  # noqa: E402, F401
+from tests.integrations.vllm_engine import ENVIRONMENT  # noqa: E402
 
 OWN = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
 """The command of vLLM itself."""
@@ -121,21 +121,22 @@ def test_a_server_streams_to_many_and_drops_those_who_leave(folder, server):  # 
 def test_a_client_may_ask_for_dense_reading_and_is_told_what_else_it_may_not(folder, server):  # noqa: F811
     """A mistake is the client's: the server goes on."""
     client, _ = server
-    prompt = drawn(150, 5)
+    prompt, wrong = drawn(150, 5), {"vllm_xargs": {"foveate": "sparse"}}
     dense, sparse = (attached(folder, spec, [prompt])[0] for spec in (None, SMALL))
     assert dense != sparse
     assert ask(client, prompt, vllm_xargs={"foveate": "dense"}) == dense
-    with pytest.raises(openai.BadRequestError, match=r"must be .*dense.*, not 'sparse'"):
-        ask(client, prompt, vllm_xargs={"foveate": "sparse"})
+    for stream, error in ((True, openai.APIError), (False, openai.BadRequestError)):
+        with pytest.raises(error, match=r"must be .dense., not .*sparse"):
+            list(client.completions.create(model="tiny", prompt=prompt, stream=stream, extra_body=wrong))
     assert ask(client, prompt) == sparse
 
 
 def test_a_tool_call_is_that_of_vllm_itself(with_bytes, tmp_path):  # noqa: F811
-    tool = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}
     how = {"model": "tiny", "messages": [{"role": "user", "content": "Paint it. " * 12}], "tools": [tool]}
-    how |= {"tool_choice": {"type": "function", "function": {"name": "paint"}}, "temperature": 0, "max_tokens": 99}
+    how |= {"tool_choice": {"type": "function", "function": {"name": "paint"}}, "temperature": 0, "max_tokens": 200}
     structured = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
-    options = {"tool-call-parser": "hermes", "structured-outputs-config": structured}
+    options = {"tool-call-parser": "hermes", "structured-outputs-config": structured, "block-size": 32}
     calls = []
     for command, more in ((OWN, {}), (OURS, {"method": FULL})):
         given = [*command, str(with_bytes[0])], tmp_path / "log.txt", "--enable-auto-tool-choice"
@@ -144,5 +145,5 @@ def test_a_tool_call_is_that_of_vllm_itself(with_bytes, tmp_path):  # noqa: F811
             counts = metrics_of(address)
     assert calls[0] == calls[1]
     assert calls[1].name == "paint"
-    assert set(json.loads(calls[1].arguments)) == {"kind", "good"}
+    assert set(json.loads(calls[1].arguments)) == {"code", "good"}
     assert counts["foveate:decode_tokens_total"] > 0

@@ -36,6 +36,7 @@ def main() -> None:
     if job["second"]:
         by_second_runner()
     from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     if job["replaying"]:
         replaying()
@@ -53,7 +54,7 @@ def main() -> None:
     for more in job.get("refused", ()):
         try:
             llm.generate(prompts[0], SamplingParams(**plain | more), use_tqdm=False)
-        except ValueError as error:
+        except VLLMValidationError as error:
             refused.append(str(error))
     found = []
     for time in range(job["times"]):
@@ -174,11 +175,13 @@ def sleep_and_wake(llm: Any, lost: list) -> None:
         llm.wake_up()
     else:
         llm.reset_prefix_cache()
-    for one in lost:
-        if not isinstance(one, torch.Tensor):
-            one.kv_cache.fill_(1e4)
-        else:
-            one.fill_(torch.nan if one.is_floating_point() else torch.iinfo(one.dtype).max)
+    layers = [one for one in lost if not isinstance(one, torch.Tensor)]
+    with torch.inference_mode():
+        for layer in layers:
+            layer.kv_cache.fill_(1e4)
+        for one in lost[: -len(layers)]:
+            if one.device == layers[0].kv_cache.device:
+                one.fill_(torch.nan if one.is_floating_point() else torch.iinfo(one.dtype).max)
 
 
 def read() -> dict[str, float]:

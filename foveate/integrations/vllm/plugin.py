@@ -1,11 +1,13 @@
 """The entry point ``vllm.general_plugins``, which vLLM calls once in each of its processes.
 
 It names an attention backend and loads nothing: `--attention-backend CUSTOM` chooses it. Without that option vLLM runs
-as it would without foveate. A mistake in the options of the process's command ends it before an engine starts.
+as it would without foveate, but refuses requests with an unknown setting of foveate's. A mistake in the options of the
+process's command ends it before an engine starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -22,7 +24,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from foveate.integrations.vllm import published, requests
+    from foveate.integrations.vllm import published, releases, requests
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -46,5 +48,7 @@ def register() -> None:
     register_backend(custom, BACKEND)
     if current_platform.is_cpu():  # its platform takes CPU_ATTN, whatever backend was chosen
         register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
-    requests.install_check()
+    with contextlib.suppress(ValueError):  # another release, which the backend refuses
+        releases.check()
+        requests.install_check()
     published.serve()

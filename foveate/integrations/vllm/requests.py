@@ -1,7 +1,7 @@
 """A request's own setting: with ``extra_args={"foveate": "dense"}`` the tokens that it decodes read every key.
 
 vLLM hands sampling parameters to its model runners and to no attention backend. So each runner notes which of its
-requests are dense, and tells for each batch which rows are theirs before it asks the backend for metadata. The process
+requests are dense, and publishes which rows of a batch are theirs before it asks the backend for metadata. The process
 that takes requests refuses other values, because an error in a runner would end the engine.
 """
 
@@ -23,52 +23,67 @@ def dense_rows() -> list[bool] | None:
 
 
 def is_dense(params: Any) -> bool:
-    """Whether a request of vLLM's sampling parameters is dense; None, of pooling requests, is not."""
+    """Whether a request with vLLM's sampling parameters is dense; pooling requests have none, and are not.
+
+    A value that a frontend other than vLLM's own has let through counts as dense, which loses no accuracy.
+    """
     return NAME in (getattr(params, "extra_args", None) or {})
 
 
 def check_request(params: Any, vllm_config: Any) -> None:
-    """Raise ValueError for a setting that is not known, or that the engine cannot honour."""
+    """Refuse a setting that is unknown, or that the engine cannot honour.
+
+    Raises:
+        VLLMValidationError: which servers answer with status 400. Of other errors they hide the message.
+    """
+    from vllm.exceptions import VLLMValidationError
+
     if not is_dense(params):
         return
     if (given := params.extra_args[NAME]) != DENSE:
-        raise ValueError(f'foveate: a request\'s extra_args["{NAME}"] (vllm_xargs) must be "{DENSE}", not {given!r}')
+        raise VLLMValidationError(
+            f'foveate: a request\'s extra_args["{NAME}"] (vllm_xargs) must be "{DENSE}", not {given!r}'
+        )
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
-        raise ValueError(f'foveate: extra_args["{NAME}"]="{DENSE}" is not supported with microbatches')
+        raise VLLMValidationError(f'foveate: extra_args["{NAME}"]="{DENSE}" is not supported with microbatches')
 
 
 def install_check() -> None:
     """Have this process refuse requests by :func:`check_request` when vLLM validates them."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    _wrap(InputProcessor, "_validate_params", _checked)
+    _wrap(InputProcessor, "_validate_params", _with_check)
 
 
 def install(second: bool) -> None:
-    """Have this process's model runner, V2 if ``second``, tell :func:`dense_rows`."""
+    """Have this process's model runner, V2 if ``second``, keep :func:`dense_rows` up to date."""
     if second:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-        _wrap(GPUModelRunner, "add_requests", _noted)
-        _wrap(GPUModelRunner, "prepare_attn", _told(lambda runner, batch: batch.req_ids))
-        _wrap(GPUModelRunner, "prepare_dummy_attn", _told(lambda *given: ()))
+        _wrap(GPUModelRunner, "add_requests", _tracking_requests)
+        _wrap(GPUModelRunner, "prepare_attn", _publishing_rows(lambda runner, batch: batch.req_ids))
+        _wrap(GPUModelRunner, "prepare_dummy_attn", _publishing_rows(lambda *given: ()))
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        _wrap(GPUModelRunner, "_update_states", _noted)
-        _wrap(GPUModelRunner, "_build_attention_metadata", _told(lambda runner, *given: runner.input_batch.req_ids))
+        _wrap(GPUModelRunner, "_update_states", _tracking_requests)
+        _wrap(
+            GPUModelRunner,
+            "_build_attention_metadata",
+            _publishing_rows(lambda runner, *given: runner.input_batch.req_ids),
+        )
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     """Wrap a method of a class, once."""
     inner = getattr(owner, name)
-    if not getattr(inner, "tells_foveate", False):
+    if not getattr(inner, "wrapped_by_foveate", False):
         wrapped = functools.wraps(inner)(wrapper(inner))
-        wrapped.tells_foveate = True
+        wrapped.wrapped_by_foveate = True
         setattr(owner, name, wrapped)
 
 
-def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _with_check(inner: Callable[..., Any]) -> Callable[..., Any]:
     def validate(processor: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         check_request(params, processor.vllm_config)
         return inner(processor, params, *args, **kwargs)
@@ -76,8 +91,8 @@ def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-def _noted(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what takes the requests of a scheduler's output. One that is preempted stays, or comes as a new one."""
+def _tracking_requests(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method that takes a scheduler's output. A preempted request stays, or comes again as a new one."""
 
     def update(runner: Any, output: Any) -> Any:
         dense = _dense_of(runner)
@@ -94,8 +109,12 @@ def _dense_of(runner: Any) -> set[str]:
     return runner.__dict__.setdefault("foveate_dense", set())
 
 
-def _told(requests_of: Callable[..., Sequence[str]]) -> Callable[..., Any]:
-    """Give a wrapper of what a runner calls before it asks for metadata; ``requests_of`` gives the rows' requests."""
+def _publishing_rows(requests_of: Callable[..., Sequence[str]]) -> Callable[..., Any]:
+    """A wrapper of the method that a runner calls before it asks for metadata.
+
+    Args:
+        requests_of: gives the requests of the batch's rows, from the runner and the method's arguments.
+    """
 
     def wrapper(inner: Callable[..., Any]) -> Callable[..., Any]:
         def prepare(runner: Any, *args: Any, **kwargs: Any) -> Any:

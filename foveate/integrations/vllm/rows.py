@@ -52,7 +52,7 @@ def decoding_rows(common: Any, dense: Sequence[bool] | None = None) -> Decoding:
     """The decoding rows of a batch. A chunk of one token of a prompt is a prompt where other prompts are, too.
 
     Args:
-        dense: which rows are of requests that read all keys, at least of rows that are no padding; None: no row.
+        dense: which rows belong to requests that read all keys; may lack rows of padding. None: no row.
 
     Raises:
         ValueError: when vLLM does not tell which rows are prompts.
@@ -83,7 +83,7 @@ def verifying_rows(common: Any) -> list[int]:
 
 
 def _of_rows(numbers: np.ndarray, rows: int) -> np.ndarray:
-    """Numbers of so many rows; model runner V2 leaves out those of padding."""
+    """The numbers of the first ``rows`` rows; 0 of padding, which model runner V2 leaves out."""
     given = numbers[:rows]
     return np.pad(given, (0, rows - len(given)))
 
