@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foveate import outfile
 from foveate.errors import UserError
 from foveate.integrations.transformers import unchanged_layers
 from foveate.integrations.transformers.attachment import Attachment
@@ -23,7 +22,8 @@ from foveate.integrations.transformers.digests import digests, weights_digest
 from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.support import decoder_of, unwrapped
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 from foveate.state import Geometry, RowNumber
 from foveate.state.packing import pack, unpack
 
@@ -124,9 +124,12 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     """
     path = outfile.named(path)
     model, attachment = _attached(model)
-    outfile.check_input(path)
+    infile.check(path)
     try:
-        with safe_open(path, "pt", device="cpu" if attachment.offload else str(model.device)) as file:
+        with (
+            infile.plainly_named(path) as name,
+            safe_open(name, "pt", device="cpu" if attachment.offload else str(model.device)) as file,
+        ):
             described = _described(path, file.metadata() or {})
             _check_model(path, described, model, attachment)
             cache = Cache(model)

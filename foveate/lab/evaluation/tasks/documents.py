@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
+from foveate.io import infile
 from foveate.lab.evaluation import grading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
@@ -60,7 +61,7 @@ class Documents(Task):
         if data.is_file():
             files = [data]
         elif data.is_dir():
-            files = sorted(_walk(data))
+            files, _ = _walk(data)
         else:
             raise DataError(f"{data}: no such file or folder; source: your own texts (docs/guide/data.md)")
         if not files or _kind(files[0]) not in _TEXTS + _RECORDS:
@@ -93,6 +94,9 @@ class Documents(Task):
         """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
         have answers and others none."""
         files = self.files(data)
+        if Path(data).is_dir():
+            unread = [path.relative_to(data).as_posix() for path in _walk(Path(data))[1]]
+            infile.warn_of_unread(data, unread, _TEXTS + _RECORDS)
         names = {path: path.name if path == Path(data) else path.relative_to(data).as_posix() for path in files}
         read = {path: _read(path, name) for path, name in names.items()}
         if empty := [path for path in files if not read[path]]:
@@ -151,8 +155,12 @@ class Documents(Task):
             yield Item(name, text, (*first, *window), max_new_tokens=self.max_new_tokens)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """The files of documents in a folder and its subfolders. Raises `DataError` for what may not be read."""
+def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files of documents in a folder and its subfolders, and the other ones but hidden ones; both sorted.
+
+    Raises `DataError` for what may not be read.
+    """
+    documents, others = [], []
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}; its documents cannot be read") from None
@@ -164,7 +172,10 @@ def _walk(folder: Path) -> Iterator[Path]:
             except OSError as error:
                 refuse(error)
             if wanted:
-                yield path
+                documents.append(path)
+            elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                others.append(path)
+    return sorted(documents), sorted(others)
 
 
 def _kind(path: Path) -> str:
