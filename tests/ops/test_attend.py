@@ -517,3 +517,31 @@ def test_a_decode_step_copies_no_cache(need_lse):
         ops.attend_indices(q, k, v, indices, logits=Logits(0.3), need_lse=need_lse)
         ops.attend_pages(q, k, v, indices // 64, 4, logits=Logits(0.3), need_lse=need_lse)
     assert largest.bytes < k.nbytes / 2, largest.what
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_query_that_reads_no_key_gets_zeros(softcap, has_sinks, number):
+    """Because there is none, or none is chosen: the log-sum-exp is -inf, or that of the sinks."""
+    q, k, v = torch.randn(2, 6, 1, 8), torch.randn(2, 2, number, 8), torch.randn(2, 2, number, 4)
+    sinks = torch.randn(6) if has_sinks else None
+    how = {"logits": Logits(0.3, sinks=sinks, softcap=softcap)}
+    none = torch.zeros(2, 2, 0, dtype=torch.long)
+    unused = torch.full((2, 2, 3), -1)
+    length, nothing = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, 1, number, dtype=torch.bool)
+    for need_lse in (False, True):
+        more = how | {"need_lse": need_lse}
+        found = [
+            ops.attend(q, k, v, lengths=length, **more),
+            ops.attend(q, k, v, mask=nothing, **more),
+            *(ops.attend_indices(q, k, v, places, **more) for places in (none, unused)),
+            *(ops.attend_pages(q, k, v, places, 2, **more) for places in (none, unused)),
+        ]
+        if not number:
+            found.append(ops.attend(q, k, v, **more))
+        for one in found:
+            assert torch.equal(one.out, torch.zeros(2, 6, 1, 4))
+            if need_lse:
+                expected = torch.full((2, 6, 1), float("-inf")) if sinks is None else sinks[:, None].expand(2, 6, 1)
+                assert_close(one.lse, expected)

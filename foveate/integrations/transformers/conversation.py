@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from foveate.errors import UserError, check_text
 from foveate.integrations.transformers import Cache, load_cache, save_cache
 from foveate.integrations.transformers.attachment import Attachment
-from foveate.integrations.transformers.positions import max_positions
+from foveate.integrations.transformers.positions import max_positions, rotated_otherwise
 from foveate.integrations.transformers.releases import CACHE
 from foveate.integrations.transformers.support import cache_layers, decoder_of, forgets, keeps_memory, unwrapped
 from foveate.prompting import Message, answer_text, end_tokens, leading_ids, pad_token, render
@@ -83,6 +83,8 @@ def ask(
     answers = []
     for place, ids in enumerate(prompts):
         own = cache if place + 1 == len(prompts) else copy.deepcopy(cache)
+        if _rotated_otherwise(model, len(opening.ids), len(ids)):
+            own = _new_cache(model)
         made = _generate(model, tokenizer, ids, own, max_new_tokens, **options)
         answers.append(answer_text(tokenizer, made, end_tokens(model), ""))
     return answers
@@ -130,7 +132,7 @@ class Conversation:
         self._start()
 
     def _start(self) -> None:
-        self._cache, self._held = _new_cache(self._model), _Read("", [])
+        self._cache, self._held, self._begun = _new_cache(self._model), _Read("", []), 0
 
     @property
     def tokens(self) -> int:
@@ -141,7 +143,7 @@ class Conversation:
         """Read the document before a question is known; returns the number of its tokens."""
         self._held = _Read(*_opening(self._tokenizer, self._document))
         self._check(self.tokens + self._most)
-        self._cache = _read(self._model, self._held.ids)
+        self._cache, self._begun = _read(self._model, self._held.ids), self.tokens
         return self.tokens
 
     def answer(self, question: str, streamer: Any = None) -> str:
@@ -154,8 +156,8 @@ class Conversation:
         text = render(self._tokenizer, [*self._turns, user])
         ids = self._held.then(self._tokenizer, text)
         self._check(len(ids) + self._most)
-        if self._turns and forgets(self._model):
-            self._forget_from(0)
+        if (self._turns and forgets(self._model)) or _rotated_otherwise(self._model, self._begun, len(ids)):
+            self._start()
         elif ids[: self.tokens] != self._held.ids:
             self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
         new = _generate(self._model, self._tokenizer, ids, self._cache, self._most, streamer=streamer)
@@ -163,6 +165,9 @@ class Conversation:
             new.pop()  # the template writes it
         said = self._tokenizer.decode(new)
         self._held = _Read(text + said, ids + new)
+        self._begun = self._begun or len(ids)
+        if _rotated_otherwise(self._model, self._begun, self.tokens):
+            self._start()  # of some models `generate` has read all anew on a cache of its own
         self._turns += [user, {"role": "assistant", "content": said}]
         return said
 
@@ -219,6 +224,12 @@ def _positions(model: torch.nn.Module) -> int:
     return max_positions(decoder_of(model).config.get_text_config(decoder=True).to_dict())
 
 
+def _rotated_otherwise(model: torch.nn.Module, first: int, then: int) -> bool:
+    """Whether keys read at the end of ``first`` tokens, if any, are others than in a context of ``then``."""
+    config = decoder_of(model).config.get_text_config(decoder=True)
+    return first > 0 and bool(rotated_otherwise(config, first, then))
+
+
 def _user(document: str, question: str) -> Message:
     return {"role": "user", "content": f"{document}\n\n{question}" if document else question}
 
@@ -248,6 +259,7 @@ def _read(model: torch.nn.Module, ids: list[int]) -> Any:
         return _new_cache(model)
     cache, attachment, tile = _new_cache(model, len(ids)), _attachment(model), 1
     one_piece = any(isinstance(layer, LinearAttentionLayer) or keeps_memory(layer) for layer in cache.layers)
+    one_piece = one_piece or _rotated_otherwise(model, _CHUNK, max(_CHUNK, len(ids)))
     if isinstance(attachment, Attachment):
         one_piece, tile = one_piece or attachment.whole_prompt, attachment.prompt_tile
     chunk = len(ids) if one_piece else max(_CHUNK // tile, 1) * tile

@@ -21,6 +21,7 @@ from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.digests import digests, weights_digest
 from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
+from foveate.integrations.transformers.positions import rotated_otherwise
 from foveate.integrations.transformers.support import decoder_of, unwrapped
 from foveate.io import infile, outfile
 from foveate.io.json_text import parse_json
@@ -75,6 +76,8 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     seen = cache.get_seq_length()
     if not seen:
         raise UserError("the cache is empty")
+    if reason := rotated_otherwise(attachment.config, cache.rotated, seen):
+        raise UserError(f"{reason}: such a cache cannot be saved; read the whole context at once")
     tensors, layers = {}, []
     for index, layer in enumerate(cache.layers):
         found, described = unchanged_layers.pack(layer)
@@ -140,6 +143,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     _check_sums(path, described, tensors)
     cache.expect(described["batch"], described["seen"])
     _fill(path, described, tensors, cache, model, attachment)
+    cache.rotated = described["seen"]
     attachment.remember(cache)
     return cache
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def write_csv(files: Sequence[Path], out: Path) -> None:
     frame = to_dataframe(files)
     lists = [name for name, column in frame.items() if any(isinstance(value, list) for value in column)]
     frame = frame.drop(columns=lists).map(_as_text).rename(columns=_as_text)
-    outfile.write(out, frame.to_csv(index=False).encode(errors="backslashreplace"))  # names may be of any bytes
+    outfile.write(
+        out, frame.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC).encode(errors="backslashreplace")
+    )  # names may be of any bytes
 
 
 def _as_text(cell: Any) -> Any:
