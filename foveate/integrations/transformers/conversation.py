@@ -17,7 +17,16 @@ from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.positions import max_positions, rotated_otherwise
 from foveate.integrations.transformers.releases import CACHE
 from foveate.integrations.transformers.support import cache_layers, decoder_of, forgets, keeps_memory, unwrapped
-from foveate.prompting import Message, answer_text, end_tokens, leading_ids, pad_token, render
+from foveate.prompting import (
+    Message,
+    answer_text,
+    encode_opening,
+    encode_text,
+    end_tokens,
+    leading_ids,
+    pad_token,
+    render,
+)
 
 _CHUNK = 8192
 """Tokens of a document that are read at once."""
@@ -69,8 +78,8 @@ def ask(
         check_text(text, what)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    opening = _Read(*_opening(tokenizer, document.strip()))
-    prompts = [opening.then(tokenizer, render(tokenizer, [_user(document.strip(), one)])) for one in questions]
+    opening = _opening(tokenizer, document.strip())
+    prompts = [_encode(tokenizer, render(tokenizer, [_user(document.strip(), one)])) for one in questions]
     needed, most = max(map(len, prompts), default=0) + max_new_tokens, _positions(model)
     if most and needed > most:
         raise UserError(
@@ -79,11 +88,11 @@ def ask(
         )
     if not prompts:
         return []
-    cache = _kept(model, opening.ids, kept)
+    cache = _kept(model, opening, kept)
     answers = []
     for place, ids in enumerate(prompts):
         own = cache if place + 1 == len(prompts) else copy.deepcopy(cache)
-        if _rotated_otherwise(model, len(opening.ids), len(ids)):
+        if ids[: len(opening)] != opening or _rotated_otherwise(model, len(opening), len(ids)):
             own = _new_cache(model)
         made = _generate(model, tokenizer, ids, own, max_new_tokens, **options)
         answers.append(answer_text(tokenizer, made, end_tokens(model), ""))
@@ -141,7 +150,7 @@ class Conversation:
 
     def read(self) -> int:
         """Read the document before a question is known; returns the number of its tokens."""
-        self._held = _Read(*_opening(self._tokenizer, self._document))
+        self._held = _Read("", _opening(self._tokenizer, self._document))
         self._check(self.tokens + self._most)
         self._cache, self._begun = _read(self._model, self._held.ids), self.tokens
         return self.tokens
@@ -156,8 +165,11 @@ class Conversation:
         text = render(self._tokenizer, [*self._turns, user])
         ids = self._held.then(self._tokenizer, text)
         self._check(len(ids) + self._most)
-        if (self._turns and forgets(self._model)) or _rotated_otherwise(self._model, self._begun, len(ids)):
+        if self._turns and forgets(self._model):
+            self._forget_from(0)
+        elif _rotated_otherwise(self._model, self._begun, len(ids)):
             self._start()
+            self.read_again += 1
         elif ids[: self.tokens] != self._held.ids:
             self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
         new = _generate(self._model, self._tokenizer, ids, self._cache, self._most, streamer=streamer)
@@ -195,18 +207,18 @@ class Conversation:
 
 
 class _Read:
-    """What of a conversation was read: its text, and the ids of its tokens."""
+    """What of a conversation was read: the ids of its tokens, and, where an answer of the model ends them, its text."""
 
     def __init__(self, text: str, ids: list[int]):
         self.text, self.ids = text, ids
 
     def then(self, tokenizer: Any, text: str) -> list[int]:
-        """Ids of a text that begins with what was read: those of the text as a whole if they begin with the ids that
-        were read, else those ids and the rest's. Of another text all ids, which begin otherwise."""
+        """Ids of a text: those of the whole, but after an answer, whose tokens the model chose, its ids and the
+        rest's."""
         whole = _encode(tokenizer, text)
-        if not text.startswith(self.text) or whole[: len(self.ids)] == self.ids:
+        if not self.text or not text.startswith(self.text) or whole[: len(self.ids)] == self.ids:
             return whole
-        return self.ids + tokenizer.encode(text[len(self.text) :], add_special_tokens=False)
+        return self.ids + encode_text(tokenizer, text[len(self.text) :])
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -234,16 +246,20 @@ def _user(document: str, question: str) -> Message:
     return {"role": "user", "content": f"{document}\n\n{question}" if document else question}
 
 
-def _opening(tokenizer: Any, document: str) -> tuple[str, list[int]]:
-    """The text before a question about a document, and its ids."""
+def _opening(tokenizer: Any, document: str) -> list[int]:
+    """The ids before a question about a document, whatever it is."""
     text = render(tokenizer, [_user(document, _QUESTION)]).rpartition(_QUESTION)[0]
-    return text, _encode(tokenizer, text)
+    return _first(tokenizer) + encode_opening(tokenizer, text)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a rendered text; a chat template writes the first token itself."""
-    first = [] if tokenizer.chat_template else leading_ids(tokenizer)
-    return first + tokenizer.encode(text, add_special_tokens=False)
+    """Ids of a rendered text."""
+    return _first(tokenizer) + encode_text(tokenizer, text)
+
+
+def _first(tokenizer: Any) -> list[int]:
+    """The first token, as a list; a chat template writes it itself."""
+    return [] if tokenizer.chat_template else leading_ids(tokenizer)
 
 
 def _new_cache(model: torch.nn.Module, prompt_length: int | None = None) -> Any:
