@@ -844,7 +844,7 @@ def test_layers_on_several_devices_share_numbers_and_no_tensors():
 @pytest.mark.parametrize("lengths", [[6, 6], [6, 4], [3, 9], [5, 4]])
 @pytest.mark.parametrize("kept", [2, 3])
 def test_a_step_has_the_position_of_its_own_row(lengths, kept):
-    """Whether or not the rows hold as many tokens as each other, and whether or not they have read as many."""
+    """Rows that hold equally many tokens may have read different numbers of tokens."""
     cache = ragged(lengths, evicts=Evicts.IN_DECODE)
     cache.retain([torch.arange(kept).expand(1, 2, -1) for _ in lengths])
     assert cache.rows["counts"] == [kept] * len(lengths)

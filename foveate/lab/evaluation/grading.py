@@ -16,7 +16,7 @@ from foveate.lab.evaluation.metrics import token_f1
 
 _ARTICLES = frozenset(("a", "an", "the"))
 _WORDS_OF_A_LETTER = frozenset("aeiouyàéóúаивкосуя")
-"""Letters that are a word of some language, too: a capital alone does not tell which of the two one is."""
+"""Letters that are also words of some language, so that a capital alone does not show which one is meant."""
 _EXPONENTS = str.maketrans({mark: f"^{unicodedata.digit(mark)}" for mark in "⁰¹²³⁴⁵⁶⁷⁸⁹"})
 _UNSPACED = "".join(
     rf"\p{{scx={name}}}" for name in ("Han", "Hiragana", "Katakana", "Hangul", "Thai", "Lao", "Khmer", "Myanmar")
