@@ -63,7 +63,7 @@ class Cache(transformers.Cache):
         """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
         keeps it (``rope_deltas`` of models that read images) left it after the last pass; None before the first."""
         self.rotated = 0
-        """Tokens at the end of the first pass, whose length decides how its keys are rotated where that depends on it."""
+        """Tokens at the end of the first pass, by which its keys are rotated where rotation depends on the length."""
         self.phase = Phase(prompt_end=prompt_length)
         self._before_begin: tuple[int | None, bool, bool] = (prompt_length, False, False)
         """Of the phase, what :meth:`begin` changes."""
