@@ -18,7 +18,7 @@ def test_random_cases_that_no_one_thought_of():
 
 
 def test_a_difference_is_found_and_named(monkeypatch):
-    """A cache that gives its rows another position shows within a few cases."""
+    """Logits that are off by one are reported with their seed and method."""
     whole = differences.Case.whole
     monkeypatch.setattr(differences.Case, "whole", lambda case, ids, n: (whole(case, ids, n)[0] + 1, None))
     with pytest.raises(differences.DiffersError, match="seed 3: a full budget of "):
