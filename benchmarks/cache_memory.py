@@ -19,8 +19,8 @@ import torch
 import typer
 
 import foveate
-from foveate import outfile
 from foveate.integrations.transformers.releases import CACHE
+from foveate.io import outfile
 from foveate.lab.bench.models import ModelPlan, attach, generate
 from foveate.lab.bench.plan import Row
 from foveate.lab.report.plots import figure

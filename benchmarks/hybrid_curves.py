@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from foveate import outfile
 from foveate.errors import UserError
 from foveate.hybrids.layers.lte import THRESHOLD
 from foveate.hybrids.models import HybridConfig, HybridForCausalLM
 from foveate.hybrids.training import journal
 from foveate.hybrids.training.mixture import held_out_batches
 from foveate.hybrids.training.tokens import TokenStore
+from foveate.io import outfile
 
 EVERY = 100
 """Steps whose mean loss is a point of the curve."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,11 @@ Prompt = str | Sequence[Message]
 
 _TIMES, _ADDED = 4, 1_000_000
 """How many times as long as its messages, and how many characters longer, a prompt may be."""
+_MARK = 0xF0000
+"""The first of the characters of private use that stand for texts written as special tokens."""
+_TRIED = 2000
+"""Characters at the end of a text on which continuations are tried."""
+_CONTINUATIONS = (*"aA1._(é的\u0301\t\n ", " a", "  a", "'s", "\n\na", "\n a")
 # Templates that print the day would make a prompt depend on the clock; those that can think aloud are asked not to.
 _TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
@@ -23,20 +30,60 @@ def encode(tokenizer: Any, prompt: Prompt, answer_prefix: str = "") -> list[int]
 
     Messages go through the tokenizer's chat template, if it has one, and the answer prefix follows the generation
     prompt; without a template their contents are joined by empty lines, and the prefix follows after a space. Raw text
-    gets the tokenizer's beginning-of-text token, if it uses one, and never an end token.
+    gets the tokenizer's beginning-of-text token, if it uses one, and never an end token. What messages of the user or
+    the system hold that is written as a special token stays text, with a warning; in raw text it is the token.
     """
     text = render(tokenizer, prompt)
     if not isinstance(prompt, str) and tokenizer.chat_template:
-        return tokenizer.encode(text + answer_prefix, add_special_tokens=False)
+        return encode_text(tokenizer, text + answer_prefix)
     text = f"{text} {answer_prefix}" if answer_prefix else text
-    return leading_ids(tokenizer) + tokenizer.encode(text, add_special_tokens=False)
+    return leading_ids(tokenizer) + encode_text(tokenizer, text)
 
 
 def render(tokenizer: Any, prompt: Prompt) -> str:
-    """The text that :func:`encode` makes tokens of, but for its first token where there is no chat template."""
+    """The text that :func:`encode` makes tokens of, but for its first token where there is no chat template; for
+    :func:`encode_text`, since it marks what is written as a special token in messages of the user or the system."""
     if isinstance(prompt, str):
         return prompt
+    prompt = _marked(tokenizer, prompt)
     return _chat(tokenizer, prompt) if tokenizer.chat_template else "\n\n".join(one["content"] for one in prompt)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text of :func:`render`, without the first token of a tokenizer that puts one before a text."""
+    specials = _special_tokens(tokenizer)
+    marks = {chr(_MARK + place): name for place, name in enumerate(specials)}
+    if not specials or not any(mark in text for mark in marks):
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids: list[int] = []
+    for piece in re.split(f"({'|'.join(map(re.escape, sorted(specials, key=len, reverse=True)))})", text):
+        if piece in specials:
+            ids.append(specials[piece])
+        elif piece:
+            plain = piece.translate({ord(mark): name for mark, name in marks.items()})
+            found = tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
+            if not {*specials.values()}.isdisjoint(found):  # its vocabulary has the text as a piece: cut that in two
+                cut = {ord(mark): f"{name[0]}\0{name[1:]}" for mark, name in marks.items()}
+                parts = piece.translate(cut).split("\0")
+                found = [number for part in parts for number in tokenizer.encode(part, add_special_tokens=False)]
+            ids += found
+    return ids
+
+
+def encode_opening(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of the beginning of a text, up to the last token that no continuation changes.
+
+    A tokenizer may join the end of a text with what follows, or split it otherwise, such as an empty line before a
+    word under GPT-2's rule. The last word is left out where the text ends in one, and continuations of several kinds
+    are tried on the end of the text; so a prompt that begins with this text begins with these ids.
+    """
+    ids, end = encode_text(tokenizer, text), text[-_TRIED:]
+    alone, changed = encode_text(tokenizer, end), 0
+    for other_end in (re.sub(r"\s*\S+\Z", "", end), *(end + more for more in _CONTINUATIONS)):
+        other = encode_text(tokenizer, other_end)
+        same = next((n for n, pair in enumerate(zip(alone, other)) if pair[0] != pair[1]), min(len(alone), len(other)))
+        changed = max(changed, len(alone) - same)
+    return ids[: len(ids) - changed]
 
 
 def encode_continued(tokenizer: Any, text: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -83,6 +130,28 @@ def leading_ids(tokenizer: Any) -> list[int]:
     """The beginning-of-text token, as a list of one, if this tokenizer puts one before a text, else an empty list."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer, as they are written, with their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {one.content: number for number, one in added.items() if one.special and one.content}
+
+
+def _marked(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """Messages with a character of private use in the place of each text that is written as a special token."""
+    specials, found, marked = _special_tokens(tokenizer), [], []
+    for one in messages:
+        content = one["content"]
+        for place, name in enumerate(specials if one["role"] != "assistant" else ()):
+            if name in content:
+                found.append(name)
+                content = content.replace(name, chr(_MARK + place))
+        marked.append({**one, "content": content})
+    if found:
+        names = ", ".join(sorted(set(found)))
+        warnings.warn(f"the text holds {names}, written as special tokens of the model are: read as text", stacklevel=3)
+    return marked
 
 
 def _chat(tokenizer: Any, messages: Sequence[Message]) -> str:

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
-    ("errors", "json_text"),
-    ("digest", "outfile", "prompting"),
+    ("errors",),
+    ("io", "prompting"),
     ("ops",),
     ("csa", "state"),
     ("calibration",),
@@ -63,7 +63,7 @@ LAYERS_OF_HYBRIDS = (("state", "ops"), ("layers",), ("models",), ("training",), 
 """The same of ``foveate.hybrids``."""
 
 NEUTRAL = (
-    *("errors", "json_text", "digest", "outfile", "prompting", "ops", "csa", "state", "calibration", "methods"),
+    *("errors", "io", "prompting", "ops", "csa", "state", "calibration", "methods"),
     *("runtime", "hybrids.state", "hybrids.ops", "hybrids.layers"),
 )
 """Layers that know no engine."""

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foveate import outfile
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 
 KIND, SCHEMA = "foveate calibration", 1
 SHIPPED, _SHIPPED_AS = Path(__file__).parent.parent / "calibrations", "shipped:"
@@ -120,7 +120,7 @@ def load(path: Path | str) -> Calibration:
         if path.startswith(prefix):
             file = folder / f"{path.removeprefix(prefix)}.json"
     try:
-        value = parse_json(file.read_text(encoding="utf-8"))
+        value = parse_json(infile.read(file, infile.MOST_OF_SETTINGS))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such calibration; {_AGAIN}") from None
     except OSError as error:

@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from foveate import outfile
 from foveate.calibration import check_facts
 from foveate.calibration.retention_scores import RetentionScores
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 from foveate.ops import Rotary
 
 SCHEMA = 1
@@ -191,13 +191,13 @@ class EvictionScores(nn.Module):
         Raises:
             ValueError: when the file is missing, damaged, of another schema, or something else.
         """
-        if not Path(path).is_file():
-            raise ValueError(f"{path}: no such LTE file; {_AGAIN}")
         try:
-            with safe_open(path, "pt") as file:
+            with infile.plainly_named(path) as name, safe_open(name, "pt") as file:
                 facts = parse_json((file.metadata() or {})[_KIND])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             schema, digest = facts["schema"], facts.pop("digest", None)
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such LTE file; {_AGAIN}") from None
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not an LTE file ({error}); {_AGAIN}") from None
         if schema != SCHEMA:

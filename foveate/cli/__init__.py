@@ -9,7 +9,9 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from typer.core import TyperGroup
 
 from foveate import __version__
 from foveate.cli import imports, serving, terminal
+from foveate.io import outfile
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError, RecursionError)
 _FAILED = 2
@@ -32,6 +35,8 @@ class _Commands(TyperGroup):
         super().__init__(**settings)
         for wing in _WINGS:
             self.commands |= typer.main.get_group(importlib.import_module(wing).app).commands
+        for command in self.commands.values():
+            _keep_inputs(command)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -46,6 +51,34 @@ class _Commands(TyperGroup):
             message = "out of memory; try fewer sequences at once, or shorter ones" if no_memory else own or str(error)
             terminal.console(stderr=True).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(_FAILED) from None
+
+
+def _paths(value: Any) -> list[Path]:
+    """The paths that an argument may name, as the spec of a method does."""
+    if isinstance(value, (list, tuple)):
+        return [path for one in value for path in _paths(one)]
+    if isinstance(value, str):
+        return [Path(one) for one in {value, *re.split(r"[:,=\"]", value)} if one and "\0" not in one]
+    return [value] if isinstance(value, Path) else []
+
+
+def _keep_inputs(command: Any) -> None:
+    """Lets a command, or each of a group, refuse an output that is one of its inputs before it does anything."""
+    for one in getattr(command, "commands", {}).values():
+        _keep_inputs(one)
+    outs = {one.name for one in command.params if getattr(one.callback, "__wrapped__", None) is outfile.announce}
+    if not outs:
+        return
+    run = command.invoke
+
+    def invoke(ctx: Any) -> Any:
+        for name in outs:
+            others = [value for other, value in ctx.params.items() if other != name]
+            if out := ctx.params.get(name):
+                outfile.check_apart(out, [path for value in others for path in _paths(value)], f"--{name}")
+        return run(ctx)
+
+    command.invoke = invoke
 
 
 app = typer.Typer(

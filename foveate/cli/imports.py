@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from foveate.digest import digest
 from foveate.errors import UserError
+from foveate.io import infile
+from foveate.io.digest import digest
 
 _RAN: dict[str, str] = {}
 """The files that ran, as modules are called, with the digest of what ran."""
@@ -24,14 +25,13 @@ def run(file: Path) -> None:
     Raises:
         UserError: for a file that is not there or fails, or that calls `sys.exit`; with file and line.
     """
-    if not file.is_file():
-        raise UserError(f"{file}: no such file")
+    infile.check(file)
     name, before = str(file.resolve()), set(sys.modules)
     module = ModuleType(name)
     module.__file__ = name
     sys.modules[name] = module  # where dataclasses and pickles look for it
     try:
-        exec(compile(file.read_bytes(), name, "exec", dont_inherit=True), module.__dict__)
+        exec(compile(infile.read(file, infile.MOST_OF_SETTINGS), name, "exec", dont_inherit=True), module.__dict__)
     except SyntaxError as error:
         del sys.modules[name]
         raise UserError(f"{file}:{error.lineno}: {error.msg}") from error

@@ -10,6 +10,11 @@ from typing import Any, ClassVar, TypeVar
 
 Same = TypeVar("Same", bound="Settings")
 
+MOST = 1 << 24
+"""Largest whole number that a setting may be: more tokens than any cache holds."""
+MOST_KEPT = 1 << 12
+"""The same of a setting by which memory is taken whatever a cache holds, such as a window of queries or a page."""
+
 
 def setting(default: Any, help: str) -> Any:
     """A documented field of a method."""
@@ -61,33 +66,40 @@ class Settings:
         if not allowed:
             raise ValueError(f"{self.name}: {name} must be {rule}, not {getattr(self, name)!r}")
 
-    def _check_count(self, name: str, least: int = 0) -> None:
+    def _check_count(self, name: str, least: int = 0, most: int = MOST) -> None:
         value = getattr(self, name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        self._check(name, ok, f"an integer of at least {least}")
+        self._check(name, _whole(value, least, most), f"an integer of at least {least}{_bound(value, most)}")
 
     def _check_budget(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
         share = isinstance(value, float) and 0.0 < value <= 1.0
-        self._check(name, whole or share, f"an integer of at least {least} (a number) or a float in (0, 1] (a share)")
+        rule = f"an integer of at least {least}{_bound(value)} (a number) or a float in (0, 1] (a share)"
+        self._check(name, share or _whole(value, least), rule)
 
     def _check_nested(self, name: str) -> None:
         """A list of whole numbers from 0, or of such lists; kept as tuples."""
         value = getattr(self, name)
         lists = isinstance(value, list | tuple)
         rows = value if lists and value and all(isinstance(one, list | tuple) for one in value) else [value]
-        ok = lists and all(type(one) is int and one >= 0 for row in rows for one in row)
+        ok = lists and all(type(one) is int and 0 <= one <= MOST for row in rows for one in row)
         self._check(name, ok, "a list of whole numbers from 0, or a list of such lists")
         object.__setattr__(self, name, tuple(value) if rows == [value] else tuple(map(tuple, value)))
 
     def _check_odd(self, name: str) -> None:
         value = getattr(self, name)
-        odd = isinstance(value, int) and not isinstance(value, bool) and value > 0 and value % 2 == 1
-        self._check(name, odd, "odd and positive")
+        self._check(name, _whole(value, 1) and value % 2 == 1, f"odd and positive{_bound(value)}")
 
     def _check_choice(self, name: str, *choices: str) -> None:
         self._check(name, getattr(self, name) in choices, "one of " + ", ".join(choices))
+
+
+def _bound(value: Any, most: int = MOST) -> str:
+    """What else a rule says of a number that is too large."""
+    return f" and at most {most:,}" if isinstance(value, int) and value > most else ""
+
+
+def _whole(value: Any, least: int, most: int = MOST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def settings_of(method: Settings) -> dict[str, Any]:

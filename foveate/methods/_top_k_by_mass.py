@@ -12,6 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._anchored import SharedSelection
 from foveate.methods._common import scored_lengths
+from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import setting
 from foveate.state import SlotCache
 from foveate.state.step_plan import on_device
@@ -41,7 +42,7 @@ class TopKByMass(SharedSelection):
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("pooling", "post_softmax", "sqrt")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
-        self._check_count("tile", 1)
+        self._check_count("tile", 1, MOST_KEPT)
 
     @property
     def pools_layer(self) -> bool:  # type: ignore[override]

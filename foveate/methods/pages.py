@@ -13,6 +13,7 @@ from foveate import ops
 from foveate.methods._common import attend_all, attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
+from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
@@ -65,7 +66,7 @@ class PageMethod(KeepsSummaries):
 
     def __post_init__(self):
         self._check_budget("top_k")
-        self._check_count("page_size", 1)
+        self._check_count("page_size", 1, MOST_KEPT)
 
     @property
     def summaries(self) -> PageSummaries:

@@ -99,6 +99,8 @@ class Mixed(Method):
 
 def _spec(method: str | Method | dict[str, Any]) -> str:
     """The spec of a method, which may be written as :func:`_complete` writes it; settled for no model in particular."""
+    if isinstance(method, dict) and not isinstance(method.get("method"), str):
+        raise ValueError(f"a method that is written as an object has its name as 'method', and {method!r} has none")
     made = make(**method) if isinstance(method, dict) else make(method)
     return made.for_model(dict).spec
 

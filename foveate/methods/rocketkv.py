@@ -12,6 +12,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods._common import eviction_setting, keep_heavy, note_queries, window_votes
 from foveate.methods._page_summaries import PageBoxes
+from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import About, Observation, register, setting
 from foveate.methods.budgets import budget
 from foveate.methods.pages import PageMethod
@@ -62,7 +63,7 @@ class RocketKV(PageMethod):
     def __post_init__(self):
         super().__post_init__()
         self._check_budget("keep")
-        self._check_count("window", 1)
+        self._check_count("window", 1, MOST_KEPT)
         self._check_odd("kernel_size")
         self._check_count("evict_every")
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries, window_votes
+from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import About, Observation, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.state import Channel, Geometry, SlotCache
@@ -34,6 +35,7 @@ class SnapKV(KeepsByScore):
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_count("window", 1, MOST_KEPT)
         self._check_odd("kernel_size")
         self._check_choice("pooling", "avg", "max")
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from foveate.calibration.kept import SHAPE
-from foveate.json_text import parse_json
+from foveate.io import infile
+from foveate.io.json_text import parse_json
 from foveate.methods._declared import check_class
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
@@ -135,11 +136,15 @@ def _of_file(path: Path) -> tuple[str, dict[str, Any]]:
     """The spec in a file of `foveate tune`, and for which architecture. Raises ValueError for a file that is none."""
     try:
         once = functools.partial(_each_once, str(path))
-        found = parse_json(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_no_number)
+        found = parse_json(
+            infile.read(path, infile.MOST_OF_SETTINGS), object_pairs_hook=once, parse_constant=_no_number
+        )
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a setting of foveate tune ({error})") from None
+        raise ValueError(
+            f"{path}: not a setting of foveate tune ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if not isinstance(found, dict) or found.get("kind") != SETTING:
         raise ValueError(f"{path}: not a setting of foveate tune")
     if found.get("schema") != SETTING_SCHEMA:

@@ -426,3 +426,15 @@ def test_several_questions(tiny_folder, tokenizer):
                 foveate.ask(model, tokenizer, document, ["When?", "What did the clocks do?"], max_new_tokens=9)
             )
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("held", [0, 700])
+@pytest.mark.parametrize("free", [0, 1, 300, 10**12])
+def test_host_memory_is_refused_from_the_first_byte_that_is_not_free(monkeypatch, held, free):
+    model = tiny_model()
+    foveate.attach(model, SPECS["pages"], offload=True)
+    share = foveate.Cache(model).phase.offload
+    monkeypatch.setattr(offload, "_free_host_memory", lambda: free)
+    share.check_host("a row", held + free, held)
+    with pytest.raises(ValueError, match=r"keys and values of a row take .* of host memory"):
+        share.check_host("a row", held + free + 1, held)

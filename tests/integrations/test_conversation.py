@@ -73,7 +73,7 @@ def plainly(model, tokenizer, document=DOCUMENT, read=0, most=8):
 
 
 def document_tokens(tokenizer):
-    return len(conversation._opening(tokenizer, DOCUMENT.strip())[1])
+    return len(conversation._opening(tokenizer, DOCUMENT.strip()))
 
 
 @pytest.mark.parametrize("template", [tiny.TEMPLATE, None])
@@ -195,3 +195,21 @@ def test_nothing_is_read_for_bad_arguments(loaded, tmp_path):
     virtual.active_peft_config = type("Config", (), {"is_prompt_learning": True})
     with pytest.raises(UserError, match="virtual tokens"):
         foveate.ask(virtual, tokenizer, DOCUMENT, QUESTIONS)
+
+
+class Merging(Letters):
+    """A tokenizer that joins the end of a text with what follows in a way that no continuation which is tried shows."""
+
+    def encode(self, text, add_special_tokens=True, **_):
+        return super().encode(text.replace("\n\nWho", "~"))
+
+
+@pytest.mark.parametrize("method", [None, "dense", "h2o:top_k=16,window=4"])
+def test_questions_that_change_the_documents_tokens_are_read_whole(method):
+    model, tokenizer = family("Gemma 2"), Merging()
+    asked = [f"{QUESTIONS[0]}", "Who is it?"]
+    with foveate.attached(model, method) if method else contextlib.nullcontext():
+        answers = foveate.ask(model, tokenizer, DOCUMENT[:150], asked, max_new_tokens=8)
+        ids = torch.tensor([tokenizer.encode(f"{DOCUMENT[:150].strip()}\n\n{asked[1]}")])
+        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        assert answers[1] == tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :].tolist())

@@ -869,3 +869,13 @@ def test_a_row_that_is_all_padding(h2o):
     batch["attention_mask"][1] = 0
     with pytest.raises(ValueError, match=says("row 1 of attention_mask is all padding", "at least one token")):
         h2o.generate(**batch, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("length", [0, -5, 2.5, "x", True])
+def test_a_prompt_has_at_least_one_token(length):
+    model = tiny_model()
+    with (
+        foveate.attached(model, "h2o:top_k=9,window=3", cuda_graph=False),
+        pytest.raises(ValueError, match=f"prompt_length must be an integer of at least 1, not {length!r}"),
+    ):
+        foveate.Cache(model, length)

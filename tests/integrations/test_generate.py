@@ -1051,3 +1051,32 @@ def test_recording_for_an_assistant_ends_with_its_call(name):
         assert not any(layer.record_past for layer in cache.layers)
         if name == "dense":
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("lengths", [[96], [96, 96], [96, 61], [50, 96, 13]])
+@pytest.mark.parametrize("method", ["kascade_paper:top_k=9,tile=16,anchors=1", "oracle_topk:top_k=9,tile=7", "dense"])
+def test_chunks_that_generate_makes_change_no_answer(monkeypatch, method, lengths):
+    """Of rows as long as each other and of padded ones, whose tiles begin elsewhere in each row."""
+    model, batch = tiny_model(), left_padded(lengths)
+    with foveate.attached(model, method, cuda_graph=False):
+        how = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        expected = model.generate(**batch, **how)
+        monkeypatch.setattr(hooks, "LONG_PROMPT", 1)
+        monkeypatch.setattr(hooks, "CHUNK", 40 * len(lengths))
+        found = model.generate(**batch, **how)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4)
+
+
+@pytest.mark.parametrize("removed", [1, 5, 19])
+@pytest.mark.parametrize("later", [1, 4, 30])
+def test_a_cropped_cache_knows_the_tokens_that_it_reads_next(removed, later):
+    """However many they are, fewer or more than were removed."""
+    model, ids, others = tiny_model(), tokens(20), tokens(30, seed=5)
+    with foveate.attached(model, "dense", cuda_graph=False):
+        cache = foveate.Cache(model)
+        model(ids, **cached(cache))
+        cache.crop(-removed)
+        model(others[:, :later], **cached(cache))
+        known = torch.cat([ids[:, : 20 - removed], others[:, :later]], 1)
+        assert torch.equal(cache.ids.read(cache.get_seq_length()), known)

@@ -128,13 +128,13 @@ class Turning(Dense):
 
 
 def test_a_prompt_in_chunks_and_copies_of_a_model_know_their_own(monkeypatch):
-    model, ids = prepare(build("Llama", rope_parameters=LONG)), tokens(100)
+    model, ids = prepare(build("Llama", rope_parameters=LONG)), tokens(140)
     foveate.attach(model, Turning(), dense_below=0)
     bare = {}
     for module in model.model.layers:
         module.self_attn.q_proj.register_forward_hook(lambda one, _, out: bare.setdefault(id(one), []).append(out))
     monkeypatch.setattr(Turning, "seen", [])
-    generate(model, ids, 1, prefill_chunk_size=50)  # the second chunk by other frequencies
+    generate(model, ids, 1, prefill_chunk_size=70)  # both by the frequencies of long contexts
     first = bare[id(model.model.layers[0].self_attn.q_proj)]
     for seen, queries in zip(Turning.seen[::2], first, strict=False):
         torch.testing.assert_close(seen, queries.unflatten(-1, (4, 16)).transpose(1, 2), atol=1e-4, rtol=1e-4)

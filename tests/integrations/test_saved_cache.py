@@ -223,3 +223,14 @@ def test_parts_that_keep_one_tensor(tmp_path):
     cache.offsets = [torch.tensor([[3]])] * 2
     foveate.save_cache(model, cache, path)
     assert foveate.load_cache(model, path).offsets == cache.offsets
+
+
+def test_names_of_any_bytes(tmp_path):
+    model, ids = tiny_model(), tokens(1, 20)
+    path = tmp_path / os.fsdecode(b"\xff.safetensors")
+    with foveate.attached(model, "h2o:top_k=9,window=3", cuda_graph=False):
+        cache = foveate.Cache(model)
+        model(ids, cache=cache)
+        foveate.save_cache(model, cache, path)
+        loaded = foveate.load_cache(model, path)
+    assert loaded.get_seq_length() == 20

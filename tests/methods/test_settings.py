@@ -1,8 +1,14 @@
 """Settings of methods that cannot be: beside those of tests/integrations/test_errors.py."""
 
+import contextlib
+import dataclasses
+
 import pytest
 
+import foveate
 from foveate import methods
+from foveate.methods._settings import MOST, MOST_KEPT
+from tests.helpers import LargestTensor, generate, tiny_model, tokens
 
 
 @pytest.mark.parametrize(
@@ -65,3 +71,41 @@ from foveate import methods
 def test_settings_that_cannot_be(name, settings, message):
     with pytest.raises(ValueError, match=message):
         methods.make(name, **settings).for_layer(0, 4)
+
+
+@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("number", [1 << 25, 1 << 31, 1 << 40, 1 << 63, 10**30, -(1 << 63)])
+def test_no_setting_is_larger_than_any_cache(name, number):
+    """Every setting that takes a whole number names itself, before a tensor is made; numbers of layers are checked
+    where the model is known."""
+    cls = methods.get(name)
+    for field in dataclasses.fields(cls):
+        if name != "mixed":  # its settings are specs
+            with pytest.raises(ValueError, match=field.name):
+                methods.make(name, **{**cls.about.small_budget, field.name: number})
+
+
+def largest(name):
+    """The largest value of each setting that may be a whole number, as settings of a method."""
+    for field in dataclasses.fields(methods.get(name)):
+        for number in (MOST, MOST - 1, MOST_KEPT, MOST_KEPT - 1):
+            settings = {**methods.get(name).about.small_budget, field.name: number}
+            with contextlib.suppress(ValueError):
+                methods.make(name, **settings).for_layer(0, 2)
+                yield settings
+                break
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_the_largest_settings_take_the_memory_of_their_windows_alone(name):
+    model, ids = tiny_model(), tokens(40)
+    for settings in largest(name):
+        with foveate.attached(model, name, cuda_graph=False, **settings), LargestTensor() as seen:
+            generate(model, ids, 3)
+        assert seen.bytes <= MOST_KEPT * 16384, (settings, seen.what)
+
+
+@pytest.mark.parametrize("written", [{"x": 1}, {"method": 3}, {}])
+def test_an_object_that_names_no_method_is_refused(written):
+    with pytest.raises(ValueError, match="has its name as 'method'"):
+        methods.make("per_layer", layers={"rest": written})

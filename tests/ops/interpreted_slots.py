@@ -104,3 +104,15 @@ def test_what_giving_up_refuses():
     for out in (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 4, dtype=torch.int64)[:, ::2]):
         with pytest.raises(ValueError, match=r"out must be contiguous int64 \(1, 2\), not"):
             ops.retain.give_up(positions, scores=scores, out=out)
+
+
+@pytest.mark.parametrize("number", [2, 40, 3000])
+def test_zeros_of_either_sign_tie(number):
+    """So the token of the smaller position leaves, wherever the signs are; NaN leaves before all."""
+    generator = torch.Generator().manual_seed(number)
+    positions, _ = problem(3, 2, number)
+    scores = torch.where(torch.rand(positions.shape, generator=generator) < 0.5, -0.0, 0.0)
+    check(positions, scores=scores)
+    check(positions, scores=-scores)
+    scores[1, 0, number // 2] = float("nan")
+    check(positions, scores=scores)

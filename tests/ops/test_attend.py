@@ -517,3 +517,71 @@ def test_a_decode_step_copies_no_cache(need_lse):
         ops.attend_indices(q, k, v, indices, logits=Logits(0.3), need_lse=need_lse)
         ops.attend_pages(q, k, v, indices // 64, 4, logits=Logits(0.3), need_lse=need_lse)
     assert largest.bytes < k.nbytes / 2, largest.what
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_query_that_reads_no_key_gets_zeros(softcap, has_sinks, number):
+    """Because there is none, or none is chosen: the log-sum-exp is -inf, or that of the sinks."""
+    q, k, v = torch.randn(2, 6, 1, 8), torch.randn(2, 2, number, 8), torch.randn(2, 2, number, 4)
+    sinks = torch.randn(6) if has_sinks else None
+    how = {"logits": Logits(0.3, sinks=sinks, softcap=softcap)}
+    none = torch.zeros(2, 2, 0, dtype=torch.long)
+    unused = torch.full((2, 2, 3), -1)
+    length, nothing = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, 1, number, dtype=torch.bool)
+    for need_lse in (False, True):
+        more = how | {"need_lse": need_lse}
+        found = [
+            ops.attend(q, k, v, lengths=length, **more),
+            ops.attend(q, k, v, mask=nothing, **more),
+            *(ops.attend_indices(q, k, v, places, **more) for places in (none, unused)),
+            *(ops.attend_pages(q, k, v, places, 2, **more) for places in (none, unused)),
+        ]
+        if not number:
+            found.append(ops.attend(q, k, v, **more))
+        for one in found:
+            assert torch.equal(one.out, torch.zeros(2, 6, 1, 4))
+            if need_lse:
+                expected = torch.full((2, 6, 1), float("-inf")) if sinks is None else sinks[:, None].expand(2, 6, 1)
+                assert_close(one.lse, expected)
+
+
+@pytest.mark.parametrize("seen", [float("-inf"), -3.0, 2.0])
+@pytest.mark.parametrize("sink", [float("-inf"), -1.0, 40.0])
+def test_sinks_take_their_share_of_whatever_was_seen(seen, sink):
+    """Also of nothing, and by sinks that take none; in every head, whatever the others see."""
+    out = torch.randn(2, 4, 3, 5)
+    lse = torch.full((2, 4, 3), seen)
+    lse[1, 2] = 1.5
+    out[lse.isneginf()] = 0.0
+    sinks = torch.tensor([sink, 0.5, float("-inf"), sink])
+    found = ops.with_sinks(ops.Attended(out, lse), sinks)
+    weight, taken = lse.double().exp(), sinks.double().exp()[:, None]
+    total = weight + taken
+    share = torch.where(total > 0, weight / total.clamp_min(1e-300), 0.0)
+    assert_close(found.out, (out.double() * share[..., None]).float())
+    assert_close(found.lse, total.log().float())
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7])
+@pytest.mark.parametrize("by_query_head", [False, True])
+@pytest.mark.parametrize("by_kv_head", [False, True])
+def test_pages_of_rows_and_heads_of_any_length(group, by_query_head, by_kv_head):
+    """Attention over pages is dense attention to the keys that they have, of every head and row, in ragged batches."""
+    batch, kv_heads, number, size, dim = 3, 2, 23, 4, 8
+    generator = torch.Generator().manual_seed(group)
+    q = torch.randn(batch, kv_heads * group, 1, dim, generator=generator)
+    k, v = (torch.randn(batch, kv_heads, number, dim, generator=generator) for _ in range(2))
+    heads = kv_heads * group if by_query_head else kv_heads
+    order = torch.rand(batch, heads, 6, generator=generator).argsort(-1)[..., :4]
+    lengths = torch.tensor([[23, 9], [1, 17], [0, 23]]) if by_kv_head else torch.tensor([23, 9, 0])
+    found = ops.attend_pages(q, k, v, order, size, logits=Logits(0.4), lengths=lengths, need_lse=True)
+    ends = (lengths if by_kv_head else lengths[:, None].expand(-1, kv_heads)).repeat_interleave(group, 1)
+    chosen = order if by_query_head else order.repeat_interleave(group, 1)
+    places = torch.arange(number)
+    mask = (places[:, None] // size == chosen[..., None, :]).any(-1) & (places < ends[..., None])
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    expected = ops.attend(q, keys, values, logits=Logits(0.4), mask=mask[:, :, None], need_lse=True)
+    assert_close(found.out, expected.out)
+    assert_close(found.lse, expected.lse)

@@ -173,3 +173,39 @@ def test_keys_at_places_within_pages(dtype):
     found = ops.keys_at_places(places, pages, 4)
     assert found.dtype == dtype
     assert found.tolist() == [[[12, 15, 20, 23, -1], [-1, 1, 10, 36, 39]]]
+
+
+ROWS = {"scores": torch.zeros(2, 1, 200), "counts": torch.tensor([1, 2]), "k": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": -1}, "k must be an integer of at least 0, not -1"),
+        ({"k": 2.0}, "k must be an integer of at least 0, not 2.0"),
+        ({"k": 1}, "counts must be at most k, which is 1, not 2"),
+        ({"scores": torch.zeros(2, 200)}, r"scores must be a floating-point \[B, Hkv, n\]"),
+        ({"scores": torch.zeros(2, 1, 200, dtype=torch.long)}, "scores must be a floating-point"),
+        ({"counts": torch.tensor([1])}, r"counts must be integers \[2\]"),
+        ({"counts": torch.tensor([1, 1, 1])}, r"counts must be integers \[2\]"),
+        ({"counts": torch.tensor([1.0, 1.0])}, r"counts must be integers \[2\]"),
+        ({"lengths": torch.tensor([5])}, r"lengths must be integers \[2\]"),
+        ({"dtype": torch.int8}, "dtype must be of integers that hold 200, not torch.int8"),
+        ({"dtype": torch.uint8}, "dtype must be of integers"),
+        ({"dtype": torch.float32}, "dtype must be of integers"),
+    ],
+)
+def test_topk_rows_refuses_what_it_would_answer_wrongly(change, message):
+    ops.topk_rows(**ROWS)
+    with pytest.raises(ValueError, match=message):
+        ops.topk_rows(**ROWS | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("n", [0, 1, 126, 127])
+def test_topk_rows_gives_the_same_in_every_dtype(dtype, n):
+    scores = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))
+    expected = ops.topk_rows(scores, torch.tensor([0, 4]), 5)
+    found = ops.topk_rows(scores, torch.tensor([0, 4]), 5, dtype=dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found.long(), expected)

@@ -839,3 +839,17 @@ def test_layers_on_several_devices_share_numbers_and_no_tensors():
     found = [cache.plan.each(operator.sub, 4) for cache in caches]
     assert [one.device.type for one in found] == ["cpu", "meta"]
     assert caches[0].plan.each(operator.sub, 4) is found[0]
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [6, 4], [3, 9], [5, 4]])
+@pytest.mark.parametrize("kept", [2, 3])
+def test_a_step_has_the_position_of_its_own_row(lengths, kept):
+    """Rows that hold equally many tokens may have read different numbers of tokens."""
+    cache = ragged(lengths, evicts=Evicts.IN_DECODE)
+    cache.retain([torch.arange(kept).expand(1, 2, -1) for _ in lengths])
+    assert cache.rows["counts"] == [kept] * len(lengths)
+    for _ in range(2):
+        step(cache)
+    for row, length in enumerate(lengths):
+        assert all(held(cache, row, head) == [*range(kept), length, length + 1] for head in range(2))
+    assert cache.lengths == [length + 2 for length in lengths]

@@ -10,8 +10,8 @@ import typer
 
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.io.outfile import announce
 from foveate.lab.cli.progress import Progress
-from foveate.outfile import announce
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")
 

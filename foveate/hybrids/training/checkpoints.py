@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
-from foveate import outfile
-from foveate.digest import sha256
 from foveate.errors import DataError, UserError
 from foveate.hybrids.training.journal import LOG
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.digest import sha256
+from foveate.io.json_text import parse_json
 from foveate.lab.results.resultfile import differences, locked
 
 KIND = "checkpoint of foveate train"
@@ -104,7 +104,7 @@ def write(out: Path, snapshot: Snapshot, describe: Callable[[Path], None]) -> Pa
             "sha256": {str(path.relative_to(folder)): sha256(path) for path in _files(folder)},
         }
         state["digest"] = _digest(state)
-        (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        outfile.write(folder / STATE, (json.dumps(state, indent=1, allow_nan=False) + "\n").encode())
         for path in _files(folder):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -119,7 +119,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint, every file checked. Raises `DataError` that names what is missing or damaged."""
     path = folder / STATE
     try:
-        state = parse_json(path.read_bytes())
+        state = parse_json(infile.read(path))
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
@@ -177,7 +177,7 @@ def prune(out: Path, keep: int) -> None:
     losses = {}
     for folder in found:
         try:
-            losses[folder] = parse_json((folder / STATE).read_bytes()).get("held_out")
+            losses[folder] = parse_json(infile.read(folder / STATE)).get("held_out")
         except (OSError, ValueError):  # damaged: it goes when its turn comes
             losses[folder] = None
     measured = [folder for folder in found if losses[folder] is not None]

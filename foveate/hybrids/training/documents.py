@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foveate.errors import DataError
+from foveate.io import infile
 from foveate.lab.inputs import reading
 
 ENDINGS = (".txt", ".txt.xz", ".jsonl", ".jsonl.xz")
@@ -28,9 +29,11 @@ def text_files(folder: Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS))
+    there = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
+    files = [path for path in there if path.is_file() and path.name.endswith(ENDINGS)]
     if not files:
         raise DataError(f"{folder}: a folder without text; expected files that end in {', '.join(ENDINGS)}")
+    infile.warn_of_unread(folder, [path.name for path in there if path not in files], ENDINGS)
     return files
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from foveate import outfile
 from foveate.hybrids.training.tokens import TOKENIZER
+from foveate.io import outfile
 
 
 def describe(network: nn.Module, text: Path, folder: Path) -> None:

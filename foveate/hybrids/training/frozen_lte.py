@@ -26,15 +26,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from foveate import outfile
 from foveate.calibration.eviction_scores import LEVELS, EvictionScores
-from foveate.digest import digest
 from foveate.errors import DataError, UserError, check_seed, require
 from foveate.hybrids.training.lte_sequences import Drawn, Sequences
 from foveate.hybrids.training.lte_targets import FrozenModel, Seen
 from foveate.hybrids.training.stop import Stop
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
-from foveate.json_text import parse_json
+from foveate.io import outfile
+from foveate.io.digest import digest
+from foveate.io.json_text import parse_json
 from foveate.lab.inputs import loading, model_folder, reading
 from foveate.lab.results.resultfile import locked
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foveate import outfile
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 
 LOG, EVENTS = "log.jsonl", "tensorboard"
 
@@ -55,7 +55,7 @@ class Journal:
 def read(out: Path) -> list[dict[str, Any]]:
     """The rows of a run's log, without its first line and without a last one that was torn."""
     try:
-        lines = (Path(out) / LOG).read_bytes().split(b"\n")[:-1]
+        lines = infile.read(Path(out) / LOG).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     rows = []

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from foveate import outfile
-from foveate.digest import digest, sha256
 from foveate.errors import DataError, UserError, require
 from foveate.hybrids.training import questions as of_questions
 from foveate.hybrids.training import tokenizer as of_tokenizer
 from foveate.hybrids.training import tokens
 from foveate.hybrids.training.documents import documents, normalised, read_titles, text_files
+from foveate.io import outfile
+from foveate.io.digest import digest, sha256
 from foveate.lab.inputs.words import ADJECTIVES, NOUNS
 
 Say = Callable[[str], None]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from foveate.digest import sha256
 from foveate.errors import DataError
+from foveate.io.digest import sha256
 from foveate.lab.inputs import reading
 
 KIND = "tokenised text of foveate train"

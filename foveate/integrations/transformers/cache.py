@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +23,12 @@ from foveate.integrations.transformers.layers import (
     recurrent_states,
     row_indices,
 )
+from foveate.integrations.transformers.positions import rotated_otherwise
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.integrations.transformers.token_ids import TokenIds
 from foveate.methods import SharedPrompt
 from foveate.ops._math import readable
+from foveate.ops.checks import check_number
 from foveate.runtime import Phase, ReplayedSteps, returned
 from foveate.state import Held, SlotCache
 
@@ -43,13 +46,15 @@ class Cache(transformers.Cache):
         prompt_length: number of tokens, padding included, that are prompt; None: those of the first forward pass.
 
     Raises:
-        ValueError: when the model is not attached.
+        ValueError: when the model is not attached, and for a prompt length that is no integer of at least 1.
     """
 
     def __init__(self, model: torch.nn.Module, prompt_length: int | None = None):
         attachment: Attachment | None = getattr(model, "foveate", None)
         if attachment is None:
             raise ValueError("the model is not attached: call foveate.attach(model, method) first")
+        if prompt_length is not None:
+            check_number("prompt_length", prompt_length, 1)
         self.owner = attachment.uid
         self.assisted = False
         """Whether the last call of `generate` was one of assisted decoding, which records the past."""
@@ -57,6 +62,8 @@ class Cache(transformers.Cache):
         self.offsets: list[Tensor | None] | None = None
         """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
         keeps it (``rope_deltas`` of models that read images) left it after the last pass; None before the first."""
+        self.rotated = 0
+        """Tokens at the end of the first pass, by which its keys are rotated where rotation depends on the length."""
         self.phase = Phase(prompt_end=prompt_length)
         self._before_begin: tuple[int | None, bool, bool] = (prompt_length, False, False)
         """Of the phase, what :meth:`begin` changes."""
@@ -120,6 +127,36 @@ class Cache(transformers.Cache):
             # assisted decoding crops the assistant's cache to one token before the prompt's end, and decodes that token
             self.phase.prompt_end = prompt_end - 1
 
+    def anew(self, model: torch.nn.Module) -> Cache:
+        """The cache with which a call of `generate` reads its whole prompt: this one if it is empty, else a new one."""
+        if not self.get_seq_length():
+            return self
+        made = Cache(model)
+        made.begin(self.phase.prompt_end, self.phase.assistant, self.assisted)
+        return made
+
+    def check_rotation(self, config: transformers.PreTrainedConfig, new: int) -> None:
+        """Check that a pass of ``new`` tokens rotates its keys as the cached keys are rotated.
+
+        A decoded token is read all the same, as Transformers reads it, with a warning.
+
+        Raises:
+            ValueError: for more of a prompt, or another turn, whose keys are not; the cache is left as it was.
+        """
+        seen = self.get_seq_length()
+        if not seen:
+            self.rotated = new
+            return
+        reason = rotated_otherwise(config, self.rotated, seen + new)
+        if reason and new > 1 and not any(getattr(layer, "record_past", False) for layer in self.layers):
+            raise ValueError(f"{reason}: pass the whole prompt, or conversation, at once with a new cache")
+        if reason:
+            warnings.warn(
+                "decoding goes beyond the length whose rotation the keys in the cache have, and Transformers does not "
+                "rotate them anew: what the model makes of them may be worse",
+                stacklevel=2,
+            )
+
     def cancel(self) -> None:
         """Undo :meth:`begin`, where the call of `generate` ended before it read anything."""
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.prompt_end_guessed = self._before_begin
@@ -155,6 +192,7 @@ class Cache(transformers.Cache):
             raise ValueError("offload=True: a branch keeps its keys and values on the device; attach without offload")
         cache.phase.prompt_end, cache.phase.prompt_end_known = self.phase.prompt_end, self.phase.prompt_end_known
         cache.ids, cache.offsets, held = copy.deepcopy(self.ids), self.offsets, []
+        cache.rotated = self.rotated
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
                 held.append((*cache.layers[index].continue_from(layer), cache.layers[index].store.resident_bytes))

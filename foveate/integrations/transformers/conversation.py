@@ -14,10 +14,19 @@ from transformers.cache_utils import LinearAttentionLayer
 from foveate.errors import UserError, check_text
 from foveate.integrations.transformers import Cache, load_cache, save_cache
 from foveate.integrations.transformers.attachment import Attachment
-from foveate.integrations.transformers.positions import max_positions
+from foveate.integrations.transformers.positions import max_positions, rotated_otherwise
 from foveate.integrations.transformers.releases import CACHE
 from foveate.integrations.transformers.support import cache_layers, decoder_of, forgets, keeps_memory, unwrapped
-from foveate.prompting import Message, answer_text, end_tokens, leading_ids, pad_token, render
+from foveate.prompting import (
+    Message,
+    answer_text,
+    encode_opening,
+    encode_text,
+    end_tokens,
+    leading_ids,
+    pad_token,
+    render,
+)
 
 _CHUNK = 8192
 """Tokens of a document that are read at once."""
@@ -69,8 +78,8 @@ def ask(
         check_text(text, what)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    opening = _Read(*_opening(tokenizer, document.strip()))
-    prompts = [opening.then(tokenizer, render(tokenizer, [_user(document.strip(), one)])) for one in questions]
+    opening = _opening(tokenizer, document.strip())
+    prompts = [_encode(tokenizer, render(tokenizer, [_user(document.strip(), one)])) for one in questions]
     needed, most = max(map(len, prompts), default=0) + max_new_tokens, _positions(model)
     if most and needed > most:
         raise UserError(
@@ -79,10 +88,12 @@ def ask(
         )
     if not prompts:
         return []
-    cache = _kept(model, opening.ids, kept)
+    cache = _kept(model, opening, kept)
     answers = []
     for place, ids in enumerate(prompts):
         own = cache if place + 1 == len(prompts) else copy.deepcopy(cache)
+        if ids[: len(opening)] != opening or _rotated_otherwise(model, len(opening), len(ids)):
+            own = _new_cache(model)
         made = _generate(model, tokenizer, ids, own, max_new_tokens, **options)
         answers.append(answer_text(tokenizer, made, end_tokens(model), ""))
     return answers
@@ -130,7 +141,7 @@ class Conversation:
         self._start()
 
     def _start(self) -> None:
-        self._cache, self._held = _new_cache(self._model), _Read("", [])
+        self._cache, self._held, self._begun = _new_cache(self._model), _Read("", []), 0
 
     @property
     def tokens(self) -> int:
@@ -139,9 +150,9 @@ class Conversation:
 
     def read(self) -> int:
         """Read the document before a question is known; returns the number of its tokens."""
-        self._held = _Read(*_opening(self._tokenizer, self._document))
+        self._held = _Read("", _opening(self._tokenizer, self._document))
         self._check(self.tokens + self._most)
-        self._cache = _read(self._model, self._held.ids)
+        self._cache, self._begun = _read(self._model, self._held.ids), self.tokens
         return self.tokens
 
     def answer(self, question: str, streamer: Any = None) -> str:
@@ -156,6 +167,9 @@ class Conversation:
         self._check(len(ids) + self._most)
         if self._turns and forgets(self._model):
             self._forget_from(0)
+        elif _rotated_otherwise(self._model, self._begun, len(ids)):
+            self._start()
+            self.read_again += 1
         elif ids[: self.tokens] != self._held.ids:
             self._forget_from(next((n for n, pair in enumerate(zip(ids, self._held.ids)) if pair[0] != pair[1]), 0))
         new = _generate(self._model, self._tokenizer, ids, self._cache, self._most, streamer=streamer)
@@ -163,6 +177,9 @@ class Conversation:
             new.pop()  # the template writes it
         said = self._tokenizer.decode(new)
         self._held = _Read(text + said, ids + new)
+        self._begun = self._begun or len(ids)
+        if _rotated_otherwise(self._model, self._begun, self.tokens):
+            self._start()  # of some models `generate` has read all anew on a cache of its own
         self._turns += [user, {"role": "assistant", "content": said}]
         return said
 
@@ -190,18 +207,18 @@ class Conversation:
 
 
 class _Read:
-    """What of a conversation was read: its text, and the ids of its tokens."""
+    """What of a conversation was read: the ids of its tokens, and, where an answer of the model ends them, its text."""
 
     def __init__(self, text: str, ids: list[int]):
         self.text, self.ids = text, ids
 
     def then(self, tokenizer: Any, text: str) -> list[int]:
-        """Ids of a text that begins with what was read: those of the text as a whole if they begin with the ids that
-        were read, else those ids and the rest's. Of another text all ids, which begin otherwise."""
+        """Ids of a text: those of the whole, but after an answer, whose tokens the model chose, its ids and the
+        rest's."""
         whole = _encode(tokenizer, text)
-        if not text.startswith(self.text) or whole[: len(self.ids)] == self.ids:
+        if not self.text or not text.startswith(self.text) or whole[: len(self.ids)] == self.ids:
             return whole
-        return self.ids + tokenizer.encode(text[len(self.text) :], add_special_tokens=False)
+        return self.ids + encode_text(tokenizer, text[len(self.text) :])
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -219,20 +236,30 @@ def _positions(model: torch.nn.Module) -> int:
     return max_positions(decoder_of(model).config.get_text_config(decoder=True).to_dict())
 
 
+def _rotated_otherwise(model: torch.nn.Module, first: int, then: int) -> bool:
+    """Whether keys read at the end of ``first`` tokens, if any, are others than in a context of ``then``."""
+    config = decoder_of(model).config.get_text_config(decoder=True)
+    return first > 0 and bool(rotated_otherwise(config, first, then))
+
+
 def _user(document: str, question: str) -> Message:
     return {"role": "user", "content": f"{document}\n\n{question}" if document else question}
 
 
-def _opening(tokenizer: Any, document: str) -> tuple[str, list[int]]:
-    """The text before a question about a document, and its ids."""
+def _opening(tokenizer: Any, document: str) -> list[int]:
+    """The ids before a question about a document, whatever it is."""
     text = render(tokenizer, [_user(document, _QUESTION)]).rpartition(_QUESTION)[0]
-    return text, _encode(tokenizer, text)
+    return _first(tokenizer) + encode_opening(tokenizer, text)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a rendered text; a chat template writes the first token itself."""
-    first = [] if tokenizer.chat_template else leading_ids(tokenizer)
-    return first + tokenizer.encode(text, add_special_tokens=False)
+    """Ids of a rendered text."""
+    return _first(tokenizer) + encode_text(tokenizer, text)
+
+
+def _first(tokenizer: Any) -> list[int]:
+    """The first token, as a list; a chat template writes it itself."""
+    return [] if tokenizer.chat_template else leading_ids(tokenizer)
 
 
 def _new_cache(model: torch.nn.Module, prompt_length: int | None = None) -> Any:
@@ -248,6 +275,7 @@ def _read(model: torch.nn.Module, ids: list[int]) -> Any:
         return _new_cache(model)
     cache, attachment, tile = _new_cache(model, len(ids)), _attachment(model), 1
     one_piece = any(isinstance(layer, LinearAttentionLayer) or keeps_memory(layer) for layer in cache.layers)
+    one_piece = one_piece or _rotated_otherwise(model, _CHUNK, max(_CHUNK, len(ids)))
     if isinstance(attachment, Attachment):
         one_piece, tile = one_piece or attachment.whole_prompt, attachment.prompt_tile
     chunk = len(ids) if one_piece else max(_CHUNK // tile, 1) * tile

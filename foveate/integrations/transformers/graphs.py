@@ -10,13 +10,11 @@ import transformers
 from torch import nn
 from transformers.generation import GenerationMode
 
+from foveate.integrations.transformers.positions import length_kinds
 from foveate.methods import Method, replay_obstacle
 from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import CaptureError, CudaRecorder, Use
 from foveate.runtime.recorder import Recorder
-
-_SHAPES = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the length of the context."""
 
 
 class Graphs:
@@ -63,10 +61,8 @@ class Graphs:
         for method in methods:
             if obstacle := replay_obstacle(method):
                 return obstacle
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = {rope.get("rope_type")} | {one.get("rope_type") for one in rope.values() if isinstance(one, dict)}
-        if kinds & set(_SHAPES):
-            return f"{sorted(kinds & set(_SHAPES))[0]} rotary embeddings depend on the length of the context"
+        if kinds := length_kinds(config):
+            return f"{min(kinds)} rotary embeddings depend on the length of the context"
         if getattr(config, "mixers", None) is not None:
             return f"its {config.mixers[0]} layers keep a memory of their own, which a captured step cannot write to"
         if model.training:

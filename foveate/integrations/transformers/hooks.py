@@ -16,7 +16,7 @@ from foveate.integrations.transformers import announcements, attention, padding,
 from foveate.integrations.transformers.attachment import Attachment, OfModel
 from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.layers import CacheLayer
-from foveate.integrations.transformers.positions import max_positions
+from foveate.integrations.transformers.positions import length_kinds, max_positions, rotated_otherwise
 from foveate.integrations.transformers.support import forgets, refuse_weights
 from foveate.methods import sparse_prompt
 from foveate.runtime import handover, returned
@@ -54,6 +54,8 @@ class BeforeForward(OfModel):
             if ids is not None and ids.shape[1] > 1:
                 _check_continues(self.model, cache, ids.shape[1])
                 _warn_of_chunks(cache, attachment)
+            if ids is not None and not cache.phase.within_step:
+                cache.check_rotation(attachment.config, ids.shape[1])
         if training and getattr(decoder, "gradient_checkpointing", False):
             methods = {n: policy.method for n, policy in attachment.policies.items() if sparse_prompt(policy.method)}
             readers = [n for n, method in methods.items() if method.role.reads_choice_of is not None]
@@ -89,7 +91,10 @@ class BeforeForward(OfModel):
         if expected is None:
             return
         cache = given.get("cache")
-        if cache is None and given.get("use_cache"):
+        if cache is None and given.get("use_cache") and length_kinds(self.attachment.config):
+            # Phi's models drop a cache of another rotation, and are given the whole prompt
+            cache = given["cache"] = expected.anew(self.model)
+        elif cache is None and given.get("use_cache"):
             raise releases.unknown("`generate` prepared a foveate cache, but calls the model without one")
         if cache is not expected:
             return
@@ -179,6 +184,11 @@ class Prefill(OfModel):
     ) -> Any:
         given, mask = model_kwargs.get(releases.CACHE), model_kwargs.get("attention_mask")
         seen = given.get_seq_length() if isinstance(given, Cache) else 0
+        chunk = generation_config.prefill_chunk_size
+        end = given.phase.prompt_end or 0 if isinstance(given, Cache) else 0
+        parts = chunk and seen + chunk < end
+        if parts and (reason := rotated_otherwise(self.attachment.config, seen + chunk, end)):
+            raise ValueError(f"prefill_chunk_size={chunk}: {reason}; leave it out")
         try:
             if isinstance(given, Cache) and not given.phase.assistant and input_ids.shape[1] == given.phase.prompt_end:
                 given.ids.check(input_ids, seen, mask)
@@ -225,7 +235,8 @@ class Prefill(OfModel):
         mask, tile = model_kwargs.get("attention_mask"), self.attachment.prompt_tile
         if tile > 1 and mask is not None and not bool(mask.all()):  # tiles of padded rows begin elsewhere in each
             return None
-        return max(CHUNK // rows // tile, 1) * tile
+        chunk = max(CHUNK // rows // tile, 1) * tile
+        return None if rotated_otherwise(self.attachment.config, chunk, length) else chunk
 
 
 def takes_chunks(cache: Cache) -> bool:

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foveate import outfile
 from foveate.errors import UserError
 from foveate.integrations.transformers import unchanged_layers
 from foveate.integrations.transformers.attachment import Attachment
@@ -22,8 +21,10 @@ from foveate.integrations.transformers.cache import Cache
 from foveate.integrations.transformers.digests import digests, weights_digest
 from foveate.integrations.transformers.facts import model_shape, rotary_facts
 from foveate.integrations.transformers.layers import CacheLayer
+from foveate.integrations.transformers.positions import rotated_otherwise
 from foveate.integrations.transformers.support import decoder_of, unwrapped
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 from foveate.state import Geometry, RowNumber
 from foveate.state.packing import pack, unpack
 
@@ -75,6 +76,8 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     seen = cache.get_seq_length()
     if not seen:
         raise UserError("the cache is empty")
+    if reason := rotated_otherwise(attachment.config, cache.rotated, seen):
+        raise UserError(f"{reason}: such a cache cannot be saved; read the whole context at once")
     tensors, layers = {}, []
     for index, layer in enumerate(cache.layers):
         found, described = unchanged_layers.pack(layer)
@@ -124,9 +127,12 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     """
     path = outfile.named(path)
     model, attachment = _attached(model)
-    outfile.check_input(path)
+    infile.check(path)
     try:
-        with safe_open(path, "pt", device="cpu" if attachment.offload else str(model.device)) as file:
+        with (
+            infile.plainly_named(path) as name,
+            safe_open(name, "pt", device="cpu" if attachment.offload else str(model.device)) as file,
+        ):
             described = _described(path, file.metadata() or {})
             _check_model(path, described, model, attachment)
             cache = Cache(model)
@@ -137,6 +143,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     _check_sums(path, described, tensors)
     cache.expect(described["batch"], described["seen"])
     _fill(path, described, tensors, cache, model, attachment)
+    cache.rotated = described["seen"]
     attachment.remember(cache)
     return cache
 

@@ -19,7 +19,8 @@ from transformers import AutoConfig
 
 from foveate.integrations.transformers.facts import folder_weights, geometry_of, model_shape
 from foveate.integrations.transformers.support import choosing_layers
-from foveate.json_text import parse_json
+from foveate.io import infile
+from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_artefacts, check_made_for, make
 from foveate.methods.auto import Auto
 from foveate.methods.pages import Pages
@@ -149,7 +150,7 @@ def served(vllm_config: Any) -> Settings:
 
 def _read(path: Path) -> Any:
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        return parse_json(infile.read(path, infile.MOST_OF_SETTINGS))
     except OSError as error:
         raise ValueError(f"foveate: {path}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

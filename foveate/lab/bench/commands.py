@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from foveate.errors import UserError
-from foveate.outfile import announce
+from foveate.io.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Measure the speed of whole models.")
 

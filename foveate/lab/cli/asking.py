@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
-from foveate import outfile
 from foveate.cli.imports import Import
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.io import outfile
+from foveate.io.outfile import announce
 from foveate.lab.cli.progress import Progress, resumable, sayer
-from foveate.outfile import announce
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[

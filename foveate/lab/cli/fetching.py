@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foveate.cli.quiet import quiet
-from foveate.outfile import announce
+from foveate.io.outfile import announce
 
 
 def salad(

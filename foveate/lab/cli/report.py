@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foveate.cli.terminal import console
-from foveate.outfile import announce
+from foveate.io.outfile import announce
 
 
 def report(

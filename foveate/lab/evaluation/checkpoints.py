@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from foveate.digest import sha256
 from foveate.errors import UserError, unknown
+from foveate.io.digest import sha256
 
 Say = Callable[[str], None]
 _HUB_TIMEOUT = 5.0  # seconds

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.positions import rotated_otherwise
 from foveate.lab.evaluation.decoding import Along, Clock, Greedy, Paused, Sampled, Trace, check_finite, decode, kl
 from foveate.lab.evaluation.tasks.base import Item, Output
 from foveate.prompting import answer_text, end_tokens, pad_token
@@ -236,7 +237,9 @@ def _pause(
         chunk = max(chunk // attachment.prompt_tile, 1) * attachment.prompt_tile
     layers = () if kwargs.get(releases.CACHE) is None else kwargs[releases.CACHE].layers
     anew = any(isinstance(layer, LinearAttentionLayer) for layer in layers)  # Jamba's begin each pass with no state
-    if chunk < input_ids.shape[1] and not anew and not (attachment and attachment.whole_prompt):
+    length, config = input_ids.shape[1], model.config.get_text_config(decoder=True)
+    anew = anew or bool(rotated_otherwise(config, chunk, length))
+    if chunk < length and not anew and not (attachment and attachment.whole_prompt):
         generation_config.prefill_chunk_size = chunk
     out = model._prefill(input_ids, generation_config, kwargs)
     cache, pad = releases.returned_cache(out), generation_config.pad_token_id

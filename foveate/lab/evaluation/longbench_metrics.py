@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Sequence
 
 from foveate.errors import of_extra
-from foveate.lab.evaluation.metrics import f1, token_f1
+from foveate.lab.evaluation.metrics import normalize, token_f1
 
 Metric = Callable[[str, str, Sequence[str]], float]
 """Takes a prediction, an answer and the classes of a task that has some."""
@@ -21,8 +21,8 @@ _MARKS = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
 
 
 def qa_f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """SQuAD's token F1."""
-    return f1(prediction, [answer])
+    """SQuAD's token F1; 0 where the two share no word, also where neither has one."""
+    return _f1(normalize(prediction).split(), normalize(answer).split())
 
 
 def qa_f1_zh(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
@@ -31,7 +31,7 @@ def qa_f1_zh(prediction: str, answer: str, classes: Sequence[str] = ()) -> float
         [word for one in _words(text) if (word := "".join(one.lower().translate(_MARKS).split()))]
         for text in (prediction, answer)
     )
-    return token_f1(given, gold)
+    return _f1(given, gold)
 
 
 def rouge(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
@@ -85,6 +85,10 @@ def check(metric: Metric) -> None:
     """Raises `UserError` for a metric whose package is not installed."""
     for name in {rouge: ["rouge"], rouge_zh: ["rouge", "jieba"], qa_f1_zh: ["jieba"]}.get(metric, []):
         of_extra(name, *_EXTRA)
+
+
+def _f1(given: Sequence[str], gold: Sequence[str]) -> float:
+    return token_f1(given, gold) if gold else 0.0
 
 
 def _words(text: str) -> list[str]:

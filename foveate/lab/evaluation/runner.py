@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 import foveate
-from foveate import outfile
 from foveate.cli import imports
-from foveate.digest import digest
 from foveate.errors import DataError, UserError, check_seed, check_text, require
+from foveate.io import outfile
+from foveate.io.digest import digest
 from foveate.lab.evaluation import costs, decoding, generation
 from foveate.lab.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foveate import outfile
 from foveate.errors import DataError, UserError
+from foveate.io import infile, outfile
 from foveate.lab.inputs.squad import Article, read_squad
 
 SEED = 42  # the seed of the published files
@@ -77,7 +77,7 @@ def write_sets(squad: Path, out: Path, seed: int = SEED) -> dict[Path, bool]:
     sets = make_sets(document.articles, seed)
     contents = {Path(out) / FILES[name].file: json.dumps(sets[name], indent=2).encode() for name in FILES}
     for path, content in contents.items():
-        if path.exists() and path.read_bytes() != content:
+        if path.exists() and infile.read(path) != content:
             raise UserError(f"{path} exists with another content")
     for path, content in contents.items():
         outfile.write(path, content)

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from foveate import outfile
 from foveate.cli import imports
 from foveate.errors import UserError, require, unknown
+from foveate.io import outfile
 from foveate.lab.evaluation.runner import Comparison, Progress, parse_method, prepare, run
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity

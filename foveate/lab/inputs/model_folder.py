@@ -15,7 +15,8 @@ from foveate.errors import UserError
 from foveate.integrations.transformers.facts import folder_weights, head_dim
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.integrations.transformers.support import choosing_layers
-from foveate.json_text import parse_json
+from foveate.io import infile
+from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_made_for
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,9 +105,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: no such model folder{hint}")
     path = folder / "config.json"
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
+        config = parse_json(infile.read(path, infile.MOST_OF_SETTINGS))
     except FileNotFoundError:
         raise UserError(f"{folder}: not a model folder (no config.json)") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: malformed JSON: {error}") from None
     if not isinstance(config, dict):
@@ -151,7 +154,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (index := folder / _INDEX).is_file():
         return []
     try:
-        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(parse_json(infile.read(index, infile.MOST_OF_SETTINGS))["weight_map"].values())
         files = sorted(folder / name for name in names)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from None
@@ -174,7 +177,7 @@ def model_digest(folder: Path, samples: int = 64, sample_bytes: int = 1 << 16) -
     for path in weight_files(folder):
         size = path.stat().st_size
         total.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with infile.opened(path) as file:
             for sample in range(samples):
                 file.seek(max(0, size - sample_bytes) * sample // (samples - 1))
                 total.update(file.read(sample_bytes))

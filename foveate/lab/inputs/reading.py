@@ -5,8 +5,8 @@ Every error is a `DataError` that names the file and, for malformed content, the
 
 from __future__ import annotations
 
+import io
 import json
-import lzma
 import re
 import tarfile
 from collections.abc import Iterator
@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError
-from foveate.json_text import parse_json
+from foveate.io import infile
+from foveate.io.json_text import parse_json
 
 _START = re.compile(r"^\*\*\*\s?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
 _END = re.compile(r"^\*\*\*\s?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*$", re.MULTILINE)
 _KINDS = {str: "text", list: "list", dict: "object", int: "number", bool: "true or false"}
+
+_OF_NOVELS = (".txt", ".txt.xz", ".tar.xz")
 
 
 class Novel(NamedTuple):
@@ -31,17 +34,12 @@ class Novel(NamedTuple):
 def read_bytes(path: Path) -> bytes:
     """The content of `path`, decompressed if its name ends in .xz. Raises `DataError`."""
     try:
-        raw = Path(path).read_bytes()
+        raw = infile.read(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
-    if Path(path).suffix != ".xz":
-        return raw
-    try:
-        return lzma.decompress(raw)
-    except lzma.LZMAError as error:
-        raise DataError(f"{path}: damaged .xz file ({error})") from None
+    return raw if Path(path).suffix != ".xz" else infile.decompressed(path, raw)
 
 
 def read_text(path: Path) -> str:
@@ -108,8 +106,11 @@ def novel_files(data: Path) -> list[Path]:
     if not data.is_dir():
         raise DataError(f"{data}: no such folder")
     for folder in (data / "books", data):
-        found = sorted(p for p in folder.glob("*") if p.is_file() and p.name.endswith((".txt", ".txt.xz", ".tar.xz")))
+        there = sorted(path for path in folder.glob("[!.]*") if not path.is_dir())
+        found = [path for path in there if path.is_file() and path.name.endswith(_OF_NOVELS)]
         if found:
+            if folder != data:  # which holds other tasks' files, too
+                infile.warn_of_unread(folder, [path.name for path in there if path not in found], _OF_NOVELS)
             return found
     raise DataError(
         f"{data}: no novels found; expected .txt, .txt.xz or .tar.xz files in {data / 'books'}; source: such as "
@@ -142,19 +143,21 @@ def strip_gutenberg(text: str) -> str:
 
 
 def _read_archive(path: Path) -> list[Novel]:
-    novels = []
+    novels, others = [], []
     try:
-        with tarfile.open(path, "r:xz") as archive:
+        with tarfile.open(fileobj=io.BytesIO(read_bytes(path)), mode="r:") as archive:
             for member in archive:
                 if not member.isfile() or not member.name.endswith(".txt"):
+                    others += [] if member.isdir() else [member.name]
                     continue
                 handle = archive.extractfile(member)
                 content = handle.read() if handle else b""
                 novels.append(Novel(Path(member.name).stem, _decode(content, f"{path}!{member.name}")))
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    except (tarfile.TarError, EOFError) as error:
         raise DataError(f"{path}: damaged archive ({error})") from None
     if not novels:
         raise DataError(f"{path}: the archive holds no .txt file")
+    infile.warn_of_unread(path, others, (".txt",))
     return novels
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.outfile import announce
+from foveate.io.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Draw rows of results, or a calibration, as PNG.")
 

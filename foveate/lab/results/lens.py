@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate import outfile
 from foveate.errors import DataError
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 
 KIND, SCHEMA = "lens of foveate", 1
 STATES = {
@@ -46,7 +46,7 @@ def is_lens(path: Path) -> bool:
     """Whether a file begins as :func:`write` writes it."""
     begin = json.dumps({"kind": KIND})[:-1].encode()
     try:
-        with path.open("rb") as file:
+        with infile.opened(path) as file:
             return file.read(len(begin)) == begin
     except OSError:
         return False
@@ -86,7 +86,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises `DataError` if there is no such file, or it is something else, damaged, or of another schema.
     """
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(infile.read(path))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

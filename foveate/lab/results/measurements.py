@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate import outfile
 from foveate.errors import UserError
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 from foveate.lab.results import circumstances
 
 FIELDS = (
@@ -77,11 +77,11 @@ def check_out(out: Path, bench: str) -> None:
     outfile.check(out)
     if not out.exists():
         return
-    for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(infile.read(out).splitlines(), 1):
         try:
             row = parse_json(line)
             holds = row.get("bench")
-        except (json.JSONDecodeError, AttributeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
             raise UserError(f"{out}:{number}: not a results row; name another --out") from None
         if holds != bench:
             raise UserError(
@@ -100,7 +100,7 @@ def write(out: Path, rows: Sequence[dict[str, Any]]) -> None:
         missing = [field for field in needed(row) if field not in row]
         if missing:
             raise ValueError(f"row lacks {', '.join(missing)}")
-    there = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    there = infile.read(out).decode().splitlines() if out.exists() else []
     cases = [json.loads(json.dumps(row["case"])) for row in rows]  # as the file has them: tuples are lists there
     lines = [line for line in there if json.loads(line)["case"] not in cases]
     lines += [json.dumps(row, ensure_ascii=False) for row in rows]

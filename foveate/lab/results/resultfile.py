@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate import outfile
 from foveate.errors import DataError, UserError
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 from foveate.lab.results.rows import ROW_FIELDS, check_record, check_row
 from foveate.methods import Method, make, settings_of
 
@@ -68,7 +68,7 @@ def read_partial(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
 def _content(path: Path) -> bytes | None:
     """What a file holds; None if it is not there."""
     try:
-        return path.read_bytes()
+        return infile.read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -84,6 +84,7 @@ class PartialFile:
 
     def __init__(self, out: Path, run: Fingerprint):
         path = self._path = partial_path(out)
+        outfile.check(path)
         with outfile.writing(path):
             out.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")

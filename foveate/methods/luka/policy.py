@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, attend_fetched, note_queries, observed_mass
+from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import budget, clamp
 from foveate.methods.luka.cover import tree_of
@@ -79,9 +80,10 @@ class LuKA(Method):
         self._check(
             "page_size", self._nests(), "an integer of at least 2, or several, each a multiple of the one before"
         )
+        self._check("page_size", self.sizes[-1] <= MOST_KEPT, f"at most {MOST_KEPT:,}")
         self._check_count("sinks")
-        for name in ("tail", "window"):
-            self._check_count(name, 1)
+        self._check_count("tail", 1)
+        self._check_count("window", 1, MOST_KEPT)
         self._check_choice("compressor", "mean", "attention")
         self._check_choice("pool", "kv_head", "layer")
         self._check_choice("score", "summary", "spread", "lowrank")

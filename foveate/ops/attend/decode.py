@@ -73,8 +73,9 @@ def attend(
     scores = capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling), logits.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    top = scores.amax(-1, keepdim=True)
-    top = top.masked_fill(top.isneginf(), 0.0) if mask is not None else top
+    blind = mask is not None or not k.shape[2]  # a row may see nothing
+    top = scores.amax(-1, keepdim=True) if k.shape[2] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+    top = top.masked_fill(top.isneginf(), 0.0) if blind else top
     if logits.sinks is not None:
         sinks = rows_of_heads(logits.sinks, k.shape[1], length)
         top = top.maximum(sinks)
@@ -82,7 +83,7 @@ def attend(
     total = weights.sum(-1, keepdim=True)
     if logits.sinks is not None:
         total = total + (sinks - top).exp()
-    weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if mask is not None else total)
+    weights = weights / (total.clamp_min(torch.finfo(torch.float32).tiny) if blind else total)
     attended = (weights.to(v.dtype) @ v).to(q.dtype)
     lse = (total.log() + top).squeeze(-1) if need_lse else None
     return Attended(

@@ -17,6 +17,9 @@ def gather_fields(fields: Sequence[Tensor], indices: Tensor, *, complete: bool =
     index, gathered = (indices if complete else indices.clamp_min(0)).long(), []
     rows_of: dict[int, Tensor] = {}  # of the buffers, by the distance of their heads
     for x in fields:
+        if not x.shape[2]:  # negative ones alone, which find nothing
+            gathered.append(x.new_zeros(*index.shape, *x.shape[3:]))
+            continue
         if x.dim() == 3:
             gathered.append(x.gather(2, index))
             continue

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from foveate.ops._math import first_keys
-from foveate.ops.checks import check_number
+from foveate.ops._math import first_keys, readable
+from foveate.ops.checks import INTEGERS, check_counts, check_number
 
 CHUNK = 1 << 16
 """Scores examined at once."""
@@ -101,16 +101,34 @@ def topk_rows(
         k: the largest of the counts.
         lengths: int ``[B]``: only the first so many scores of a row are there, the others may hold anything; None: all
             are.
-        dtype: of the indices.
+        dtype: of the indices, which can hold n.
 
     Returns:
         ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
+
+    Raises:
+        ValueError: for a k below 0, counts or lengths of another batch or not of integers, and a dtype that cannot hold
+            n; on the CPU also for a count above k.
     """
     infinity = float("inf")
     scores = scores.nan_to_num(nan=infinity, posinf=infinity, neginf=-infinity)
     if lengths is not None:
         scores = scores.masked_fill(~first_keys(lengths, scores.shape[2]), -infinity)
     return _topk_rows(scores, counts[:, None, None], k).to(dtype)
+
+
+def check_topk_rows(scores, counts, k, *, lengths=None, dtype=torch.int64):
+    """Raise for arguments of :func:`topk_rows` that cannot be."""
+    check_number("k", k, 0)
+    if scores.dim() != 3 or not scores.is_floating_point():
+        raise ValueError(f"scores must be a floating-point [B, Hkv, n], not {scores.dtype} {list(scores.shape)}")
+    check_counts(counts, len(scores))
+    if lengths is not None and (lengths.dtype not in INTEGERS or lengths.shape != counts.shape):
+        raise ValueError(f"lengths must be integers [{len(scores)}], not {lengths.dtype} {list(lengths.shape)}")
+    if dtype not in INTEGERS or torch.iinfo(dtype).max < scores.shape[2]:
+        raise ValueError(f"dtype must be of integers that hold {scores.shape[2]}, not {dtype}")
+    if readable(counts) and counts.numel() and (most := int(counts.max())) > k:
+        raise ValueError(f"counts must be at most k, which is {k}, not {most}")
 
 
 def _topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:

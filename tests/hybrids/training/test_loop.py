@@ -1,5 +1,6 @@
 """The loop: exact resumption, accumulation, divergence, early ends, the finished model."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from foveate.errors import UserError
 from foveate.hybrids.layers import lte
 from foveate.hybrids.training import checkpoints, journal, loop, network, optim
 from foveate.hybrids.training.configuration import OptimSettings
+from foveate.hybrids.training.held_out import HeldOut
 from foveate.hybrids.training.loop import DivergedError, train
 from foveate.hybrids.training.tokens import TokenStore
 from tests.problems import Waits
@@ -650,3 +653,16 @@ def test_a_log_without_tensorboard_says_so(make, tmp_path, monkeypatch):
     assert any("tensorboard cannot be imported" in line for line in said)
     assert curve(tmp_path / "run")
     assert not (tmp_path / "run" / journal.EVENTS).exists()
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4, 4), (4, 1), (3, 3, 2)])
+def test_the_held_out_loss_is_the_mean_over_rows_however_they_are_batched(sizes):
+    class Losses(torch.nn.Module):
+        def forward(self, input_ids, use_cache):
+            return SimpleNamespace(loss=input_ids.float().mean())
+
+    ids = torch.arange(sum(sizes))[:, None].expand(-1, 5) ** 2
+    measured = object.__new__(HeldOut)
+    measured.batches = [{"input_ids": part} for part in ids.split(sizes)]
+    found = measured.measure(Losses(), torch.device("cpu"), contextlib.nullcontext)
+    assert found == pytest.approx(float(ids.float().mean()))

@@ -27,6 +27,11 @@ def test_an_answer_is_found_by_its_first_tokens_at_the_nearest_place():
     pairs = row([11, 21, 12, 22, 1, 1, 12, 22, 11, 21], [7, 9])  # of a single token with its key
     assert list(probes.answers(pairs)) == [(7, 8, 4), (9, 10, 8)]
     assert list(probes.answers(row([1, 2, 3, 4], [2, 3]))) == []  # stands nowhere before
+    for places in ([0, 5], [5, 0, 10], [10]):  # of several, the nearest
+        ids = np.arange(100, 130)
+        for place in [*places, 20]:
+            ids[place : place + 4] = [5, 6, 7, 8]
+        assert [one.distance for one in probes.answers(row(ids, range(20, 24)))] == [20 - max(places)]
 
 
 class Copies:

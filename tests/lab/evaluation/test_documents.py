@@ -71,6 +71,12 @@ def test_questions_are_graded(tmp_path):
     assert asked.grade(first, Output(text="Incredible"))["found"] == 0.0, "a part of a word is no answer"
 
 
+def test_answers_that_no_rule_decides_are_named(tmp_path):
+    path = write(tmp_path / "asked.jsonl", QUESTION | {"answer": "A"}, QUESTION | {"answer": ["I", "red"]})
+    with pytest.warns(UserWarning, match=r"asked\.jsonl:1: no rule tells .* 'A', a letter .*1 more such answer"):
+        task().items(path, Words(), 2, 0)
+
+
 def test_a_question_can_be_a_turn_of_its_own(tmp_path):
     path = write(tmp_path / "asked.jsonl", QUESTION)
     (item,) = task(question="after").items(path, Words(), 1, 0)
@@ -106,7 +112,7 @@ def test_a_limit_is_a_maximum(tmp_path):
         ([{"context": "One.", "question": "Two?"}, {"context": "Alone."}], "has no question, but others have"),
         ([{"question": "Two?"}], "asked.jsonl:1: expected an object with 'context'"),
         ([QUESTION | {"answer": 3}], "'answer' must be text"),
-        ([QUESTION | {"answer": ["..."]}], "a word in each"),
+        ([QUESTION | {"answer": ["..."]}], "a word, number or symbol in each"),
         ([{"context": "One.", "answer": "Two"}], "needs one"),
         ([QUESTION | {"context": " "}], "'context' is empty"),
     ],

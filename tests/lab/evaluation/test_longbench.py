@@ -1,8 +1,12 @@
 """LongBench's tasks from files of the published form, and its metrics against what the published code gives."""
 
 import builtins
+import importlib
+import itertools
 import json
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +116,44 @@ def test_first_lines_and_best_answers(folder, tokenizer, split, text, score):
 )
 def test_metrics_by_hand(metric, prediction, answer, score):
     assert metric(prediction, answer, ()) == pytest.approx(score, abs=1e-6)
+
+
+SAID = (
+    "",
+    "...",
+    "the",
+    "The red house.",
+    "a red barn",
+    "Paragraph 3, or 4",
+    "段落3",
+    "北京，中国",
+    "中国北京",
+    "it and its\nno",
+    "３ 3",
+)
+
+
+def test_metrics_are_those_of_another_implementation(monkeypatch):
+    """lm-eval's, of all pairs of texts; it refuses to be imported without a package that only `code_sim` needs."""
+    monkeypatch.setitem(sys.modules, "fuzzywuzzy", SimpleNamespace(fuzz=None))
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.longbench.metrics", raising=False)
+    others = importlib.import_module("lm_eval.tasks.longbench.metrics")
+    pairs = {
+        by.qa_f1: others.qa_f1_score,
+        by.qa_f1_zh: others.qa_f1_zh_score,
+        by.rouge: others.rouge_score,
+        by.rouge_zh: others.rouge_zh_score,
+        by.count: others.count_score,
+        by.classification: others.classification_score,
+    }
+    classes = ["it", "its", "no", "the"]
+    for ours, theirs in pairs.items():
+        for said, answer in itertools.product(SAID, SAID):
+            got, expected = ours(said, answer, classes), theirs(said, answer, all_classes=classes)
+            assert got == pytest.approx(expected), (ours.__name__, said, answer)
+    for said in SAID:
+        assert by.retrieval(said, "Paragraph 3") == others.retrieval_score(said, "Paragraph 3")
+        assert by.retrieval(said, "段落3") == others.retrieval_zh_score(said, "段落3")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import tarfile
 
 import pytest
 
-from foveate.digest import digest
 from foveate.errors import DataError
+from foveate.io.digest import digest
 from foveate.lab.inputs import reading
 
 BOOK = (
@@ -77,7 +77,7 @@ def test_missing_and_damaged_novels(tmp_path):
         reading.read_novels(tmp_path)
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "a.tar.xz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"a\.tar\.xz: damaged archive"):
+    with pytest.raises(DataError, match=r"a\.tar\.xz: damaged .xz file"):
         reading.read_novels(tmp_path)
     (tmp_path / "a.tar.xz").unlink()
     (tmp_path / "empty.txt").write_text(" \n")

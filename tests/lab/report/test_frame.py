@@ -1,5 +1,6 @@
 """Rows as a data frame, and as CSV."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -65,3 +66,18 @@ def test_other_files_are_refused(files, tmp_path):
         to_dataframe([*files, tmp_path / "bad.jsonl"])
     with pytest.raises(UserError, match="no file of rows is named"):
         frame.write_csv([], tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t", "\r", "＝"])
+def test_no_cell_is_a_formula(files, tmp_path, begin):
+    """Of any field, also of names of fields; numbers stay numbers."""
+    row = json.loads(files[0].read_text(encoding="utf-8").splitlines()[0])
+    text = f"{begin}cmd|'/C calc'!A0"
+    row |= {"model": text, "device": text, "more": -1.5, "task_settings": {text: text}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    frame.write_csv([tmp_path / "rows.jsonl"], tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="", encoding="utf-8") as file:
+        cells = [cell for line in csv.reader(file) for cell in line]
+    assert f"'{text}" in cells
+    assert "-1.5" in cells
+    assert [cell for cell in cells if cell.startswith(begin) and cell != "-1.5"] == []

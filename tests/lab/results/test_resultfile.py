@@ -173,7 +173,7 @@ def test_rows_that_cannot_be_written_leave_the_old_ones(out):
 
 
 def test_a_folder_is_no_rows_file(tmp_path):
-    with pytest.raises(UserError, match="directory"):
+    with pytest.raises(UserError, match="is a folder, not a file"):
         resultfile.read_rows(tmp_path, RUN)
 
 

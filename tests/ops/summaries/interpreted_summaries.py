@@ -149,9 +149,12 @@ def test_ranks_of_one_head_after_the_other(prior, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
-def test_groups(heads, kv_heads):
-    check(Problem(heads=heads, kv_heads=kv_heads), ops.summaries.Refinement(prior=0.3))
+@pytest.mark.parametrize("prior", [0.3, 0.9])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (10, 2), (7, 1), (6, 6), (14, 2), (32, 2), (130, 1)])
+def test_groups(heads, kv_heads, prior):
+    """Of any size, a node's mass is the mean over its group: beside a prior, its scale decides."""
+    check(Problem(heads=heads, kv_heads=kv_heads), ops.summaries.Refinement(prior=prior))
+    check(Problem(pages=(40, 13), allowed=(6,), heads=heads, kv_heads=kv_heads), ops.summaries.Refinement(prior=prior))
 
 
 @pytest.mark.parametrize("page", [1, 5, 16, 40])

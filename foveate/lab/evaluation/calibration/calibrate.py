@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 import foveate
-from foveate import outfile
 from foveate.calibration import Calibration, load
-from foveate.digest import digest
 from foveate.errors import UserError
 from foveate.integrations.transformers.facts import model_facts
+from foveate.io import outfile
+from foveate.io.digest import digest
 from foveate.lab.evaluation.calibration import layer_costs
 from foveate.lab.evaluation.calibration.anchors import AnchorChoice, check_number, choose, counterparts
 from foveate.lab.evaluation.calibration.answers import Answers, named

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from foveate import outfile
 from foveate.errors import UserError
-from foveate.json_text import parse_json
+from foveate.io import infile, outfile
+from foveate.io.json_text import parse_json
 from foveate.lab.results.resultfile import lock
 
 _RUN = "run.json"
@@ -36,8 +36,8 @@ def take_up(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
             if any(not one.name.startswith(f".{_RUN}.") for one in folder.iterdir()):  # which a killed run may leave
                 raise UserError(f"{folder}: not a folder of partial results; choose another --out")
             outfile.write(path, json.dumps(mark).encode())
+        content = infile.read(path, infile.MOST_OF_SETTINGS)
         file = path.open("rb")
-        content = file.read()
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror or error})") from None
     try:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.lab.evaluation.metrics import Mean, f1, normalize
+from foveate.io import infile
+from foveate.lab.evaluation import grading
+from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
 from foveate.lab.inputs import reading
@@ -40,8 +42,8 @@ class Documents(Task):
     """Your own texts (.txt, .md) and records (.jsonl: `context`, and, if you have them, `question` and `answer`).
 
     A text is cut into windows of `length` tokens, after each of which the model goes on; a context is read whole, with
-    its question. Score: questions whose answer is found in what the model says (`found`), all in normalised words. The
-    halves `tune` and `test` share no item.
+    its question. Score: questions whose answer the model gives (`found`), as :mod:`foveate.lab.evaluation.grading`
+    decides. The halves `tune` and `test` share no item.
     """
 
     name = "documents"
@@ -59,7 +61,7 @@ class Documents(Task):
         if data.is_file():
             files = [data]
         elif data.is_dir():
-            files = sorted(_walk(data))
+            files, _ = _walk(data)
         else:
             raise DataError(f"{data}: no such file or folder; source: your own texts (docs/guide/data.md)")
         if not files or _kind(files[0]) not in _TEXTS + _RECORDS:
@@ -85,14 +87,16 @@ class Documents(Task):
         return random.Random(f"documents/{self.split}/{seed}").sample(found, min(limit, len(found)))
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
-        said = f" {normalize(output.text)} "
-        found = any(f" {normalize(answer)} " in said for answer in item.answers)
-        return {"found": float(found), "f1": f1(output.text, item.answers)}
+        found = grading.gives(output.text, item.answers)
+        return {"found": float(found), "f1": grading.overlap(output.text, item.answers)}
 
     def _documents(self, data: Path) -> list[Document]:
         """All documents; a warning names empty files. Raises `DataError` where all are empty, and where some questions
         have answers and others none."""
         files = self.files(data)
+        if Path(data).is_dir():
+            unread = [path.relative_to(data).as_posix() for path in _walk(Path(data))[1]]
+            infile.warn_of_unread(data, unread, _TEXTS + _RECORDS)
         names = {path: path.name if path == Path(data) else path.relative_to(data).as_posix() for path in files}
         read = {path: _read(path, name) for path, name in names.items()}
         if empty := [path for path in files if not read[path]]:
@@ -101,6 +105,15 @@ class Documents(Task):
             others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
             warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=1)
         found = [one for of_file in read.values() for one in of_file]
+        unsure = [(one.name, answer) for one in found for answer in one.answers if grading.undecided(answer)]
+        if unsure:
+            name, answer = unsure[0]
+            others = f", and {len(unsure) - 1} more such answers" if len(unsure) > 1 else ""
+            warnings.warn(
+                f"{name}: no rule tells for certain whether a text gives the answer {answer!r}, "
+                f"{grading.undecided(answer)}{others}: read some of what is said",
+                stacklevel=1,
+            )
         asked = [one for one in found if one.question]
         without = [one.name for one in found if not one.answers]
         if without and len(without) < len(found):
@@ -142,8 +155,12 @@ class Documents(Task):
             yield Item(name, text, (*first, *window), max_new_tokens=self.max_new_tokens)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """The files of documents in a folder and its subfolders. Raises `DataError` for what may not be read."""
+def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files of documents in a folder and its subfolders, and the other ones but hidden ones; both sorted.
+
+    Raises `DataError` for what may not be read.
+    """
+    documents, others = [], []
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}; its documents cannot be read") from None
@@ -155,7 +172,10 @@ def _walk(folder: Path) -> Iterator[Path]:
             except OSError as error:
                 refuse(error)
             if wanted:
-                yield path
+                documents.append(path)
+            elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                others.append(path)
+    return sorted(documents), sorted(others)
 
 
 def _kind(path: Path) -> str:
@@ -183,6 +203,6 @@ def _record(value: Any, where: str, name: str) -> Document:
         raise DataError(f"{where}: 'context' is empty")
     if not isinstance(question, str) or (answers and not question.strip()):
         raise DataError(f"{where}: 'question' must be text, and an 'answer' needs one")
-    if not isinstance(answers, tuple) or not all(isinstance(one, str) and normalize(one) for one in answers):
-        raise DataError(f"{where}: 'answer' must be text, or a list of texts, with a word in each")
+    if not isinstance(answers, tuple) or not all(isinstance(one, str) and grading.tokens(one) for one in answers):
+        raise DataError(f"{where}: 'answer' must be text, or a list of texts, with a word, number or symbol in each")
     return Document(name, context, question.strip(), answers)

@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from foveate import outfile
 from foveate.errors import DataError, UserError, of_extra
+from foveate.io import outfile
 from foveate.lab.report.markdown import made_beside, made_with
 from foveate.lab.report.page import charts
 from foveate.lab.report.rows import Row, all_spelled, read_any
@@ -21,11 +21,11 @@ from foveate.lab.results import lens
 
 
 def check(out: Path, files: Sequence[Path]) -> None:
-    """Raises `UserError` if no page of these files can be written: no file can, its name is no page's, or rows are
-    among them and a library is missing that draws these."""
+    """Raises `UserError` if no page of these files can be written: no file can, its name is no page's, it is one of the
+    files, or rows are among them and a library is missing that draws these."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{out}: the report is a page, so --out must end in .html")
-    outfile.check(out)
+    outfile.check(out, inputs=files)
     if any(file.suffix != ".json" for file in files):
         of_extra("plotly", "report", "a page of rows needs")
 
@@ -64,7 +64,7 @@ def write(files: Sequence[Path], out: Path) -> None:
     commits = {commit for row in rows for commit in row["commit"].split(", ")}
     made = made_with(rows, commits=len(commits) <= 3) + (f"; {len(commits)} commits" if len(commits) > 3 else "")
     facts = f"{len(rows):,} rows · {names} · {made}" if rows else names
-    outfile.write(out, _page(data, facts=html.escape(facts), tables=tables).encode())
+    outfile.write(out, _page(data, facts=html.escape(facts), tables=tables).encode(errors="backslashreplace"))
 
 
 def _tables(asked: Sequence[Row], timed: Sequence[Row]) -> str:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate import outfile
 from foveate.errors import UserError, of_extra
+from foveate.io import outfile
 
 WIDTH = 10.0  # inches; with the resolution below about twice the width at which a README shows a picture
 DPI = 170

@@ -11,7 +11,7 @@ from foveate import calibration, methods
 from foveate.calibration.eviction_scores import EvictionScores
 from foveate.cli import app
 from foveate.hybrids.training import checkpoints, journal
-from foveate.json_text import parse_json
+from foveate.io.json_text import parse_json
 from foveate.lab.inputs import model_folder, reading
 
 BOMBS = {

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,11 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+_OF_MODEL = (
+    *("config.json", "generation_config.json", "model", "tokenizer", "chat_template", "vocab", "merges"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+"""How the names of files in a model folder begin."""
 _SCRATCH, _LEFT = ".new", 60.0
 """How folders of unfinished files end, and after how many seconds one that no process holds is removed."""
 
@@ -33,13 +38,26 @@ def named(path: str | os.PathLike[str], what: str = "path") -> Path:
         raise UserError(f"{path}: {error}") from None
 
 
-def check(out: Path, what: str = "--out") -> None:
+def check(out: Path, what: str = "--out", inputs: Iterable[Path] = ()) -> None:
     """Raises `UserError` if no file can be written to `out`, which `what` names; creates nothing.
 
-    Devices and pipes are refused, too, since a resumed run reads its results back from the file.
+    Devices and pipes are refused, too, since a resumed run reads its results back from the file; and so is a path that
+    is one of `inputs`, by whatever name or link.
     """
+    check_apart(out, inputs, what)
     _check_kind(out, what)
     _check_folder(out.parent, out, what)
+
+
+def check_apart(out: Path, inputs: Iterable[Path], what: str = "--out") -> None:
+    """Raises `UserError` if an output is one of the inputs, by whatever name or link, or a file of a model folder."""
+    for path in inputs:
+        real, its = Path(os.path.realpath(out)), Path(os.path.realpath(path))
+        with suppress(OSError):  # a name that is none
+            if real == its or (real.exists() and its.exists() and real.samefile(its)):
+                raise UserError(f"{out}: {path} is the same file, which would be lost; choose another {what}")
+            if real.parent == its and real.name.startswith(_OF_MODEL) and (its / "config.json").exists():
+                raise UserError(f"{out}: is a file of the model {path}, which would be lost; choose another {what}")
 
 
 def _check_kind(out: Path, what: str) -> None:
@@ -47,18 +65,6 @@ def _check_kind(out: Path, what: str) -> None:
         if out.exists() and not out.is_file():
             kind = "a folder" if out.is_dir() else "a device, pipe or socket"
             raise UserError(f"{out}: is {kind}, and {what} must name a regular file")
-
-
-def check_input(path: Path) -> None:
-    """Raises `UserError` if there is no regular file at `path`, or it cannot be read; does not wait for a pipe."""
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: is {'a folder' if path.is_dir() else 'a device, pipe or socket'}, not a file")
-        path.open("rb").close()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def check_folder(folder: Path) -> None:

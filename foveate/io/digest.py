@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from foveate.errors import DataError
+from foveate.io import infile
 
 _BLOCK = 1 << 22
 
@@ -13,7 +14,7 @@ _BLOCK = 1 << 22
 def sha256(path: Path) -> str:
     """Hex digest of a file's content, read a piece at a time."""
     total = hashlib.sha256()
-    with Path(path).open("rb") as file:
+    with infile.opened(path) as file:
         while block := file.read(_BLOCK):
             total.update(block)
     return total.hexdigest()
@@ -24,7 +25,7 @@ def digest(paths: list[Path]) -> str:
     total = hashlib.sha256()
     for path in paths:
         try:
-            content = Path(path).read_bytes()
+            content = infile.read(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
         total.update(f"{Path(path).name}\0{len(content)}\0".encode())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from foveate import outfile
 from foveate.errors import UserError
+from foveate.io import infile, outfile
 from tests.helpers import full_disk
 
 
@@ -123,7 +123,7 @@ def test_many_may_write_to_one_path(tmp_path):
 WRITES = """
 import sys, time
 from pathlib import Path
-from foveate import outfile
+from foveate.io import infile, outfile
 with outfile.replacing(Path(sys.argv[1])) as scratch:
     scratch.write_bytes(b"half")
     print("writing", flush=True)
@@ -154,20 +154,20 @@ def test_paths_as_users_give_them(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="path must be the path of a file, not"):
             outfile.named(odd)
     with pytest.raises(UserError, match="no such file"):
-        outfile.check_input(tmp_path / "rows")
+        infile.check(tmp_path / "rows")
     with pytest.raises(UserError, match="is a folder, not a file"):
-        outfile.check_input(tmp_path)
+        infile.check(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="is a device, pipe or socket, not a file"):
-        outfile.check_input(tmp_path / "pipe")
+        infile.check(tmp_path / "pipe")
     (tmp_path / "secret").write_bytes(b"rows")
 
     def denied(*args, **kwargs):  # root may read any file
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(UserError, match=r"secret: cannot be read \(Permission denied\)"):
-        outfile.check_input(tmp_path / "secret")
+        infile.check(tmp_path / "secret")
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EWOULDBLOCK])

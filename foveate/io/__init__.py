@@ -1,0 +1,1 @@
+"""Files: one reader, one writer, JSON without surprises, digests."""
