@@ -20,9 +20,9 @@ pytest.importorskip("openai")
 
 import openai
 
-from tests.integrations.test_in_vllm import FULL, NEW, SMALL, attached, drawn, folder  # noqa: E402, F401
-from tests.integrations.test_vllm_requests import SCHEMA, with_bytes  # noqa: E402, F401
-from tests.integrations.vllm_engine import ENVIRONMENT  # noqa: E402
+from tests.integrations.test_in_vllm import FULL, NEW, SMALL, attached, drawn, folder  # noqa: F401
+from tests.integrations.test_vllm_requests import SCHEMA, with_bytes  # noqa: F401
+from tests.integrations.vllm_engine import ENVIRONMENT
 
 OWN = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
 """The command of vLLM itself."""
