@@ -68,7 +68,7 @@ def attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page
 def attend_chosen(
     cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0, **how: Any
 ) -> Tensor:
-    """Attention to what a decode step has chosen; of a step that is audited, its log-sum-exp is noted.
+    """Attention to what a decode step has chosen; of a step that is audited, it is noted.
 
     Args:
         q: ``[B, Hq, 1, D]``.
@@ -86,7 +86,7 @@ def attend_chosen(
     attend, size = (ops.attend_pages, (page_size,)) if page_size else (ops.attend_indices, ())
     found = attend(q, *cache.memory, chosen, *size, **how)
     if cache.audited is not None:
-        cache.audited.append(found.lse)
+        cache.audited.append((found.lse, chosen))
     return found.out
 
 

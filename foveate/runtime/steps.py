@@ -11,7 +11,7 @@ import contextlib
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,17 @@ class Totals:
     """Choices of keys: rows times layers that chose for themselves or for others."""
 
 
+class Audited(NamedTuple):
+    """What layers note in a step that is audited, see :meth:`EngineSteps.audit`."""
+
+    mass: list[Tensor]
+    """Of each layer that chooses, or reads a choice: the share of the attention that the keys hold which the method
+    reads, fp32 ``[B]``, 0 to 1, the mean over the heads that are here."""
+    alike: list[Tensor]
+    """Of each of these layers whose heads choose together with those of other ranks: whether all ranks have chosen the
+    same, fp32 ``[B]``, 0 or 1."""
+
+
 class EngineSteps:
     """Runs the decode steps of an engine's layers by their methods, which stay as they are.
 
@@ -111,8 +122,7 @@ class EngineSteps:
         """Shared by the layers of a step, see :meth:`SlotCache.shared_key`."""
         self._step: tuple[DeviceRows, Tensor, int, bool] | None = None
         """Of the present step: row numbers, block table, bound, and whether it may have rows that are read whole."""
-        self._audit: list[Tensor] | None = None
-        """Where layers note the mass that they would read, see :meth:`audit`."""
+        self._audit: Audited | None = None
 
     def _first_sparse(self, dense_below: int | str, geometry: Geometry | None) -> int:
         """Tokens from which a step is sparse."""
@@ -307,32 +317,31 @@ class EngineSteps:
         try:
             found = decode(store, q, logits.scaling)
             if store.audited:
-                found = self._audited(store, q, logits)
+                found = self._audited(method, store, q, logits)
         finally:
             store.out = None  # which may be a view of much memory
         self._finish(layer)
         return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
 
     @contextlib.contextmanager
-    def audit(self) -> Iterator[list[Tensor]]:
-        """Within it the present step runs densely, and counts nothing; the engine may run it as it is afterwards.
-
-        Yields:
-            What each layer that chooses, or reads a choice, notes: the share of the attention that the keys hold which
-            the method reads, fp32 ``[B]``, 0 to 1, the mean over the heads.
-        """
-        read, self._audit = self._read.clone(), []
+    def audit(self) -> Iterator[Audited]:
+        """Within it the present step runs densely, and counts nothing; the engine may run it as it is afterwards."""
+        read, self._audit = self._read.clone(), Audited([], [])
         try:
             yield self._audit
         finally:
             self._audit = None
             self._read.copy_(read)
 
-    def _audited(self, store: SlotCache, q: Tensor, logits: Logits) -> Tensor:
-        """Attention to all keys, after a method has noted that to those which it reads."""
+    def _audited(self, method: Method, store: SlotCache, q: Tensor, logits: Logits) -> Tensor:
+        """Attention to all keys, after a method has noted what it reads."""
+        lse, chosen = store.audited[0]
+        if store.ranks is not None and method.pools_layer:
+            found = store.of_all_heads(chosen[:, :1])  # of each rank
+            self._audit.alike.append((found == found[:, :1]).all(2).all(1).float())
         how = {"lengths": store.plan["counts"], "block_table": store.block_table, "out": store.out}
         dense = ops.attend(q, *store.memory, logits=logits, need_lse=True, **how)
-        self._audit.append((store.audited[0] - dense.lse).exp().clamp_max(1).mean((1, 2)))
+        self._audit.mass.append((lse - dense.lse).exp().clamp_max(1).mean((1, 2)))
         return dense.out
 
     def read_by_engine(self, layer: int) -> None:

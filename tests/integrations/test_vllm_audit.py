@@ -10,6 +10,7 @@ import torch
 
 from foveate.integrations.vllm import audit
 from foveate.integrations.vllm.audit import Share, compared
+from foveate.runtime.steps import Audited
 
 
 @pytest.mark.parametrize(("share", "picked"), [(0, 0), (0.001, 2), (0.25, 500), (0.3, 600), (1, 2000)])
@@ -73,7 +74,9 @@ def test_model_runner_v2_runs_the_audited_step_before_the_one_that_it_serves(aud
     monkeypatch.setattr(audit, "_context_of", lambda runner, batch, **step: contextlib.nullcontext(step))
     monkeypatch.setattr(Runner, "execute_model", audit._audited_execution(Runner.execute_model))
     observed, mass = [], torch.tensor([0.5, 0.25])
-    step = SimpleNamespace(real=1, steps=SimpleNamespace(audit=lambda: contextlib.nullcontext([mass])))
+    step = SimpleNamespace(
+        real=1, steps=SimpleNamespace(audit=lambda: contextlib.nullcontext(Audited([mass], [(mass > 0.3).float()])))
+    )
     step.audited = SimpleNamespace(observe=observed.append) if audited else None
     runner = Runner(step)
     assert runner.execute_model(7) == 7
@@ -85,6 +88,7 @@ def test_model_runner_v2_runs_the_audited_step_before_the_one_that_it_serves(aud
         assert {name: x.tolist() for name, x in found.items()} == {
             **{name: x.tolist() for name, x in expected.items()},
             "mass_read": [0.5],
+            "ranks_alike": [1.0],
         }
     runner.calls.clear()
     runner.execute_model(7, dummy_run=True)

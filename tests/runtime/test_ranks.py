@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,8 +43,8 @@ class Threads:
         return torch.cat(self.all(x), 1)
 
 
-def outputs(spec, ranks, batch):
-    """The outputs of all heads, ``[layers, B, Hq, D]``, the keys that the first rank has read, and each rank's steps.
+def outputs(spec, ranks, batch, audited=False):
+    """The outputs of all heads, ``[layers, B, Hq, D]``, dense ones of a step that is audited, and each rank's steps.
 
     As many ranks as query heads have one KV head each, which several hold.
     """
@@ -62,7 +63,8 @@ def outputs(spec, ranks, batch):
             every = torch.arange(served.memory.shape[1] * served.memory.shape[3])
             steps.written(n, HEADS // ranks, *kv[n], every)
         served.begin(steps, lengths, prompts)
-        outs = [steps.attend(n, served.q[n][:, heads], *kv[n], LOGITS)[:, :, 0] for n in range(LAYERS)]
+        with steps.audit() if audited else contextlib.nullcontext() as steps.noted:
+            outs = [steps.attend(n, served.q[n][:, heads], *kv[n], LOGITS)[:, :, 0] for n in range(LAYERS)]
         return torch.stack(outs), steps
 
     served.fill(lengths)
@@ -87,13 +89,16 @@ def test_more_ranks_than_kv_heads_choose_alike_where_a_layer_chooses_once(spec):
     torch.testing.assert_close(outputs(spec, 4, "long")[0], outputs(spec, 1, "long")[0])
 
 
-def test_ranks_that_do_not_ask_each_other_would_choose_otherwise():
-    """So that the tests above can fail."""
-    spec = SHARED[0]
-    alone = Threads.mean
-    Threads.mean = lambda self, x: x
-    try:
-        found = outputs(spec, 2, "long")[0]
-    finally:
-        Threads.mean = alone
-    assert not torch.allclose(found, outputs(spec, 1, "long")[0], atol=1e-3)
+def test_ranks_that_do_not_ask_each_other_would_choose_otherwise(monkeypatch):
+    """So that the tests above can fail; an audit tells."""
+    expected, (one,) = outputs(SHARED[0], 1, "long", audited=True)
+    found, steps = outputs(SHARED[0], 2, "long", audited=True)
+    torch.testing.assert_close(found, expected)
+    assert not one.noted.alike
+    for own in steps:
+        assert len(own.noted.alike) == len(own.noted.mass) == LAYERS - 1, "layer 0 reads all keys and chooses none"
+        assert torch.stack(own.noted.alike).min() == 1
+    monkeypatch.setattr(Threads, "mean", lambda self, x: x)
+    assert not torch.allclose(outputs(SHARED[0], 2, "long")[0], outputs(SHARED[0], 1, "long")[0], atol=1e-3)
+    for own in outputs(SHARED[0], 2, "long", audited=True)[1]:
+        assert torch.stack(own.noted.alike).mean() < 0.5

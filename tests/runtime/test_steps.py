@@ -194,6 +194,14 @@ def test_steps_whose_kernels_an_engine_launches_one_by_one_are_dense(dense_below
     assert (steps.dense, steps.totals.dense_rows) == (dense, 2 * dense)
 
 
+def test_steps_that_an_engine_attends_to_itself_are_counted_as_dense():
+    steps = EngineSteps(of_layers(SPECS[1]), torch.device("cpu"), dense_below=0)
+    for tokens in ([30, 20], [], [7]):
+        steps.count_dense(tokens)
+    assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_rows, steps.totals.selections) == (2, 3, 3, 0)
+    assert float(steps.keys_read()) == steps.totals.keys_available == 57 * LAYERS
+
+
 @pytest.mark.parametrize("spec", [SPECS[1], *OF_PAGES])
 @pytest.mark.parametrize("again", [False, True])
 def test_an_audit_reads_all_keys_and_tells_what_share_of_the_attention_is_read(spec, again):
@@ -222,8 +230,8 @@ def test_an_audit_reads_all_keys_and_tells_what_share_of_the_attention_is_read(s
         how = {"logits": Logits(SCALING), "lengths": engine.lengths.long(), "block_table": table}
         torch.testing.assert_close(found[n], attend(q[n], k, v, **how).out)
         chooses += not torch.allclose(found[n], sparse[n], atol=1e-3)
-    shares = torch.stack(noted)[:, engine.real]
-    assert len(noted) == chooses > 0
+    shares = torch.stack(noted.mass)[:, engine.real]
+    assert len(noted.mass) == chooses > 0
     assert 0 < shares.min() < 0.95 < shares.max() + 0.3 <= 1.3 + 1e-5
     assert shares[:, 1].mean() > shares[:, 0].mean(), "the shortest row leaves least out"
 
@@ -245,7 +253,7 @@ def test_the_share_of_an_audit_is_that_of_the_probabilities_read():
     mass = logits.softmax(-1)
     best = mass.mean(2).topk(4).indices
     read = mass.gather(3, best[:, :, None].expand(-1, -1, mass.shape[2], -1)).sum(-1)
-    torch.testing.assert_close(noted[-1], read.mean((1, 2)))
+    torch.testing.assert_close(noted.mass[-1], read.mean((1, 2)))
 
 
 def one_step(spec, steps, engine, row, k, v, first):

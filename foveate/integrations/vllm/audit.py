@@ -138,15 +138,18 @@ class Dense:
         with contextlib.ExitStack() as stack:
             noted = [stack.enter_context(step.steps.audit()) for step in self.steps]
             self.logits = self._logits_of(forward())
-        self.mass = [x[: self.steps[0].real] for layers in noted for x in layers]
+        self.noted = {
+            "mass_read": [x[: self.steps[0].real] for group in noted for x in group.mass],
+            "ranks_alike": [x[: self.steps[0].real] for group in noted for x in group.alike],
+        }
 
     @torch.inference_mode()
     def compare(self, served: Tensor) -> None:
         """Compare the served run's hidden states ``[T, H]`` with the dense run's, and count."""
         given = self._logits_of(served)
         if self.logits is not None:  # another rank has them
-            found = compared(self.logits, given) | {"mass_read": torch.stack(self.mass).mean(0)}
-            self.steps[0].audited.observe(found)
+            found = {name: torch.stack(layers).mean(0) for name, layers in self.noted.items() if layers}
+            self.steps[0].audited.observe(compared(self.logits, given) | found)
 
     def _logits_of(self, hidden: Tensor) -> Tensor | None:
         return self.model.compute_logits(hidden[: self.steps[0].real])

@@ -48,6 +48,11 @@ HISTOGRAMS = {
         "Share of an audited row's attention that the keys hold which are read, the mean over layers and heads.",
         (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1),
     ),
+    "ranks_alike": (
+        "audit_ranks_alike",
+        "Share of the layers in which all ranks of a tensor parallelism chose the same keys for an audited row.",
+        (0.5, 0.9, 0.99, 1),
+    ),
 }
 """Of audited rows: name, description and upper bounds of buckets."""
 
