@@ -112,13 +112,15 @@ def encode_turns(tokenizer: Any, prompt: Prompt, question: str, answer_prefix: s
         question: the end of the prompt's last message.
     """
     text, first = render(tokenizer, prompt), []
+    if not isinstance(prompt, str):
+        question = _marked_text(tokenizer, question)  # as the text has it
     if isinstance(prompt, str) or not tokenizer.chat_template:
         first, answer_prefix = leading_ids(tokenizer), f" {answer_prefix}" if answer_prefix else ""
     context, found, rest = text.rpartition(question)
     if not question or not found or not context.strip():
         raise ValueError(f"the prompt has no context before the question {question!r}")
-    ids = first + tokenizer.encode(context, add_special_tokens=False)
-    return ids + tokenizer.encode(found + rest + answer_prefix, add_special_tokens=False), len(ids)
+    ids = first + encode_text(tokenizer, context)
+    return ids + encode_text(tokenizer, found + rest + answer_prefix), len(ids)
 
 
 def question_of(template: str, **values: Any) -> str:
@@ -140,18 +142,22 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 def _marked(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """Messages with a character of private use in the place of each text that is written as a special token."""
-    specials, found, marked = _special_tokens(tokenizer), [], []
-    for one in messages:
-        content = one["content"]
-        for place, name in enumerate(specials if one["role"] != "assistant" else ()):
-            if name in content:
-                found.append(name)
-                content = content.replace(name, chr(_MARK + place))
-        marked.append({**one, "content": content})
+    marked = [
+        one if one["role"] == "assistant" else {**one, "content": _marked_text(tokenizer, one["content"])}
+        for one in messages
+    ]
+    pairs = [(one["content"], other["content"]) for one, other in zip(messages, marked)]
+    found = [name for name in _special_tokens(tokenizer) if any(name in a and name not in b for a, b in pairs)]
     if found:
         names = ", ".join(sorted(set(found)))
         warnings.warn(f"the text holds {names}, written as special tokens of the model are: read as text", stacklevel=3)
     return marked
+
+
+def _marked_text(tokenizer: Any, text: str) -> str:
+    for place, name in enumerate(_special_tokens(tokenizer)):
+        text = text.replace(name, chr(_MARK + place))
+    return text
 
 
 def _chat(tokenizer: Any, messages: Sequence[Message]) -> str:

@@ -58,7 +58,8 @@ def _paths(value: Any) -> list[Path]:
     if isinstance(value, (list, tuple)):
         return [path for one in value for path in _paths(one)]
     if isinstance(value, str):
-        return [Path(one) for one in {value, *re.split(r"[:,=\"]", value)} if one and "\0" not in one]
+        parts = (one for one in {value, *re.split(r"[:,=\"]", value)} if one and "\0" not in one)
+        return [Path(one) for one in parts if os.path.exists(one)]
     return [value] if isinstance(value, Path) else []
 
 

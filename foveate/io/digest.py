@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from foveate.errors import DataError
@@ -25,9 +26,10 @@ def digest(paths: list[Path]) -> str:
     total = hashlib.sha256()
     for path in paths:
         try:
-            content = infile.read(path)
+            with infile.opened(path) as file:
+                total.update(f"{Path(path).name}\0{os.fstat(file.fileno()).st_size}\0".encode())
+                while block := file.read(_BLOCK):
+                    total.update(block)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
-        total.update(f"{Path(path).name}\0{len(content)}\0".encode())
-        total.update(content)
     return total.hexdigest()[:16]

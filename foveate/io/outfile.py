@@ -20,7 +20,16 @@ except ImportError:  # Windows
     fcntl = None
 
 _OF_MODEL = (
-    *("config.json", "generation_config.json", "model", "tokenizer", "chat_template", "vocab", "merges"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model-0",
+        "tokenizer",
+        "chat_template",
+        "vocab",
+        "merges",
+    ),
     *("special_tokens_map.json", "added_tokens.json"),
 )
 """How the names of files in a model folder begin."""

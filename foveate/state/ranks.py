@@ -20,7 +20,13 @@ class Ranks(Protocol):
     """This one's number, 0 to ``size - 1``."""
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the ranks of ``x``, of the same shape on each, fp32; ``x`` may be overwritten."""
+        """The mean over the ranks of ``x``, fp32 and of the same shape on each; ``x`` may be overwritten.
+
+        Every rank gets the same bits: otherwise ranks would break near ties apart.
+        """
 
     def gather(self, x: Tensor) -> Tensor:
-        """``x [B, H, N]`` of the heads of this rank, as ``[B, size * H, N]`` of the heads of all ranks."""
+        """``x [B, H, N]`` of the heads of this rank, as ``[B, size * H, N]`` of the heads of all ranks.
+
+        ``x`` is fp32, int32 or int64, and its bits stay as they are.
+        """

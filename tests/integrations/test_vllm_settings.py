@@ -15,6 +15,7 @@ from foveate.integrations.vllm import releases, settings
 from foveate.integrations.vllm.builder import keys_and_values, largest_graph
 from foveate.integrations.vllm.settings import (
     Asked,
+    check_audit,
     check_early,
     check_engine,
     check_options,
@@ -184,6 +185,12 @@ def test_what_an_engine_is_asked_and_foveate_cannot(changes, why):
         check_engine(engine(**changes))
 
 
+@pytest.mark.parametrize("heads", ["[0, 1, 1]", "[0]", "[0, 2]"])
+def test_heads_that_the_model_does_not_have_are_refused_before_weights_are_loaded(heads):
+    with pytest.raises(ValueError, match="heads of layer 1 must be 2 numbers below 2, one for each KV head, not"):
+        check_early(engine(OF_HEADS.replace("[1, 0]", heads)))
+
+
 @pytest.mark.parametrize("method", [None, "", *settings.SPECULATION])  # "": vLLM finds it out
 def test_drafters_beside_which_foveate_is_tested_are_served(method):
     check_options(Asked(speculation=method))
@@ -192,6 +199,10 @@ def test_drafters_beside_which_foveate_is_tested_are_served(method):
 def test_other_drafters_are_refused():
     with pytest.raises(ValueError, match=r"speculative decoding by eagle: give one of ngram, draft_model, or leave"):
         check_options(Asked(speculation="eagle"))
+    with pytest.raises(ValueError, match=r'a draft model with "attention_backend": "CUSTOM"'):
+        check_options(Asked(speculation="draft_model", drafts_by_foveate=True))
+    with pytest.raises(ValueError, match="audit with speculative decoding, whose steps are dense"):
+        check_audit(Asked(speculation="ngram"))
 
 
 @pytest.mark.parametrize(

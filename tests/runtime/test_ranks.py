@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from foveate import methods
 from foveate.runtime import EngineSteps
+from tests.runtime.test_steps import CAN
 from tests.served import BATCHES, BELOW, HEADS, KV_HEADS, LAYERS, LOGITS, SPECS, Served, of_layers
 
 SHARED = [
@@ -82,6 +84,10 @@ def test_two_ranks_give_the_outputs_of_one(spec, batch):
     assert [own.totals for own in steps] == [one.totals] * 2
     if all(method.pools_layer for method in one.methods.values()):  # all read as many keys for each head
         assert [float(own.keys_read()) for own in steps] == pytest.approx([float(one.keys_read())] * 2)
+
+
+def test_every_method_that_is_served_is_tested_here():
+    assert {methods.parse(spec).name for spec in [*SPECS, *SHARED]} >= CAN
 
 
 @pytest.mark.parametrize("spec", [spec for spec in [*SPECS, *SHARED] if of_layers(spec)[0].pools_layer])

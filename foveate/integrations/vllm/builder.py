@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from foveate.integrations.vllm.settings import (
 )
 from foveate.ops import Logits
 from foveate.ops.block_table import EIGHT_BITS
+from foveate.ops.dispatch import runs_kernel
 from foveate.runtime import EngineSteps
 from foveate.state import Geometry
 
@@ -80,12 +81,14 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
     ranks = tensor_parallel(vllm_config)
     if ranks is not None:
         roles = [(index, method.role, getattr(method, "layer_role", None)) for index, method in chosen.items()]
-        ranks.check_alike({"settings": f"{settings}", "calibration": f"{roles}", "model": f"{facts}"})
+        shared = {"roles of layers": f"{roles}", "model": f"{facts}", "kernels": f"{runs_kernel('attend_indices')}"}
+        plain = replace(settings.method, calibration="") if hasattr(settings.method, "calibration") else settings.method
+        ranks.check_alike({"settings": f"{replace(settings, method=plain)}", **shared})
     steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)], ranks)
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
-    cache = vllm_config.cache_config
+    cache, speculates = vllm_config.cache_config, vllm_config.speculative_config is not None
     for index, geometry in geometries.items():  # before memory is given to others
-        if index in own and chosen[index].channels(geometry):
+        if index in own and chosen[index].channels(geometry) and not speculates:
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
             shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
             dtype = EIGHT_BITS if cache.cache_dtype in FP8 else model.dtype
@@ -152,7 +155,7 @@ class StepBuilder:
         if self.speculates:
             self.meter.update()
             self.steps.count_dense(verifying_rows(common))
-            return Step(self.steps, common.slot_mapping, 0, None)
+            return None
         found = decoding_rows(common, requests.dense_rows())
         if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
@@ -172,7 +175,7 @@ class StepBuilder:
         if self.steps is None:
             return None
         if self.speculates:
-            return Step(self.steps, common.slot_mapping, 0, None)
+            return None
         number = common.num_reqs
         step, rows = Step(self.steps, common.slot_mapping, number, None), common.seq_lens[:number]
         self.steps.begin_capture(rows, common.block_table_tensor, self.longest)

@@ -77,10 +77,10 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
 
         So do references, which run where kernels are turned off.
         """
+        if vllm_config.speculative_config is not None:
+            return AttentionCGSupport.UNIFORM_BATCH  # FlashAttention verifies drafts in graphs of several tokens a row
         copies = not runs_kernel("attend_indices")
         copies |= any(method.replay and method.replay.copies_keys for method in methods_of(vllm_config).values())
-        if vllm_config.speculative_config is not None:  # whose steps are vLLM's own
-            return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER if copies else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

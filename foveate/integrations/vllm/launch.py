@@ -156,6 +156,8 @@ def told(config: Any) -> list[str]:
     speculates = config.speculative_config is not None
     dense = f"every step: {ALL_DENSE}" if speculates else _dense(settings, methods, geometry)
     lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense}"]
+    if speculates:
+        return lines
     if settings.audit:
         lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
     choosing = [method for method in methods.values() if method.role.name not in ("dense", "reading")]
@@ -241,6 +243,7 @@ def asked_of_command(parsed: Any) -> Asked:
     dtype = {"half": "float16", "float": "float32", "auto": None}.get(parsed.dtype, parsed.dtype)
     return Asked(
         speculation=(given.get("method") or named) if speculative else None,
+        drafts_by_foveate=str(given.get("attention_backend", "")).upper() == "CUSTOM",
         tensor_parallel_size=parsed.tensor_parallel_size,
         pipeline_parallel_size=parsed.pipeline_parallel_size,
         decode_context_parallel_size=parsed.decode_context_parallel_size,
@@ -256,9 +259,9 @@ def asked_of_command(parsed: Any) -> Asked:
 
 
 def _check_there(model: str) -> None:
-    """Raise ValueError for a path that is none; a name of the hub has one slash at most."""
-    path = Path(model).expanduser()
-    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and "://" not in model and not path.exists():
+    """Raise ValueError for a path that does not exist. A name of the hub has one slash, or is of a .gguf file."""
+    local = model.startswith((".", "/", "~")) or (model.count("/") > 1 and not model.endswith(".gguf"))
+    if local and "://" not in model and not Path(model).expanduser().exists():
         raise ValueError(f"{model}: no such folder")
 
 

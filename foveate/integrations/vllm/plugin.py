@@ -1,7 +1,7 @@
 """The entry point ``vllm.general_plugins``, which vLLM calls once in each of its processes.
 
-It names an attention backend and loads nothing: `--attention-backend CUSTOM` chooses it. Without that option vLLM runs
-as it would without foveate, but refuses requests with an unknown setting of foveate's. A mistake in the options of the
+It names an attention backend, which `--attention-backend CUSTOM` chooses. Without that option vLLM runs as it would
+without foveate, but refuses requests with an unknown setting of foveate's. A mistake in the options of the
 process's command ends it before an engine starts.
 """
 

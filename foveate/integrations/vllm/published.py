@@ -25,7 +25,7 @@ LABELS = ("model_name", "engine")
 
 METRICS = {
     "steps": ("decode_steps", "Decode steps."),
-    "rows": ("decode_tokens", "Decoded tokens."),
+    "rows": ("decode_tokens", "Decoded tokens; with speculative decoding, rows that verify drafts."),
     "dense_rows": (
         "dense_tokens",
         "Decoded tokens that read all keys: contexts were short, or launches would have cost more than they save.",

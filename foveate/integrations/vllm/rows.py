@@ -57,13 +57,7 @@ def decoding_rows(common: Any, dense: Sequence[bool] | None = None) -> Decoding:
     Raises:
         ValueError: when vLLM does not tell which rows are prompts.
     """
-    if common.is_prefilling is None:
-        raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
-    number = common.num_reqs
-    starts = common.query_start_loc_cpu.numpy()[: number + 1]
-    tokens = np.diff(starts)
-    known = common.seq_lens_cpu_upper_bound, common.is_prefilling
-    lengths, prompts = (_of_rows(x.numpy(), number) for x in known)
+    number, (tokens, lengths, prompts) = common.num_reqs, _known_rows(common)
     if (tokens > 1).any():
         number = int(((tokens != 1) | prompts).argmax())
     there = tokens[:number] > 0
@@ -76,10 +70,17 @@ def decoding_rows(common: Any, dense: Sequence[bool] | None = None) -> Decoding:
 
 def verifying_rows(common: Any) -> list[int]:
     """The lengths, or bounds of them, of the rows whose tokens are no prompt's: the last one and drafts after it."""
+    tokens, lengths, prompts = _known_rows(common)
+    return lengths[(tokens > 0) & ~prompts].tolist()
+
+
+def _known_rows(common: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row: its new tokens, its length or a bound of it, and whether its tokens are a prompt's."""
+    if common.is_prefilling is None:
+        raise ValueError("foveate: this model runner of vLLM does not tell decoded tokens from prompts")
     number = common.num_reqs
     tokens = np.diff(common.query_start_loc_cpu.numpy()[: number + 1])
-    lengths, prompts = (_of_rows(x.numpy(), number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
-    return lengths[(tokens > 0) & ~prompts].tolist()
+    return tokens, *(_of_rows(x.numpy(), number) for x in (common.seq_lens_cpu_upper_bound, common.is_prefilling))
 
 
 def _of_rows(numbers: np.ndarray, rows: int) -> np.ndarray:

@@ -183,6 +183,8 @@ class Asked:
 
     speculation: str | None = None
     """The method of speculative decoding; an empty string where vLLM has to find it out."""
+    drafts_by_foveate: bool = False
+    """Whether a draft model is given foveate's own attention backend."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -212,6 +214,7 @@ def asked_of(vllm_config: Any) -> Asked:
     second = getattr(vllm_config, "use_v2_model_runner", False)
     return Asked(
         speculation=None if speculation is None else getattr(speculation, "method", None) or "",
+        drafts_by_foveate=getattr(getattr(speculation, "attention_backend", None), "name", None) == "CUSTOM",
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         decode_context_parallel_size=parallel.decode_context_parallel_size,
@@ -241,6 +244,9 @@ def check_options(asked: Asked) -> None:
     refused = {
         f"speculative decoding by {asked.speculation}: give one of {', '.join(SPECULATION)}, or leave "
         "--speculative-config and --spec-method out": asked.speculation not in (None, "", *SPECULATION),
+        'a draft model with "attention_backend": "CUSTOM": leave that out of --speculative-config': (
+            asked.drafts_by_foveate
+        ),
         f"--kv-cache-dtype {asked.kv_cache_dtype}{model}: give auto, {' or '.join(FP8)}": (
             asked.kv_cache_dtype not in ("auto", *plain, *FP8)
         ),
@@ -271,6 +277,7 @@ def check_audit(asked: Asked) -> None:
         "data parallelism, whose ranks step together: leave audit out": asked.data_parallel_size > 1,
         "a KV connector, which would be handed each layer's keys twice: leave audit out": asked.kv_transfer,
         "recurrent layers, whose states would advance twice: leave audit out": asked.recurrent,
+        "speculative decoding, whose steps are dense: leave audit out": asked.speculation is not None,
     }
     _refuse(refused, "audit with ")
 
@@ -317,6 +324,12 @@ def layer_methods(
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
             raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
+        heads = getattr(getattr(own, "layer_role", None), "heads", None)
+        if heads is not None and (len(heads) != facts["kv_heads"] or not set(heads) <= set(range(facts["kv_heads"]))):
+            raise ValueError(
+                f"foveate: heads of layer {layer} must be {facts['kv_heads']} numbers below {facts['kv_heads']}, one "
+                f"for each KV head, not {list(heads)}"
+            )
         if ranks > facts["kv_heads"] and own.role.name not in ("dense", "reading") and not own.pools_layer:
             fix = "add pool=layer, or " if hasattr(own, "pool") else ""
             raise ValueError(

@@ -76,6 +76,18 @@ def test_plain_text_is_cut_alike(tokenizer):
         tokenizer.chat_template = kept
 
 
+def test_what_is_written_as_a_special_token_stays_text_in_both_parts(tokenizer):
+    prompt = ({"role": "user", "content": "A <|end|> text. Who is <|end|>?"},)
+    with pytest.warns(UserWarning, match="read as text"):
+        ids, before = encode_turns(tokenizer, prompt, "Who is <|end|>?", "It is")
+        whole = encode(tokenizer, prompt, "It is")
+    assert tokenizer.decode(ids) == tokenizer.decode(whole)
+    assert tokenizer.decode(ids[before:]).startswith("Who is <|end|>?")
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == whole.count(
+        tokenizer.convert_tokens_to_ids("<|end|>")
+    )
+
+
 def test_the_question_of_a_template():
     assert question_of("Read {kind}s.\n{context}\nWhich {kind}?\n", kind="line") == "Which line?"
     assert question_of("{context}\n\nQuestion: {question}", question="Is {this} so?") == "Question: Is {this} so?"
