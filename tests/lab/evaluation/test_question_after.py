@@ -80,12 +80,12 @@ def test_what_is_written_as_a_special_token_stays_text_in_both_parts(tokenizer):
     prompt = ({"role": "user", "content": "A <|end|> text. Who is <|end|>?"},)
     with pytest.warns(UserWarning, match="read as text"):
         ids, before = encode_turns(tokenizer, prompt, "Who is <|end|>?", "It is")
+    with pytest.warns(UserWarning, match="read as text"):
         whole = encode(tokenizer, prompt, "It is")
+    special = tokenizer.convert_tokens_to_ids("<|end|>")
     assert tokenizer.decode(ids) == tokenizer.decode(whole)
     assert tokenizer.decode(ids[before:]).startswith("Who is <|end|>?")
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == whole.count(
-        tokenizer.convert_tokens_to_ids("<|end|>")
-    )
+    assert ids.count(special) == whole.count(special)
 
 
 def test_the_question_of_a_template():
