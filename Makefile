@@ -12,13 +12,29 @@ TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
+.PHONY: demo test test-rest test-all faults test-oldest test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@$(BIN)/python examples/demo.py --model $(MODEL) --out runs/demo
 
+# Tests choose by marks through the environment, so that processes that tests start choose alike.
+SUITE = $(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(TESTS)
+
+# What a change is likely to break; CONTRIBUTING.md says what that is.
 test: $(VENV)/.installed $(MODEL)/config.json
-	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+	PYTEST_ADDOPTS="$$PYTEST_ADDOPTS -m 'not gpu and not full'" $(SUITE)
+
+# What `make test` leaves out.
+test-rest: $(VENV)/.installed $(MODEL)/config.json
+	PYTEST_ADDOPTS="$$PYTEST_ADDOPTS -m 'not gpu and (full or divided)'" $(SUITE)
+
+# Both in one.
+test-all: $(VENV)/.installed $(MODEL)/config.json
+	$(SUITE)
+
+# What tests see of the faults in tests/faults.tsv; takes hours, and goes on where it was ended.
+faults: $(VENV)/.installed $(MODEL)/config.json
+	$(BIN)/python -m tests.faults
 
 # On the oldest Transformers that is supported.
 test-oldest: $(OLDEST)/.installed $(MODEL)/config.json

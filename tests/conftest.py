@@ -32,8 +32,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole files that run under Triton's interpreter come first, so that nothing waits for them at the end."""
+    from tests.selection import mark_full
+
+    mark_full(items)
     items.sort(key=lambda item: "under_the_interpreter" not in item.name)
 
 

@@ -124,6 +124,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+KINDS = ("Llama", "Mixtral", "Gemma 2", "gpt-oss", "LFM2", "Qwen3-Next", "Falcon-H1", "Nemotron-H")
+"""One of each kind: plain, experts, windows and a cap, sinks, and layers of four kinds that are not attention."""
+
 RECURRENT = [
     "LFM2",
     "LFM2-MoE",

@@ -358,6 +358,7 @@ def uninterrupted(model, tmp_path_factory):
     return rows(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_an_ended_command_goes_on_where_it_was(model, out, blow, uninterrupted):
     arguments = [str(part) for part in compare(model, out, *LONG)]

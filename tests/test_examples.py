@@ -52,6 +52,7 @@ def test_every_example_is_explained_and_run():
         assert re.search(rf'run(_by_itself)?\(\s*"{path.name}"', tested), path
 
 
+@pytest.mark.full
 def test_a_method_beside_dense_attention(model):
     said = run_by_itself(
         "quickstart.py", "--model", model, "--file", NOVEL, "--tokens", 300, "--method", "streaming:window=32"

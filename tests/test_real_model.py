@@ -59,6 +59,7 @@ def test_dense_writes_what_the_unattached_model_writes(smollm, short, plain):
     assert torch.equal(greedy(model, short), plain[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", foveate.methods.names())
 def test_a_full_budget_writes_what_dense_writes(smollm, short, plain, name):
     model, _ = smollm
@@ -87,6 +88,7 @@ def divergence(model, text, expected, method):
     return float((expected.exp() * (expected - logits)).sum(-1).mean()), share
 
 
+@pytest.mark.full
 def test_sparse_methods_change_little_and_a_bare_window_much(smollm, text, expected):
     model, _ = smollm
     bare, _ = divergence(model, text, expected, "streaming:sinks=0,window=64")
@@ -106,6 +108,7 @@ def test_the_shipped_calibration_is_closer_to_dense_than_evenly_spaced_anchors(s
     assert 0 < chosen < spaced
 
 
+@pytest.mark.full
 def test_a_needle_is_found_by_summaries_and_lost_by_a_window(tmp_path):
     methods = tuple(foveate.methods.parse(spec) for spec in ("dense", "luka:top_k=0.1", "streaming:window=96"))
     task = tasks.parse("niah", length=768)

@@ -159,6 +159,7 @@ def test_generation(model, padded):
     assert foveate.stats(model).layers[0].decode_steps == 0
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_no_tensor_of_queries_by_keys(model, monkeypatch):
     if "linear_attention" in model.get_decoder().config.layer_types:

@@ -136,6 +136,7 @@ SPECS = small(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OF_OTHER_FIELDS)
 def test_any_edited_field(name, tmp_path):
     """With checksums and a digest that are right, so that each field is checked by itself: the next steps are as those

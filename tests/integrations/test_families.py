@@ -17,14 +17,17 @@ from foveate.integrations.transformers.releases import ReleaseError
 from foveate.integrations.transformers.support import forgets
 from foveate.lab.evaluation.calibration.similarity import Similarity
 from foveate.methods import SharedPrompt
-from tests.families import FAMILIES, RECURRENT, family
+from tests.families import FAMILIES, KINDS, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens
 from tests.recorded import record
+from tests.selection import in_full
 from tests.state_machine import error_of
 
 METHODS = ["luka", "kascade", "h2o", "quest"]
 STATES = ["Qwen3-Next", "OLMo hybrid", "Falcon-H1", "Nemotron-H"]
 """Families of which every way to decode is tried: gated delta rule, alone and beside full attention, and Mamba 2."""
+
+every_family = pytest.mark.parametrize("name", in_full(FAMILIES, KINDS))
 
 
 @functools.cache
@@ -33,7 +36,7 @@ def own(name):
     return generate(family(name), **left_padded([40, 23]), new=10)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_tokens_are_those_of_transformers(name):
     model = family(name)
     for method in METHODS:
@@ -43,7 +46,7 @@ def test_tokens_are_those_of_transformers(name):
     assert len(own(name).unique()) > 5  # a model that repeats a token would show nothing
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_a_small_budget_is_applied(name):
     model = family(name)
     with foveate.attached(model, "h2o", top_k=8, window=4):
@@ -77,7 +80,7 @@ def test_a_convolution_is_not_cropped_in_part():
         model(tokens(1), **cached(cache))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 @torch.no_grad()
 def test_a_second_turn_is_as_a_fresh_read_or_refused(name):
     """By a pass and by `generate`."""

@@ -34,6 +34,7 @@ PROCESSES = [
 ]
 
 
+@pytest.mark.divided
 @pytest.mark.parametrize("names", PROCESSES, ids=" ".join)
 def test_under_the_interpreter(names):
     pytest.importorskip("triton")

@@ -94,6 +94,7 @@ def test_rows_in_another_order_have_other_blocks(method):
     assert_same_state(plain.store, driver.store)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [

@@ -123,6 +123,7 @@ def test_a_layer_is_posted_in_a_pass_on_its_own_cache_alone():
     handover.end("engine")
 
 
+@pytest.mark.full
 def test_steps_are_replayed_where_transformers_is_not_installed():
     """The recorder runs a step again instead of capturing it."""
     program = """

@@ -11,8 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from benchmarks.hybrid_task_tables import cache_bytes
 from foveate.hybrids.models import PRESETS, HybridCache, HybridConfig, HybridForCausalLM, make_config
 from tests.helpers import CACHE, checkpoint_activations
+from tests.selection import in_full
 
-every_preset = pytest.mark.parametrize("preset", PRESETS)
+KINDS = ("transformer", "gdn_swa", "lalte", "lansa", "lte_mlp")
+"""Presets in which every kind of mixer comes up."""
+every_preset = pytest.mark.parametrize("preset", in_full(PRESETS, KINDS))
 NEW = 12
 
 
@@ -189,6 +192,7 @@ def test_it_trains(preset):
     assert loss.item() < out.loss.item() - 0.5
 
 
+@pytest.mark.full
 def test_a_compiled_model_trains_alike():
     model = copy.deepcopy(model_of("lalte", num_hidden_layers=2)).train()  # one layer of each kind
     for module in model.modules():

@@ -218,6 +218,7 @@ def test_a_complete_run_that_recalls_too_little_says_so_again(make, tmp_path, an
     assert train(config, tmp_path / "run", resume=True, say=quiet).missed == missed
 
 
+@pytest.mark.full
 def test_a_release_by_recall_goes_on_as_it_was(make, tmp_path, monkeypatch):
     """Killed and resumed in the hold, while it waits, and after: to the same weights. What is measured follows the
     step, so that both runs read alike."""
@@ -482,6 +483,7 @@ def test_a_hold_retains_everything_and_lambda_rests(make, tmp_path):
     assert rows[-1]["lambda_max"] > rows[0]["lambda_max"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gradient", ["value", "worth"])
 def test_a_release_goes_on_as_it_was(make, tmp_path, gradient):
     """Killed in its midst and resumed. Heads keep about their budget by a bias, and λ rests."""

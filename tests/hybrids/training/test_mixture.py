@@ -31,6 +31,7 @@ def rows_of(mixed, world, accumulate, workers=0, first=0):
     return {step: sorted(rows) for step, rows in steps.items()}
 
 
+@pytest.mark.full
 def test_ranks_micro_batches_workers_and_resuming_change_nothing(mixed):
     whole = rows_of(mixed, 1, 1)
     assert [len(whole[step]) for step in range(5)] == [8, 8, 8, 4, 4]

@@ -170,6 +170,7 @@ def test_models_with_capped_logits_are_refused():
         Driver(methods.make("luka_ablated"), 30, softcap=5.0).feed(Tokens.random(1, 30))
 
 
+@pytest.mark.full
 def test_the_command_makes_rows_of_every_ablation(tmp_path):
     """On a small model: masses are exact, so that refining every page is dense attention."""
     paper = "tail=16,mass=exact,top_k="

@@ -1,0 +1,117 @@
+"""The list of faults stays plantable, and `tests.faults` sees what tests see."""
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from tests import faults
+
+PLAIN = "def twice(x):\n    return 2 * x\n"
+TEST = """
+import pytest
+from foveate.twice import twice
+
+def test_it():
+    assert twice(1) == 2
+
+@pytest.mark.full
+def test_more():
+    assert twice(3) == 6
+"""
+
+
+def test_every_text_occurs_once_and_its_replacement_is_another():
+    listed, sources = faults.read(), {}
+    assert len(listed) >= 60
+    for one in listed:
+        source = sources.setdefault(one.file, (faults.ROOT / one.file).read_text(encoding="utf-8"))
+        assert source.count(one.text) == 1, one
+        assert one.text != one.replacement, one
+        assert one.what, one
+    assert len({(one.file, one.text, one.replacement) for one in listed}) == len(listed)
+
+
+def test_every_room_has_faults_and_every_fault_has_tests():
+    rooms = collections.Counter(Path(one.file).parts[1] for one in faults.read())
+    assert rooms.keys() >= {"ops", "csa", "state", "calibration", "methods", "runtime", "integrations", "io"}
+    assert rooms.keys() >= {"cli", "lab", "hybrids"}
+    for one in faults.read():
+        assert faults.mirrors(one.file), one.file
+
+
+def test_tests_mirror_a_file_by_its_name_or_its_folder():
+    def of(file):
+        return {path.name for path in faults.mirrors(file)}
+
+    assert of("foveate/ops/select/bits_kernel.py") >= {"test_bits_kernel.py", "interpreted_bits.py", "test_select.py"}
+    assert of("foveate/methods/sparq.py") == {"test_sparq.py", "matrix.py"}
+    assert of("foveate/lab/evaluation/tune.py") == {"test_tune.py"}
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A tree of one module and its tests."""
+    for name, text in {"foveate/__init__.py": "", "foveate/twice.py": PLAIN, "tests/test_twice.py": TEST}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n gpu\n")
+    monkeypatch.setattr(faults, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("replacement", "found"),
+    [
+        pytest.param(
+            "return 3 * x",
+            {"test": "seen", "test-all": "seen", "by": "tests/test_twice.py::test_it"},
+            marks=pytest.mark.full,
+        ),
+        ("return 2 if x == 1 else 7", {"test": "not seen", "test-all": "seen", "by": "tests/test_twice.py::test_more"}),
+        pytest.param("return x + x", {"test": "not seen", "test-all": "not seen", "by": ""}, marks=pytest.mark.full),
+        ("while True: pass", {"test": "not in time", "test-all": "not in time", "by": ""}),
+    ],
+)
+def test_what_is_seen(tree, replacement, found):
+    fault = faults.Fault("foveate/twice.py", "return 2 * x", replacement, "wrong")
+    assert faults.look(tree, fault, 2.0 if "while" in replacement else 60.0) == found
+    assert (tree / "foveate/twice.py").read_text() == PLAIN
+
+
+@pytest.mark.full
+def test_what_fails_anyway_is_told(tree):
+    (tree / "tests" / "test_twice.py").write_text("def test_it():\n    assert False\n")
+    fault = faults.Fault("foveate/twice.py", "return 2 * x", "return 3 * x", "wrong")
+    with pytest.raises(RuntimeError, match=r"test_twice\.py::test_it fails without a fault, too"):
+        faults.look(tree, fault, 60.0)
+
+
+def test_a_text_that_is_not_there_once_is_refused(tree):
+    for text in ("x", "y"):
+        with pytest.raises(ValueError, match=r"must occur once in foveate/twice\.py"):
+            faults.Fault("foveate/twice.py", text, "z", "wrong").plant(tree)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_where_it_was(tree, monkeypatch, capsys):
+    (tree / "models").mkdir()
+    (tree / "faults.tsv").write_text(
+        "file\ttext\treplacement\twhat is wrong\n"
+        "foveate/twice.py\t(x):\\n    return 2\t(x):\\n    return 3\tthree times\n"
+        "foveate/twice.py\t2 * x\tx + x\tthe same\n"
+    )
+    monkeypatch.setattr(faults, "read", lambda read=faults.read: read(tree / "faults.tsv"))
+    results = ["--results", str(tree / "runs" / "faults.jsonl")]
+    faults.main([*results, "three"])
+    assert "make test sees 1 of 1" in capsys.readouterr().out
+    looked = []
+
+    def look(root, fault, seconds):
+        looked.append(fault.what)
+        return {"test": "not seen", "test-all": "not seen", "by": ""}
+
+    monkeypatch.setattr(faults, "look", look)
+    faults.main(results)
+    assert looked == ["the same"]
+    assert "make test sees 1 of 2" in capsys.readouterr().out
