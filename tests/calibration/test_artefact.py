@@ -132,7 +132,7 @@ def test_damage_is_told(path, content, message):
 def test_what_is_no_file_of_json_is_told(path):
     with says("no such calibration; `foveate calibrate --model DIR` makes one"):
         load(path)
-    with says("Is a directory"):
+    with says("is a folder, not a file"):
         load(path.parent)
     for content in (b"", b"{", b"\xff\xfe", b"method,score\n"):
         path.write_bytes(content)

@@ -187,7 +187,12 @@ class TestBeforeWeightsAreLoaded:
 
     def test_an_engine_finds_it_but_not_for_models_with_adapters(self, folder, model):
         parts = dict.fromkeys(("lora_config", "speculative_config", "kv_transfer_config"))
-        parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "tensor_parallel_size": 1}
+        parallel = {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "data_parallel_size": 1,
+        }
         config = types.SimpleNamespace(
             additional_config={"foveate": "kascade:top_k=9"},
             model_config=types.SimpleNamespace(
