@@ -207,8 +207,8 @@ class TestBeforeWeightsAreLoaded:
         check_early(config)
         config.parallel_config.tensor_parallel_size = 2
         assert served(config).method.spec == FOUND
-        config.additional_config["foveate"] += ",pool=kv_head"  # heads of KV heads that a rank has not
-        assert "shipped:tiny" not in served(config).method.spec
+        config.additional_config["foveate"] += ",pool=kv_head"  # whose heads may be another rank's
+        assert "shipped:tiny" in served(config).method.spec
         config.additional_config["foveate"] = "kascade:top_k=9"
         config.parallel_config.tensor_parallel_size = 1
         config.lora_config = object()
