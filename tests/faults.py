@@ -122,7 +122,11 @@ def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, 
 
 def copy_of_the_tree(folder: Path) -> Path:
     """What tests read, in a folder of its own, with a link to the models."""
-    left_out = shutil.ignore_patterns(".git", ".venv*", "models", "runs", "__pycache__", ".*_cache")
+    everywhere = shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".*_cache")
+
+    def left_out(here: str, names: list[str]) -> set[str]:
+        return everywhere(here, names) | ({"models", "runs"} if Path(here) == ROOT else set())
+
     root = Path(shutil.copytree(ROOT, folder / "tree", ignore=left_out))
     (root / "models").symlink_to((ROOT / "models").resolve())
     return root
