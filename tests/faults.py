@@ -1,8 +1,9 @@
 """Which faults the tests see: `make faults`.
 
-Each line of `tests/faults.tsv` is a fault: a file of the package, a text that occurs once in it, what the text is
-replaced by, and what is then wrong. ``\\n`` in them is the end of a line, ``\\\\`` a backslash. A fault is planted in a
-copy of the tree, and the tests run that mirror its file: those that `make test` runs and, if all of them pass, all.
+Each line of `tests/faults.tsv` is a fault: a file of the package, a text that occurs once in it, its replacement, and
+what is wrong then. A backslash before n is the end of a line, and one before a backslash a backslash. A fault is
+planted in a copy of the tree, and the tests run that mirror its file: first what `make test` runs of them and, if that
+passes, all of them.
 
 Results are written as they come, so that a run that was ended goes on where it was; a fault or a test that has changed
 since needs ``--again``.
@@ -121,7 +122,11 @@ def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, 
 
 def copy_of_the_tree(folder: Path) -> Path:
     """What tests read, in a folder of its own, with a link to the models."""
-    left_out = shutil.ignore_patterns(".git", ".venv*", "models", "runs", "__pycache__", ".*_cache")
+    everywhere = shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".*_cache")
+
+    def left_out(here: str, names: list[str]) -> set[str]:
+        return everywhere(here, names) | ({"models", "runs"} if Path(here) == ROOT else set())
+
     root = Path(shutil.copytree(ROOT, folder / "tree", ignore=left_out))
     (root / "models").symlink_to((ROOT / "models").resolve())
     return root

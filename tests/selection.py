@@ -27,7 +27,7 @@ def mark_full(items: Sequence[pytest.Item]) -> None:
     for cases in tests.values():
         path = cases[0].path
         parameters = [item.callspec.params if hasattr(item, "callspec") else {} for item in cases]
-        if "methods" not in path.parts:
+        if not cases[0].nodeid.startswith("tests/methods/"):
             parameters = parameters if path.stem == "matrix" else _one_of_each_kind(parameters)
             parameters = [case and {name: _method(value) for name, value in case.items()} for case in parameters]
         most = IN_THE_INTERPRETER if path.name.startswith("interpreted_") else sys.maxsize

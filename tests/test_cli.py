@@ -318,6 +318,7 @@ def test_a_full_disk_is_one_line(model, out):
     assert "cannot be written to (" in line
 
 
+@pytest.mark.full
 def test_debug_lets_the_traceback_through(model, out):
     done = call("--debug", *compare(model, out, "--limit", 0))
     assert type(done.exception).__name__ == "UserError"

@@ -149,6 +149,7 @@ def edits(value):
     yield from ((f"all is {odd!r}"[:40], odd) for odd in ODD)
 
 
+@pytest.mark.full
 @every_kind
 def test_edited_fields(kind, tmp_path):
     path, reads = kind(tmp_path)

@@ -93,6 +93,19 @@ def test_a_text_that_is_not_there_once_is_refused(tree):
             faults.Fault("foveate/twice.py", text, "z", "wrong").plant(tree)
 
 
+def test_the_copy_has_all_but_the_models(tree, tmp_path_factory):
+    """Which are linked. A package's folder of that name is none of them."""
+    for name in ("models/config.json", "foveate/models/one.py", "runs/big", ".git/HEAD"):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).touch()
+    copy = faults.copy_of_the_tree(tmp_path_factory.mktemp("copy"))
+    assert (copy / "models").readlink() == tree / "models"
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert files - {"models/config.json"} == {
+        *("pytest.ini", "foveate/__init__.py", "foveate/twice.py", "foveate/models/one.py", "tests/test_twice.py")
+    }
+
+
 @pytest.mark.full
 def test_a_run_goes_on_where_it_was(tree, monkeypatch, capsys):
     (tree / "models").mkdir()

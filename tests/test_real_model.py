@@ -99,6 +99,7 @@ def test_sparse_methods_change_little_and_a_bare_window_much(smollm, text, expec
         assert changed < bare / 3
 
 
+@pytest.mark.full
 def test_the_shipped_calibration_is_closer_to_dense_than_evenly_spaced_anchors(smollm, text, expected):
     model, _ = smollm
     settings = "pool=layer,pooling=sqrt,decode_only=true,min_k=32"

@@ -209,6 +209,7 @@ def test_what_is_counted():
     assert foveate.stats(model).layers[0].decode_steps == 0
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [0, 5])
 def test_no_tensor_of_queries_by_keys(monkeypatch, padding):

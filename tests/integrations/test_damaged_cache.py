@@ -165,6 +165,7 @@ def test_any_edited_field(name, tmp_path):
     assert number > 90
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OF_OTHER_TENSORS)
 def test_any_edited_tensor(name, tmp_path):
     model, path = written(tmp_path, name)

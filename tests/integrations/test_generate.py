@@ -679,6 +679,7 @@ def test_decoding_that_is_taken_back_leaves_no_trace(method):
 # The compiler
 
 
+@pytest.mark.full
 def test_compiled_steps_are_those_of_the_model_and_compiled_once():
     model, counter = tiny_model(), CompileCounterWithBackend("eager")
     with torch.no_grad(), foveate.attached(model, spec("h2o")):

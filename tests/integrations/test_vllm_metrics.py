@@ -148,6 +148,7 @@ def test_audits_are_histograms():
     metrics.Meter(steps, config(rank=1, ranks=2)).observe({"kl": torch.tensor([1.0])})  # another rank's are the same
 
 
+@pytest.mark.full
 def test_where_several_processes_serve_metrics_their_files_are_used(tmp_path):
     program = """
         import sys

@@ -60,9 +60,12 @@ def gives(text: str, answers: Sequence[str]) -> bool:
 
 
 def overlap(text: str, answers: Sequence[str]) -> float:
-    """The F1 of the tokens of a text and an answer without articles, 0..1: the best answer's; 0 of an empty text."""
+    """The F1 of the tokens of a text and an answer without articles, 0..1: the best answer's.
+
+    0 of an empty text, and without answers.
+    """
     given = _without_articles(tokens(text))
-    return max(token_f1(given, _without_articles(tokens(one))) for one in answers) if given else 0.0
+    return max((token_f1(given, _without_articles(tokens(one))) for one in answers), default=0.0) if given else 0.0
 
 
 def undecided(answer: str) -> str:

@@ -206,6 +206,7 @@ def test_inference_mode_and_no_grad_can_follow_each_other(name):
     torch.testing.assert_close(torch.cat(outs, 1), whole, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.full
 @every_mixer
 def test_recording_stays_small_without_crops(name):
     """An assistant that is never cropped: old tokens become final, and the last ones can still be undone."""

@@ -74,6 +74,7 @@ def ranked(planted, scores):
     return torch.stack(found), float(loud.float().mean())
 
 
+@pytest.mark.full
 def test_it_finds_tokens_that_later_queries_want(plan, planted):
     outcome = train(plan, lambda text: None)
     assert outcome.finished

@@ -409,6 +409,7 @@ def test_one_process_copies_the_weights_and_after_the_writing_before(make, tmp_p
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.full
 def test_the_held_out_loss_is_measured_uncompiled(make, tmp_path, monkeypatch):
     graphs = []
 

@@ -157,6 +157,7 @@ def test_reads_of_smollm_are_those_of_the_rule(spec, prompt, tmp_path):
                 assert all(other[place] == "e" for place, letter in enumerate(one) if letter == "e")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "spec", ["kascade_paper:top_k=24,anchors=5", "pages:top_k=64", "luka:page_size=8,top_k=2,tail=16"]
 )

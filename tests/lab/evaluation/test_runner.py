@@ -112,6 +112,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "some"),
     [("wikisalad:max_new_tokens=6", EVERY[::2]), ("perplexity:length=60,continuation=40", EVERY[1::2])],

@@ -25,6 +25,7 @@ assert memory.peak() < during or "since the process began" in memory.kind
 """
 
 
+@pytest.mark.full
 def test_peak_memory_sees_what_was_freed_again():
     # A process of its own: one that ran other tests has freed memory that it keeps resident and hands out again.
     subprocess.run([sys.executable, "-c", PEAK], check=True)
