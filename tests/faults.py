@@ -148,7 +148,7 @@ def look(root: Path, fault: Fault, seconds: float) -> dict[str, str]:
         finally:
             (root / fault.file).write_text(source, encoding="utf-8")
         if found[target] == SEEN:
-            if run(root, [found["by"]], marks, seconds)[0] != MISSED:
+            if run(root, [found["by"]], marks, seconds)[0] == SEEN:
                 raise RuntimeError(f"{found['by']} fails without a fault, too: mend it first")
             return dict.fromkeys(SELECTIONS, SEEN) | found
     return found
