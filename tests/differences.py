@@ -1,8 +1,8 @@
 """Random methods on random models: whatever a context is read in, it is the same context.
 
 `python -m tests.differences --seconds 600 --seed 7` draws cases until the time is over, and prints the seed of each
-that differs; `--seconds 0 --seed 7` repeats that one. `tests/test_random_differences.py` draws some for a few seconds, others
-each time.
+that differs; `--seconds 0 --seed 7` repeats that one. `tests/test_random_differences.py` draws some for a few
+seconds, others each time.
 """
 
 from __future__ import annotations

@@ -52,7 +52,11 @@ def representative(cases: Sequence[Mapping[str, Any]], most: int = sys.maxsize) 
 
 def _values(case: Mapping[str, Any]) -> Iterator[tuple[str, Hashable]]:
     for name, value in case.items():
-        yield name, value if isinstance(value, Hashable) else id(value)
+        try:
+            hash(value)
+        except TypeError:  # a list, or a tuple that holds one
+            value = id(value)
+        yield name, value
 
 
 def _method(value: Any) -> Any:

@@ -44,6 +44,8 @@ def test_every_value_comes_up_in_few_cases(sizes):
 def test_values_without_a_hash_are_each_their_own():
     a, b = {"x": 1}, {"x": 1}
     assert len(representative([{"settings": a}, {"settings": b}, {"settings": a}])) == 2
+    within = (["one"], "two")  # a tuple of a list
+    assert len(representative([{"rows": within}, {"rows": (["one"], "two")}, {"rows": within}])) == 2
 
 
 def test_tests_without_parameters_and_marked_ones_are_left_alone():
