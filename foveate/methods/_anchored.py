@@ -193,7 +193,7 @@ class SharedSelection(Method):
             return self._of_own_heads(cache, selection, heads), None
         if heads is None:
             return selection, None
-        self._check_heads(heads, cache.geometry.num_kv_heads)
+        self.check_heads(cache.geometry.num_kv_heads)
         return selection, cache.plan.constant(heads)
 
     def _of_own_heads(self, cache: SlotCache, selection: SharedKeys, heads: tuple[int, ...] | None) -> SharedKeys:
@@ -202,12 +202,13 @@ class SharedSelection(Method):
         if selection.indices.shape[1] == own:
             return selection
         every = range(own * ranks.size) if heads is None else heads
-        self._check_heads(every, own * ranks.size)
         here = cache.plan.constant(every[own * ranks.rank :][:own])
         return SharedKeys(*(x.index_select(1, here) for x in selection))
 
-    def _check_heads(self, heads: Sequence[int], number: int) -> None:
-        if len(heads) != number or not all(head in range(number) for head in heads):
+    def check_heads(self, number: int) -> None:
+        """Raise ValueError unless the layer's ``heads``, if it has any, are those of a model of ``number`` KV heads."""
+        heads = self.layer_role.heads
+        if heads is not None and (len(heads) != number or not all(head in range(number) for head in heads)):
             raise ValueError(
                 f"{self.name}: heads of layer {self.layer_role.layer} must be {number} numbers below {number}, "
                 f"one for each KV head, not {list(heads)}"

@@ -68,7 +68,7 @@ def attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page
 def attend_chosen(
     cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0, **how: Any
 ) -> Tensor:
-    """Attention to what a decode step has chosen; of a step that is audited, it is noted.
+    """Attention to what a decode step has chosen; an audited step also notes what was chosen, and its log-sum-exp.
 
     Args:
         q: ``[B, Hq, 1, D]``.

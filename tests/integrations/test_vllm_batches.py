@@ -184,6 +184,16 @@ def test_rows_of_steps_that_no_graph_holds_are_flash_attentions(
     assert (float(ours.keys_read()) == ours.totals.keys_available) == dense
 
 
+@pytest.mark.parametrize("rows", [DECODING, MIXED, ([4, 4], [30, 9], [False, False])])
+def test_beside_a_drafter_every_row_is_flash_attentions_and_those_that_verify_are_counted(read, monkeypatch, rows):
+    monkeypatch.setattr(builder.StepBuilder, "speculates", True)
+    found, _, dense, ours = run(rows)
+    torch.testing.assert_close(found, dense)
+    assert read == [len(rows[0])] * LAYERS, "one call a layer, of all rows at once"
+    assert (ours.totals.steps, ours.totals.rows, ours.totals.dense_rows) == (1, 2, 2)
+    assert float(ours.keys_read()) == ours.totals.keys_available == 39 * LAYERS
+
+
 def test_layers_of_sliding_windows_are_flash_attentions(read):
     found, _, dense, ours = run(MIXED, serves=False)
     torch.testing.assert_close(found, dense)

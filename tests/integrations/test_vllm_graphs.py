@@ -178,6 +178,8 @@ def test_nothing_is_made_for_prompts_where_vllm_attends_to_the_whole_batch(built
 def test_which_methods_run_within_graphs(spec, expected, monkeypatch):
     monkeypatch.setattr(gpu, "runs_kernel", lambda verb: True)
     assert gpu.Builder.get_cudagraph_support(engine(spec), None) is expected
+    drafting = engine(spec, speculative_config=object())  # vLLM's own attention verifies, several tokens a row
+    assert gpu.Builder.get_cudagraph_support(drafting, None) is AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize(

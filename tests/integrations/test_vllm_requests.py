@@ -39,7 +39,7 @@ ASKED = [n in (0, 3, 4) for n in range(len(PROMPTS))]
 
 @pytest.mark.parametrize(("spec", "second"), [(SMALL, False), (BY_PAGES, False), (BY_PAGES, True)])
 def test_a_request_may_ask_for_dense_reading_beside_others(folder, spec, second):  # noqa: F811
-    """Its tokens are those of dense attention, and its neighbours' are those of the method; the second time, too."""
+    """It gets the tokens of dense attention, and its neighbours get the method's tokens, also the second time."""
     job = {"sampling": [DENSE if asked else {} for asked in ASKED]}
     job["refused"] = [{"extra_args": {"foveate": given}} for given in ("sparse", None, 1)]
     found = run(folder, spec, times=2, second=second, job=job, **CHUNKS)

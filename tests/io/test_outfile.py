@@ -56,6 +56,18 @@ def test_a_folder_of_the_system_is_refused():
             outfile.check(Path(out))
 
 
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_an_output_is_no_input_by_whatever_name(tmp_path, link):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / ("rows.jsonl" if link is None else "page.html")
+    rows.write_text("{}")
+    if link is not None:
+        link(rows, out)
+    (tmp_path / "other.html").write_text("")
+    outfile.check_apart(tmp_path / "other.html", [rows])
+    with pytest.raises(UserError, match=r"rows\.jsonl is the same file, which would be lost; choose another --out"):
+        outfile.check_apart(out, [rows])
+
+
 def test_only_folders_that_are_not_there_are_new(tmp_path):
     assert outfile.new_folder(tmp_path) is None
     assert outfile.new_folder(tmp_path / "new" / "deep") == tmp_path / "new" / "deep"

@@ -22,6 +22,7 @@ from foveate.integrations.transformers.support import choosing_layers
 from foveate.io import infile
 from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_artefacts, check_made_for, make
+from foveate.methods._anchored import SharedSelection
 from foveate.methods.auto import Auto
 from foveate.methods.pages import Pages
 from foveate.methods.spec import SETTING
@@ -324,12 +325,8 @@ def layer_methods(
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
             raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
-        heads = getattr(getattr(own, "layer_role", None), "heads", None)
-        if heads is not None and (len(heads) != facts["kv_heads"] or not set(heads) <= set(range(facts["kv_heads"]))):
-            raise ValueError(
-                f"foveate: heads of layer {layer} must be {facts['kv_heads']} numbers below {facts['kv_heads']}, one "
-                f"for each KV head, not {list(heads)}"
-            )
+        if isinstance(own, SharedSelection):
+            own.check_heads(facts["kv_heads"])
         if ranks > facts["kv_heads"] and own.role.name not in ("dense", "reading") and not own.pools_layer:
             fix = "add pool=layer, or " if hasattr(own, "pool") else ""
             raise ValueError(
