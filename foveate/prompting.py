@@ -18,6 +18,7 @@ _TIMES, _ADDED = 4, 1_000_000
 """How many times as long as its messages, and how many characters longer, a prompt may be."""
 _MARK = 0xF0000
 """The first of the characters of private use that stand for texts written as special tokens."""
+_IS_MARK = re.compile(f"[{chr(_MARK)}-{chr(_MARK + 0xFFFD)}]")
 _TRIED = 2000
 """Characters at the end of a text on which continuations are tried."""
 _CONTINUATIONS = (*"aA1._(é的\u0301\t\n ", " a", "  a", "'s", "\n\na", "\n a")
@@ -41,8 +42,14 @@ def encode(tokenizer: Any, prompt: Prompt, answer_prefix: str = "") -> list[int]
 
 
 def render(tokenizer: Any, prompt: Prompt) -> str:
-    """The text that :func:`encode` makes tokens of, but for its first token where there is no chat template; for
-    :func:`encode_text`, since it marks what is written as a special token in messages of the user or the system."""
+    """The text that :func:`encode` makes tokens of, for :func:`encode_text`; without a chat template it lacks the first
+    token. Special tokens that messages of the user or the system spell out are marked by characters of private use.
+
+    Raises `UserError` for a text that holds such a character itself.
+    """
+    for text in [prompt] if isinstance(prompt, str) else [one["content"] for one in prompt]:
+        if _IS_MARK.search(text):
+            raise UserError(f"the text holds a character of private use from U+{_MARK:X} on: remove it")
     if isinstance(prompt, str):
         return prompt
     prompt = _marked(tokenizer, prompt)

@@ -48,6 +48,12 @@ def test_raw_text_gets_the_leading_token_that_the_tokenizer_uses(tokenizer):
     assert bos not in encode(with_bos, [USER])  # the template alone decides
 
 
+@pytest.mark.parametrize("prompt", ["a \U000f0000 b", [{"role": "user", "content": "a \U000f0007"}]])
+def test_characters_that_stand_for_special_tokens_are_no_text(tokenizer, prompt):
+    with pytest.raises(UserError, match=r"a character of private use from U\+F0000 on: remove it"):
+        encode(tokenizer, prompt)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
