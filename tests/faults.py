@@ -12,6 +12,7 @@ since needs ``--again``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -46,7 +47,13 @@ class Fault(NamedTuple):
         source = path.read_text(encoding="utf-8")
         if (times := source.count(self.text)) != 1:
             raise ValueError(f"{self.what}: the text must occur once in {self.file}, not {times} times")
-        path.write_text(source.replace(self.text, self.replacement), encoding="utf-8")
+        write(path, source.replace(self.text, self.replacement))
+
+
+def write(path: Path, source: str) -> None:
+    """Writes a module and removes its bytecode, which Python takes for current by whole seconds and the file's size."""
+    path.write_text(source, encoding="utf-8")
+    Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
 
 def read(path: Path = LIST) -> list[Fault]:
@@ -146,7 +153,7 @@ def look(root: Path, fault: Fault, seconds: float) -> dict[str, str]:
             fault.plant(root)
             found[target], found["by"] = run(root, tests, marks, seconds)
         finally:
-            (root / fault.file).write_text(source, encoding="utf-8")
+            write(root / fault.file, source)
         if found[target] == SEEN:
             if run(root, [found["by"]], marks, seconds)[0] == SEEN:
                 raise RuntimeError(f"{found['by']} fails without a fault, too: mend it first")

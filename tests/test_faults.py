@@ -1,6 +1,9 @@
 """The list of faults stays plantable, and `tests.faults` sees what tests see."""
 
 import collections
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,16 @@ def test_what_is_seen(tree, replacement, found):
     fault = faults.Fault("foveate/twice.py", "return 2 * x", replacement, "wrong")
     assert faults.look(tree, fault, 2.0 if "while" in replacement else 60.0) == found
     assert (tree / "foveate/twice.py").read_text() == PLAIN
+
+
+def test_a_module_is_read_again_though_its_size_and_its_second_are_those_of_its_bytecode(tree):
+    path = tree / "foveate" / "twice.py"
+    for text in (PLAIN, PLAIN.replace("2", "3"), PLAIN):
+        faults.write(path, text)
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+        said = [sys.executable, "-c", "from foveate.twice import twice; print(twice(1))"]
+        run = subprocess.run(said, cwd=tree, env={"PYTHONPATH": str(tree)}, capture_output=True, text=True, check=True)
+        assert run.stdout == ("2\n" if text == PLAIN else "3\n")
 
 
 @pytest.mark.full
