@@ -13,7 +13,6 @@ from foveate.methods.base import REGISTRY as REGISTRY
 from foveate.methods.base import About, Method, Replay, Role, register, setting
 from foveate.methods.base import Observation as Observation
 from foveate.methods.base import check_artefacts as check_artefacts
-from foveate.methods.base import evict_every as evict_every
 from foveate.methods.base import replay_obstacle as replay_obstacle
 from foveate.methods.base import sparse_prompt as sparse_prompt
 from foveate.methods.bases import KeepsByScore, ReadsChosen

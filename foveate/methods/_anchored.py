@@ -104,10 +104,10 @@ class SharedSelection(Method):
     def role(self) -> Role:
         role = self.layer_role
         if role.reads_another:
-            return Role("reading", role.anchor)
+            return Role("reading", role.anchor, role.heads, chooses=False)
         if role.anchor is None or (role.dense and not role.has_readers):
-            return Role("dense")
-        return Role("dense, choosing" if role.dense else "choosing")
+            return Role("dense", chooses=False, reads_all=True)
+        return Role("dense, choosing", reads_all=True) if role.dense else Role("choosing")
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""

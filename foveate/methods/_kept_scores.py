@@ -31,6 +31,16 @@ def check_every(method: Any) -> None:
         method.__dict__["stateful"] = True
 
 
+def kept_from_token_to_token(every: int) -> str:
+    """:attr:`Method.per_request` of a method that keeps scores; empty where every token is scored."""
+    if every == 1:
+        return ""
+    return (
+        "keeps scores of a request from token to token, and an engine does not tell whose a row is: leave out "
+        f"every={every}"
+    )
+
+
 @dataclass(frozen=True)
 class KeptScores:
     """The last scores of each key, or page, and when each row was scored: a row is due ``every`` tokens later.

@@ -56,6 +56,11 @@ class PageSummaries:
         """What is learned from prompt queries."""
         return None
 
+    @property
+    def per_request(self) -> str:
+        """See :attr:`Method.per_request`."""
+        return ""
+
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         """The state that is kept."""
         raise NotImplementedError
@@ -152,6 +157,11 @@ class LowRankPages(PageSummaries):
     @property
     def observation(self) -> Observation | None:
         return Observation(("queries", _OBSERVED)) if self.weighted else None
+
+    @property
+    def per_request(self) -> str:
+        reason = "weighs channels of keys by the queries of a request, and requests share blocks: add weighted=false"
+        return reason if self.weighted else ""
 
     def form(self, geometry: Geometry) -> ops.PageRecord:
         """How a page's summary is stored."""
@@ -254,6 +264,10 @@ class KeepsSummaries(Method):
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return {} if self.kept is None else self.kept.channels(geometry)
+
+    @property
+    def per_request(self) -> str:  # type: ignore[override]
+        return "" if self.kept is None else self.kept.per_request
 
     @property
     def observation(self) -> Observation | None:

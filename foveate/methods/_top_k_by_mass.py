@@ -26,6 +26,8 @@ class TopKByMass(SharedSelection):
     keys of its own, as many as it attends to.
     """
 
+    dense_prompts_by: ClassVar[str] = "decode_only=true"
+    pools_layer_by: ClassVar[str] = "pool=layer"
     dense_anchor_prefill: ClassVar[bool] = False
     """Whether layers that choose read all keys in prompts."""
 

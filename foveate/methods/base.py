@@ -77,6 +77,12 @@ class Role(NamedTuple):
     """A short one, such as "dense"."""
     reads_choice_of: int | None = None
     """Index of the earlier layer whose selected keys it reads; None: it reads no other layer's."""
+    heads: tuple[int, ...] | None = None
+    """By KV head, the head of that layer whose keys it reads; None: its own."""
+    chooses: bool = True
+    """Whether the layer chooses keys, for itself or for later layers."""
+    reads_all: bool = False
+    """Whether it reads all keys that it holds, whether or not it chooses some for others."""
 
 
 class Fetches(NamedTuple):
@@ -162,6 +168,9 @@ class Method(Settings):
     engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
     dense, or that treats all tokens alike, declares False."""
 
+    prompt_evicts_every: ClassVar[int] = 0
+    """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
+    prompt's first token in each row; 0: at its end alone. Per settings."""
     needs_rotary: ClassVar[bool] = False
     """Whether hooks read :attr:`SlotCache.rotary`, the layer's rotary positions. An engine gives them, or refuses the
     model. Per settings."""
@@ -175,6 +184,14 @@ class Method(Settings):
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
+    per_request: ClassVar[str] = ""
+    """Why requests that share an engine's blocks of keys cannot be decoded together, and the remedy, such as "weighs
+    channels of keys by a request's queries: add weighted=false"; empty when they can. Per settings."""
+    dense_prompts_by: ClassVar[str] = ""
+    """The setting that makes prompts dense, such as "decode_only=true", for errors; empty when there is none. Per
+    class."""
+    pools_layer_by: ClassVar[str] = ""
+    """The setting that makes :attr:`pools_layer` true, for errors; empty when there is none. Per class."""
     pools_layer: ClassVar[bool] = False
     """Whether all heads of a layer share what they read. Over the ranks of an engine's tensor parallelism they choose
     it together: :meth:`SlotCache.mean_over_ranks`, :meth:`SlotCache.of_all_heads`. Per settings."""
@@ -217,6 +234,10 @@ class Method(Settings):
             num_layers: layers of the model.
             among: the layers that the method is applied to, ascending; None: all.
         """
+        return self
+
+    def for_shared_blocks(self) -> Method:
+        """The method where nobody has set anything and an engine's requests share blocks of keys; by default itself."""
         return self
 
     def channels(self, geometry: Geometry) -> Mapping[str, Channel | RowNumber]:
@@ -360,13 +381,7 @@ def check_artefacts(methods: Iterable[Method], facts: Callable[[], Mapping[str, 
 
 def sparse_prompt(method: Method) -> bool:
     """Whether prompt tokens do not read all earlier ones."""
-    return evict_every(method) > 0 or method.prompt_tile(1) != 0
-
-
-def evict_every(method: Method) -> int:
-    """Prompt tokens after which :meth:`Method.prompt_end` evicts although more of the prompt is to come, counted from
-    the prompt's first token in each row: the setting of this name, where a method has it. 0: at its end alone."""
-    return getattr(method, "evict_every", 0)
+    return method.prompt_evicts_every > 0 or method.prompt_tile(1) != 0
 
 
 def replay_obstacle(method: Method) -> str:

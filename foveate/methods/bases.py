@@ -56,6 +56,10 @@ class KeepsByScore(Method):
                 self._check_count(name, int(name == "window"))
         self._check_budget("top_k", max(1, self.sinks))
 
+    @property
+    def prompt_evicts_every(self) -> int:  # type: ignore[override]
+        return self.evict_every
+
     def scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
         """What each token is worth, fp32 ``[B, Hkv, used]``, larger is better; None: keep all, where a
         prompt ends. Called where tokens are evicted. Values in empty slots do not matter."""

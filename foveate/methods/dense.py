@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from foveate.methods._common import attend_all
-from foveate.methods.base import About, Method, Replay, register
+from foveate.methods.base import About, Method, Replay, Role, register
 from foveate.state import SlotCache
 
 
@@ -17,6 +17,7 @@ class Dense(Method):
     about: ClassVar[About] = About("Vaswani et al. 2017")
     stateful: ClassVar[bool] = False
     replay: ClassVar[Replay] = Replay()
+    role: ClassVar[Role] = Role("dense", chooses=False, reads_all=True)
 
     def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return attend_all(cache, q, scaling).out

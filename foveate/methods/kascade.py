@@ -14,7 +14,7 @@ from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
 from foveate.methods._common import attend_chosen, count_scored
-from foveate.methods._kept_scores import KeptScores, check_every, every_setting
+from foveate.methods._kept_scores import KeptScores, check_every, every_setting, kept_from_token_to_token
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
@@ -296,6 +296,10 @@ class Kascade(KeepsSummaries, TopKByMass):
         if not self.reads_pages:
             return super().role
         return Role("pages, choosing" if self.scores_keys_of_pages else "pages")
+
+    @property
+    def per_request(self) -> str:  # type: ignore[override]
+        return kept_from_token_to_token(self.every) or super().per_request
 
     @property
     def kept(self) -> LowRankPages | None:

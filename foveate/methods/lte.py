@@ -102,6 +102,10 @@ class LTE(Method):
             own.__dict__["evicts"] = Evicts.IN_DECODE if same else Evicts.IN_DECODE | Evicts.UNEVENLY
         return own
 
+    @property
+    def prompt_evicts_every(self) -> int:  # type: ignore[override]
+        return self.evict_every
+
     # Budgets
 
     def allowed(self, length: int | Number) -> int | Number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import attend_all, attend_chosen, count_scored
-from foveate.methods._kept_scores import KeptScores, check_every, every_setting
+from foveate.methods._kept_scores import KeptScores, check_every, every_setting, kept_from_token_to_token
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
 from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Replay, redefined, register, setting
@@ -196,6 +197,13 @@ class Pages(PageMethod):
     @functools.cached_property
     def summaries(self) -> LowRankPages:
         return LowRankPages(self.page_size, self.rank, self.weighted)
+
+    def for_shared_blocks(self) -> Pages:
+        return dataclasses.replace(self, weighted=False)
+
+    @property
+    def per_request(self) -> str:  # type: ignore[override]
+        return kept_from_token_to_token(self.every) or super().per_request
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         kept = KeptScores(self.every, self.page_size).channels() if self.every > 1 else {}

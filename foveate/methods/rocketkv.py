@@ -67,6 +67,10 @@ class RocketKV(PageMethod):
         self._check_odd("kernel_size")
         self._check_count("evict_every")
 
+    @property
+    def prompt_evicts_every(self) -> int:  # type: ignore[override]
+        return self.evict_every
+
     @functools.cached_property
     def summaries(self) -> PageBoxes:
         return GroupBoxes(self.page_size)

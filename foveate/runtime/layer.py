@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.methods import Dense, Method, evict_every
+from foveate.methods import Dense, Method
 from foveate.ops import Logits, PromptHeads, Rotary
 from foveate.runtime import returned
 from foveate.runtime.phase import Phase
@@ -106,7 +106,7 @@ class Layer:
         with torch.no_grad():
             given = (x.detach() for x in (q, k, v))
             out = self._attend(*given, prompt, columns, first, logits)
-        if first == 0 and prompt == n and not 0 < evict_every(self.method) < n:
+        if first == 0 and prompt == n and not 0 < self.method.prompt_evicts_every < n:
             return without_cache(self.method, q, k, v, mask, logits, self.phase.forward)
         return _WithoutGradient.apply(out, q)
 
@@ -220,12 +220,12 @@ class Layer:
 
     def _until_eviction(self, observed: int, new: int) -> int:
         """How many of a row's new prompt tokens it reads before it evicts, having read ``observed``."""
-        every = evict_every(self.method)
+        every = self.method.prompt_evicts_every
         return min(every - observed % every, new) if every else new
 
     def _evict_in_prompt(self, rows: Iterable[int], scaling: float) -> None:
-        """Evict from those of the rows that have read a multiple of ``evict_every`` tokens; more is to come."""
-        every, observed = evict_every(self.method), self.store.rows["observed"]
+        """Evict from those of the rows, of which more is to come, that :attr:`Method.prompt_evicts_every` says."""
+        every, observed = self.method.prompt_evicts_every, self.store.rows["observed"]
         due = [b for b in rows if observed[b] % every == 0] if every else []
         if due:
             evict_prompt(self.method, self.store, scaling, due)
@@ -364,7 +364,7 @@ def read_once(
     prompt is read, by a temporary layer. Arguments, result and errors as of :func:`without_cache`.
     """
     n = k.shape[2]
-    if not 0 < evict_every(method) < n or _differentiates(q, k, v):
+    if not 0 < method.prompt_evicts_every < n or _differentiates(q, k, v):
         return without_cache(method, q, k, v, mask, logits, forward)
     layer = Layer(method, Counters(), Phase(prompt_end=n, forward=forward))
     layer.rotary = rotary

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.methods import Method, evict_every, sparse_prompt
+from foveate.methods import Method, sparse_prompt
 from foveate.ops import Logits, attend_causal
 from foveate.state.borrowed import cache_of
 
@@ -33,11 +33,11 @@ def without_cache(
     Raises:
         ValueError: for a prompt in which the method would evict.
     """
-    every = evict_every(method)
+    every = method.prompt_evicts_every
     if 0 < every < q.shape[2]:
         raise ValueError(
-            f"{method.name} with evict_every={every} evicts while {q.shape[2]} tokens are read, and "
-            "gradients do not flow through what it evicts: train with evict_every=0, or read under torch.no_grad()"
+            f"{method.spec} evicts while {q.shape[2]} tokens are read, and gradients do not flow through what it "
+            "evicts: let it evict at the end of a prompt alone, or read under torch.no_grad()"
         )
 
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:

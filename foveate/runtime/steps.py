@@ -29,22 +29,14 @@ def obstacle(method: Method, geometry: Geometry) -> str:
     """Why an engine that owns the keys cannot decode by the method of a layer; empty when it can."""
     if method.evicts:
         return f"{method.name} evicts tokens, and the engine keeps them until a request ends"
-    if getattr(method, "every", 1) > 1:
-        return (
-            f"{method.name} keeps scores of a request from token to token, and an engine does not tell whose a row is: "
-            f"leave out every={method.every}"
-        )
-    if getattr(method, "weighted", False) and method.channels(geometry):
-        return (
-            f"{method.name} weighs channels of keys by the queries of a request, and requests share blocks: "
-            "add weighted=false"
-        )
+    if method.per_request:
+        return f"{method.name} {method.per_request}"
     if method.stateful or not shareable(method.channels(geometry)):
         return f"{method.name} keeps state beside the keys that requests which share the engine's blocks cannot share"
     if method.needs_rotary:
         return f"{method.name} needs rotary positions, which the engine does not give"
     if sparse_prompt(method):
-        fix = ": add decode_only=true" if hasattr(method, "decode_only") else ""
+        fix = f": add {method.dense_prompts_by}" if method.dense_prompts_by else ""
         return f"{method.name} reads prompts sparsely, and the engine reads them densely{fix}"
     return replay_obstacle(method)
 
@@ -113,7 +105,7 @@ class EngineSteps:
         self._counters = {layer: Counters().declare(method.counters) for layer, method in self.methods.items()}
         self._sparse_from = self._first_sparse(dense_below, geometry)
         self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
-        self.choosing = sum(method.role.name not in ("dense", "reading") for method in self.methods.values())
+        self.choosing = sum(method.role.chooses for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
         self._stores: dict[int, EngineCache] = {}
         self._rows: dict[int, DeviceRows] = {}
@@ -140,7 +132,8 @@ class EngineSteps:
     def reads_all(self, layer: int) -> bool:
         """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""
         method = self.methods[layer]
-        return method.role.name == "dense" or (self.dense and method.sparse_from_tokens is not None)
+        role = method.role
+        return (role.reads_all and not role.chooses) or (self.dense and method.sparse_from_tokens is not None)
 
     def begin(
         self,

@@ -6,7 +6,6 @@ from matrix import PROMPT, VARIANTS, Driver, Tokens, each
 
 import foveate
 from foveate import ops
-from foveate.methods import evict_every
 from foveate.runtime import Layer
 from tests.helpers import generate, tiny_model, tokens
 from tests.problems import Waits
@@ -35,7 +34,7 @@ def test_a_prompt_waits_for_nothing(method):
         assert not waits.names
     else:  # numbers that differ are sent to a GPU without a wait
         assert {*waits.names} <= {"tolist", "lift_fresh"}
-        assert 1 <= waits.names.count("tolist") <= -(-PROMPT // (evict_every(method) or PROMPT))
+        assert 1 <= waits.names.count("tolist") <= -(-PROMPT // (method.prompt_evicts_every or PROMPT))
 
 
 @pytest.mark.parametrize("spec", ["snapkv:top_k=20,window=8", "streaming:window=13", "uniform:top_k=20,window=8"])

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods
+from foveate.methods import base
 from foveate.ops import BlockTable, Logits, attend, dispatch
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
@@ -458,3 +459,28 @@ def test_state_that_a_setting_adds_is_refused():
     spec = "kascade_paper:score_keys=pages,anchors=[1],decode_only=true"
     assert "requests share blocks: add weighted=false" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
     assert "state beside the keys" in obstacle(methods.parse("sparq"), GEOMETRY)
+
+
+def test_settings_of_an_author_mean_nothing_to_the_runtime(monkeypatch):
+    """Whatever they are called: the runtime asks what the class declares."""
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+
+    @methods.register
+    class Mine(methods.ReadsChosen):
+        name = "settings_by_known_names"
+        every: int = methods.setting(2, "reads each n-th key")
+        weighted: bool = methods.setting(True, "weighs them")
+        evict_every: int = methods.setting(64, "is written to a log")
+        decode_only: bool = methods.setting(False, "is written, too")
+        pool: str = methods.setting("head", "and this")
+        calibration: str = methods.setting("", "and this")
+        layer_role: str = methods.setting("any", "and this")
+
+        def choose(self, cache, q, scaling):
+            return cache.positions % self.every == 0
+
+    method = Mine()
+    assert obstacle(method, GEOMETRY) == ""
+    assert not methods.sparse_prompt(method)
+    assert method.prompt_evicts_every == 0
+    assert method.role.chooses and not method.role.reads_all

@@ -16,7 +16,7 @@ from foveate.integrations.transformers import attention
 from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import geometry_of, kv_heads, model_shape
 from foveate.integrations.transformers.graphs import Graphs
-from foveate.methods import Method, evict_every, sparse_prompt
+from foveate.methods import Method, sparse_prompt
 from foveate.runtime import SHORT_SEQUENCE, Policy, dense_until
 from foveate.state import Geometry
 
@@ -68,7 +68,7 @@ class Attachment:
     @property
     def evicts_in_prompt(self) -> bool:
         """Whether some layer evicts while a prompt is read, which takes a cache."""
-        return any(evict_every(policy.method) for policy in self.policies.values())
+        return any(policy.method.prompt_evicts_every for policy in self.policies.values())
 
     @property
     def decodes_alone(self) -> bool:

@@ -40,7 +40,7 @@ def check_methods(methods: Mapping[int, Method]) -> None:
         ValueError: with a method to take instead.
     """
     remedy = "take pages, luka, or kascade with score_keys=pages"
-    strange = [one for one in methods.values() if not one.fetches and not one.role.name.startswith("dense")]
+    strange = [one for one in methods.values() if not one.fetches and not one.role.reads_all]
     if strange:
         raise ValueError(
             f"offload=True: a decode step of {strange[0].spec} reads or weighs all keys that it keeps; {remedy}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,10 +80,9 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
         return None
     ranks = tensor_parallel(vllm_config)
     if ranks is not None:
-        roles = [(index, method.role, getattr(method, "layer_role", None)) for index, method in chosen.items()]
+        roles = [(index, method.name, *method.role) for index, method in chosen.items()]
         shared = {"roles of layers": f"{roles}", "model": f"{facts}", "kernels": f"{runs_kernel('attend_indices')}"}
-        plain = replace(settings.method, calibration="") if hasattr(settings.method, "calibration") else settings.method
-        ranks.check_alike({"settings": f"{replace(settings, method=plain)}", **shared})
+        ranks.check_alike({"settings": f"{settings}", **shared})
     steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)], ranks)
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
     cache, speculates = vllm_config.cache_config, vllm_config.speculative_config is not None

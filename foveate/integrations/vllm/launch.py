@@ -160,7 +160,7 @@ def told(config: Any) -> list[str]:
         return lines
     if settings.audit:
         lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
-    choosing = [method for method in methods.values() if method.role.name not in ("dense", "reading")]
+    choosing = [method for method in methods.values() if method.role.chooses]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     if choosing and not graphs and (config.model_config.enforce_eager or torch.cuda.is_available()):

@@ -24,7 +24,6 @@ from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_artefacts, check_made_for, make
 from foveate.methods._anchored import SharedSelection
 from foveate.methods.auto import Auto
-from foveate.methods.pages import Pages
 from foveate.methods.spec import SETTING
 from foveate.runtime import check_dense_below
 from foveate.runtime.steps import obstacle
@@ -75,9 +74,7 @@ class Settings:
         """
         check_made_for(self.method, shape)
         method = self.method.for_model(facts)
-        if isinstance(self.method, Auto) and isinstance(method, Pages):
-            method = replace(method, weighted=False)  # requests share blocks, and so their summaries
-        return replace(self, method=method)
+        return replace(self, method=method.for_shared_blocks() if isinstance(self.method, Auto) else method)
 
 
 def check_folder(settings: Settings, folder: Path, strict: bool = True, asked: Asked | None = None) -> None:
@@ -327,8 +324,8 @@ def layer_methods(
             raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
         if isinstance(own, SharedSelection):
             own.check_heads(facts["kv_heads"])
-        if ranks > facts["kv_heads"] and own.role.name not in ("dense", "reading") and not own.pools_layer:
-            fix = "add pool=layer, or " if hasattr(own, "pool") else ""
+        if ranks > facts["kv_heads"] and own.role.chooses and not own.pools_layer:
+            fix = f"add {own.pools_layer_by}, or " if own.pools_layer_by else ""
             raise ValueError(
                 f"foveate: {own.name} chooses for each of the {facts['kv_heads']} KV heads, whose query heads a tensor "
                 f"parallelism of {ranks} parts: {fix}take {facts['kv_heads']} ranks at most"
