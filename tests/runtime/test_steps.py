@@ -483,4 +483,5 @@ def test_settings_of_an_author_mean_nothing_to_the_runtime(monkeypatch):
     assert obstacle(method, GEOMETRY) == ""
     assert not methods.sparse_prompt(method)
     assert method.prompt_evicts_every == 0
-    assert method.role.chooses and not method.role.reads_all
+    assert method.role.chooses
+    assert not method.role.reads_all
