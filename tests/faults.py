@@ -31,6 +31,8 @@ ROOMS_OF_THE_MATRIX = ("methods", "state", "runtime")
 SELECTIONS = {"test": "not gpu and not full", "test-all": "not gpu"}
 """Of each target the marks by which it chooses tests."""
 SEEN, MISSED, LATE = "seen", "not seen", "not in time"
+CRASH = "a crash"
+"""In the place of a test, where a signal ended the process."""
 
 
 class Fault(NamedTuple):
@@ -83,7 +85,7 @@ def mirrors(file: str) -> list[Path]:
 
 
 def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, str]:
-    """Whether one of the tests fails within the time, and which.
+    """Whether one of the tests fails, or ends the process, within the time, and which.
 
     Args:
         root: of the tree that is tested.
@@ -92,7 +94,7 @@ def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, 
         seconds: after which nothing was seen.
 
     Returns:
-        One of :data:`SEEN`, :data:`MISSED` and :data:`LATE`; and the name of the test that failed.
+        One of :data:`SEEN`, :data:`MISSED` and :data:`LATE`; and the name of the test that failed, or :data:`CRASH`.
     """
     end = time.monotonic() + seconds
     for interpreted in (False, True):
@@ -122,6 +124,8 @@ def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, 
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
         if failed:
             return SEEN, failed[0]
+        if process.returncode < 0:
+            return SEEN, CRASH
         if process.returncode not in (0, 5):  # 5: the marks left no test
             raise RuntimeError(f"pytest ended with {process.returncode} without a failed test:\n{said[-2000:]}")
     return MISSED, ""
@@ -155,7 +159,7 @@ def look(root: Path, fault: Fault, seconds: float) -> dict[str, str]:
         finally:
             write(root / fault.file, source)
         if found[target] == SEEN:
-            if run(root, [found["by"]], marks, seconds)[0] == SEEN:
+            if run(root, tests if found["by"] == CRASH else [found["by"]], marks, seconds)[0] == SEEN:
                 raise RuntimeError(f"{found['by']} fails without a fault, too: mend it first")
             return dict.fromkeys(SELECTIONS, SEEN) | found
     return found
