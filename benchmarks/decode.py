@@ -32,6 +32,7 @@ from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share
 from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method, get, make, replay_obstacle
 from foveate.runtime import capture
+from foveate.runtime.decode import decode
 from foveate.runtime.layer import finish_prompt
 from foveate.state import Channel, Counters, Evicts, Geometry, SlotCache
 from foveate.state.borrowed import branch_of
@@ -151,7 +152,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
     layers, graphs, recall = {}, [], None
     for kind in those:
         layer, chooser = _layers(plan, kind, caches, queries)
-        approximate = getattr(kind.policy, "scores_summaries", False) and kind.policy.layer_role.chooses
+        approximate = getattr(kind.policy, "scores_summaries", False) and kind.policy.role.chooses
         if plan.level == "kernel":  # counted before it is recorded
             pages = _summarised_pages(kind.policy, layer)
             if pages and layer.cache.used % pages == 0:
@@ -182,7 +183,7 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
 def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     """The share of the keys that exact scores choose which a layer that scores summaries chooses, too."""
     summaries = {"first_layer": "dense", "page_size": get("kascade").page_size, "weighted": True}
-    exact = make(policy, score_keys="exact", **summaries).for_layer(policy.layer_role.layer, plan.layers)
+    exact = make(policy, score_keys="exact", **summaries).for_layer(policy.role.layer, plan.layers)
     places = torch.zeros(2, plan.kv_heads * cache.batch_size, cache.used + 1, dtype=torch.bool, device=cache.device)
     for one, method in zip(places, (exact, policy)):
         one.scatter_(1, method.select(cache, q, plan.scaling).flatten(0, 1).long().remainder(cache.used + 1), True)
@@ -198,7 +199,7 @@ def _layers(
 
     def prepared(policy: Method, cache: SlotCache) -> TimedLayer:
         branch = _prepared(policy, cache, queries, plan.scaling)
-        return TimedLayer(branch, lambda branch: policy.decode(branch, queries[:, :, -1:], plan.scaling))
+        return TimedLayer(branch, lambda branch: decode(policy, branch, queries[:, :, -1:], plan.scaling)[0].out)
 
     layer = prepared(kind.policy, caches[0])
     if kind.chooser is None:

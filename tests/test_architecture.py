@@ -37,6 +37,7 @@ LAYERS_OF_OPS = (
     ("gpu",),
     ("score", "select", "attend", "compress", "retain", "fetch"),
     ("summaries",),
+    ("choice",),
 )
 """The same of ``foveate.ops``."""
 

@@ -20,10 +20,10 @@ from foveate.methods.streaming import Streaming
 class Mine(Streaming):
     name: ClassVar[str] = "{name}"
 
-    def decode(self, cache, q, scaling):
+    def choose(self, cache, q, scaling):
         {body}
 """
-SUPER = "return Streaming.decode(self, cache, q, scaling)"
+SUPER = "return Streaming.choose(self, cache, q, scaling)"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_rows_of_a_file_that_was_edited_belong_to_another_run(mine, compare, tmp
     assert all("foveate compare --import mine.py --model" in row["command"] for row in before)
     again = compare(file)
     assert "is complete; nothing to run" in said(again)
-    mine(SUPER + " * 5")
+    mine(SUPER + " or None")
     edited = compare(file)
     assert edited.exit_code == 2
     assert "belongs to another run: imports is ['mine.py " in said(edited)

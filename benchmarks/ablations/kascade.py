@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from foveate.methods import About, Method, Role, attend_all, register, setting
+from foveate import ops
+from foveate.methods import About, Method, Role, register, setting
 
 
 @register
@@ -61,7 +62,11 @@ class KascadeAblated(Method):
 
     @property
     def role(self):
-        return Role(self.name, None if self.anchor == self.layer else self.anchor)
+        if self.anchor is None:
+            return Role("dense", chooses=False, reads_all=True)
+        if self.anchor not in (None, self.layer):
+            return Role("reading", self.anchor, self.heads, chooses=False, layer=self.layer)
+        return Role(self.name, layer=self.layer, has_readers=True, reads_all=not self.layer)
 
     def prompt_tile(self, group):
         return 0 if self.anchor is None else max(1, self.tile // group)
@@ -92,28 +97,19 @@ class KascadeAblated(Method):
             cache.forward[cache.shared_key((self.name, self.layer))] = chosen
         return dense if self.layer == 0 else dense._replace(out=torch.cat(outs, 2).to(dense.out.dtype))
 
-    def decode(self, cache, q, scaling):
+    def choose(self, cache, q, scaling):
         if self.anchor is None:
-            return attend_all(cache, q, scaling).out
+            return None
         there = cache.positions >= 0
         rows = q.unflatten(1, (there.shape[1], -1)).float()
         logits = self._logits(cache, rows, scaling, cache.used).masked_fill(~there[:, :, None, None], -torch.inf)
-        lengths, scored = there.sum(-1, keepdim=True), 0.0
-        if self.anchor == self.layer:
-            scores = self._scores(cache, rows, logits, scaling).masked_fill(~there, -torch.inf)
-            counts = torch.tensor([[[self.count(int(one))] for one in row] for row in lengths[..., 0]])
-            chosen = first_of(scores, counts.to(q.device))
-            cache.forward[cache.shared_key((self.name, self.layer))] = chosen
-            scored = cache.geometry.key_share
-        else:
-            chosen = cache.forward[cache.shared_key((self.name, self.anchor))]
-            chosen = chosen if self.heads is None else chosen[:, self.heads]
-            cache.count("indices_reused", 1)
-        if self.layer == 0:
-            return attend_all(cache, q, scaling).out
-        cache.count_read((chosen.sum(-1) + scored * lengths[..., 0]).double())
-        logits = logits.masked_fill(~chosen[:, :, None, None], -torch.inf)
-        return (logits.softmax(-1) @ cache.values[:, :, None].float()).flatten(1, 2).to(q.dtype)
+        scores = self._scores(cache, rows, logits, scaling).masked_fill(~there, -torch.inf)
+        counts = torch.tensor([[[self.count(int(one))] for one in row] for row in there.sum(-1)])
+        choice = ops.Choice.of(first_of(scores, counts.to(q.device)))
+        return choice if self.layer else ops.Choice(readers=choice)
+
+    def scored(self, tokens, geometry, dtype):
+        return tokens * geometry.key_share
 
     def count(self, length):
         """Keys read of so many."""

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from foveate import ops
 from foveate.methods import About, Channel, Method, register, setting
 
 EVERY = 16
@@ -116,13 +117,11 @@ class LuKAAblated(Method):
 
     # Decode
 
-    def decode(self, cache, q, scaling):
-        out = self._attend(cache, q, scaling)
+    def learn(self, cache, choice, attended):
         if cache.plan.decoded % min(EVERY, self.page_size) == 0:
             self._make_pages(cache)
-        return out
 
-    def _attend(self, cache, q, scaling):
+    def choose(self, cache, q, scaling):
         """Algorithm 1 with one level of pages; all query heads of the layer choose together, by their largest mass."""
         size, number = self.page_size, max(0, cache.used - self.sinks) // self.page_size
         made = cache.channel("made")[:, :, :number] > 0
@@ -147,8 +146,8 @@ class LuKAAblated(Method):
         out = masses.to(values.dtype) @ torch.cat([cache.channel("summary_v")[:, :, :number], pages, values], 2)
         cache.channel("mass").add_(masses[..., -cache.used :].sum(2))
         cache.count("pages_refined", refined.sum(-1).double())
-        cache.count_read(((there & ~paged).sum(-1) + made.sum(-1) + size * refined.sum(-1)).double())
-        return out.flatten(1, 2)[:, :, None]
+        read = ((there & ~paged).sum(-1) + made.sum(-1) + size * refined.sum(-1)).double()
+        return ops.Choice(attended=ops.Attended(out.flatten(1, 2)[:, :, None]), read=read)
 
     def _refined(self, mass, made):
         """Which pages are refined, bool ``[B, Hkv, P]``, by the masses ``[B, Hkv, G, P]`` of those that are made."""

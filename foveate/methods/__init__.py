@@ -6,7 +6,6 @@
 import importlib
 import pkgutil
 
-from foveate.methods._common import attend_all
 from foveate.methods._settings import settings_of as settings_of
 from foveate.methods.auto import Auto as Auto
 from foveate.methods.base import REGISTRY as REGISTRY
@@ -25,12 +24,13 @@ from foveate.methods.spec import make as make
 from foveate.methods.spec import names as names
 from foveate.methods.spec import parse as parse
 from foveate.methods.spec import spelled as spelled
-from foveate.ops import Rotary
+from foveate.ops import Choice, Rotary
 from foveate.state import Channel, Evicts
 
 __all__ = [
     "About",
     "Channel",
+    "Choice",
     "Evicts",
     "KeepsByScore",
     "Method",
@@ -38,7 +38,6 @@ __all__ = [
     "Replay",
     "Role",
     "Rotary",
-    "attend_all",
     "register",
     "setting",
 ]

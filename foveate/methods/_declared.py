@@ -17,6 +17,11 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _RESERVED = ("own",)
 """Names that commands use for something else."""
 _NEAR = 0.85
+_GONE = {
+    "decode": "choose, which returns what one token a row reads, and learn, which gets its attention",
+    "decode_dense": "note_newest, which every step calls, and nothing else: dense steps are the runtime's",
+}
+"""Hooks that there are no more, and what takes their place."""
 
 
 def check_names(cls: type, base: type) -> None:
@@ -36,6 +41,8 @@ def check_names(cls: type, base: type) -> None:
     for given, value in cls.__dict__.items():
         if given.startswith("_") or given in hooks or isinstance(value, dataclasses.Field):
             continue
+        if given in _GONE:
+            raise ValueError(f"{cls.__name__}.{given} is no hook any more: define {_GONE[given]}")
         if given in vars(base.about):
             raise ValueError(f"{cls.__name__}.{given} is a part of about: write about = About({given}=...)")
         if near := difflib.get_close_matches(given.lower(), hooks, 1, _NEAR):
@@ -65,15 +72,15 @@ def check_hooks(method: Any, base: type) -> None:
     if _own(cls):
         return
     check_class(cls, base)
-    if cls.decode is base.decode:
+    policy = ("choose", "prompt", "prompt_end", "evict")
+    inherited = any(_own(one) and one.__dict__.get("name") for one in cls.__mro__)  # from a method of foveate
+    if not inherited and all(getattr(cls, hook) is getattr(base, hook) for hook in policy):
         raise ValueError(
-            f"{cls.__name__} has no decode: define decode(self, cache, q, scaling), which returns the attention of "
-            "one token a row"
+            f"{cls.__name__} neither chooses what is read nor evicts: define choose(self, cache, q, scaling), which "
+            "returns a bool mask of the keys that one token a row reads, or prompt_end"
         )
-    if method.sparse_from_tokens is not None and cls.decode_dense is base.decode_dense:
-        raise ValueError(
-            f"{cls.__name__} declares sparse_from_tokens and has no decode_dense: define it, or leave the fact away"
-        )
+    if method.evicts.in_decode and cls.evict is base.evict:
+        raise ValueError(f"{cls.__name__}.evicts says IN_DECODE: define evict(self, cache, scaling)")
 
 
 def _own(cls: type) -> bool:

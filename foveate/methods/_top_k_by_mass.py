@@ -14,6 +14,7 @@ from foveate.methods._anchored import SharedSelection
 from foveate.methods._common import scored_lengths
 from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import setting
+from foveate.methods.handed_on import hand_on, left_for
 from foveate.state import SlotCache
 from foveate.state.step_plan import on_device
 
@@ -57,11 +58,11 @@ class TopKByMass(SharedSelection):
         mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
         return self._chosen(cache, mass, lengths)
 
-    def select_densely(self, cache: SlotCache, q: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        _, lengths = cache.stored()
-        cache.count_read()
-        attended = ops.attend_pooled(q, *cache.memory, **self._pooled(cache, scaling, lengths), out=cache.out)
-        return self._chosen(cache, attended.mass, scored_lengths(cache)), attended.out
+    def choose_for_readers(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
+        return ops.Choice(scores=ops.Pooling(self.pooling, self.pool))
+
+    def choose_by(self, cache: SlotCache, scores: Tensor) -> ops.Choice:
+        return self._choice(cache, self._chosen(cache, scores, scored_lengths(cache)))
 
     def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
         """Which keys are pooled, and how."""
@@ -92,29 +93,35 @@ class TopKByMass(SharedSelection):
 
     # Prompt
 
+    @property
+    def reads_prompt_whole(self) -> bool:
+        """Whether a layer reads all keys of a prompt, although it may choose some for others."""
+        role = self.role
+        return role.reads_all or (role.chooses and self.dense_anchor_prefill)
+
     def prompt_tile(self, group: int) -> int:
         """0 in a layer that reads all keys of a prompt, and chooses none of them for others."""
-        role = self.layer_role
-        for_nobody = (role.dense or self.dense_anchor_prefill) and role.chooses and not role.has_readers
-        return 0 if self.decode_only or role.anchor is None or for_nobody else max(1, self.tile // group)
+        alone = self.reads_prompt_whole and not self.role.has_readers
+        return 0 if self.decode_only or alone else max(1, self.tile // group)
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         tile = self.prompt_tile(cache.geometry.group)
         if not tile:
             return super().prompt(cache, q, scaling)
-        role, offset, heads = self.layer_role, cache.used - q.shape[2], None
+        role, offset, heads = self.role, cache.used - q.shape[2], None
         how = {"logits": cache.logits(scaling), "offset": offset}
         if role.chooses:
             attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
-            lse, exact = attended.lse, role.dense or self.dense_anchor_prefill
+            lse, exact = attended.lse, self.reads_prompt_whole
             attended = attended if exact else None  # the dense output is freed before scores are there
             with torch.no_grad():
                 chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)
-            self._hand_on(cache, chosen)
+            if role.has_readers:
+                hand_on(cache, self, chosen)
             if attended is not None:
                 return attended
         else:
-            chosen, heads = self._handed_on(cache)
+            chosen, heads = left_for(cache, self)
         how |= {"tile": tile, "heads": heads, "block_table": cache.block_table}
         return ops.attend_tile_keys(q, *cache.memory, chosen, **how)
 

@@ -23,7 +23,7 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
     about: ClassVar[About] = About("foveate")
 
-    def choose(self, facts: Mapping[str, Any]) -> tuple[Method, str]:
+    def chosen_for(self, facts: Mapping[str, Any]) -> tuple[Method, str]:
         """The method, and why it was chosen, in words that begin with its name.
 
         Args:
@@ -39,7 +39,7 @@ class Auto(Method):
         return Pages(), f"pages, because {why or 'no calibration is known for these weights (foveate calibrate)'}"
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
-        method, why = self.choose(facts())
+        method, why = self.chosen_for(facts())
         say_once(f"auto: {why}")
         return method
 

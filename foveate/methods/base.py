@@ -1,8 +1,8 @@
 """The base class of methods. A method decides, for one attention layer, what a query reads and what the cache keeps.
 
 It is a policy built from the verbs of :mod:`foveate.ops` (score, select, attend, compress, retain). The engine calls
-its hooks in prefill (``prompt``, ``observe``, ``prompt_end``) and in decode (``decode``, ``decode_dense``), and adapts
-to the facts that the class declares.
+its hooks in prefill (``prompt``, ``observe``, ``prompt_end``) and in decode (``note_newest``, ``choose``, ``learn``,
+``evict``), and adapts to the facts that the class declares.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _LOGITS = 1 << 26
 class Replay:
     """Declares that a method's decode steps can be captured in a CUDA graph and replayed; see :attr:`Method.replay`.
 
-    In a captured step ``decode`` must not read row numbers on the host, nor anything else that changes from step to
-    step; see :class:`~foveate.state.row_numbers.RowNumbers`. A subclass declares maintenance: work after some steps,
-    such as making LuKA's pages. In eager steps ``decode`` does this work itself; after captured steps the engine calls
-    :meth:`maintain`.
+    In a captured step no hook may read row numbers on the host, nor anything else that changes from step to step; see
+    :class:`~foveate.state.row_numbers.RowNumbers`. A subclass declares maintenance: work after some steps, such as
+    making LuKA's pages, for which :meth:`maintain` is called.
 
     Args:
         obstacle: why no step can be captured under the method's settings; empty when steps can.
@@ -83,6 +82,14 @@ class Role(NamedTuple):
     """Whether the layer chooses keys, for itself or for later layers."""
     reads_all: bool = False
     """Whether it reads all keys that it holds, whether or not it chooses some for others."""
+    layer: int | None = None
+    """Its index, of a layer that hands its choice on or reads another's."""
+    has_readers: bool = False
+    """Whether later layers read its choice."""
+    remapped: bool = False
+    """Whether one of their heads reads the choice of a head of another number."""
+    before: int | None = None
+    """The layer before this one whose choice others read; where this layer chooses, all of them have done so."""
 
 
 class Fetches(NamedTuple):
@@ -178,9 +185,11 @@ class Method(Settings):
     # How decode steps may be run
 
     sparse_from_tokens: ClassVar[int | None] = None
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than :meth:`decode_dense`, where
-    a layer has eight KV heads of 128; see :meth:`Geometry.at_least`. None: the method has no :meth:`decode_dense`. Per
+    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than reading all keys, where a
+    layer has eight KV heads of 128; see :meth:`Geometry.at_least`. None: every step calls :meth:`choose`. Per
     settings."""
+    needs_mass: ClassVar[bool] = False
+    """Whether :meth:`learn` needs the mass of the attention where all keys are read. Per settings."""
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
@@ -203,7 +212,7 @@ class Method(Settings):
     _artefact: ClassVar[Any] = None
     """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`."""
 
-    @property
+    @functools.cached_property
     def role(self) -> Role:
         """What this layer does with a decoded token; measurements group layers by its name."""
         return Role(self.name)
@@ -302,17 +311,34 @@ class Method(Settings):
     def prompt_packed(self, cache: SlotCache) -> None:
         """Called after :meth:`prompt_end`, when the kept tokens fill the first slots: fill channels per page."""
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one token per row, ``q [B, Hq, 1, D] -> [B, Hq, 1, Dv]``; updates state, evicts and counts."""
+    def note_newest(self, cache: SlotCache) -> None:
+        """Called first in each decode step, when its keys and values are written: bring channels up to date with
+        them."""
+
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | Tensor | None:
+        """What one token a row reads, ``q [B, Hq, 1, D]``: a bool mask, broadcastable to ``[B, Hkv, used]``, in which
+        empty slots may be True; or a :class:`~foveate.ops.Choice`; None: all keys that the cache holds, the default.
+
+        It is not called in the steps of a layer that reads the choice of an earlier one (:attr:`role`), nor while the
+        context is too short for sparsity to pay.
+        """
+        return None
+
+    def choose_by(self, cache: SlotCache, scores: Tensor) -> ops.Choice:
+        """What later layers read, by the ``scores`` that this layer's :attr:`Choice.scores` has asked for."""
         raise NotImplementedError
 
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Decode densely and update what later sparse steps need; used while the context is too short for sparsity to
-        pay.
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
+        """Called after the attention of each decode step: update what later steps need of it.
 
-        Shapes as for :meth:`decode`. In a method whose state depends on past attention, later steps may differ slightly
-        from those after :meth:`decode`.
+        Args:
+            choice: what was read.
+            attended: with the mass that :attr:`needs_mass`, or the choice, has asked for.
         """
+
+    def evict(self, cache: SlotCache, scaling: float) -> None:
+        """Called last in each decode step of a method that evicts :attr:`~Evicts.IN_DECODE`: call
+        :meth:`SlotCache.evict` for what leaves."""
         raise NotImplementedError
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
@@ -321,8 +347,8 @@ class Method(Settings):
         Reading the selected keys counts separately: a whole key that is scored and then read counts
         ``geometry.key_share + 1``. SparQ, which scores r dimensions of each key, declares
         ``tokens * r / (geometry.head_dim + geometry.value_dim)``. A quantized copy of the keys counts by its own bytes,
-        and a page's summary by its bytes over those of the page's keys and values. ``decode`` counts all this with
-        ``count_scored`` of ``_common.py``. Layers of equal spec and role that score keys must score alike.
+        and a page's summary by its bytes over those of the page's keys and values. Every step in which :meth:`choose`
+        names keys or pages counts this. Layers of equal spec and role that score keys must score alike.
 
         Args:
             tokens: an int; or tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import (
-    attend_all,
-    count_scored,
     estimated_attention,
     evict_weakest,
     eviction_setting,
@@ -81,14 +79,16 @@ class KeepsByScore(Method):
         scores = self.scores(cache, scaling) if cache.used > allowed else None
         return None if scores is None else self.keep(cache, scores, allowed)
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        learns = type(self).note is not KeepsByScore.note
-        attended = attend_all(cache, q, scaling, need_mass=learns)
-        if learns:
+    @property
+    def needs_mass(self) -> bool:  # type: ignore[override]
+        return type(self).note is not KeepsByScore.note
+
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
+        if attended.mass is not None:
             self.note(cache, attended.mass)
-        if self.evicts.in_decode:
-            evict_weakest(cache, lambda positions: self._weakest(cache, positions, scaling), self._over, self.window)
-        return attended.out
+
+    def evict(self, cache: SlotCache, scaling: float) -> None:
+        evict_weakest(cache, lambda positions: self._weakest(cache, positions, scaling), self._over, self.window)
 
     def _weakest(self, cache: SlotCache, positions: Tensor, scaling: float) -> Tensor:
         scores = self.scores(cache, scaling)
@@ -142,24 +142,10 @@ class ReadsChosen(Method):
         for name, made in self.copies(cache.keys[:, :, new]).items():
             cache.channel(name)[:, :, new] = made
 
-    def _copy_newest(self, cache: SlotCache) -> None:
+    def note_newest(self, cache: SlotCache) -> None:
         newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         for name, made in self.copies(ops.gather_slots(cache.keys, newest)).items():
             cache.channel(name).scatter_(2, newest[..., None].expand_as(made), made)
-
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        self._copy_newest(cache)
-        chosen = self.choose(cache, q, scaling) & (cache.positions >= 0)
-        cache.count_read(cache.plan.or_whole(chosen.sum(-1)))
-        count_scored(self, cache)
-        slots = torch.arange(cache.used, dtype=torch.int32, device=q.device).where(chosen, -1)
-        how = {"whole": cache.plan.whole, "block_table": cache.block_table, "out": cache.out}
-        how["logits"] = cache.logits(scaling)
-        return ops.attend_indices(q, *cache.memory, slots, **how).out
-
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        self._copy_newest(cache)
-        return attend_all(cache, q, scaling).out
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """The bytes of all copies; a class that scores other things declares them."""

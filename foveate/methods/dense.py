@@ -2,11 +2,7 @@
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from foveate.methods._common import attend_all
 from foveate.methods.base import About, Method, Replay, Role, register
-from foveate.state import SlotCache
 
 
 @register
@@ -18,6 +14,3 @@ class Dense(Method):
     stateful: ClassVar[bool] = False
     replay: ClassVar[Replay] = Replay()
     role: ClassVar[Role] = Role("dense", chooses=False, reads_all=True)
-
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return attend_all(cache, q, scaling).out

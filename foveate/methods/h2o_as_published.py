@@ -71,14 +71,13 @@ class H2OAsPublished(Method):
         ops.column_mass(*seen, attended.lse, logits=logits, out=mass)
         mass += blind * cache.geometry.group / mass.shape[2]
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
         indices = self._selected(cache)
-        how = {"logits": cache.logits(scaling), "need_mass": True, "block_table": cache.block_table}
-        attended = ops.attend_indices(q, *cache.memory, indices, **how)
-        mass = attended.mass.masked_fill(indices < 0, 0.0)
-        cache.channel("mass").scatter_add_(2, indices.clamp_min(0), mass.float())
-        cache.count_read((indices >= 0).sum(-1))
-        return attended.out
+        return ops.Choice(keys=indices, read=(indices >= 0).sum(-1), need_mass=True)
+
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
+        mass = attended.mass.masked_fill(choice.keys < 0, 0.0)
+        cache.channel("mass").scatter_add_(2, choice.keys.clamp_min(0), mass.float())
 
     def _selected(self, cache: SlotCache) -> Tensor:
         """Slots of the heavy hitters and of the recent tokens, int64 ``[B, Hkv, K]``, -1 for none."""

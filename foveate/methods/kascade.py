@@ -12,8 +12,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
-from foveate.methods._anchored import LayerRole, SharedKeys, layer_numbers, nearest
-from foveate.methods._common import attend_chosen, count_scored
+from foveate.methods._anchored import anchor_role, dense_role, layer_numbers, nearest, reader_role
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting, kept_from_token_to_token
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, check_records
 from foveate.methods._settings import spelled_value
@@ -226,9 +225,12 @@ class Kascade(KeepsSummaries, TopKByMass):
             self._artefact.check_layers(num_layers)
         own = super().for_layer(layer, num_layers, among)
         own.__dict__["_artefact"] = self._artefact
+        if own.reads_pages:
+            name = "pages, choosing" if own.role.has_readers else "pages"
+            own.__dict__["role"] = own.role._replace(name=name, chooses=True, reads_all=False)
         return own
 
-    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
+    def role_of(self, layer: int, among: Sequence[int]) -> Role:
         if not isinstance(self.anchors, (list, tuple)):
             layers = len(among)
             number = self.anchors or min(_ANCHORS, layers)
@@ -247,14 +249,21 @@ class Kascade(KeepsSummaries, TopKByMass):
                 f"not of layer {strange[0]}"
             )
         anchor = nearest(anchors, layer)
-        of_heads = anchor != layer and not self.pools_layer  # the heads of a layer that choose together choose alike
-        heads = (self.heads or {}).get(str(layer)) if of_heads else None
-        return LayerRole(layer, anchor, dense=layer == anchor == 0, heads=None if heads is None else tuple(heads))
+        if anchor is None:
+            return dense_role(layer)
+        if anchor == layer:
+            return anchor_role(layer, dense=layer == 0)
+        heads = None if self.pools_layer else (self.heads or {}).get(str(layer))  # a layer's heads choose alike
+        return reader_role(layer, anchor, heads)
+
+    @property
+    def reads_prompt_whole(self) -> bool:
+        return self.reads_pages or super().reads_prompt_whole
 
     @property
     def keeps_scores(self) -> bool:
         """Whether this layer scores keys at every few decoded tokens alone."""
-        return self.every > 1 and self.layer_role.chooses and not self.layer_role.dense
+        return self.every > 1 and self.role.chooses and not self.role.reads_all
 
     # Approximate scores
 
@@ -266,21 +275,17 @@ class Kascade(KeepsSummaries, TopKByMass):
     @property
     def scores_summaries(self) -> bool:
         """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores or reads."""
-        return self.reads_pages or (
-            self.score_keys == "pages" and self.layer_role.chooses and not self.layer_role.dense
-        )
+        return self.reads_pages or (self.score_keys == "pages" and self.role.chooses and not self.role.reads_all)
 
     @property
     def reads_pages(self) -> bool:
         """Whether a decoded token reads all keys of the best pages: in layer 0, whether it is an anchor or not."""
-        return self.first_layer == "pages" and self.layer_role.layer == 0
+        return self.first_layer == "pages" and self.role.layer == 0
 
     @property
     def scores_keys_of_pages(self) -> bool:
         """Whether this layer scores the keys of the best pages: to read some of them, or in layer 0 for its readers."""
-        return (
-            self.scores_summaries and self.layer_role.chooses and (self.layer_role.has_readers or not self.reads_pages)
-        )
+        return self.role.has_readers if self.reads_pages else self.scores_summaries
 
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
@@ -290,12 +295,6 @@ class Kascade(KeepsSummaries, TopKByMass):
     def counters(self) -> tuple[str, ...]:  # type: ignore[override]
         """Where layer 0 reads pages also the share of the attention that they hold by their summaries, 0 to 1."""
         return (*super().counters, "mass_read") if self.reads_pages else super().counters
-
-    @property
-    def role(self) -> Role:
-        if not self.reads_pages:
-            return super().role
-        return Role("pages, choosing" if self.scores_keys_of_pages else "pages")
 
     @property
     def per_request(self) -> str:  # type: ignore[override]
@@ -308,26 +307,35 @@ class Kascade(KeepsSummaries, TopKByMass):
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return KeptScores(self.every).channels() if self.keeps_scores else super().channels(geometry)
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        return self._decode_pages(cache, q, scaling) if self.reads_pages else super().decode(cache, q, scaling)
-
-    def _decode_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Attention over all keys of the best pages; an anchor chooses among these for its readers."""
-        pages, plan = self._best_pages(cache, q, scaling), cache.plan
-        if self.scores_keys_of_pages:
-            indices = self._select_in(cache, q, pages, scaling)
-            self._hand_on(cache, SharedKeys(indices, plan.or_whole(self._read(cache, indices))))
-        cache.count_read(plan.or_whole(plan.each(self.page_keys)[:, None]))
-        count_scored(self, cache)
-        pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
-        return attend_chosen(cache, q, pages, scaling, self.page_size, **self._of_pages(cache))
-
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def note_newest(self, cache: SlotCache) -> None:
         if self.scores_summaries:
             self.summaries.write_newest(cache)
-        if self.reads_pages:
+
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
+        if choice.reads_all and self.reads_pages:
             cache.count("mass_read", 1.0)
-        return super().decode_dense(cache, q, scaling)
+
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | None:
+        return self._choose_pages(cache, q, scaling) if self.reads_pages else super().choose(cache, q, scaling)
+
+    def _choose_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
+        """All keys of the best pages; an anchor chooses among these for its readers."""
+        pages, plan = self._best_pages(cache, q, scaling), cache.plan
+        readers = None
+        if self.scores_keys_of_pages:
+            readers = self._choice(cache, self._select_in(cache, q, pages, scaling))
+        pages = pages.expand(-1, cache.geometry.num_kv_heads, -1)
+        return ops.Choice(
+            pages=pages,
+            page_size=self.page_size,
+            counts=plan.choosing(self.scored_pages),
+            read=plan.each(self.page_keys)[:, None],
+            readers=readers,
+            fetched=True,
+        )
+
+    def _selected(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
+        return super()._selected(cache, q, scaling)._replace(fetched=self.scores_summaries)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """By kept scores, newer keys first; or by summaries: keys by their share of the attention to the best pages."""
@@ -378,7 +386,6 @@ class Kascade(KeepsSummaries, TopKByMass):
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
         int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
-        self.summaries.write_newest(cache)
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
         mass, plan = cache.mean_over_ranks(mass) if self.pools_layer else mass, cache.plan
         ends = plan.choosing(self.summaries.pages)
@@ -396,8 +403,7 @@ class Kascade(KeepsSummaries, TopKByMass):
     @property
     def fetches(self) -> Fetches | None:  # type: ignore[override]
         """Of an anchor the pages whose keys it scores, of other layers those with a key that is read."""
-        dense = self.layer_role.anchor is None or (self.layer_role.dense and not self.reads_pages)
-        return None if dense or self.score_keys != "pages" else Fetches(self.page_size, self.scored_pages)
+        return None if self.role.reads_all or self.score_keys != "pages" else Fetches(self.page_size, self.scored_pages)
 
     def scored_pages(self, length: Number) -> Number:
         """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
+from foveate.methods._anchored import SharedSelection, anchor_role, dense_role, layer_numbers, nearest, reader_role
 from foveate.methods._common import occupied
-from foveate.methods.base import About, Replay, register, setting
+from foveate.methods.base import About, Replay, Role, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import SlotCache
 
@@ -51,10 +51,12 @@ class LessIsMore(SharedSelection):
         self._check("recent", isinstance(self.recent, float) and 0 <= self.recent < 1, "a float in [0, 1)")
         self._check_layers("selections")
 
-    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
+    def role_of(self, layer: int, among: Sequence[int]) -> Role:
         selections = layer_numbers(self, "selections", among)
         chooser = nearest(selections, layer)
-        return LayerRole(layer, chooser, dense=layer == chooser)
+        if chooser is None:
+            return dense_role(layer)
+        return anchor_role(layer, dense=True) if layer == chooser else reader_role(layer, chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         scores = cache.of_all_heads(_scores(cache, q, scaling))  # [B, Hq, N]

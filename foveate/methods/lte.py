@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import eviction_scores
-from foveate.methods._common import attend_all, evict_weakest, eviction_setting, keep_heavy, occupied, recent
+from foveate.methods._common import evict_weakest, eviction_setting, keep_heavy, occupied, recent
 from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend import gather_fields
@@ -198,18 +198,18 @@ class LTE(Method):
         newest = cache.positions.topk(min(self.window, length), -1).indices
         return torch.cat([best.masked_fill(beyond, -1), newest], -1)
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        out = attend_all(cache, q, scaling).out
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
         self._write_scores(cache, min(2 * self.reach + 1, cache.used))
+
+    def evict(self, cache: SlotCache, scaling: float) -> None:
         if not self.evicts.unevenly:
             evict_weakest(cache, cache.channel("score"), self._over, self.window)
-            return out
+            return
         heads = cache.geometry.num_kv_heads
         before = [[min(n - 1, own) + 1 for own in self.allowed_by_head(n - 1, heads)] for n in cache.lengths]
         most = [self.allowed_by_head(n, heads) for n in cache.lengths]
         over = [[own > limit for own, limit in zip(*row)] for row in zip(before, most)]
         cache.evict_by_head(over, before, cache.channel("score"), cache.plan.each(operator.sub, self.window))
-        return out
 
     @functools.cached_property
     def replay(self) -> Replay:  # type: ignore[override]

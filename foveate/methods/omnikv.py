@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._anchored import LayerRole, SharedSelection, layer_numbers, nearest
+from foveate.methods._anchored import SharedSelection, anchor_role, dense_role, layer_numbers, nearest, reader_role
 from foveate.methods._common import scored_lengths
-from foveate.methods.base import About, register, setting
+from foveate.methods.base import About, Role, register, setting
 from foveate.state import SlotCache
 
 
@@ -53,12 +53,12 @@ class OmniKV(SharedSelection):
         self._check_layers("filters")
         self._check_choice("score", "softmax", "logit")
 
-    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
+    def role_of(self, layer: int, among: Sequence[int]) -> Role:
         filters = layer_numbers(self, "filters", among)
         chooser = nearest(filters, layer)
         if chooser is None or 0 < layer - chooser <= self.wait:
-            return LayerRole(layer, None)
-        return LayerRole(layer, chooser, dense=layer == chooser)
+            return dense_role(layer)
+        return anchor_role(layer, dense=True) if layer == chooser else reader_role(layer, chooser)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         lengths = scored_lengths(cache)

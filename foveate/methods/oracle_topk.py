@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from foveate.methods._anchored import LayerRole
+from foveate.methods._anchored import anchor_role, dense_role
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import About, register, setting
+from foveate.methods.base import About, Role, register, setting
 
 
 @register
@@ -30,5 +30,5 @@ class OracleTopK(TopKByMass):
         super().__post_init__()
         self._check_count("dense_layers")
 
-    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
-        return LayerRole(layer, layer if layer >= self.dense_layers else None)
+    def role_of(self, layer: int, among: Sequence[int]) -> Role:
+        return anchor_role(layer) if layer >= self.dense_layers else dense_role(layer)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_chosen, count_scored
 from foveate.methods._kept_scores import KeptScores, check_every, every_setting, kept_from_token_to_token
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
 from foveate.methods._settings import MOST_KEPT
@@ -83,28 +82,16 @@ class PageMethod(KeepsSummaries):
 
     # Decode
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def note_newest(self, cache: SlotCache) -> None:
         self.summaries.write_newest(cache)
-        pages = self.choose(cache, q, scaling)
-        count_scored(self, cache)
-        if cache.offloaded:
-            cache.fetch(pages)
-        plan = cache.plan
-        how = {"lengths": plan["counts"], "counts": plan.each(self.count, of="counts")}
-        return attend_chosen(cache, q, pages, scaling, self.page_size, **how)
 
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        self.summaries.write_newest(cache)
-        if "mass_read" in self.counters:
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
+        if choice.reads_all and "mass_read" in self.counters:
             cache.count("mass_read", 1.0)
-        return attend_all(cache, q, scaling).out
 
-    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """The pages that one token a row reads, counted: int32 ``[B, H, P]`` ascending, then -1.
-
-        H is the number of KV heads or of query heads, as of the summaries' scores. A key counts once for all the heads
-        of a group that read it.
-        """
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
+        """Pages int32 ``[B, H, P]`` ascending, then -1; H is the number of KV heads or of query heads, as of the
+        summaries' scores. A key counts once for all the heads of a group that read it."""
         scores, plan = self.scores(cache, q, scaling), cache.plan
         step = plan.once(("pages", type(self), self.spec), lambda: self._step(plan, cache.used))
         ranked = scores
@@ -116,8 +103,7 @@ class PageMethod(KeepsSummaries):
         if "mass_read" in self.counters:
             cache.count("mass_read", ops.mass_of_pages(scores, pages))
         read = ops.keys_of_pages(pages, cache.geometry.num_kv_heads, self.page_size, plan["counts"])
-        cache.count_read(plan.or_whole(read))
-        return pages
+        return ops.Choice(pages=pages, page_size=self.page_size, counts=step.counts, read=read)
 
     def _step(self, plan: StepPlan, used: int) -> PagesOfStep:
         newest = plan.each(self.first_newest, of="counts") if self.tail else None

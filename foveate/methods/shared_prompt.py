@@ -76,7 +76,7 @@ class SharedPrompt(Method):
                     "recomputed; leave recomputed=True away, or fill the channel in prompt_packed"
                 ) from None
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | None:
         raise ValueError("a prompt was read for several methods, and none of them decodes on its cache: take a branch")
 
     def filled(self, method: Method, geometry: Geometry) -> dict[str, str]:

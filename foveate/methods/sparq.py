@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, count_scored, estimated_attention, recent
+from foveate.methods._common import estimated_attention, recent
 from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
@@ -44,20 +44,16 @@ class SparQ(Method):
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         cache.channel("value_sum").add_(cache.values[:, :, -q.shape[2] :].sum(2, dtype=torch.float32))
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        mean = self._add_newest(cache) / cache.plan["lengths"][:, None, None]
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
+        mean = cache.channel("value_sum") / cache.plan["lengths"][:, None, None]
         mass = self._approximate(cache, q, scaling)
         empty = cache.positions < 0
         scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty, -torch.inf)
         indices = ops.topk_rows(scores, cache.plan.each(self.count), self.count(cache.used))
-        cache.count_read(cache.plan.each(self.count)[:, None])
-        count_scored(self, cache)
-        how = {"logits": cache.logits(scaling), "block_table": cache.block_table}
-        out = ops.attend_indices(q, *cache.memory, indices, **how).out
         read = torch.zeros_like(scores).scatter_add_(2, indices.clamp_min(0), (indices >= 0).float())
         left = (mass * (1 - read)[:, :, None]).sum(3).flatten(1)  # 1 - alpha of each query head
-        mean = mean.repeat_interleave(cache.geometry.group, 1)
-        return out.float().lerp(mean[:, :, None], left[..., None, None]).to(out.dtype)
+        rest = ops.Rest(mean.repeat_interleave(cache.geometry.group, 1)[:, :, None], left[..., None])
+        return ops.Choice(keys=indices, read=cache.plan.each(self.count)[:, None], rest=rest)
 
     def _approximate(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of each head by its group's largest dimensions, fp32 ``[B, Hkv, G, used]``; 0 in empty slots."""
@@ -68,10 +64,6 @@ class SparQ(Method):
         part = part * (whole / kept).sqrt()  # the paper's temperature
         return estimated_attention(cache, part, keys, scaling)
 
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        self._add_newest(cache)
-        return attend_all(cache, q, scaling).out
-
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         return tokens * (min(self.rank, geometry.head_dim) / (geometry.head_dim + geometry.value_dim))
 
@@ -79,7 +71,7 @@ class SparQ(Method):
         """Keys that a row of this length reads."""
         return clamp(budget(self.top_k, length, self.min_k), self.window, length)
 
-    def _add_newest(self, cache: SlotCache) -> Tensor:
-        """Add the newest value of each row to the sum of its values; returns the sums, fp32 ``[B, Hkv, Dv]``."""
+    def note_newest(self, cache: SlotCache) -> None:
+        """Add the newest value of each row to the sum of its values, fp32 ``[B, Hkv, Dv]``."""
         newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
-        return cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])
+        cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])

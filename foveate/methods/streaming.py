@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all
 from foveate.methods.base import About, Method, Replay, register, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Evicts, SlotCache
@@ -56,13 +55,11 @@ class Streaming(Method):
         sinks = torch.arange(self.sinks, device=cache.device)
         return torch.cat([sinks, torch.arange(first, used, device=cache.device)])
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        out = attend_all(cache, q, scaling).out
+    def evict(self, cache: SlotCache, scaling: float) -> None:
         # the next query sees nothing below its window: at most one token leaves it at each step
         rows = cache.plan.where(self._leaves)
         if rows is not None:
             cache.evict(rows, at=cache.plan.each(self._leaving))
-        return out
 
     def _leaving(self, length: Number) -> Number:
         """The last token that the next query does not see."""

@@ -28,6 +28,10 @@ from foveate.ops.attend import gather_slots as gather_slots
 from foveate.ops.attend import merge as merge
 from foveate.ops.attend import with_sinks as with_sinks
 from foveate.ops.block_table import BlockTable as BlockTable
+from foveate.ops.choice import Choice as Choice
+from foveate.ops.choice import Cover as Cover
+from foveate.ops.choice import Pooling as Pooling
+from foveate.ops.choice import Rest as Rest
 from foveate.ops.compress import Nodes as Nodes
 from foveate.ops.compress import PageRecord as PageRecord
 from foveate.ops.compress import bound_newest as bound_newest

@@ -15,6 +15,7 @@ from torch import Tensor
 from foveate.methods import Dense, Method
 from foveate.ops import Logits, PromptHeads, Rotary
 from foveate.runtime import returned
+from foveate.runtime.decode import decode
 from foveate.runtime.phase import Phase
 from foveate.runtime.policy import dense_until
 from foveate.runtime.stateless import without_cache
@@ -234,7 +235,7 @@ class Layer:
         """Run the prompt hooks on unpadded rows of one length: store tokens, ``Method.prompt``, ``Method.observe``."""
         store.append(k, v)
         attended = self.method.prompt(store, q, scaling)
-        returned.check_attended(self.method, attended, q, v.shape[3])
+        returned.check_attended(self.method, "prompt", attended, q, v.shape[3])
         self.first_step = True
         self.method.observe(store, q, attended, scaling)
         store.rows["observed"] = [number + k.shape[2] for number in store.rows["observed"]]
@@ -277,24 +278,13 @@ class Layer:
         return torch.cat(outs, 2) if n > 1 else outs[0]
 
     def _step(self, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one token per row by ``Method.decode`` or, in short contexts, ``Method.decode_dense``."""
-        store, method = self.store, self.method
+        """Attention of one token per row. What is chosen in the first step after a prompt is checked."""
+        store = self.store
         captured = store.plan.captured
-        if self.first_step and not captured:
-            return self._checked_step(q, scaling)
-        if not (self.captured_dense if captured else self.decodes_densely(store.used)):
-            return method.decode(store, q, scaling)
-        self.counters.dense_steps += 1
-        return method.decode_dense(store, q, scaling)
-
-    def _checked_step(self, q: Tensor, scaling: float) -> Tensor:
-        """The first step after a prompt, whose output and counts are checked."""
-        self.first_step, before = False, self.counters.decode_steps
-        hook = "decode_dense" if self.decodes_densely(self.store.used) else "decode"
-        out = self._step(q, scaling)
-        returned.check_output(self.method, hook, out, q, self.store.geometry.value_dim)
-        returned.check_counted(self.method, before, self.counters.decode_steps)
-        return out
+        dense = self.captured_dense if captured else self.decodes_densely(store.used)
+        self.counters.dense_steps += dense
+        check, self.first_step = self.first_step and not captured, self.first_step and captured
+        return decode(self.method, store, q, scaling, dense=dense, check=check)[0].out
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""

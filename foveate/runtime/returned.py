@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Method
-from foveate.ops import Attended
+from foveate.ops import Attended, Choice
 from foveate.ops._math import readable
 from foveate.state import SlotCache
 
@@ -25,18 +25,11 @@ def check_channels(method: Method, channels: Mapping[str, Any]) -> None:
             raise ValueError(f"{_hook(method, 'channels')} names a channel {name!r}, as the cache's own; rename it")
 
 
-def check_attended(method: Method, attended: Any, q: Tensor, value_dim: int) -> None:
-    """Raises ValueError for a result of :meth:`Method.prompt` that is no attention of ``q [B, Hq, n, D]``."""
+def check_attended(method: Method, hook: str, attended: Any, q: Tensor, value_dim: int) -> None:
+    """Raises ValueError for what a hook returns as the attention of ``q [B, Hq, n, D]`` and is none."""
     if not isinstance(attended, Attended):
-        raise ValueError(f"{_hook(method, 'prompt')} returned {_kind(attended)}; return an ops.Attended")
-    check_output(method, "prompt", attended.out, q, value_dim)
-
-
-def check_output(method: Method, hook: str, out: Any, q: Tensor, value_dim: int) -> None:
-    """Raises ValueError for an output that is no tensor ``[B, Hq, n, Dv]`` for ``q [B, Hq, n, D]``."""
-    if isinstance(out, Attended):
-        raise ValueError(f"{_hook(method, hook)} returned an Attended; return its tensor, .out")
-    wanted = [*q.shape[:3], value_dim]
+        raise ValueError(f"{_hook(method, hook)} returned {_kind(attended)}; return an ops.Attended")
+    out, wanted = attended.out, [*q.shape[:3], value_dim]
     if not isinstance(out, Tensor) or list(out.shape) != wanted:
         found = list(out.shape) if isinstance(out, Tensor) else _kind(out)
         raise ValueError(f"{_hook(method, hook)} returned {found}; return a tensor {wanted}, [B, Hq, n, Dv]")
@@ -109,13 +102,24 @@ def _check_slots(method: Method, used: int, outside: bool, none: bool, twice: bo
         raise ValueError(f"{who} returned a slot more than once; return each slot that is kept once, such as .unique()")
 
 
-def check_counted(method: Method, before: int, after: int) -> None:
-    """Raises ValueError where a decode step has not been counted."""
-    if after == before:
-        raise ValueError(
-            f"{_hook(method, 'decode')} counted no step; attend with attend_all, or call cache.count_read with the "
-            "keys that were read"
-        )
+def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> None:
+    """Raises ValueError for a result of :meth:`Method.choose` for ``q [B, Hq, 1, D]`` that does not say what is
+    read."""
+    if isinstance(choice, Choice):
+        if choice.attended is not None:
+            check_attended(method, "choose", choice.attended, q, store.geometry.value_dim)
+        if not choice.reads_all and choice.cover is None and choice.read is None:
+            raise ValueError(f"{_hook(method, 'choose')} returned a Choice without read; say how many keys are read")
+        return
+    if choice is None:
+        return
+    who, wanted = _hook(method, "choose"), [store.batch_size, store.geometry.num_kv_heads, store.used]
+    if not isinstance(choice, Tensor):
+        raise ValueError(f"{who} returned {_kind(choice)}; return a bool mask, an ops.Choice, or None for all keys")
+    if choice.dtype != torch.bool:
+        raise ValueError(f"{who} returned {choice.dtype}; return a bool mask {wanted}, or ops.Choice(keys=slots, ...)")
+    if choice.dim() != 3 or any(size not in (1, all_) for size, all_ in zip(choice.shape, wanted)):
+        raise ValueError(f"{who} returned a mask {list(choice.shape)}; return one that broadcasts to {wanted}")
 
 
 def _hook(method: Method, hook: str) -> str:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
-from foveate.ops import Logits
+from foveate.ops import Choice, Logits
+from foveate.runtime.decode import decode
 from foveate.runtime.policy import SHORT_SEQUENCE
 from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
@@ -305,12 +306,11 @@ class EngineSteps:
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
         store.enter(rows, block_table, bound, out)
         dense = self.dense and method.sparse_from_tokens is not None
-        decode = method.decode_dense if dense else method.decode
-        store.audited = None if self._audit is None else []
         try:
-            found = decode(store, q, logits.scaling)
-            if store.audited:
-                found = self._audited(method, store, q, logits)
+            attended, choice = decode(method, store, q, logits.scaling, dense=dense, need_lse=self._audit is not None)
+            found = attended.out
+            if self._audit is not None and not choice.reads_all:
+                found = self._audited(method, store, q, logits, attended.lse, choice)
         finally:
             store.out = None  # which may be a view of much memory
         self._finish(layer)
@@ -326,10 +326,12 @@ class EngineSteps:
             self._audit = None
             self._read.copy_(read)
 
-    def _audited(self, method: Method, store: SlotCache, q: Tensor, logits: Logits) -> Tensor:
-        """Attention to all keys, after a method has noted what it reads."""
-        lse, chosen = store.audited[0]
+    def _audited(
+        self, method: Method, store: SlotCache, q: Tensor, logits: Logits, lse: Tensor, choice: Choice
+    ) -> Tensor:
+        """Attention to all keys, and how much of it a choice, whose log-sum-exp is given, has read."""
         if store.ranks is not None and method.pools_layer:
+            chosen = choice.keys if choice.pages is None else choice.pages
             found = store.of_all_heads(chosen[:, :1])  # of each rank
             self._audit.alike.append((found == found[:, :1]).all(2).all(1).float())
         how = {"lengths": store.plan["counts"], "block_table": store.block_table, "out": store.out}

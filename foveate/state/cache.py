@@ -77,9 +77,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.rotary: Rotary | None = None  # how queries and keys are rotated, for methods with needs_rotary
         self._row: int | None = None  # which row of a batch this is, see row
         self.out: Tensor | None = None  # where a step's output goes, see enter
-        self.audited: list[tuple[Tensor, Tensor]] | None = None
-        """Where a step that is audited leaves the log-sum-exp of what it reads, ``[B, Hq, 1]``, and what it has chosen,
-        ``[B, H, K]``; None: nowhere."""
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         self.block_size, self._free_blocks = block_size, []
         if self.evicts.in_decode and any(spec.per > 1 for spec in self.specs.values()):

@@ -10,6 +10,7 @@ from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.score import reference as score_reference
 from foveate.ops.score import tiles_hopper_kernel as mass_hopper_kernel
 from foveate.ops.score import tiles_kernel as mass_kernel
+from foveate.runtime.decode import decode
 from foveate.state.borrowed import cache_of
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
@@ -341,11 +342,11 @@ def test_a_decode_step_that_reads_the_choice_of_other_heads_does_not_wait():
     layers = [(kascade.for_layer(n, 3), cache_of(k, v, 14, forward)) for n in range(3)]
     for method, cache in layers:
         cache.counters.declare(method.counters)
-    outs = [method.decode(cache, q, 0.125) for method, cache in layers]
+    outs = [decode(method, cache, q, 0.125)[0].out for method, cache in layers]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = [method.decode(cache, q, 0.125) for method, cache in layers]
+        again = [decode(method, cache, q, 0.125)[0].out for method, cache in layers]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(*pair) for pair in zip(outs, again))

@@ -60,7 +60,7 @@ def refused(model, cache, path):
 
 @pytest.mark.parametrize("kind", STOPS)
 @pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("at", ["append", "write_step", "decode", "_prompt_rows", "o_proj"])
+@pytest.mark.parametrize("at", ["append", "write_step", "choose", "_prompt_rows", "o_proj"])
 @pytest.mark.parametrize("name", ["dense", "h2o", "quest"])
 def test_a_pass_that_is_stopped_in_a_layer(kind, layer, at, name, tmp_path, monkeypatch):
     model = tiny_model()
@@ -71,7 +71,7 @@ def test_a_pass_that_is_stopped_in_a_layer(kind, layer, at, name, tmp_path, monk
             "append": SlotCache,
             "write_step": SlotCache,
             "_prompt_rows": Layer,
-            "decode": type(cache.layers[layer].method),
+            "choose": type(cache.layers[layer].method),
             "o_proj": type(model.model.layers[0].self_attn.o_proj),
         }[at]
         if at == "o_proj":
@@ -134,7 +134,7 @@ def test_a_pass_that_fails_before_it_writes_leaves_the_cache_as_it_was():
         assert torch.equal(model(tokens(2), **cached(cache)).logits, expected)
 
 
-@pytest.mark.parametrize("at", ["decode", "take"])
+@pytest.mark.parametrize("at", ["choose", "take"])
 def test_an_interrupted_pass_keeps_nothing_of_its_cache(at, monkeypatch):
     """At ``take`` a layer was posted, and its attention not yet computed."""
     model = tiny_model()
@@ -142,9 +142,9 @@ def test_an_interrupted_pass_keeps_nothing_of_its_cache(at, monkeypatch):
     cache = foveate.Cache(model)
     kept = [weakref.ref(one) for one in (cache, cache.phase, *cache.layers)]
     with monkeypatch.context() as stop:
-        if at == "decode":
+        if at == "choose":
             owner = type(cache.layers[2].method)
-            stop.setattr(owner, at, raising(KeyboardInterrupt, 2)(owner.decode))
+            stop.setattr(owner, at, raising(KeyboardInterrupt, 2)(owner.choose))
         else:
             stop.setattr(handover, "take", raising(KeyboardInterrupt, 2)(handover.take))
         with pytest.raises(KeyboardInterrupt):

@@ -12,6 +12,8 @@ from foveate import methods, ops
 from foveate.methods import kascade
 from foveate.ops.compress.low_rank import factors
 from foveate.runtime import Layer, Phase, handover
+from foveate.runtime import decode as runtime_decode
+from foveate.runtime.decode import decode
 from foveate.state import Counters, Evicts
 from foveate.state.borrowed import branch_of, cache_of
 from tests.combinations import every_pair
@@ -286,24 +288,28 @@ def test_oracle_chooses_in_every_layer():
 
 def test_evenly_spaced_anchors_and_depths():
     def roles(method, layers):
-        return [method.for_layer(n, layers).layer_role for n in range(layers)]
+        return [method.for_layer(n, layers).role for n in range(layers)]
 
-    assert sorted({role.anchor for role in roles(methods.make("kascade"), 32)}) == [0, 6, 13, 19, 26]
-    assert sorted({role.anchor for role in roles(methods.make("kascade"), 4)}) == [0, 1, 2, 3]  # nobody asked for five
-    assert [role.layer for role in roles(methods.make("omnikv"), 32) if role.dense] == [2, 8, 18]
-    assert [role.layer for role in roles(methods.make("omnikv"), 32) if role.anchor is None] == [0, 1, 3, 9, 19]
-    assert [role.layer for role in roles(methods.make("lessismore"), 36) if role.dense] == [2, 15]
+    def of(name, layers, kinds):
+        return [role.layer for role in roles(methods.make(name), layers) if role.name in kinds]
+
+    choosing = ("choosing", "dense, choosing")
+    assert of("kascade", 32, choosing) == [0, 6, 13, 19, 26]
+    assert of("kascade", 4, ("reading",)) == []  # nobody asked for five
+    assert of("omnikv", 32, choosing) == [2, 8, 18]
+    assert of("omnikv", 32, ("dense",)) == [0, 1, 3, 9, 19]
+    assert of("lessismore", 36, choosing) == [2, 15]
 
 
 def test_layers_that_the_method_is_not_applied_to_choose_nothing():
-    anchors = [kascade_by_head(anchors=2).for_layer(n, 8, (3, 5, 6, 7)).layer_role.anchor for n in (3, 5, 6, 7)]
-    assert anchors == [3, 3, 6, 6]
+    read = [kascade_by_head(anchors=2).for_layer(n, 8, (3, 5, 6, 7)).role.reads_choice_of for n in (3, 5, 6, 7)]
+    assert read == [None, 3, None, 6]
     mixed = methods.make("per_layer", layers={"0-1": "dense", "rest": "lessismore:selections=[0.0, 0.5]"})
-    roles = [mixed.for_layer(n, 6).layer_role for n in (2, 3, 4, 5)]
-    assert [(role.anchor, role.dense, role.has_readers) for role in roles] == [
-        (2, True, True),
+    roles = [mixed.for_layer(n, 6).role for n in (2, 3, 4, 5)]
+    assert [(role.reads_choice_of, role.reads_all, role.has_readers) for role in roles] == [
+        (None, True, True),
         (2, False, False),
-        (4, True, True),
+        (None, True, True),
         (4, False, False),
     ]
     with pytest.raises(ValueError, match="anchors must be among"):
@@ -342,7 +348,7 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
     ("method", "layers", "choosing"),
     [
         ("kascade_paper:anchors=[0,1]", 3, [1]),
-        ("kascade_paper:anchors=[0,2]", 3, [0, 2]),
+        ("kascade_paper:anchors=[0,2]", 3, [0]),  # the last layer reads its own choice
         ("omnikv:filters=[0,2]", 4, []),  # one dense layer waits after each filter
         ("omnikv:filters=[0,2],wait=0", 4, [0, 2]),
         ("lessismore:selections=[1,2]", 4, [2]),
@@ -351,9 +357,9 @@ def test_nothing_is_left_for_layers_that_do_not_read_it(method, layers, left):
 )
 def test_dense_layers_choose_at_a_step_only_for_others(monkeypatch, method, layers, choosing):
     method, chose = methods.parse(method), []
-    real = type(method)._hand_on
+    real = runtime_decode.hand_on
     monkeypatch.setattr(
-        type(method), "_hand_on", lambda self, *a: chose.append(self.layer_role.layer) or real(self, *a)
+        runtime_decode, "hand_on", lambda cache, one, *a: chose.append(one.role.layer) or real(cache, one, *a)
     )
     stack = Stack(method, layers, 9)
     stack.feed(draw(layers, 1, 9))
@@ -503,6 +509,18 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
     assert stack.layers[0].method.role.name == ("pages, choosing" if readers else "pages")
 
 
+@pytest.mark.parametrize("anchors", [[0, 2], [1]])
+def test_layer_0_reads_prompts_densely_whatever_steps_read(anchors):
+    """Also where other layers read tiles of keys, and anchors what they chose."""
+    summaries = {"score_keys": "pages", "first_layer": "pages", "page_size": 4}
+    method = methods.make("kascade_paper", anchors=anchors, top_k=5, min_k=1, tile=4, **summaries)
+    assert not method.dense_anchor_prefill
+    tokens = draw(3, 1, 40)
+    pages, dense = Stack(method, 3, 40).feed(tokens), Stack(methods.make("dense"), 3, 40).feed(tokens)
+    assert_close(pages[0], dense[0])
+    assert not torch.allclose(pages[-1], dense[-1], atol=1e-2)
+
+
 def test_layer_0_reads_no_keys_of_other_pages():
     """They, and their values, may hold anything, in rows of any length; so may a row without a full page."""
     summaries = {"score_keys": "pages", "first_layer": "pages", "page_size": 16}
@@ -523,7 +541,7 @@ def test_layer_0_reads_no_keys_of_other_pages():
     q = torch.randn(3, HEADS, 1, DIM, generator=generator)
 
     def step():
-        return [one.decode(cache, q, SCALING) for one, cache in zip(layers, caches)]
+        return [decode(one, cache, q, SCALING)[0].out for one, cache in zip(layers, caches)]
 
     wanted, pages = step(), layers[0]._best_pages(caches[0], q, SCALING)
     assert (pages >= 0).sum(-1).tolist() == [[4] * KV_HEADS, [4] * KV_HEADS, [1] * KV_HEADS]
@@ -613,7 +631,7 @@ def test_anchors_that_read_all_choose_for_others_alone(monkeypatch, exact, choos
     """Nobody reads the choice of layers 0 and 3; the first is dense; with `dense_anchor_prefill` so is the other."""
     kascade, chose = methods.get("kascade"), []
     real = kascade.select_tiles
-    monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.layer_role.layer) or real(self, *a))
+    monkeypatch.setattr(kascade, "select_tiles", lambda self, *a: chose.append(self.role.layer) or real(self, *a))
     method = kascade_by_head(anchors=[0, 1, 3], dense_anchor_prefill=exact, top_k=5, tile=12)
     Stack(method, 4, 40).feed(part(draw(4, 1, 40), 40))
     assert chose == choosing

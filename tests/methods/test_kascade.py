@@ -41,10 +41,10 @@ def row(method):
 
 class TestTheFile:
     def test_has_anchors_and_heads(self, method):
-        roles = [method.for_layer(layer, 3).layer_role for layer in range(3)]
-        assert [role.anchor for role in roles] == [0, 1, 1]
+        roles = [method.for_layer(layer, 3).role for layer in range(3)]
+        assert [role.reads_choice_of for role in roles] == [None, None, 1]
         assert [role.heads for role in roles] == [None, None, (1, 1)]
-        assert [role.dense for role in roles] == [True, False, False]
+        assert [role.name for role in roles] == ["dense", "choosing", "reading"]
 
     def test_stands_for_them_in_a_spec_that_parses_back(self, method, path):
         assert (
@@ -85,7 +85,7 @@ class TestTheFile:
         with pytest.raises(ValueError, match="anchors must be among the layers that it is applied to"):
             methods.make("per_layer", layers={"0": "dense", "rest": spec}).for_layer(2, 3)
         mixed = methods.make("per_layer", layers={"rest": spec})
-        assert mixed.for_layer(2, 3).layer_role.heads == (1, 1)
+        assert mixed.for_layer(2, 3).role.heads == (1, 1)
         assert mixed.for_layer(2, 3)._artefact.anchors == ANCHORS
         assert methods.parse(mixed.spec) == mixed
 
@@ -129,7 +129,7 @@ class TestAttached:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_to_the_model_in_another_number_format(self, method, dtype):
         with foveate.attached(tiny_model().to(dtype), method) as attachment:
-            assert attachment.policies[2].method.layer_role.heads == (1, 1)
+            assert attachment.policies[2].method.role.heads == (1, 1)
 
     @pytest.mark.parametrize(
         ("facts", "message"),

@@ -9,7 +9,6 @@ import torch
 import foveate
 from foveate import methods, ops
 from foveate.methods import base
-from foveate.methods._common import attend_all
 from foveate.methods.base import Method, setting
 from foveate.runtime import returned
 from foveate.state import Channel, Evicts
@@ -28,8 +27,8 @@ def registry():
 class Reads(Method):
     """Attends to all."""
 
-    def decode(self, cache, q, scaling):
-        return attend_all(cache, q, scaling).out
+    def choose(self, cache, q, scaling):
+        return None
 
 
 def evicting(keep, **facts):
@@ -44,15 +43,18 @@ def evicting(keep, **facts):
         def prompt_end(self, cache, scaling):
             return keep(cache)
 
+        def evict(self, cache, scaling):
+            pass
+
     return Mine()
 
 
-def decoding(decode, **more):
+def with_hooks(**hooks):
     @dataclass(frozen=True)
-    class Mine(Method):
+    class Mine(Reads):
         name: ClassVar[str] = "mine"
 
-    for hook, function in {"decode": decode, **more}.items():
+    for hook, function in hooks.items():
         setattr(Mine, hook, function)
     return Mine()
 
@@ -110,34 +112,27 @@ def test_empty_slots_are_given_where_heads_may_differ():
     run(evicting(short_head, evicts=Evicts.AT_PROMPT_END | Evicts.UNEVENLY))
 
 
-def one_head(self, cache, q, scaling):
-    return attend_all(cache, q, scaling).out[:, :1]
-
-
-def nothing(self, cache, q, scaling):
-    attend_all(cache, q, scaling)
-
-
-OUTPUTS = [
-    (lambda self, cache, q, scaling: attend_all(cache, q, scaling), "an Attended; return its tensor, .out"),
-    (one_head, r"\[1, 1, 1, 16\]; return a tensor \[1, 6, 1, 16\]"),
-    (nothing, r"nothing; return a tensor \[1, 6, 1, 16\]"),
-    (lambda self, cache, q, scaling: attend_all(cache, q, scaling).out.tolist(), "a list; return a tensor"),
+CHOICES = [
+    (lambda cache: "all", "a str; return a bool mask, an ops.Choice, or None for all keys"),
+    (lambda cache: cache.positions, r"torch.int32; return a bool mask \[1, 2, 61\], or ops.Choice\(keys=slots"),
+    (lambda cache: cache.positions[0] >= 0, r"a mask \[2, 61\]; return one that broadcasts to \[1, 2, 61\]"),
+    (lambda cache: cache.positions[..., :9] >= 0, r"a mask \[1, 2, 9\]; return one that broadcasts"),
+    (lambda cache: ops.Choice(keys=cache.positions), "a Choice without read; say how many keys are read"),
+    (lambda cache: ops.Choice(attended=cache.keys), "a Tensor; return an ops.Attended"),
+    (lambda cache: ops.Choice(attended=ops.Attended(cache.keys)), r"\[1, 2, 61, 16\]; return a tensor \[1, 6, 1, 16\]"),
 ]
 
 
-@pytest.mark.parametrize(("decode", "message"), OUTPUTS)
-def test_what_a_decode_step_returns_is_checked(decode, message):
-    with pytest.raises(ValueError, match=rf"^Mine.decode returned {message}"):
-        run(decoding(decode))
+@pytest.mark.parametrize(("choose", "message"), CHOICES)
+def test_what_is_chosen_is_checked(choose, message):
+    with pytest.raises(ValueError, match=rf"^Mine.choose returned {message}"):
+        run(with_hooks(choose=lambda self, cache, q, scaling: choose(cache)))
 
 
-def test_a_step_that_counts_nothing_is_refused():
-    def uncounted(self, cache, q, scaling):
-        return ops.attend(q, *cache.memory, logits=cache.logits(scaling)).out
-
-    with pytest.raises(ValueError, match=r"^Mine.decode counted no step; attend with attend_all, or call cache.count_"):
-        run(decoding(uncounted))
+@pytest.mark.parametrize("hook", ["decode", "decode_dense"])
+def test_hooks_of_other_days_are_refused(hook):
+    with pytest.raises(ValueError, match=rf"Mine.{hook} is no hook any more: define (choose|note_newest), which"):
+        type("Mine", (Method,), {hook: lambda self, cache, q, scaling: q})
 
 
 @pytest.mark.parametrize(
@@ -150,26 +145,26 @@ def test_a_step_that_counts_nothing_is_refused():
 )
 def test_what_a_prompt_returns_is_checked(prompt, message):
     with pytest.raises(ValueError, match=rf"^Mine.prompt returned {message}"):
-        run(decoding(Reads.decode, prompt=prompt))
+        run(with_hooks(prompt=prompt))
 
 
 def test_channels_have_names_of_their_own():
     with pytest.raises(ValueError, match=r"^Mine.channels names a channel 'keys', as the cache's own; rename it"):
-        run(decoding(Reads.decode, channels=lambda self, geometry: {"keys": Channel((3,))}))
+        run(with_hooks(channels=lambda self, geometry: {"keys": Channel((3,))}))
 
 
 def test_channels_that_observe_fills_are_not_recomputed():
     def observe(self, cache, q, attended, scaling):
         cache.channel("codes").fill_(1)
 
-    mine = decoding(Reads.decode, channels=lambda self, geometry: {"codes": Channel(recomputed=True)}, observe=observe)
+    mine = with_hooks(channels=lambda self, geometry: {"codes": Channel(recomputed=True)}, observe=observe)
     with pytest.raises(ValueError, match=r"^Mine.observe fills the channel 'codes', .* leave recomputed=True away, or"):
         run(methods.SharedPrompt((mine,)))
 
 
 def test_checks_are_made_once_a_prompt_and_in_no_other_step(monkeypatch):
     checked = []
-    for name in ("check_slots", "check_attended", "check_output", "check_counted", "check_channels"):
+    for name in ("check_slots", "check_attended", "check_choice", "check_channels"):
         check = getattr(returned, name)
         monkeypatch.setattr(
             returned, name, lambda *given, name=name, check=check: checked.append(name) or check(*given)
@@ -177,8 +172,8 @@ def test_checks_are_made_once_a_prompt_and_in_no_other_step(monkeypatch):
     model, layers = tiny_model(), tiny_model().config.num_hidden_layers
     with foveate.attached(model, evicting(lambda cache: torch.arange(9)), dense_below=0):
         generate(model, tokens(60), 8)
-    of_prompt = dict.fromkeys(("check_slots", "check_attended", "check_channels", "check_counted"), layers)
-    assert {name: checked.count(name) for name in set(checked)} == of_prompt | {"check_output": 2 * layers}
+    names = ("check_slots", "check_attended", "check_channels", "check_choice")
+    assert {name: checked.count(name) for name in set(checked)} == dict.fromkeys(names, layers)
 
 
 def misspelt():
@@ -293,7 +288,7 @@ def setting_as_name():
     return Mine()
 
 
-def without_decode():
+def without_policy():
     @dataclass(frozen=True)
     class Mine(Method):
         name: ClassVar[str] = "mine"
@@ -301,11 +296,11 @@ def without_decode():
     return Mine()
 
 
-def without_decode_dense():
+def without_evict():
     @dataclass(frozen=True)
     class Mine(Reads):
         name: ClassVar[str] = "mine"
-        sparse_from_tokens: ClassVar[int] = 100
+        evicts: ClassVar[Evicts] = Evicts.IN_DECODE
 
     return Mine()
 
@@ -344,8 +339,8 @@ def test_two_classes_of_one_file_do_not_share_a_name(monkeypatch):
         (undecorated, "Mine is no dataclass: write @register above it"),
         (undecorated_spec, "Mine is not registered as 'mine': write @register above it"),
         (setting_as_name, "Mine.name is declared as a setting: annotate it with ClassVar"),
-        (without_decode, r"Mine has no decode: define decode\(self, cache, q, scaling\)"),
-        (without_decode_dense, "Mine declares sparse_from_tokens and has no decode_dense: define it, or leave"),
+        (without_policy, r"Mine neither chooses what is read nor evicts: define choose\(self, cache, q, scaling\)"),
+        (without_evict, r"Mine.evicts says IN_DECODE: define evict\(self, cache, scaling\)"),
     ],
 )
 def test_a_method_is_checked_when_it_is_attached(make, message):

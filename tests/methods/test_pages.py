@@ -8,6 +8,7 @@ import torch
 import foveate
 from foveate import methods, ops
 from foveate.ops.compress.low_rank import factors
+from foveate.runtime.decode import decode
 from foveate.state import Geometry, SlotCache
 from tests.helpers import assert_close, generate, left_padded, tiny_model
 from tests.methods.driver import DIM, GROUP, HEADS, KV_HEADS, PROMPT, SCALING, TOTAL, Driver
@@ -132,7 +133,7 @@ def test_rows_of_several_lengths_count_what_they_read(monkeypatch):
         cache.rows[name] = list(lengths)
     cache.tensors["keys"][2, :, 3:] = float("nan")
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
-    assert method.decode(cache, q, SCALING).isfinite().all()
+    assert decode(method, cache, q, SCALING)[0].out.isfinite().all()
     counters = cache.counters
     # three pages of 4, of which the newest has 2, 1 and 4 tokens
     record = ops.PageRecord(DIM, 4).bytes / (4 * 3 * DIM * 4)

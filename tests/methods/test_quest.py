@@ -6,6 +6,7 @@ import torch
 from foveate import methods, ops
 from foveate.ops import Logits
 from foveate.runtime import Layer, Phase, handover
+from foveate.runtime.decode import decode
 from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
@@ -70,7 +71,7 @@ def test_keys_that_several_heads_read_count_once(size, top_k, monkeypatch):
         cache.rows[name] = list(lengths)
     seen, real = [], ops.attend_pages
     monkeypatch.setattr(ops, "attend_pages", lambda *args, **how: seen.append(args[3]) or real(*args, **how))
-    method.decode(cache, torch.randn(4, HEADS, 1, DIM, generator=generator), SCALING)
+    decode(method, cache, torch.randn(4, HEADS, 1, DIM, generator=generator), SCALING)
     assert seen[0].shape[1] == HEADS
     expected = 0.0
     for row, length in enumerate(lengths):

@@ -7,6 +7,7 @@ from torch import Tensor
 from foveate import methods
 from foveate.ops import Logits
 from foveate.runtime import Layer, Phase, handover
+from foveate.runtime.decode import decode
 from foveate.state import Counters, Geometry, SlotCache
 from tests.helpers import assert_close
 
@@ -172,7 +173,7 @@ def test_what_is_kept_and_what_is_attended(spec, seed):
     for token in range(PROMPT, PROMPT + STEPS):
         now = slice(token, token + 1)
         cache.write_step(sequence.k[None, :, now], sequence.v[None, :, now])
-        out = method.decode(cache, sequence.q[None, :, now], SCALING)
+        out = decode(method, cache, sequence.q[None, :, now], SCALING)[0].out
         assert_close(out[0, :, 0], sequence.output(token, [[*own, token] for own in kept]))
         kept = [list(own) for own in next(expected)]
         assert held() == kept

@@ -6,7 +6,8 @@ import matrix
 import pytest
 import torch
 
-from foveate.methods import _common, sparq
+from foveate.methods import sparq
+from foveate.runtime import decode
 from foveate.state import Channel
 
 SMALL = {"top_k": 9, "rank": 4, "window": 3}
@@ -65,7 +66,8 @@ def test_the_matrix_fails_what_is_declared_wrongly(wrong, message):
 
 @pytest.mark.parametrize(("times", "message"), [(0, "9.0 == 17.875"), (2, "26.75 == 17.875")])
 def test_the_matrix_fails_what_is_counted_wrongly(monkeypatch, times, message):
-    monkeypatch.setattr(sparq, "count_scored", lambda *args: [_common.count_scored(*args) for _ in range(times)])
+    count = decode._count_scored
+    monkeypatch.setattr(decode, "_count_scored", lambda *args: [count(*args) for _ in range(times)])
     with pytest.raises(AssertionError, match=message):
         matrix.test_unselected_keys_may_be_nan_and_counters_tell_the_truth(sparq.SparQ(**SMALL))
 

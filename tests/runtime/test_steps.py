@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods
 from foveate.methods import base
-from foveate.ops import BlockTable, Logits, attend, dispatch
+from foveate.ops import BlockTable, Choice, Logits, attend, dispatch
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -117,8 +117,13 @@ def test_attention_writes_its_output_where_the_engine_wants_it(spec):
 
 def test_the_output_of_a_method_that_knows_no_such_place_is_copied(monkeypatch):
     expected = run(SPECS[0])[1]
-    decode = type(of_layers(SPECS[0])[0]).decode
-    monkeypatch.setattr(type(of_layers(SPECS[0])[0]), "decode", lambda *given: decode(*given).clone())
+
+    def attends_itself(self, cache, q, scaling):
+        lengths = cache.plan["counts"]
+        found = attend(q, *cache.memory, logits=cache.logits(scaling), lengths=lengths, block_table=cache.block_table)
+        return Choice(attended=found, read=lengths[:, None])
+
+    monkeypatch.setattr(methods.get(SPECS[0]), "choose", attends_itself)
     assert torch.equal(run(SPECS[0])[1], expected)
 
 
@@ -474,7 +479,6 @@ def test_settings_of_an_author_mean_nothing_to_the_runtime(monkeypatch):
         decode_only: bool = methods.setting(False, "is written, too")
         pool: str = methods.setting("head", "and this")
         calibration: str = methods.setting("", "and this")
-        layer_role: str = methods.setting("any", "and this")
 
         def choose(self, cache, q, scaling):
             return cache.positions % self.every == 0

@@ -52,7 +52,7 @@ class Reader(Method):
         worth = worth + log_length(v, self.grams[self.layer]).flatten(1, 2)
         self.found[self.layer] = Seen(k, v, worth.unflatten(1, (k.shape[1], -1)).amax(2))
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | None:
         raise NotImplementedError("prompts alone are read")
 
 

@@ -120,7 +120,7 @@ def attach(
     if isinstance(chosen, Auto) and offload:
         chosen, why = Pages(), "pages, because keys and values are in host memory"
     elif isinstance(chosen, Auto):
-        chosen, why = chosen.choose(facts())
+        chosen, why = chosen.chosen_for(facts())
     else:
         chosen = chosen.for_model(facts)
     uid = new_uid()

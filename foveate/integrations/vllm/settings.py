@@ -22,8 +22,8 @@ from foveate.integrations.transformers.support import choosing_layers
 from foveate.io import infile
 from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_artefacts, check_made_for, make
-from foveate.methods._anchored import SharedSelection
 from foveate.methods.auto import Auto
+from foveate.methods.handed_on import check_heads
 from foveate.methods.spec import SETTING
 from foveate.runtime import check_dense_below
 from foveate.runtime.steps import obstacle
@@ -322,8 +322,7 @@ def layer_methods(
     for layer, own in found.items():
         if reason := obstacle(own, geometries[layer]):
             raise ValueError(f"foveate: {reason} (layer {layer}); kascade and pages:weighted=false are served")
-        if isinstance(own, SharedSelection):
-            own.check_heads(facts["kv_heads"])
+        check_heads(own, facts["kv_heads"])
         if ranks > facts["kv_heads"] and own.role.chooses and not own.pools_layer:
             fix = f"add {own.pools_layer_by}, or " if own.pools_layer_by else ""
             raise ValueError(

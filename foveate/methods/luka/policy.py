@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import attend_all, attend_fetched, note_queries, observed_mass
+from foveate.methods._common import note_queries, observed_mass
 from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import budget, clamp
@@ -165,14 +165,30 @@ class LuKA(Method):
 
     # Decode
 
-    def decode(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        plan = cache.plan
-        if plan.captured:
-            return self._attend(cache, q, scaling)
-        out = self._attend(cache, q, scaling) if max(cache.rows["pages"]) else self._attend_raw(cache, q, scaling)
-        if self.replay.maintenance_due(plan.decoded):
-            self.pages.extend(cache)
-        return out
+    @property
+    def needs_mass(self) -> bool:  # type: ignore[override]
+        return self.weighs_mass
+
+    def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
+        """A cover; all keys while no row has a page yet."""
+        tracks = self.weighs_mass or self.tracks_recent
+        if not cache.plan.some("pages"):
+            return ops.Choice(need_mass=tracks)
+        total = cache.channel("mass") if self.weighs_mass else None
+        recent = cache.channel("recent") if self.tracks_recent else None
+        sums = ops.summaries.Sums(1 / self.window, total, recent) if tracks else None
+        tree = tree_of(self.pages, self.top_k, self.expand, cache)
+        return ops.Choice(cover=ops.Cover(tree, self.refinement, sums))
+
+    def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
+        """Keep the running sums of attention up to date where no cover does."""
+        if choice.cover is not None or attended.mass is None:
+            return
+        if self.weighs_mass:
+            cache.channel("mass").add_(attended.mass)
+        if self.tracks_recent:
+            recent = cache.channel("recent")
+            recent.lerp_((attended.mass / cache.geometry.group).to(recent.dtype), 1 / self.window)
 
     @property
     def fetches(self) -> Fetches:  # type: ignore[override]
@@ -197,46 +213,9 @@ class LuKA(Method):
         kernels = (self.compressor, self.pool, self.mass, self.bias) == ("mean", "kv_head", "exact", "log")
         return (4 if len(self.sizes) > 1 or not little or not kernels else 1) * SPARSE_FROM_TOKENS
 
-    def decode_dense(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        attended = attend_all(cache, q, scaling, need_mass=self.weighs_mass)
-        if self.weighs_mass:
-            cache.channel("mass").add_(attended.mass)
-        plan = cache.plan
-        if not plan.captured and self.replay.maintenance_due(plan.decoded):
-            self.pages.extend(cache)
-        return attended.out
-
     @functools.cached_property
     def replay(self) -> Replay:  # type: ignore[override]
         return MakesPages(self.pages)
-
-    def _attend_raw(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Dense attention while no row has a page yet; keeps the running sums of attention up to date."""
-        need_mass = self.weighs_mass or self.tracks_recent
-        attended = (attend_fetched if cache.offloaded else attend_all)(cache, q, scaling, need_mass)
-        if self.weighs_mass:
-            cache.channel("mass").add_(attended.mass)
-        if self.tracks_recent:
-            recent = cache.channel("recent")
-            recent.lerp_((attended.mass / cache.geometry.group).to(recent.dtype), 1 / self.window)
-        return attended.out
-
-    def _attend(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one query per row over its cover; updates the running sums of attention."""
-        total = cache.channel("mass") if self.weighs_mass else None
-        recent = cache.channel("recent") if self.tracks_recent else None
-        how = {"logits": cache.logits(scaling)}
-        if self.weighs_mass or self.tracks_recent:
-            how["sums"] = ops.summaries.Sums(1 / self.window, total, recent)
-        tree = tree_of(self.pages, self.top_k, self.expand, cache), self.refinement
-        if cache.offloaded:
-            heads = cache.geometry.num_kv_heads
-            covered = ops.summaries.attend_summaries_fetched(q, cache.fetch_slots, heads, *tree, **how)
-        else:
-            covered = ops.summaries.attend_summaries(q, cache.keys, cache.values, *tree, **how)
-        cache.count_read(covered.read)
-        cache.count("pages_refined", covered.refined)
-        return covered.out
 
     @functools.cached_property
     def refinement(self) -> ops.summaries.Refinement:

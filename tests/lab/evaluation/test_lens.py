@@ -11,7 +11,7 @@ from matrix import KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Tokens, influenc
 from typer.testing import CliRunner
 
 import foveate
-from foveate import methods
+from foveate import methods, ops
 from foveate.cli import app
 from foveate.errors import DataError, UserError
 from foveate.lab.evaluation import lens
@@ -93,8 +93,8 @@ def test_a_prompt_is_not_recorded():
 
 def test_a_method_that_attends_by_itself_is_refused():
     class Own(methods.get("dense")):
-        def decode(self, cache, q, scaling):
-            return q
+        def choose(self, cache, q, scaling):
+            return ops.Choice(attended=ops.Attended(q), read=cache.plan["lengths"][:, None])
 
     driver, other = Watched(Own()), Watched(methods.make("dense"))
     tokens = Tokens.random(1, PROMPT + 1)

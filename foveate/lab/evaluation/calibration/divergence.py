@@ -16,9 +16,9 @@ from foveate.errors import UserError
 from foveate.lab.evaluation import decoding, generation
 from foveate.lab.evaluation.tasks.base import Item
 from foveate.methods import SharedPrompt
-from foveate.methods._anchored import LayerRole
+from foveate.methods._anchored import anchor_role, dense_role, reader_role
 from foveate.methods._top_k_by_mass import TopKByMass
-from foveate.methods.base import setting
+from foveate.methods.base import Role, setting
 from foveate.methods.kascade import Kascade
 
 
@@ -45,10 +45,10 @@ class OneReader(TopKByMass):
         mapped = tuple(heads) if chooser != reader else None
         return cls(**how | {"decode_only": True}, chooser=chooser, reader=reader, heads=mapped)
 
-    def role_of(self, layer: int, among: Sequence[int]) -> LayerRole:
+    def role_of(self, layer: int, among: Sequence[int]) -> Role:
         if layer == self.reader:
-            return LayerRole(layer, self.chooser, heads=self.heads)
-        return LayerRole(layer, layer if layer == self.chooser else None, dense=True)
+            return anchor_role(layer) if layer == self.chooser else reader_role(layer, self.chooser, self.heads)
+        return anchor_role(layer, dense=True) if layer == self.chooser else dense_role(layer)
 
 
 def pairs(layers: Sequence[int]) -> list[tuple[int, int]]:

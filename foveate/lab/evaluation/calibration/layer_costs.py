@@ -16,6 +16,7 @@ from foveate.errors import UserError
 from foveate.lab.results import timing
 from foveate.methods import Method, make
 from foveate.methods.kascade import Kascade
+from foveate.runtime.decode import decode
 from foveate.state import Counters, SlotCache
 from foveate.state.borrowed import branch_of, cache_of
 
@@ -63,21 +64,17 @@ def measure(
     found, first = {}, kascade.for_layer(0, len(layers), layers)
     for name, (kind, layer) in kinds.items():
         one = kind.for_layer(layer, len(layers), layers)
-        _decode(first, after_prompt(first, caches[0]), q, scaling)  # what a reuse layer reads
+        decode(first, after_prompt(first, caches[0]), q, scaling)  # what a reuse layer reads
         own = [after_prompt(one, cache) for cache in caches]
 
         def step(one: Method = one, own: list[SlotCache] = own) -> None:
             for cache in own:
-                _decode(one, cache, q, scaling)
+                decode(one, cache, q, scaling)
 
         for _ in range(_WARM_UP):
             step()
         found[name] = statistics.median(timing.milliseconds(step, device) for _ in range(_REPEATS)) / number
     return found
-
-
-def _decode(method: Method, cache: SlotCache, q: torch.Tensor, scaling: float) -> None:
-    method.decode(cache, q, scaling)
 
 
 def total(costs: dict[str, float], anchors: int, layers: int) -> float:

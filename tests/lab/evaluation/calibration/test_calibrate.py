@@ -26,6 +26,7 @@ from foveate.lab.results import timing
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
 from foveate.methods.kascade_paper import KascadePaper
+from foveate.runtime import decode as runtime_decode
 from tests import tiny
 from tests.helpers import COMMON, CONFIGS, prepare, tiny_model, tokens
 
@@ -210,7 +211,7 @@ class TestTheArtefact:
         with foveate.attached(
             loading.load_model(folder, "float32", "cpu"), f"kascade_paper:calibration={plan.out}"
         ) as one:
-            assert one.policies[3].method.layer_role.heads == tuple(artefact.heads["3"])
+            assert one.policies[3].method.role.heads == tuple(artefact.heads["3"])
         with pytest.raises(UserError, match="anchors must be a number from 1 to 2"):
             run(dataclasses.replace(plan, out=plan.out.with_name("more.json"), anchors=3))
 
@@ -843,12 +844,12 @@ class TestTimeShare:
     def test_is_of_steps_of_each_kind_of_layer_over_all_caches(self, monkeypatch, beyond, caches):
         """As many caches of 51,200 bytes as no cache of the device holds, four at most; the time is that of one."""
         chose, stepped, timed = [], [], []
-        hand_on, decode = Kascade._hand_on, layer_costs._decode
+        hand_on, decode = runtime_decode.hand_on, layer_costs.decode
 
         def noting(method, cache, *more):
             chose.clear()
             decode(method, cache, *more)
-            dense = method.name == "dense" or method.layer_role.dense
+            dense = method.role.reads_all
             stepped.append((id(cache), "dense" if dense else "sparse", "chooses" if chose else "does not"))
 
         def milliseconds(step, device):
@@ -857,8 +858,8 @@ class TestTimeShare:
             timed.append(list(stepped))
             return float(len(timed))
 
-        monkeypatch.setattr(Kascade, "_hand_on", lambda self, *more: chose.append(self) or hand_on(self, *more))
-        monkeypatch.setattr(layer_costs, "_decode", noting)
+        monkeypatch.setattr(runtime_decode, "hand_on", lambda *given: chose.append(given) or hand_on(*given))
+        monkeypatch.setattr(layer_costs, "decode", noting)
         monkeypatch.setattr(layer_costs, "_BEYOND_CACHES", beyond)
         monkeypatch.setattr(timing, "milliseconds", milliseconds)
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}

@@ -1,0 +1,91 @@
+"""What a layer reads for one token of each row: keys, pages, or a cover of summaries, instead of all that it holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foveate.ops.attend.attended import Attended
+from foveate.ops.summaries.tree import Tree
+from foveate.ops.summaries.types import Refinement, Sums
+
+
+class Pooling(NamedTuple):
+    """Which scores of keys a pass over all of them gives beside its output, see :func:`~foveate.ops.pooled_mass`."""
+
+    pooling: str
+    pool: str
+
+
+class Cover(NamedTuple):
+    """Summaries and the tokens of refined pages, which :func:`~foveate.ops.summaries.attend_summaries` chooses."""
+
+    tree: Tree
+    refinement: Refinement
+    sums: Sums | None = None
+
+
+class Rest(NamedTuple):
+    """What stands for the keys that are not read."""
+
+    value: Tensor
+    """fp32 ``[B, Hq, 1, Dv]``."""
+    share: Tensor
+    """fp32 ``[B, Hq, 1]``: the share of the attention that it takes, 0 to 1."""
+
+
+class Choice(NamedTuple):
+    """What a layer reads for one token of each row. At most one of ``keys``, ``pages``, ``cover`` and ``attended`` is
+    given; without any, all keys that the cache holds are read."""
+
+    keys: Tensor | None = None
+    """int ``[B, Hkv, K]``: slots, -1 for none."""
+    pages: Tensor | None = None
+    """int ``[B, H, P]``: pages of ``page_size`` slots, -1 for none, of the KV heads or of the query heads."""
+    page_size: int = 0
+    cover: Cover | None = None
+    attended: Attended | None = None
+    """Attention that the method has computed itself."""
+
+    read: Tensor | None = None
+    """``[B, Hkv or 1]``: keys that a KV head reads, raw or summary. None: all that are held, or those of the cover."""
+    packed: bool = False
+    """Whether ``keys`` are in the first ``read`` places of each row."""
+    counts: Tensor | None = None
+    """int ``[B]``: places of ``pages`` that are looked at; None: all."""
+    heads: Tensor | None = None
+    """int64 ``[Hkv]``: the head of ``keys`` that each KV head reads; None: its own."""
+    rest: Rest | None = None
+    """What stands for the keys that are not read; None: nothing."""
+
+    need_mass: bool = False
+    """Whether the mass of what is read is needed."""
+    scores: Pooling | None = None
+    """Which scores of all keys are needed, by which keys are chosen for later layers."""
+    readers: Choice | None = None
+    """What later layers read; None: the same."""
+    made_by: int | None = None
+    """The earlier layer that made the choice; None: this one."""
+    fetched: bool = False
+    """Of a cache in host memory: whether what is read is on the device, because it was scored."""
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Choice:
+        """The keys of a mask, bool ``[B, Hkv, N]``."""
+        slots = torch.arange(mask.shape[2], dtype=torch.int32, device=mask.device)
+        return cls(keys=slots.where(mask, -1), read=mask.sum(-1))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether all keys that the cache holds are read."""
+        return self.keys is None and self.pages is None and self.cover is None and self.attended is None
+
+    def to(self, device: torch.device) -> Choice:
+        """The keys, and how many are read, on a device."""
+        return self._replace(keys=self.keys.to(device), read=self.read.to(device))
+
+
+ALL = Choice()
+ALL_WITH_MASS = Choice(need_mass=True)

@@ -1,0 +1,199 @@
+"""A decode step of one layer, the same for all methods and for eager, captured and engine steps.
+
+The method chooses what is read; this attends, counts, and hands choices on to the layers that read them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foveate import ops
+from foveate.methods import Method
+from foveate.methods.handed_on import hand_on, handed_on
+from foveate.ops import Attended, Choice
+from foveate.ops.attend.gather import among
+from foveate.ops.choice import ALL, ALL_WITH_MASS
+from foveate.runtime import returned
+from foveate.state import SlotCache
+from foveate.state.step_plan import StepPlan
+
+
+def decode(
+    method: Method,
+    cache: SlotCache,
+    q: Tensor,
+    scaling: float,
+    *,
+    dense: bool = False,
+    need_lse: bool = False,
+    check: bool = False,
+) -> tuple[Attended, Choice]:
+    """Attention of one token a row, whose keys and values the cache holds already.
+
+    Args:
+        method: of the layer.
+        q: ``[B, Hq, 1, D]``.
+        scaling: factor of the logits.
+        dense: whether to read all keys, because the context is too short for sparsity to pay.
+        need_lse: whether the log-sum-exp of chosen keys or pages is needed.
+        check: whether to check what :meth:`Method.choose` returns.
+
+    Returns:
+        The output ``[B, Hq, 1, Dv]``, and what was read.
+    """
+    kind, plan = type(method), cache.plan
+    if kind.note_newest is not Method.note_newest:
+        method.note_newest(cache)
+    choice = _chosen(method, cache, q, scaling, plan, dense, check)
+    attended = _attend(cache, q, choice, scaling, plan, need_lse)
+    if choice.scores is not None:
+        hand_on(cache, method, _counted_whole(plan, method.choose_by(cache, attended.mass)))
+    if kind.learn is not Method.learn:
+        method.learn(cache, choice, attended)
+    if method.evicts.in_decode:
+        method.evict(cache, scaling)
+    replay = method.replay
+    if replay is not None and replay.maintains and not plan.captured and replay.maintenance_due(plan.decoded):
+        replay.maintain(cache)
+    return attended, choice
+
+
+def _chosen(
+    method: Method, cache: SlotCache, q: Tensor, scaling: float, plan: StepPlan, dense: bool, check: bool
+) -> Choice:
+    """What is read, counted as far as it is known before attention."""
+    choice, role = None, method.role
+    if not dense and role.reads_choice_of is not None:
+        choice = handed_on(cache, method)
+        cache.count("indices_reused", 1)
+        cache.count_read(choice.read)
+        return choice
+    if not dense and type(method).choose is not Method.choose:
+        choice = method.choose(cache, q, scaling)
+        if check:
+            returned.check_choice(method, choice, q, cache)
+    if choice is None:
+        choice = ALL_WITH_MASS if method.needs_mass else ALL
+    elif isinstance(choice, Tensor):
+        choice = Choice.of(choice & (cache.positions >= 0))
+    if choice.readers is not None:
+        hand_on(cache, method, _counted_whole(plan, choice.readers))
+    if choice.reads_all:
+        cache.count_read()
+    elif choice.cover is None:
+        choice = _counted_whole(plan, choice)
+        if choice.readers is None and role.has_readers:
+            hand_on(cache, method, choice)
+        _count_scored(method, cache, plan)
+        cache.count_read(choice.read)
+    return choice
+
+
+def _counted_whole(plan: StepPlan, choice: Choice) -> Choice:
+    """A choice that counts all keys of the rows that are read whole."""
+    return choice._replace(read=plan.or_whole(choice.read))
+
+
+def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
+    """Count what a step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
+    described = (cache.geometry, cache.dtype)
+    kept = "scored_at" in cache.specs  # scores, so that a row is scored in some steps
+
+    def scored_now() -> float | Tensor:
+        if not plan.captured and not kept:
+            live = cache.rows["live"]
+            return sum(method.scored(tokens, *described) for tokens in live) / len(live)
+        live = plan.choosing(torch.Tensor.double, of="live")
+        now = cache.channel("scored_at") == plan["lengths"] if kept else 1
+        return (method.scored(live, *described) * now).sum()
+
+    key = ("scored", method.spec, method.role.name, *described)  # once for all layers that score alike
+    alike = plan.captured or not kept
+    cache.count("keys_read", plan.once(key, scored_now) if alike else scored_now())
+
+
+# Attention
+
+
+def _attend(cache: SlotCache, q: Tensor, choice: Choice, scaling: float, plan: StepPlan, need_lse: bool) -> Attended:
+    """Attention to what is chosen."""
+    if choice.attended is not None:
+        return choice.attended
+    if cache.offloaded:
+        return _attend_fetched(cache, q, choice, scaling)
+    logits = cache.logits(scaling)
+    if choice.cover is not None:
+        tree, refinement, sums = choice.cover
+        covered = ops.summaries.attend_summaries(
+            q, cache.keys, cache.values, tree, refinement, logits=logits, sums=sums
+        )
+        return _counted(cache, covered)
+    how = {"logits": logits, "block_table": cache.block_table, "out": cache.out}
+    if choice.scores is not None:
+        how |= {"lengths": cache.stored()[1], **choice.scores._asdict()}
+        return ops.attend_pooled(q, *cache.memory, **how)
+    if choice.reads_all:
+        mask, lengths = cache.stored()
+        how |= {"mask": None if mask is None else mask[:, :, None], "lengths": lengths, "need_mass": choice.need_mass}
+        return ops.attend(q, *cache.memory, **how)
+    how |= {"whole": plan.whole, "need_lse": need_lse}
+    if choice.pages is not None:
+        how |= {"lengths": plan["counts"], "counts": choice.counts}
+        return ops.attend_pages(q, *cache.memory, choice.pages, choice.page_size, **how)
+    how |= {"heads": choice.heads, "lengths": choice.read if choice.packed and not plan.alike else None}
+    how["need_mass"] = choice.need_mass
+    attended = ops.attend_indices(q, *cache.memory, choice.keys, **how)
+    if choice.rest is None:
+        return attended
+    value, share = choice.rest
+    return attended._replace(out=attended.out.float().lerp(value, share[..., None]).to(attended.out.dtype))
+
+
+def _counted(cache: SlotCache, covered: ops.summaries.Covered) -> Attended:
+    cache.count_read(covered.read)
+    cache.count("pages_refined", covered.refined)
+    return Attended(covered.out, covered.lse)
+
+
+def _attend_fetched(cache: SlotCache, q: Tensor, choice: Choice, scaling: float) -> Attended:
+    """Attention over keys in host memory, whose pages are fetched."""
+    logits, heads = cache.logits(scaling), cache.geometry.num_kv_heads
+    if choice.cover is not None:
+        tree, refinement, sums = choice.cover
+        how = {"logits": logits, "sums": sums}
+        covered = ops.summaries.attend_summaries_fetched(q, cache.fetch_slots, heads, tree, refinement, **how)
+        return _counted(cache, covered)
+    if choice.reads_all:  # of few tokens
+        slots = torch.arange(cache.used, device=q.device).expand(cache.batch_size, heads, -1)
+        how = {"lengths": cache.stored()[1], "need_mass": choice.need_mass, "logits": logits}
+        return ops.attend(q, *cache.fetch_slots(slots), **how)
+    if choice.pages is not None:
+        chosen = choice.pages.expand(-1, heads, -1)
+        if not choice.fetched:
+            cache.fetch(chosen)
+        return _attend_hot(cache, q, chosen, scaling, choice.page_size)
+    chosen = choice.keys if choice.heads is None else choice.keys[:, choice.heads]
+    chosen = chosen.masked_fill(~ops.first_keys(choice.read, chosen.shape[2]), -1) if choice.packed else chosen
+    if not choice.fetched:
+        pages, number = chosen.div(cache.page_size, rounding_mode="floor"), -(-cache.used // cache.page_size)
+        every = torch.arange(number, dtype=torch.int32, device=q.device)
+        cache.fetch(every.where(among(pages, number), -1))
+    return _attend_hot(cache, q, chosen, scaling)
+
+
+def _attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0) -> Attended:
+    """Attention to pages of ``page_size`` keys or, if that is 0, to slots: int ``[B, Hkv, K]``, whose pages are on the
+    device."""
+    memory, table = cache.hot()
+    logits, (batch, heads) = cache.logits(scaling), chosen.shape[:2]
+    q_rows, sinks = q.reshape(batch * heads, -1, 1, q.shape[3]), logits.sinks  # each KV head as a row of its own
+    how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None, "block_table": table}
+    chosen = chosen.reshape(batch * heads, 1, -1)
+    if page_size:
+        lengths = cache.plan.each(torch.repeat_interleave, heads, of="counts")
+        found = ops.attend_pages(q_rows, *memory, chosen, page_size, lengths=lengths, **how)
+    else:
+        found = ops.attend_indices(q_rows, *memory, chosen, **how)
+    found = Attended(*(None if x is None else x.reshape(*q.shape[:3], *x.shape[3:]) for x in found[:2]))
+    return ops.with_sinks(found, sinks)
