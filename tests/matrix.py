@@ -243,9 +243,9 @@ class Tokens:
 class Driver:
     """One attention layer fed with tokens, as a model feeds it."""
 
-    def __init__(self, method, prompt_end=PROMPT, softcap=None, block_size=0):
+    def __init__(self, method, prompt_end=PROMPT, softcap=None):
         phase, self.softcap = Phase(prompt_end=prompt_end), softcap
-        self.layer = CacheLayer(method, Counters(), phase, block_size=block_size)
+        self.layer = CacheLayer(method, Counters(), phase)
         self.layer.rotary = Rotary(10000.0 ** -(torch.arange(0, DIM, 2) / DIM))
 
     def feed(self, tokens, mask=None):
@@ -942,98 +942,6 @@ def test_repeated_and_selected_rows_continue_like_fresh_ones(method):
     fresh.feed_steps(chosen[PROMPT:])
     assert_same_state(driver.store, fresh.store)
     close(driver.feed_steps(steps), fresh.feed_steps(steps))
-
-
-# Keys and values in blocks
-
-
-KEEPING = [(name, method) for name, method in VARIANTS if not method.evicts.in_decode]
-
-
-def in_blocks_and_not(method, block_size):
-    """Two drivers of one layer: keys and values in one piece, and in blocks."""
-    return Driver(method), Driver(method, block_size=block_size)
-
-
-@each_in_turn("block_size", [5, 16], deal(0, variants=KEEPING))
-def test_blocks_give_the_same_to_the_last_bit(method, block_size):
-    """Of a padded batch, whose prompt comes in chunks of 20 where blocks are small, and over growth of the cache."""
-    chunk = 20 if block_size == 5 else PROMPT
-    batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
-    steps = Tokens.random(len(LENGTHS), 80 if method.evicts else 30, seed=1)  # what has evicted has more room
-    cuts = [*range(0, PROMPT, chunk), PROMPT]
-    cuts = [0, PROMPT] if method.prompt_tile(HEADS // KV_HEADS) is None else cuts
-    drivers, outs = in_blocks_and_not(method, block_size), []
-    for driver in drivers:
-        outs.append([driver.feed(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
-        room = driver.store.capacity
-        outs[-1].append(driver.feed_steps(steps))
-        assert driver.store.capacity > room
-    for found, expected in zip(*outs, strict=True):
-        assert torch.equal(found, expected)
-    piece, blocks = (driver.store for driver in drivers)
-    assert blocks.block_table.table.unique().numel() == blocks.block_table.table.numel()
-    assert blocks.memory[0].shape[2] == block_size
-    assert piece.block_table is None
-    assert drivers[0].layer.counters.keys_read == drivers[1].layer.counters.keys_read
-    assert_same_state(piece, blocks)
-
-
-@each(deal(1, variants=KEEPING))
-def test_blocks_are_undone_and_rearranged_to_the_last_bit(method):
-    tokens, steps = Tokens.random(3, PROMPT + 8), Tokens.random(6, 5, seed=3)
-    outs = [[], []]
-    drivers = in_blocks_and_not(method, 5)
-    for driver, found in zip(drivers, outs):
-        driver.layer.activate_past_recording()
-        driver.feed(tokens[:PROMPT])
-        driver.feed(tokens[PROMPT:])
-        driver.layer.crop(-3)
-        for act in (
-            lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])),
-            lambda layer: layer.batch_repeat_interleave(2),
-            lambda layer: layer.batch_select_indices(torch.tensor([5, 1])),
-            lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
-        ):
-            act(driver.layer)
-            found.append(driver.feed_steps(steps.rows(slice(driver.store.batch_size))))
-    for mine, its in zip(*outs, strict=True):
-        assert torch.equal(mine, its)
-    assert_same_state(*(driver.store for driver in drivers))
-    store = drivers[1].store
-    held = store.block_table.table.flatten().tolist()
-    assert sorted([*held, *store._free_blocks]) == list(range(len(store.memory[0])))
-
-
-@each([one for one in deal(1) if one in KEEPING and not methods.sparse_prompt(one[1])])
-def test_a_prompt_in_blocks_is_read_together_to_the_last_bit(method):
-    """Branches of it grow, evict, and repeat their rows without harm to each other."""
-    tokens, steps = Tokens.random(2, PROMPT), Tokens.random(4, 12, seed=1)
-    shared = methods.SharedPrompt((*COMPANY, method))
-    outs = []
-    for read in in_blocks_and_not(shared, 16):
-        read.feed(tokens)
-        outs.append([])
-        for one in (method, *COMPANY[::3], method):  # of company one evicts, one keeps everything
-            branch = Driver(one)
-            branch.layer.continue_from(read.layer)
-            assert branch.store.block_size == (0 if one.evicts.in_decode else read.layer.block_size)
-            branch.layer.batch_repeat_interleave(2)
-            outs[-1].append(branch.feed_steps(steps))
-    for mine, its in zip(*outs, strict=True):
-        assert torch.equal(mine, its)
-    assert torch.equal(outs[1][0], outs[1][-1])
-
-
-@each_variant
-def test_methods_that_evict_in_decode_keep_their_slots_in_one_piece(method):
-    driver = Driver(method, block_size=16)
-    if not method.evicts.in_decode:
-        driver.feed(Tokens.random(1, 4))
-        assert driver.store.block_table.length == 4
-        return
-    with pytest.raises(ValueError, match="a method that evicts in decode keeps its slots in one piece"):
-        driver.feed(Tokens.random(1, 4))
 
 
 # Precision and settings

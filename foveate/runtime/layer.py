@@ -36,13 +36,9 @@ class Layer:
         phase: shared by the layers of one cache.
         dense_below: decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
             :attr:`Method.sparse_from_tokens`, or each fewer than `SHORT_SEQUENCE`, on a GPU with the kernels.
-        block_size: slots of a block of keys and values, see :class:`~foveate.state.storage.Storage`; 0: contiguous.
     """
 
-    def __init__(
-        self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0, block_size: int = 0
-    ):
-        self.block_size = block_size
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
         self.method, self.phase, self.dense_below = method, phase, dense_below
         self.counters = counters.declare(method.counters)
         self.store: SlotCache | None = None
@@ -167,7 +163,7 @@ class Layer:
         if self.phase.offload is not None and self.method.fetches is not None:
             how = (channels, counters, self.method.fetches.page_size, self.phase.offload)
             return OffloadedCache(geometry, rows, dtype, device, *how)
-        return SlotCache(geometry, rows, dtype, device, channels, self.method.evicts, counters, self.block_size)
+        return SlotCache(geometry, rows, dtype, device, channels, self.method.evicts, counters)
 
     # Prompt
 

@@ -32,8 +32,6 @@ class Policy:
     dense_below: int | str = 0
     """Decode steps are dense while all sequences together hold fewer tokens than this; "auto": fewer than
     :attr:`Method.sparse_from_tokens`, or each fewer than `SHORT_SEQUENCE`, on a GPU with the kernels."""
-    block_size: int = 0
-    """Slots of a block of a cache's keys and values; 0: they are contiguous."""
     rotary: Callable[[], Rotary] | None = None
     """Returns the layer's rotary positions in the present pass; None unless the method needs them."""
     look: Callable[[int, Tensor, Tensor, Logits], None] | None = None

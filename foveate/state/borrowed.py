@@ -60,20 +60,15 @@ def branch_of(
         channels, evicts, counters: of the other method.
         filled: channels to copy: for each name in the branch, the name in the cache. Others are empty.
     """
-    size = 0 if evicts.in_decode else cache.block_size
-    one = SlotCache(cache.geometry, cache.batch_size, cache.dtype, cache.device, channels, evicts, counters, size)
+    one = SlotCache(cache.geometry, cache.batch_size, cache.dtype, cache.device, channels, evicts, counters)
     one.rows = one.rows | {name: list(cache.rows[name]) for name in one.rows if name not in one.own_numbers}
     one.capacity, one._borrowed = cache.capacity, True
     one.sink_logits, one.softcap, one.rotary = cache.sink_logits, cache.softcap, cache.rotary
-    shared = ("keys", "values", "block_table") if size == cache.block_size else ()
+    shared = ("keys", "values")
     one.tensors |= {name: cache.tensors[name] for name in shared if name in cache.tensors}
-    one._free_blocks = cache._free_blocks if shared else []
     for name, spec in one._slot_specs().items():
         if name not in shared:
             one.tensors[name] = one._buffer(name, spec, cache.capacity)
-    if not shared:  # copy from blocks into contiguous memory
-        one._borrowed = False
-        one._write(0, cache.keys, cache.values)
     for name, here in filled.items():
         one.tensors[name].copy_(cache.tensors[here])
     if evicts:
@@ -106,7 +101,8 @@ class EngineCache(SlotCache):
         channels: Mapping[str, Channel] | None = None,
         counters: Counters | None = None,
     ):
-        super().__init__(geometry, 0, memory.dtype, device, channels, counters=counters, block_size=memory.shape[2])
+        super().__init__(geometry, 0, memory.dtype, device, channels, counters=counters)
+        self.block_size = memory.shape[2]
         for name, spec in self.specs.items():
             if not spec.per or self.block_size % spec.per:
                 raise ValueError(
@@ -129,6 +125,29 @@ class EngineCache(SlotCache):
             self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
         self.tensors["block_table"], self.capacity = block_table, bound
         self.out, self.device_state = out, DeviceState(rows, None)
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """All blocks of keys and values, ``[N, Hkv, block_size, D(v)]``."""
+        return self.tensors["keys"], self.tensors["values"]
+
+    @property
+    def block_table(self) -> BlockTable:
+        return BlockTable(self.tensors["block_table"], self.used)
+
+    @property
+    def keys(self) -> Tensor:
+        """``[B, Hkv, used, D]``, copied."""
+        return self._in_one_piece(self.tensors["keys"])
+
+    @property
+    def values(self) -> Tensor:
+        """``[B, Hkv, used, Dv]``, copied."""
+        return self._in_one_piece(self.tensors["values"])
+
+    def _in_one_piece(self, memory: Tensor) -> Tensor:
+        table = self.block_table
+        return table.gather(table.table, memory)[0]
 
     def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable]:
         """A channel, and a table of the first ``number`` entries of each row in it, for verbs that take one."""

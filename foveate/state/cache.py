@@ -36,10 +36,9 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         channels: state that the method keeps, by name, its own row numbers included.
         evicts: when the method evicts; if ever, positions are kept for each slot.
         counters: where to count what is read; None: new ones.
-        block_size: slots of a block of keys and values, see :class:`Storage`; 0: they are contiguous.
 
     Raises:
-        ValueError: for a method that evicts in decode with a ``block_size``, or with channels per page.
+        ValueError: for a method that evicts in decode with channels per page.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         channels: Mapping[str, Channel | RowNumber] | None = None,
         evicts: Evicts = Evicts.NEVER,
         counters: Counters | None = None,
-        block_size: int = 0,
     ):
         channels = channels or {}
         self.own_numbers = tuple(name for name, spec in channels.items() if isinstance(spec, RowNumber))
@@ -78,11 +76,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self._row: int | None = None  # which row of a batch this is, see row
         self.out: Tensor | None = None  # where a step's output goes, see enter
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
-        self.block_size, self._free_blocks = block_size, []
         if self.evicts.in_decode and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts in decode cannot have channels per page: a page's tokens would move")
-        if self.evicts.in_decode and block_size:
-            raise ValueError("a method that evicts in decode keeps its slots in one piece, not in blocks")
         for name, spec in self.specs.items():
             if spec.per == 0:
                 with torch.inference_mode(False):
@@ -281,8 +276,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         one = object.__new__(type(self))
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
-        shared = self._without_batch
-        one.tensors = {name: x if name in shared else x[b : b + 1] for name, x in self.tensors.items()}
+        one.tensors = {name: x[b : b + 1] for name, x in self.tensors.items()}
         one.snapshots = {}
         one._row = b
         return one
@@ -291,10 +285,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """Replace the batch by its rows ``index``, int64 ``[B']`` (beam search, repeats, selection)."""
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
-            if self.block_size and "block_table" in self.tensors:
-                self._take_rows_of_blocks(index.tolist())
-            whole = (*self._without_batch, "block_table")
-            self.tensors = {name: x if name in whole else x.index_select(0, index) for name, x in self.tensors.items()}
+            self.tensors = {name: x.index_select(0, index) for name, x in self.tensors.items()}
         per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
         alike = all(len(set(numbers)) == 1 for numbers in per_row)
         chosen = [0] * len(index) if alike else index.tolist()  # waits for the device only where rows differ
@@ -324,6 +315,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
         own["emptied"] = None if first is None else self.tensors[first]
-        own |= {"freed": freed, "take": take, "block_table": self.block_table}
+        own |= {"freed": freed, "take": take}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
         self._clear_channels(slot, done=first)

@@ -137,8 +137,8 @@ class Eviction:
         k, v, *channels = gather_fields([self.keys, self.values, *map(self.tensors.get, per_slot)], keep)
         packed = dict(zip(per_slot, channels)) | {"positions": positions}
         self._keep_memory()
-        self.capacity, self._free_blocks = 0, []
-        for name in (*self._slot_specs(), "block_table"):
+        self.capacity = 0
+        for name in self._slot_specs():
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
         self.freed, self.ordered = None, True

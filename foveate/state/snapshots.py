@@ -26,7 +26,7 @@ class _Snapshot(NamedTuple):
     """The cache's attributes :data:`_MEMORY` from before its tokens were packed; None: as they are."""
 
 
-_MEMORY = ("tensors", "capacity", "_free_blocks", "_borrowed")
+_MEMORY = ("tensors", "capacity", "_borrowed")
 
 
 class Snapshots:

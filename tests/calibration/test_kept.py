@@ -214,7 +214,7 @@ class TestAuto:
 
     def test_options_are_those_of_any_method(self):
         model = tiny_model()
-        assert attached(model, block_size=16, cuda_graph=False, dense_below=100)[0] == "pages"
+        assert attached(model, cuda_graph=False, dense_below=100)[0] == "pages"
         foveate.attach(model, dense_below=100_000)
         assert foveate.stats(model).short_contexts == "dense below 100,000 tokens (dense_below)"
         foveate.attach(model, "h2o")

@@ -50,13 +50,6 @@ CAPPED = [
     spec for spec in SPECS if spec.startswith(("h2o", "streaming", "quest", "pages", "locks", "luka:", "kascade"))
 ]
 
-IN_BLOCKS = [
-    spec
-    for spec in SPECS
-    if spec.startswith(("dense", "quest", "pages", "locks", "oracle_topk", "kascade_paper:anchors=[0]"))
-    or "score_keys=pages" in spec
-]
-
 
 def main() -> int:
     ran: set[str] = set()
@@ -82,8 +75,6 @@ def parts() -> dict[str, Callable[[], None]]:
         found[f"native sparse attention, {dtype}"] = partial(attend_blocks, dtype)
         for spec in SPECS:
             found[f"{spec}, {dtype}"] = partial(decode, spec, dtype)
-        for spec in IN_BLOCKS:
-            found[f"{spec}, in blocks, {dtype}"] = partial(decode, spec, dtype, None, 16)
         for spec in CAPPED:
             found[f"{spec}, capped, {dtype}"] = partial(decode, spec, dtype, 5.0)
     return found
@@ -101,12 +92,12 @@ def has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def decode(spec: str, dtype: torch.dtype, softcap: float | None = None, block_size: int = 0) -> None:
+def decode(spec: str, dtype: torch.dtype, softcap: float | None = None) -> None:
     """A prompt and some steps of a middle layer; of the first one where that is the only anchor."""
     tokens = Tokens.random(2, PROMPT + DECODED)
     tokens = Tokens(*(x.to("cuda", dtype) for x in (tokens.q, tokens.k, tokens.v)))
     layer, among = (0, None) if "anchors=[0]" in spec else (1, [1])
-    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT, softcap, block_size)
+    driver = Driver(methods.parse(spec).for_layer(layer, 3, among), PROMPT, softcap)
     driver.feed(tokens[:PROMPT])
     driver.feed_steps(tokens[PROMPT:])
 

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from matrix import LENGTHS, PROMPT, Driver, Tokens, assert_same_state, padded
 
-import foveate
-from foveate import methods, ops
+from foveate import ops
 from foveate.ops import BlockTable, Logits, dispatch
 from foveate.ops.attend import attend_tiles
-from foveate.runtime import CudaRecorder, replay
 from tests.combinations import every_pair
-from tests.helpers import generate, left_padded, tiny_model
 from tests.kernels import poisoned_memory
 from tests.problems import BLOCK_LAYOUTS, in_blocks, listed, of_rows
-from tests.recorded import Replayed
 
 pytestmark = pytest.mark.gpu
 
@@ -23,18 +18,6 @@ DIMS = (("dim", "value_dim"), [(64, 64), (80, 80), (128, 128), (192, 128), (256,
 SIZES = (("batch", "number"), [(1, 1), (3, 61), (64, 700), (1, 40_001), (5, 4096)])
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])
 LAYOUTS = ("layout", BLOCK_LAYOUTS)
-SPECS = [
-    "dense",
-    "quest:top_k=64,dense_layers=0",
-    "quest:top_k=64,page_size=12,dense_layers=0",
-    "oracle_topk:top_k=64,dense_layers=0",
-    "omnikv:top_k=64,filters=[0],wait=0",
-    "kascade_paper:top_k=64,anchors=[0],decode_only=true",
-    "kascade_paper:top_k=64,anchors=[1],score_keys=pages,decode_only=true",
-    "kascade_paper:top_k=64,anchors=[0],score_keys=pages,first_layer=pages,decode_only=true",
-    "pages:top_k=64",
-    "locks:top_k=64",
-]
 SCALING = {"logits": Logits(0.1)}
 
 
@@ -250,35 +233,3 @@ def test_blocks_beyond_32_bits(operation, much_memory):
     assert far * memory[0].stride(0) > 2**31
     found = operation(q, *memory, BlockTable(table.table + far, table.length), lengths)
     same(found, operation(q, *near, table, lengths))
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("replayed", [False, True])
-def test_decoded_tokens_of_a_method(spec, dtype, replayed, monkeypatch):
-    """Of a ragged batch, over growth of the cache, in ordinary and in replayed steps."""
-    monkeypatch.setattr(replay, "ROOM", 1)
-    layer, among = (1, [1]) if "anchors=[1]" in spec else (0, None)  # layer 0 may score no pages
-    method, outs, stores = methods.parse(spec).for_layer(layer, 2, among), [], []
-    batch, mask = padded([Tokens.random(1, length, seed=length) for length in LENGTHS], PROMPT)
-    steps = Tokens.random(len(LENGTHS), 90, seed=1)
-    batch, steps = (Tokens(*(x.to("cuda", dtype) for x in (some.q, some.k, some.v))) for some in (batch, steps))
-    for block_size in (0, 16):
-        driver = Driver(method, block_size=block_size)
-        driver.feed(batch, mask.cuda())
-        feeding = Replayed(driver, CudaRecorder(torch.device("cuda"))) if replayed else driver
-        outs.append(feeding.feed_steps(steps))
-        stores.append(driver.store)
-    assert torch.equal(*outs)
-    assert_same_state(*stores)
-
-
-@pytest.mark.parametrize("spec", ["dense", "quest:top_k=16,page_size=4", "luka:page_size=4,tail=9,top_k=2"])
-def test_generate(spec):
-    model, outs = tiny_model().cuda(), []
-    batch = {name: x.cuda() for name, x in left_padded([60, 41, 3]).items()}
-    for block_size in (0, 16):
-        with foveate.attached(model, spec, dense_below=0, cuda_graph=True, block_size=block_size):
-            outs.append(generate(model, **batch, new=70))
-            assert foveate.stats(model).graphs.replayed >= 30
-    assert torch.equal(*outs)

@@ -284,7 +284,6 @@ def test_a_branch_is_refused():
         ("kascade:anchors=[1]", {}, "reads or weighs all keys that it keeps; take pages"),
         ("h2o", {}, "reads or weighs all keys"),
         ("quest", {}, "reads or weighs all keys"),
-        ("pages", {"block_size": 16}, "leave block_size=16 out"),
         ("pages", {"dense_below": 100}, "leave dense_below=100 out"),
         ("pages", {"offload": 1}, "offload must be True or False, not 1"),
         ("pages", {"offload": False, "gpu_budget": "1GB"}, "gpu_budget='1GB' needs offload=True"),

@@ -219,8 +219,6 @@ def test_what_is_refused(model):
         foveate.attach(model, top_k=3)
     with pytest.raises(ValueError, match="dense_below=4096 needs a method"):
         foveate.attach(model, dense_below=4096)
-    with pytest.raises(ValueError, match="block_size=16 needs a method"):
-        foveate.attach(model, block_size=16)
 
 
 @torch.no_grad()

@@ -228,12 +228,11 @@ def test_dense_logits_of_several_forward_calls_on_one_cache(family):
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("block_size", [0, 16])
-def test_a_cache_shows_its_keys_and_values_as_those_of_transformers_do(block_size):
+def test_a_cache_shows_its_keys_and_values_as_those_of_transformers_do():
     model, ids = tiny_model("gemma3"), tokens(40, batch=2)  # with sliding-window layers
     with torch.no_grad():
         expected = returned_cache(model(ids))
-        with foveate.attached(model, "dense", block_size=block_size):
+        with foveate.attached(model, "dense"):
             assert foveate.Cache(model).layers[1].keys is None
             found = returned_cache(model(ids))
     for mine, its in zip(found.layers, expected.layers, strict=True):
@@ -1010,15 +1009,12 @@ def test_a_pad_token_that_is_sampled_is_no_padding():
     assert 0 in sampled
 
 
-@pytest.mark.parametrize(
-    ("name", "block_size"),
-    [(name, 0) for name in methods.names() if name in ONE_OF_EACH] + [("snapkv", 16), ("luka", 16)],
-)
-def test_a_question_is_taken_back(name, block_size):
+@pytest.mark.parametrize("name", [name for name in methods.names() if name in ONE_OF_EACH])
+def test_a_question_is_taken_back(name):
     """The remedy that `crop` names, with `generate`: a document is asked again and again, as if for the first time."""
     model, method = tiny_model(), methods.make(name, **methods.get(name).about.small_budget)
     document, how, expected = tokens(80, 2, seed=3), {"max_new_tokens": 6, "do_sample": False}, {}
-    with foveate.attached(model, method, block_size=block_size):
+    with foveate.attached(model, method):
         cache = foveate.Cache(model)
         with torch.no_grad():
             model(document, **cached(cache))

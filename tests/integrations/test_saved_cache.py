@@ -57,10 +57,10 @@ def test_a_cache_read_from_disk_goes_on_alike(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dense", "kascade", "h2o", "luka"])
-def test_padded_prompts_and_blocks(name, tmp_path):
+def test_padded_prompts(name, tmp_path):
     model = tiny_model()
     method = small(name)
-    foveate.attach(model, method, **({} if method.evicts.in_decode else {"block_size": 16}))
+    foveate.attach(model, method)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :23] = 0
     ids = tokens(2, 60).masked_fill(mask == 0, 0)

@@ -41,22 +41,6 @@ def test_replays_equal_ordinary_steps(method, lengths, monkeypatch):
 KEEPING = [(name, method) for name, method in RECORDED if not method.evicts.in_decode]
 
 
-@each(deal(0, variants=KEEPING))
-def test_replays_in_blocks_equal_ordinary_steps(method, monkeypatch):
-    """Also over growth, after which rows have more blocks."""
-    monkeypatch.setattr(replay, "ROOM", 1)
-    tokens = Tokens.random(2, PROMPT + (80 if method.evicts else 24), seed=1)  # what has evicted has more room
-    plain, driver = Driver(method), Driver(method, block_size=16)
-    for one in (plain, driver):
-        one.feed(tokens[:PROMPT])
-    replayed = Replayed(driver)
-    close(replayed.feed_steps(tokens[PROMPT:]), plain.feed_steps(tokens[PROMPT:]))
-    assert replayed.use.replayed > 14
-    assert replayed.use.captured > 1
-    assert_same_counts(plain.layer.counters, driver.layer.counters)
-    assert_same_state(plain.store, driver.store)
-
-
 @each([one for one in KEEPING if one[1].evicts])
 def test_a_prompt_after_replays_evicts_and_counts(method):
     """Counters are the layer's own; a captured step has put them on the device."""
@@ -71,27 +55,6 @@ def test_a_prompt_after_replays_evicts_and_counts(method):
         again.feed(other)
     assert float(plain.layer.counters.tokens_evicted) > 0
     assert_same_counts(plain.layer.counters, driver.layer.counters)
-
-
-@each([one for one in deal(1, variants=KEEPING) if not one[1].name.startswith("luka")])
-def test_rows_in_another_order_have_other_blocks(method):
-    """Keys and values stay where they are: it is the table of blocks that is another."""
-    tokens = Tokens.random(2, PROMPT + 12, seed=1)
-    plain, driver = Driver(method), Driver(method, block_size=16)
-    for one in (plain, driver):
-        one.feed(tokens[:PROMPT])
-    replayed = Replayed(driver)
-    for first in (PROMPT, PROMPT + 6):
-        some = tokens[first : first + 6]
-        close(replayed.feed_steps(some), plain.feed_steps(some))
-        memory = [x.data_ptr() for x in driver.store.memory]
-        for one in (plain, driver):
-            one.layer.reorder_cache(torch.tensor([1, 0]))
-        assert [x.data_ptr() for x in driver.store.memory] == memory
-    assert replayed.use.captured == 2
-    assert replayed.use.replayed == 10
-    assert_same_counts(plain.layer.counters, driver.layer.counters)
-    assert_same_state(plain.store, driver.store)
 
 
 @pytest.mark.full

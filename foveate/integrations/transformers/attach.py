@@ -40,9 +40,6 @@ from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, check_dense_below, handover
 
-_LARGEST_BLOCK = 1 << 16
-"""Slots of a block at most: every row of every layer takes whole blocks."""
-
 
 def attach(
     model: nn.Module,
@@ -50,7 +47,6 @@ def attach(
     *,
     cuda_graph: bool | str = "auto",
     dense_below: int | str = "auto",
-    block_size: int = 0,
     offload: bool = False,
     gpu_budget: str | int | float | None = None,
     **settings: Any,
@@ -73,8 +69,6 @@ def attach(
             fewer tokens than this. "auto": on a GPU :attr:`Method.sparse_from_tokens`, from which the method is faster,
             or while each has fewer than 4,096, of which a share is too few; elsewhere 0, which means never. Methods
             that evict never do. :func:`stats` counts these steps. Comparisons of methods want 0.
-        block_size: slots of a block in which caches keep keys and values (paged KV), with the same results; 0: in one
-            piece. Methods that evict in decode keep theirs in one piece.
         offload: keep keys and values in host memory, and on the GPU summaries and the pages chosen last, with the same
             tokens (``pages``, ``luka``, ``kascade`` with ``score_keys=pages``); :func:`stats` tells what is fetched.
         gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
@@ -83,16 +77,13 @@ def attach(
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
-            ``cuda_graph=True`` where it is not possible, ``dense_below`` or ``block_size`` of a model with sparse
-            attention of its own, ``block_size`` of a method that evicts in decode, or ``offload`` of a method that
-            reads every key or a model on several devices; the model is left as it was.
+            ``cuda_graph=True`` where it is not possible, ``dense_below`` of a model with sparse attention of its own,
+            or ``offload`` of a method that reads every key or a model on several devices; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
     check_dense_below(dense_below)
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 <= block_size <= _LARGEST_BLOCK:
-        raise ValueError(f"block_size must be 1 to {_LARGEST_BLOCK} slots, or 0 for one piece, not {block_size!r}")
-    budget = offloading.check(offload, gpu_budget, dense_below, block_size)
+    budget = offloading.check(offload, gpu_budget, dense_below)
     if method is None and settings:
         raise ValueError(f"settings need a method: {', '.join(settings)}")
     chosen, decoder = make("auto" if method is None else method, **settings), decoder_of(model)
@@ -103,8 +94,6 @@ def attach(
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
             raise ValueError(f"dense_below={dense_below} needs a method: a model's own sparse attention stays as it is")
-        if block_size:
-            raise ValueError(f"block_size={block_size} needs a method: a model's own sparse attention stays as it is")
         releases.check(model, decoder)
         _detach(model)
         own = csa.SparseAttachment(f"auto: csa, the sparse attention of {csa.kind(decoder)} models")
@@ -131,16 +120,12 @@ def attach(
             uid,
             forward=forward,
             dense_below=0 if offload else dense_below,
-            block_size=block_size,
         )
         for index in modules
     }
     if offload:
         offloading.check_model(model)
         offloading.check_methods({index: policy.method for index, policy in policies.items()})
-    evicting = next((one.method for one in policies.values() if one.method.evicts.in_decode), None)
-    if block_size and evicting is not None:
-        raise ValueError(f"block_size={block_size}: {evicting.name} evicts in decode, with its slots in one piece")
     layers = [policy.method for policy in policies.values()]
     check_artefacts(layers, lambda: model_facts(config, modules) | {"rope": rotary_facts(config)})
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)

@@ -72,7 +72,7 @@ class Cache(transformers.Cache):
         for index, policy in attachment.policies.items():
             if index >= number:
                 continue
-            how = (policy.method, policy.counters, self.phase, policy.dense_below, policy.block_size)
+            how = (policy.method, policy.counters, self.phase, policy.dense_below)
             own = layers[index]
             recurrent = isinstance(own, LinearAttentionLayer)
             layers[index] = HybridCacheLayer(*how, own.number_of_states) if recurrent else CacheLayer(*how)

@@ -24,11 +24,9 @@ class CacheLayer(Layer, CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0, block_size: int = 0
-    ):
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
         CacheLayerMixin.__init__(self)
-        Layer.__init__(self, method, counters, phase, dense_below, block_size)
+        Layer.__init__(self, method, counters, phase, dense_below)
 
     # What the layer holds, under the names of Transformers' layers
 
@@ -164,10 +162,8 @@ class HybridCacheLayer(LinearAttentionLayer, CacheLayer):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(
-        self, method: Method, counters: Counters, phase: Phase, dense_below: int | str, block_size: int, states: int
-    ):
-        CacheLayer.__init__(self, method, counters, phase, dense_below, block_size)
+    def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str, states: int):
+        CacheLayer.__init__(self, method, counters, phase, dense_below)
         LinearAttentionLayer.__init__(self, number_of_states=states)
 
     @property

@@ -14,7 +14,7 @@ from foveate.runtime.offload import LayerShape, Offload, parse_budget
 from foveate.state import Geometry
 
 
-def check(offload: bool, gpu_budget: Any, dense_below: int | str, block_size: int) -> int | float | None:
+def check(offload: bool, gpu_budget: Any, dense_below: int | str) -> int | float | None:
     """The budget that was given, if any, as bytes or a share.
 
     Raises:
@@ -26,8 +26,6 @@ def check(offload: bool, gpu_budget: Any, dense_below: int | str, block_size: in
         if gpu_budget is not None:
             raise ValueError(f"gpu_budget={gpu_budget!r} needs offload=True")
         return None
-    if block_size:
-        raise ValueError(f"offload=True keeps pages of its own: leave block_size={block_size} out")
     if dense_below not in ("auto", 0):
         raise ValueError(f"offload=True never decodes densely: leave dense_below={dense_below} out")
     return parse_budget(gpu_budget)
