@@ -28,7 +28,7 @@ from foveate.hybrids.models import HybridConfig
 from foveate.hybrids.ops.recur import rule_in_use
 from foveate.hybrids.training import network
 from foveate.hybrids.training.configuration import ModelSettings, OptimSettings
-from foveate.hybrids.training.distributed import Parallel, Place, joined
+from foveate.hybrids.training.distributed import Parallel, Rank, joined
 from foveate.hybrids.training.optim import adamw
 from foveate.hybrids.training.sparsity import SparsityFeedback, SparsitySettings
 from foveate.lab.bench import breakdown
@@ -93,7 +93,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
     return rows
 
 
-def _measure(plan: Plan, name: str, tokens: int, place: Place, say: Say) -> dict[str, Any]:
+def _measure(plan: Plan, name: str, tokens: int, place: Rank, say: Say) -> dict[str, Any]:
     preset, _, size = name.partition("-")
     torch.compiler.reset()
     cuda = place.device.type == "cuda"
@@ -173,7 +173,7 @@ def _autocast(model: nn.Module) -> contextlib.AbstractContextManager:
     return torch.autocast(kind, torch.bfloat16) if kind == "cuda" else contextlib.nullcontext()
 
 
-def _row(plan: Plan, name: str, tokens: int, place: Place, measured: dict[str, Any], rows: Sequence[Row]) -> Row:
+def _row(plan: Plan, name: str, tokens: int, place: Rank, measured: dict[str, Any], rows: Sequence[Row]) -> Row:
     preset, _, size = name.partition("-")
     ms = measured["ms"]
     together = 1000 * tokens * place.world / ms

@@ -7,8 +7,8 @@ A table is marked by `<!-- report: FILE.jsonl [FILE.jsonl ...] [KIND] [NAME=VALU
 the kinds. Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does. `over-splits`
 makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
 are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`; `<!-- report: papers -->`
-every table and figure of the papers, see `paper_table.py`. Tables that no reader of a page needs are in
-`benchmarks/tables/`.
+every table and figure of the papers, see `paper_table.py`; `commands` and `settings` are the reference of the command
+line and of the methods, see `reference_tables.py`. Tables that no reader of a page needs are in `benchmarks/tables/`.
 """
 
 import json
@@ -26,6 +26,7 @@ from benchmarks import (
     layer_tables,
     paper_table,
     recheck,
+    reference_tables,
     summary_table,
     table_kinds,
 )
@@ -37,6 +38,12 @@ from foveate.lab.report.tables.general import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+WHOLE: Mapping[str, Callable[[], str]] = {
+    "papers": paper_table.table,
+    "commands": reference_tables.commands,
+    "settings": reference_tables.settings,
+}
+"""Tables of no result file, by their marks."""
 KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "summary": summary_table.summary,
     "differences": table_kinds.differences,
@@ -109,8 +116,8 @@ def written(text: str, check: bool = False) -> str:
 
     def made(match: re.Match[str]) -> str:
         try:
-            if match[2] == "papers":
-                table = paper_table.table()
+            if match[2] in WHOLE:
+                table = WHOLE[match[2]]()
             elif match[2] != "age":
                 table = marked(match[2].split())
             else:

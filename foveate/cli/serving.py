@@ -45,7 +45,7 @@ def serve(
     environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
     quiet()
     arguments = launch.arguments_of(model, *method, dense_below, context.args, audit)
-    for line in launch.told(launch.checked(arguments)):
+    for line in launch.startup_summary(launch.checked(arguments)):
         typer.echo(line)
     typer.echo(shlex.join(launch.command(arguments)))
     if not check:

@@ -110,7 +110,7 @@ class SharedSelection(Method):
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
         """How many keys are read, ``[B, Hkv]``: one tensor for all layers of a step."""
-        return cache.plan.each(self.count)[:, None].expand(indices.shape[:2])
+        return cache.plan.per_row(self.count)[:, None].expand(indices.shape[:2])
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:

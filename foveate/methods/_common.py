@@ -26,7 +26,7 @@ def occupied(cache: SlotCache) -> Tensor | None:
 
 def scored_lengths(cache: SlotCache) -> Tensor | None:
     """How many keys of each row are scored, int64 ``[B]``: 0 of a row that is read whole; None: all in use."""
-    return None if cache.stored()[1] is None else cache.plan.choosing(operator.pos, of="counts")
+    return None if cache.stored()[1] is None else cache.plan.for_sparse_rows(operator.pos, of="counts")
 
 
 def recent(cache: SlotCache, window: int) -> Tensor:
@@ -34,7 +34,7 @@ def recent(cache: SlotCache, window: int) -> Tensor:
 
     In rows of fewer tokens their empty slots are among these; ``cache.stored()`` tells them apart.
     """
-    return cache.positions >= cache.plan.each(operator.sub, window)[:, None, None]
+    return cache.positions >= cache.plan.per_row(operator.sub, window)[:, None, None]
 
 
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
@@ -101,5 +101,5 @@ def evict_weakest(
     """
     rows = cache.plan.where(over)
     if rows is not None:
-        before = cache.plan.each(operator.sub, window) if window > 0 else None
+        before = cache.plan.per_row(operator.sub, window) if window > 0 else None
         cache.evict(rows, scores=scores(cache.positions) if callable(scores) else scores, before=before)

@@ -46,7 +46,7 @@ class PageSummaries:
 
     @functools.cached_property
     def spec(self) -> str:
-        """What distinguishes these rules, see :meth:`~foveate.state.step_plan.StepPlan.each`."""
+        """What distinguishes these rules, see :meth:`~foveate.state.step_plan.StepPlan.per_row`."""
         return f"pages of {self.size}"
 
     # Hooks
@@ -124,7 +124,7 @@ class PageBoxes(PageSummaries):
         """
         rows, most = ops.fold_group(q, cache.geometry.num_kv_heads), self.pages(cache.used)
         low, high = (cache.channel(name)[:, :, :most] for name in ("low", "high"))
-        lengths = cache.plan.choosing(self.pages, of="counts")
+        lengths = cache.plan.for_sparse_rows(self.pages, of="counts")
         return ops.largest_logit(rows, low, high, scaling, lengths=lengths).flatten(1, 2)
 
 
@@ -243,7 +243,7 @@ class LowRankPages(PageSummaries):
         else:
             records = cache.channel("records")[:, :, :number]
         rule = self.newest if pooling == "of_largest" else self.full
-        lengths = cache.plan.choosing(rule, of="counts")
+        lengths = cache.plan.for_sparse_rows(rule, of="counts")
         lengths = lengths if due is None else lengths.where(due, 0)
         how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
         how |= {"pooling": pooling, "pool": pool, "block_table": table}

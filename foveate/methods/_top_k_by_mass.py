@@ -73,7 +73,7 @@ class TopKByMass(SharedSelection):
         """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
         if self.pools_layer:
             scores = cache.mean_over_ranks(scores)
-        best = self._best(scores, cache.plan.each(self.count), self.count(cache.used), cache.plan.alike, lengths)
+        best = self._best(scores, cache.plan.per_row(self.count), self.count(cache.used), cache.plan.alike, lengths)
         return best.expand(-1, cache.geometry.num_kv_heads, -1)
 
     def _best(self, scores: Tensor, counts: Tensor, most: int, alike: bool, lengths: Tensor | None = None) -> Tensor:

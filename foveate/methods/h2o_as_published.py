@@ -84,7 +84,7 @@ class H2OAsPublished(Method):
         mass = cache.channel("mass")
         mass = mass.sum(1, keepdim=True) if self.pool == "layer" else mass
         others = mass.masked_fill((mass <= 0) | recent(cache, self.window), float("-inf"))
-        heavy = ops.topk_rows(others, cache.plan.each(self._heavy), self._heavy(cache.used))
+        heavy = ops.topk_rows(others, cache.plan.per_row(self._heavy), self._heavy(cache.used))
         heavy = heavy.expand(-1, cache.geometry.num_kv_heads, -1)
         width = min(self.window, cache.used)
         last = cache.plan["lengths"][:, None] - width + torch.arange(width, device=cache.device)

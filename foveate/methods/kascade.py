@@ -27,8 +27,8 @@ ONE_PAGE_IN = 3
 """Of how many pages the keys of one are scored under score_keys=pages, where top_k needs no more."""
 _ANCHORS = 5
 """Evenly spaced, where nothing says which."""
-SETTLED_BY = ("pool", "pooling", "decode_only")
-"""Settings on which depends what anchors lose; a calibration records them."""
+CALIBRATED_SETTINGS = ("pool", "pooling", "decode_only")
+"""Settings that a choice of anchors is valid for; a calibration records them."""
 
 
 @register
@@ -202,7 +202,7 @@ class Kascade(KeepsSummaries, TopKByMass):
     def differing(self, calibration: Calibration) -> list[str]:
         """The settings under which a calibration was chosen and that this method has otherwise."""
         theirs = calibration.settings
-        return [name for name in SETTLED_BY if name in theirs and theirs[name] != getattr(self, name)]
+        return [name for name in CALIBRATED_SETTINGS if name in theirs and theirs[name] != getattr(self, name)]
 
     def _say_what_differs(self) -> None:
         if self._artefact is None or not (names := self.differing(self._artefact)):
@@ -328,8 +328,8 @@ class Kascade(KeepsSummaries, TopKByMass):
         return ops.Choice(
             pages=pages,
             page_size=self.page_size,
-            counts=plan.choosing(self.scored_pages),
-            read=plan.each(self.page_keys)[:, None],
+            counts=plan.for_sparse_rows(self.scored_pages),
+            read=plan.per_row(self.page_keys)[:, None],
             readers=readers,
             fetched=True,
         )
@@ -362,9 +362,9 @@ class Kascade(KeepsSummaries, TopKByMass):
         how |= {"pooling": self.pooling, "pool": self.pool}
         keys, scored = (cache.memory[0], pages) if not cache.offloaded else self._hot_keys(cache, pages)
         if cache.offloaded:  # a copy of the pages alone, in their order
-            how |= {"lengths": cache.plan.each(self.page_keys), "block_table": None}
+            how |= {"lengths": cache.plan.per_row(self.page_keys), "block_table": None}
         mass = ops.pooled_mass_of_pages(q, keys, scored, self.page_size, **how)
-        there = cache.plan.choosing(self.places)
+        there = cache.plan.for_sparse_rows(self.places)
         places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
@@ -381,16 +381,16 @@ class Kascade(KeepsSummaries, TopKByMass):
 
     def _of_pages(self, cache: SlotCache) -> dict[str, Tensor]:
         plan = cache.plan
-        return {"lengths": plan["lengths"], "counts": plan.choosing(self.scored_pages)}
+        return {"lengths": plan["lengths"], "counts": plan.for_sparse_rows(self.scored_pages)}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
         int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
         mass, plan = cache.mean_over_ranks(mass) if self.pools_layer else mass, cache.plan
-        ends = plan.choosing(self.summaries.pages)
-        scores = ops.with_always_read(mass, 0, plan.each(self.summaries.newest), ends)
-        counts, most = plan.each(self.scored_pages), self.scored_pages(cache.used)
+        ends = plan.for_sparse_rows(self.summaries.pages)
+        scores = ops.with_always_read(mass, 0, plan.per_row(self.summaries.newest), ends)
+        counts, most = plan.per_row(self.scored_pages), self.scored_pages(cache.used)
         pages = ops.topk_rows(scores, counts, most, lengths=ends, dtype=torch.int32)
         if self.reads_pages:
             if self.pooling == "sqrt":  # its scores are not shares of the attention

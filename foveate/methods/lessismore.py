@@ -63,7 +63,7 @@ class LessIsMore(SharedSelection):
         device, heads = cache.device, scores.shape[1]
         slots = torch.arange(scores.shape[-1], device=device)
         length, begin, last, most = (
-            cache.plan.each(rule)[:, None]
+            cache.plan.per_row(rule)[:, None]
             for rule in (operator.pos, self.first_tokens, self.last_tokens, self.best_keys)
         )
         end = length - last

@@ -209,7 +209,7 @@ class LTE(Method):
         before = [[min(n - 1, own) + 1 for own in self.allowed_by_head(n - 1, heads)] for n in cache.lengths]
         most = [self.allowed_by_head(n, heads) for n in cache.lengths]
         over = [[own > limit for own, limit in zip(*row)] for row in zip(before, most)]
-        cache.evict_by_head(over, before, cache.channel("score"), cache.plan.each(operator.sub, self.window))
+        cache.evict_by_head(over, before, cache.channel("score"), cache.plan.per_row(operator.sub, self.window))
 
     @functools.cached_property
     def replay(self) -> Replay:  # type: ignore[override]

@@ -67,6 +67,6 @@ class OmniKV(SharedSelection):
         scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
         scores = cache.of_all_heads(scores)
         scores = scores if scores.shape[1] == 1 else scores.amax(1, keepdim=True)
-        counts, most = cache.plan.each(self.count), self.count(cache.used)
+        counts, most = cache.plan.per_row(self.count), self.count(cache.used)
         chosen = ops.topk_rows(scores, counts, most, lengths=lengths, dtype=torch.int32)
         return chosen.expand(-1, cache.geometry.num_kv_heads, -1)

@@ -93,7 +93,7 @@ class PageMethod(KeepsSummaries):
         """Pages int32 ``[B, H, P]`` ascending, then -1; H is the number of KV heads or of query heads, as of the
         summaries' scores. A key counts once for all the heads of a group that read it."""
         scores, plan = self.scores(cache, q, scaling), cache.plan
-        step = plan.once(("pages", type(self), self.spec), lambda: self._step(plan, cache.used))
+        step = plan.cached(("pages", type(self), self.spec), lambda: self._step(plan, cache.used))
         ranked = scores
         if step.newest is not None:
             ranked = ops.with_always_read(scores, step.sinks, step.newest, step.ends)
@@ -106,8 +106,8 @@ class PageMethod(KeepsSummaries):
         return ops.Choice(pages=pages, page_size=self.page_size, counts=step.counts, read=read)
 
     def _step(self, plan: StepPlan, used: int) -> PagesOfStep:
-        newest = plan.each(self.first_newest, of="counts") if self.tail else None
-        ends, counts = plan.choosing(self.summaries.pages, of="counts"), plan.each(self.count, of="counts")
+        newest = plan.per_row(self.first_newest, of="counts") if self.tail else None
+        ends, counts = plan.for_sparse_rows(self.summaries.pages, of="counts"), plan.per_row(self.count, of="counts")
         return PagesOfStep(ends, counts, self.most_pages(used), self.summaries.pages(self.sinks), newest)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:

@@ -29,7 +29,7 @@ class GroupBoxes(PageBoxes):
         fp32 ``[B, Hkv, P]``; 0 where a row has no page.
         """
         bounds = super().scores(cache, q, scaling)
-        there = ops.first_keys(cache.plan.each(self.pages, of="counts"), bounds.shape[-1])
+        there = ops.first_keys(cache.plan.per_row(self.pages, of="counts"), bounds.shape[-1])
         bounds = bounds.masked_fill(~there, float("-inf"))
         return bounds.softmax(-1).unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2)
 

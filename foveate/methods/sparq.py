@@ -49,11 +49,11 @@ class SparQ(Method):
         mass = self._approximate(cache, q, scaling)
         empty = cache.positions < 0
         scores = mass.mean(2).masked_fill(recent(cache, self.window), torch.inf).masked_fill(empty, -torch.inf)
-        indices = ops.topk_rows(scores, cache.plan.each(self.count), self.count(cache.used))
+        indices = ops.topk_rows(scores, cache.plan.per_row(self.count), self.count(cache.used))
         read = torch.zeros_like(scores).scatter_add_(2, indices.clamp_min(0), (indices >= 0).float())
         left = (mass * (1 - read)[:, :, None]).sum(3).flatten(1)  # 1 - alpha of each query head
         rest = ops.Rest(mean.repeat_interleave(cache.geometry.group, 1)[:, :, None], left[..., None])
-        return ops.Choice(keys=indices, read=cache.plan.each(self.count)[:, None], rest=rest)
+        return ops.Choice(keys=indices, read=cache.plan.per_row(self.count)[:, None], rest=rest)
 
     def _approximate(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """Attention of each head by its group's largest dimensions, fp32 ``[B, Hkv, G, used]``; 0 in empty slots."""

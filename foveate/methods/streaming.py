@@ -59,7 +59,7 @@ class Streaming(Method):
         # the next query sees nothing below its window: at most one token leaves it at each step
         rows = cache.plan.where(self._leaves)
         if rows is not None:
-            cache.evict(rows, at=cache.plan.each(self._leaving))
+            cache.evict(rows, at=cache.plan.per_row(self._leaving))
 
     def _leaving(self, length: Number) -> Number:
         """The last token that the next query does not see."""

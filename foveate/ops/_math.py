@@ -57,7 +57,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return (logits / softcap).tanh() * softcap if logits.requires_grad else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def readable(x: Tensor) -> bool:
+def on_host(x: Tensor) -> bool:
     """Whether numbers may be read from a tensor: it is on the CPU, and no mode, such as a recorder's, forbids it."""
     return x.device.type == "cpu" and _get_current_dispatch_mode() is None
 

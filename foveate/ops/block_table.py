@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 
 EIGHT_BITS = torch.float8_e4m3fn
 """What keys and values in blocks may be in, too. Their scales belong to the logits' factor and to the output."""
@@ -60,10 +60,10 @@ class BlockTable:
             ValueError: on the CPU for a key that has no block in ``memory [N, Hkv, n, D]``.
         """
         entries, room = (indices // memory.shape[2]).flatten(1).long(), self.table.shape[1]
-        if readable(entries) and bool(((entries < 0) | (entries >= room)).any()):
+        if on_host(entries) and bool(((entries < 0) | (entries >= room)).any()):
             raise ValueError(f"keys must be among the {room * memory.shape[2]} of a block table of {room} blocks")
         blocks = self.table.gather(1, entries).long().view(indices.shape)
-        if readable(blocks) and bool(((blocks < 0) | (blocks >= len(memory))).any()):
+        if on_host(blocks) and bool(((blocks < 0) | (blocks >= len(memory))).any()):
             raise ValueError(f"a block table must name one of {len(memory)} blocks for every key")
         return blocks, indices.long() % memory.shape[2]
 

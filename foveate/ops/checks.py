@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 from foveate.ops.block_table import BlockTable
 from foveate.ops.logits import Logits
 
@@ -74,7 +74,7 @@ def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], 
     if places.dim() != 3 or len(places) != batch or places.shape[1] not in heads:
         allowed = " or ".join(str(x) for x in sorted(set(heads)))
         raise ValueError(f"{name} {tuple(places.shape)} do not fit {batch} rows of {allowed} heads")
-    if readable(places) and places.numel():
+    if on_host(places) and places.numel():
         least, most = torch.stack(places.aminmax()).tolist()
         if least < -1 or most >= number:
             raise ValueError(f"{name} must be below {number}, or -1 for none, not {least if least < -1 else most}")
@@ -87,7 +87,7 @@ def check_number(name: str, number: int, least: int) -> None:
 
 
 def check_logits(logits: Logits, heads: int | None = None) -> None:
-    """Raise unless sinks are one logit for each of so many heads, and the cap is a finite number above 0, or None.
+    """Raise unless sinks are ``[heads]``, and the cap is a finite number above 0, or None.
 
     ``heads``: None where sinks have no part.
     """
@@ -127,7 +127,7 @@ def check_blocks(block_table: BlockTable | None, memory: Tensor, read: Callable[
 
     ``read()``: bool ``[B, H, Lk]``, the keys that are; it is called only where some entry names no block. None: all.
     """
-    if block_table is None or not readable(block_table.table):
+    if block_table is None or not on_host(block_table.table):
         return
     table, number = block_table.table, len(memory)
     wrong = (table < 0) | (table >= number)

@@ -12,7 +12,7 @@ from foveate import ops
 from foveate.methods import Method
 from foveate.methods.handed_on import hand_on, handed_on
 from foveate.ops import Attended, Choice
-from foveate.ops.attend.gather import among
+from foveate.ops.attend.gather import membership_mask
 from foveate.ops.choice import ALL, ALL_WITH_MASS
 from foveate.runtime import returned
 from foveate.state import SlotCache
@@ -92,7 +92,7 @@ def _chosen(
 
 def _counted_whole(plan: StepPlan, choice: Choice) -> Choice:
     """A choice that counts all keys of the rows that are read whole."""
-    return choice._replace(read=plan.or_whole(choice.read))
+    return choice._replace(read=plan.count_dense_rows(choice.read))
 
 
 def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
@@ -104,13 +104,13 @@ def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
         if not plan.captured and not kept:
             live = cache.rows["live"]
             return sum(method.scored(tokens, *described) for tokens in live) / len(live)
-        live = plan.choosing(torch.Tensor.double, of="live")
+        live = plan.for_sparse_rows(torch.Tensor.double, of="live")
         now = cache.channel("scored_at") == plan["lengths"] if kept else 1
         return (method.scored(live, *described) * now).sum()
 
     key = ("scored", method.spec, method.role.name, *described)  # once for all layers that score alike
     alike = plan.captured or not kept
-    cache.count("keys_read", plan.once(key, scored_now) if alike else scored_now())
+    cache.count("keys_read", plan.cached(key, scored_now) if alike else scored_now())
 
 
 # Attention
@@ -178,7 +178,7 @@ def _attend_fetched(cache: SlotCache, q: Tensor, choice: Choice, scaling: float)
     if not choice.fetched:
         pages, number = chosen.div(cache.page_size, rounding_mode="floor"), -(-cache.used // cache.page_size)
         every = torch.arange(number, dtype=torch.int32, device=q.device)
-        cache.fetch(every.where(among(pages, number), -1))
+        cache.fetch(every.where(membership_mask(pages, number), -1))
     return _attend_hot(cache, q, chosen, scaling)
 
 
@@ -191,7 +191,7 @@ def _attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, pag
     how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None, "block_table": table}
     chosen = chosen.reshape(batch * heads, 1, -1)
     if page_size:
-        lengths = cache.plan.each(torch.repeat_interleave, heads, of="counts")
+        lengths = cache.plan.per_row(torch.repeat_interleave, heads, of="counts")
         found = ops.attend_pages(q_rows, *memory, chosen, page_size, lengths=lengths, **how)
     else:
         found = ops.attend_indices(q_rows, *memory, chosen, **how)

@@ -84,7 +84,7 @@ def current(owner: str | None = None) -> Pass | None:
     return passes[-1] if passes and owner in (None, passes[-1].owner) else None
 
 
-def reach(layer: int, owner: str, spec: str, finite: Tensor | None = None) -> None:
+def mark_attended(layer: int, owner: str, spec: str, finite: Tensor | None = None) -> None:
     """Record that the attention of a layer has been computed; no-op outside of the owner's pass."""
     one = current(owner)
     if one is not None:

@@ -189,7 +189,7 @@ class Layer:
     ) -> Tensor:
         """Attention of new prompt tokens, in parts after which rows evict; ``ends``: the prompt ends with them.
 
-        Rows that are alike go together, others each by itself.
+        Rows of equal length run as one batch, others one by one.
         """
         store, n, out = self.store, k.shape[2], None
         left = [range(n)] * store.batch_size if columns is None else columns

@@ -126,7 +126,7 @@ class Offload:
         self._bytes: int | None = None
         """Of the device, once somebody has looked how much is free."""
 
-    def expect(self, rows: int, tokens: int, held: int = 0, in_host: int = 0) -> None:
+    def reserve_memory(self, rows: int, tokens: int, held: int = 0, in_host: int = 0) -> None:
         """Announce that the cache will hold so many tokens of so many rows.
 
         Args:
@@ -177,14 +177,14 @@ class Offload:
             )
 
     def hot_pages(self, store: OffloadedCache, capacity: int) -> int:
-        """See :class:`foveate.state.offloaded.Room`."""
+        """See :class:`foveate.state.offloaded.HotPageBudget`."""
         found = self._hot(store.page_size, store.batch_size, max(self.slots, capacity))
         if found < max(one.least(capacity) for one in self.layers if one.offloaded):
             raise DoesNotFitError(self._too_few(capacity))
         return found
 
     def _hot(self, page_size: int, rows: int, slots: int) -> int:
-        """Pages of each KV head that a layer may keep, where there will be so many slots."""
+        """Hot pages of each KV head that a layer may keep when its cache has ``slots`` slots."""
         pages, budget = -(-slots // page_size), self._budget(0)
         if isinstance(budget, float):
             found = math.ceil(budget * pages)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from foveate.runtime.offload import Offload
-from foveate.state import Held
+from foveate.state import BytesInUse
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Phase:
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
     """Shared by the layers of the current forward pass, see :meth:`SlotCache.shared_key`."""
-    held: Held = field(default_factory=Held)
+    held: BytesInUse = field(default_factory=BytesInUse)
     """The bytes that the layers hold together."""
     offload: Offload | None = None
     """Where keys and values are in host memory, what the layers share; None: they are on the device."""

@@ -34,7 +34,7 @@ class Policy:
     :attr:`Method.sparse_from_tokens`, or each fewer than `SHORT_SEQUENCE`, on a GPU with the kernels."""
     rotary: Callable[[], Rotary] | None = None
     """Returns the layer's rotary positions in the present pass; None unless the method needs them."""
-    look: Callable[[int, Tensor, Tensor, Logits], None] | None = None
+    on_attention: Callable[[int, Tensor, Tensor, Logits], None] | None = None
     """A hook for analysis, called before attention with the layer's index, its rotated queries ``[B, Hq, n, D]`` and
     keys ``[B, Hkv, n, D]``, and how its logits are made."""
 
@@ -43,7 +43,7 @@ class Policy:
         self.counters.declare(self.method.counters)
 
     def __getstate__(self) -> dict[str, Any]:  # for copies and pickles, which count anew and are not watched
-        return self.__dict__ | {"counters": Counters(), "forward": {}, "look": None}
+        return self.__dict__ | {"counters": Counters(), "forward": {}, "on_attention": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveate.methods import Method
 from foveate.ops import Attended, Choice
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 from foveate.state import SlotCache
 
 _OF_THE_CACHE = ("keys", "values", "positions", "block_table")
@@ -67,7 +67,7 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
     nearest = keep.clamp(-1, used - 1)
     times.scatter_add_(-1, nearest + 1, torch.ones_like(keep, dtype=torch.int32))
     found = torch.stack([(keep != nearest).any(), (keep == -1).any(), (times[..., 1:] > 1).any()])
-    if readable(found):
+    if on_host(found):
         _check_slots(method, used, *found.tolist())
     else:
         store.forward.setdefault(_NOTED, []).append((method, used, found))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops import Logits, Rotary, put_token
-from foveate.state.counters import Counters, Held, Tally, over_rows
+from foveate.state.counters import BytesInUse, Counters, Tally, over_rows
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed
@@ -60,7 +60,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.evicts = evicts
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
-        self.capacity, self.held = 0, Held()
+        self.capacity, self.held = 0, BytesInUse()
         self.tensors: dict[str, Tensor] = {}
         self.freed: Freed | None = None
         self.ordered = True  # tokens are stored in the order of their positions
@@ -216,7 +216,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """
         step = self.device_state and self._step
         if step is not None:
-            newest = step.plan.once("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
+            newest = step.plan.cached("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
             self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self._rows["counts"]

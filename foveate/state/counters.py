@@ -15,14 +15,14 @@ _DTYPES = {"keys_read": torch.float64, "tokens_evicted": torch.float64}
 
 
 @dataclass
-class Held:
+class BytesInUse:
     """The bytes that the layers of one cache hold together, now and at most so far."""
 
     bytes: int = 0
     peak: int = 0
 
     def change(self, by: int) -> None:
-        """Count so many bytes more, or fewer."""
+        """Add ``by`` bytes; negative when memory is released."""
         self.bytes += by
         self.peak = max(self.peak, self.bytes)
 
@@ -53,7 +53,7 @@ class Counters:
     """Bytes that the layer's cache holds at present."""
     host_bytes: int = 0
     """Bytes of keys and values that it keeps in host memory."""
-    held: Held = field(default_factory=Held, compare=False)
+    held: BytesInUse = field(default_factory=BytesInUse, compare=False)
     """What all layers of that cache hold."""
     own: dict[str, float | Tensor] = field(default_factory=dict)
     """The method's own counters, by the names that it declares (``Method.counters``)."""

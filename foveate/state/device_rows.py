@@ -111,7 +111,7 @@ class DeviceRows:
 
     def held(self) -> Tensor:
         """Tokens that all rows hold, fp64 ``[]``."""
-        return self.plan.once("held", functools.partial(self["live"].sum, dtype=torch.float64))
+        return self.plan.cached("held", functools.partial(self["live"].sum, dtype=torch.float64))
 
     def _pinned(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -124,7 +124,7 @@ class DeviceRows:
             self.freed.copy_(rows)
             return True
 
-        self.plan.once("evict", count_once)
+        self.plan.cached("evict", count_once)
 
     # Between steps
 

@@ -50,7 +50,7 @@ class Eviction:
         if step is not None:
             give_up(self.positions, rows=rows, out=self.device_state.freed_slots, **by)
             step.evict(rows)
-            self.count("tokens_evicted", step.plan.once("evicted", rows.sum))
+            self.count("tokens_evicted", step.plan.cached("evicted", rows.sum))
             return
         rows = list(rows)
         if not any(rows):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops import BlockTable
-from foveate.ops.attend.gather import among
+from foveate.ops.attend.gather import membership_mask
 from foveate.ops.fetch import HotPages, fetch_pages, place_pages, put_both
 from foveate.ops.fetch.types import NEVER
 from foveate.state.cache import SlotCache
@@ -29,7 +29,7 @@ COUNTERS = ("pages_asked", "pages_fetched")
 steps and rows."""
 
 
-class Room(Protocol):
+class HotPageBudget(Protocol):
     """What the layers of a cache share: buffers, and how many pages each may keep on the device."""
 
     transfers: Transfers
@@ -73,7 +73,7 @@ class OffloadedCache(SlotCache):
         channels: Mapping[str, Channel | RowNumber] | None,
         counters: Counters | None,
         page_size: int,
-        room: Room,
+        room: HotPageBudget,
     ):
         super().__init__(geometry, batch_size, dtype, device, channels, counters=counters)
         self.counters.declare(COUNTERS)
@@ -193,7 +193,7 @@ class OffloadedCache(SlotCache):
         """
         hot, size, shape = self._decoding.hot, self.page_size, slots.shape[:2]
         entries = hot.table.shape[1]
-        there = among(slots.div(size, rounding_mode="floor"), entries)
+        there = membership_mask(slots.div(size, rounding_mode="floor"), entries)
         self.fetch(torch.arange(entries, dtype=torch.int32, device=slots.device).where(there, -1))
         rows = slots.flatten(0, 1)
         block = hot.table.gather(1, rows.clamp_min(0) // size).where(rows >= 0, len(hot.keys) - 1).long()

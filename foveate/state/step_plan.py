@@ -53,7 +53,7 @@ class StepPlan:
         """Whether a row may have a number of this name above 0; True in a captured step."""
         return self.captured or max(self._numbers[name]) > 0
 
-    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """The result of ``compute()``, computed by the first layer of the step that asks for this key."""
         if key not in self._shared:
             self._shared[key] = compute()
@@ -70,7 +70,7 @@ class StepPlan:
             self._constants[numbers] = on_device(numbers, self.device)
         return self._constants[numbers]
 
-    def each(self, rule: Callable[..., Tensor | int], *args: Hashable, of: str = "lengths") -> Tensor:
+    def per_row(self, rule: Callable[..., Tensor | int], *args: Hashable, of: str = "lengths") -> Tensor:
         """``rule(numbers, *args)`` of the row numbers of a name, computed once for all layers: by default ``[B]``.
 
         Args:
@@ -84,14 +84,14 @@ class StepPlan:
                 self._shared[key] = made if isinstance(made, Tensor) else torch.full_like(self[of], made)
         return self._shared[key]
 
-    def choosing(self, rule: Callable[..., Tensor | int], of: str = "lengths") -> Tensor:
-        """:meth:`each`, and 0 of a row that is read whole: nothing is scored there."""
-        numbers = self.each(rule, of=of)
+    def for_sparse_rows(self, rule: Callable[..., Tensor | int], of: str = "lengths") -> Tensor:
+        """:meth:`per_row`, and 0 of a row that is read whole: nothing is scored there."""
+        numbers = self.per_row(rule, of=of)
         if self.whole is None:
             return numbers
-        return self.once(("choosing", _key(rule), of), lambda: numbers.where(self.whole == 0, 0))
+        return self.cached(("sparse rows", _key(rule), of), lambda: numbers.where(self.whole == 0, 0))
 
-    def or_whole(self, read: Tensor) -> Tensor:
+    def count_dense_rows(self, read: Tensor) -> Tensor:
         """Keys that rows read of those chosen, ``[B, Hkv or 1]``; of a row read whole, all that are counted."""
         return read if self.whole is None else self["live"][:, None].where(self.whole[:, None] > 0, read)
 
@@ -102,7 +102,7 @@ class StepPlan:
         """
         live, lengths = self._numbers["live"], self._numbers["lengths"]
         if self.captured:
-            return self.once((_key(rule), "where"), lambda: rule(live, lengths))
+            return self.cached((_key(rule), "where"), lambda: rule(live, lengths))
         chosen = [bool(rule(*row)) for row in zip(live, lengths)]
         return chosen if any(chosen) else None
 

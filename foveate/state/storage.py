@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops import BlockTable
-from foveate.state.counters import Counters, Held
+from foveate.state.counters import BytesInUse, Counters
 from foveate.state.description import Channel, Geometry
 
 ALIGN = 64
@@ -39,7 +39,7 @@ class Storage:
     _borrowed: bool
     """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
 
-    held: Held
+    held: BytesInUse
     """The bytes of all layers of the cache, this one's included as of the last :meth:`_count_bytes`."""
     _counted: int = 0
     """Bytes of this layer in :attr:`held`."""
@@ -52,7 +52,7 @@ class Storage:
     def _device_tensors(self) -> list[Tensor]:
         return list(self.tensors.values())
 
-    def count_in(self, held: Held) -> None:
+    def count_in(self, held: BytesInUse) -> None:
         """Count what the layer holds, now and later, with the other layers of its cache; once for each cache."""
         self.held = self.counters.held = held
         self._counted = self.resident_bytes

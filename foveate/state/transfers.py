@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foveate.state.counters import Held
+from foveate.state.counters import BytesInUse
 from foveate.state.host_memory import HostMemory
 
 
@@ -18,7 +18,7 @@ class Reader(Protocol):
 
     host: HostMemory
     order: int
-    held: Held
+    held: BytesInUse
     used: int
 
     def stop_decoding(self) -> None:
@@ -150,7 +150,7 @@ class Transfers:
             for x in (k, v):
                 x.record_stream(self._stream)
 
-    def close(self, held: Held) -> None:
+    def close(self, held: BytesInUse) -> None:
         """Drop the buffers, and let what the device does from now on see what was written to host memory."""
         for one in self._buffers:
             held.change(-one.nbytes)
@@ -158,7 +158,7 @@ class Transfers:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def drop(self, order: int, held: Held) -> None:
+    def drop(self, order: int, held: BytesInUse) -> None:
         """Forget what a layer's buffer holds, after its tokens have changed otherwise."""
         for one in [one for one in self._buffers if one.order == order]:
             self._buffers.remove(one)

@@ -261,7 +261,7 @@ def test_a_cache_counts_as_its_own_what_it_has_in_host_memory(monkeypatch):
     assert large.host_bytes > 2 * small.host_bytes > 0
     monkeypatch.setattr(offload, "_free_host_memory", lambda: 0)
     with pytest.raises(ValueError, match="host memory"):
-        small.expect(1, 500)
+        small.reserve_memory(1, 500)
 
 
 def test_a_branch_is_refused():

@@ -333,7 +333,7 @@ class TestCappedLogits:
             similarity = Similarity(4, 4)
             with foveate.attached(whole, "dense") as attachment:
                 for policy in attachment.policies.values():
-                    policy.look = similarity.look
+                    policy.on_attention = similarity.look
                 with torch.no_grad():
                     whole(tokens(60), use_cache=False)
             found.append(similarity.result().captured)

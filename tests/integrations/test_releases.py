@@ -190,8 +190,8 @@ class TestProof:
             with torch.no_grad():
                 return model(ids, use_cache=False).logits
 
-        alone, reach = [read(ids) for ids in prompts], handover.reach
-        monkeypatch.setattr(handover, "reach", lambda *given: (reach(*given), barrier.wait(30))[0])
+        alone, reach = [read(ids) for ids in prompts], handover.mark_attended
+        monkeypatch.setattr(handover, "mark_attended", lambda *given: (reach(*given), barrier.wait(30))[0])
         with ThreadPoolExecutor(3) as pool:
             for found, expected in zip(pool.map(read, prompts), alone, strict=True):
                 torch.testing.assert_close(found, expected)

@@ -73,7 +73,7 @@ def test_mistakes_are_told_before_vllm_is_imported(method, below, options, why, 
 @pytest.mark.filterwarnings("ignore:auto. pages, because")
 def test_auto_becomes_what_can_be_served(folder, installed):
     assert launch.arguments_of(folder, "auto", None, [])[-1] == '{"foveate": "auto"}'
-    (line, *_) = launch.told(engine("auto", **SIZES))
+    (line, *_) = launch.startup_summary(engine("auto", **SIZES))
     assert line == "method: pages:weighted=false"
 
 
@@ -112,30 +112,32 @@ SIZES = {
 
 def test_the_plan_tells_layers_bound_and_memory(monkeypatch):
     facts = CONFIGS["llama"]()
-    found = launch.told(engine({"method": KASCADE, "dense_below": 4096}, **SIZES))
+    found = launch.startup_summary(engine({"method": KASCADE, "dense_below": 4096}, **SIZES))
     assert found[0].startswith("method: kascade_paper:")
     assert found[1] == "dense, choosing: 0; reading: 1; choosing: 2"
     assert found[2] == "dense: requests of fewer than 4,096 tokens, times the number of requests in a step"
     each = 4 * facts.num_key_value_heads
     assert found[3].startswith(f"graphs: scores of 4 requests of 2,048 tokens, {4 * 2048 * each / 2**20:.0f} MiB")
-    assert launch.told(engine({"method": KASCADE}, **SIZES))[2] == "dense: none"  # on a CPU
+    assert launch.startup_summary(engine({"method": KASCADE}, **SIZES))[2] == "dense: none"  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert launch.told(engine({"method": KASCADE}, **SIZES))[2].endswith(
+    assert launch.startup_summary(engine({"method": KASCADE}, **SIZES))[2].endswith(
         "in a step, or of fewer than 4,096 tokens each"
     )
     bound = 32768 * 2048 // (facts.num_key_value_heads * 2 * facts.head_dim)  # of few keys, which cost less
     mixed = f'per_layer:layers={{"0": "dense", "rest": "{KASCADE.replace("[0,2]", "[1,2]")}"}}'
-    assert launch.told(engine(mixed, **SIZES))[2].startswith(f"dense: requests of fewer than {bound:,} tokens")
+    assert launch.startup_summary(engine(mixed, **SIZES))[2].startswith(
+        f"dense: requests of fewer than {bound:,} tokens"
+    )
 
 
 def test_the_plan_tells_what_summaries_take():
-    found = launch.told(engine("pages:weighted=false,page_size=8", **SIZES))
+    found = launch.startup_summary(engine("pages:weighted=false,page_size=8", **SIZES))
     size = 16  # of a head of this model; a record has 32 bytes of scales, the mean, two directions, coefficients
     record = 16 + size + 2 * size // 2 + 2 * 4
     record = -(-record // 16) * 16
     share = record / (8 * 2 * size * torch.bfloat16.itemsize)
     assert found[-1].startswith(f"summaries: {share:.1%} of the KV cache, beside it")
-    found = launch.told(engine("pages:weighted=false,page_size=8", **SIZES, cache_config__cache_dtype="fp8"))
+    found = launch.startup_summary(engine("pages:weighted=false,page_size=8", **SIZES, cache_config__cache_dtype="fp8"))
     assert found[-1].startswith(f"summaries: {2 * share:.1%} of the KV cache, beside it")
 
 
@@ -282,7 +284,8 @@ def test_the_plan_tells_that_steps_without_graphs_are_slow(monkeypatch):
     sizes = SIZES | {"compilation_config": graphs}
 
     def slow(spec=KASCADE, **changes):
-        return any(line.startswith("slow: without full CUDA graphs") for line in launch.told(engine(spec, **changes)))
+        lines = launch.startup_summary(engine(spec, **changes))
+        return any(line.startswith("slow: without full CUDA graphs") for line in lines)
 
     eager = sizes | {"model_config__enforce_eager": True}
     assert slow(**eager)

@@ -688,9 +688,9 @@ def test_rules_give_whole_numbers_or_shares_even_where_they_are_equal():
     cache = filled(8)
     append_to_row(cache, 0, 0)
     for _ in range(2):
-        assert cache.plan.each(operator.mul, 2.0).is_floating_point()
-        assert cache.plan.each(operator.mul, 2).dtype == torch.int64
-        assert cache.plan.each(operator.mul, 2).tolist() == [16, 16]
+        assert cache.plan.per_row(operator.mul, 2.0).is_floating_point()
+        assert cache.plan.per_row(operator.mul, 2).dtype == torch.int64
+        assert cache.plan.per_row(operator.mul, 2).tolist() == [16, 16]
 
 
 def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
@@ -701,7 +701,7 @@ def test_numbers_that_move_on_the_device_come_back_when_they_are_asked_for():
     rows.begin()
     rows.capturing = True
     cache.write_step(*kv(8, 1, [0, 1]))
-    assert cache.plan.each(operator.sub, 1).tolist() == [8, 8]
+    assert cache.plan.per_row(operator.sub, 1).tolist() == [8, 8]
     assert cache.plan.where(operator.lt).tolist() == [False, False]
     assert cache.used == cache.capacity
     assert not cache.plan.alike
@@ -836,9 +836,9 @@ def test_layers_on_several_devices_share_numbers_and_no_tensors():
     for cache in caches:
         cache.forward = shared
         cache.rows = {name: [9] for name in cache.rows}
-    found = [cache.plan.each(operator.sub, 4) for cache in caches]
+    found = [cache.plan.per_row(operator.sub, 4) for cache in caches]
     assert [one.device.type for one in found] == ["cpu", "meta"]
-    assert caches[0].plan.each(operator.sub, 4) is found[0]
+    assert caches[0].plan.per_row(operator.sub, 4) is found[0]
 
 
 @pytest.mark.parametrize("lengths", [[6, 6], [6, 4], [3, 9], [5, 4]])

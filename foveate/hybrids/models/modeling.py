@@ -408,8 +408,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         retention, cache = outputs.get("retention"), outputs.get(_CACHE)
         states = outputs.hidden_states
-        told = {"retention": retention, "lesson": outputs.get("lesson"), _CACHE: cache}
-        return HybridOutput(loss=loss, logits=logits, hidden_states=states, **told)
+        extra = {"retention": retention, "lesson": outputs.get("lesson"), _CACHE: cache}
+        return HybridOutput(loss=loss, logits=logits, hidden_states=states, **extra)
 
     def _prepare_cache_for_generation(
         self,

@@ -20,7 +20,7 @@ from foveate.errors import UserError
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """This process among `world` of them, and its device."""
 
     rank: int
@@ -43,7 +43,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Place]:
+def joined(device: str) -> Iterator[Rank]:
     """The place of this process; several processes are joined for the block, unless the caller has joined them.
 
     Raises `UserError` without the GPU that is asked for.
@@ -59,7 +59,7 @@ def joined(device: str) -> Iterator[Place]:
                 f"process {local} of this host has no GPU of its own; there are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(local)
-    place = Place(rank, world, torch.device(device, local) if device == "cuda" else torch.device("cpu"))
+    place = Rank(rank, world, torch.device(device, local) if device == "cuda" else torch.device("cpu"))
     if world == 1 or torch.distributed.is_initialized():
         yield place
         return
@@ -79,7 +79,7 @@ _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 class Parallel:
     """A model as the processes share it."""
 
-    def __init__(self, network: nn.Module, place: Place):
+    def __init__(self, network: nn.Module, place: Rank):
         self.place, self.network = place, network
         self.model = network
         if place.world > 1:

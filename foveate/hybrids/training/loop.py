@@ -23,7 +23,7 @@ from foveate.errors import UserError
 from foveate.hybrids.training import checkpoints, finished, journal, network, prepare, probes
 from foveate.hybrids.training.checks import check_sparsity
 from foveate.hybrids.training.configuration import TrainingConfig
-from foveate.hybrids.training.distributed import Parallel, Place, joined
+from foveate.hybrids.training.distributed import Parallel, Rank, joined
 from foveate.hybrids.training.held_out import HeldOut
 from foveate.hybrids.training.mixture import Mixture, batches, open_store
 from foveate.hybrids.training.opening import Opening, far_recall
@@ -105,7 +105,7 @@ def train(
 class _Run:
     """Everything of one run."""
 
-    def __init__(self, config: TrainingConfig, out: Path, place: Place, say: Say, progress: Progress | None):
+    def __init__(self, config: TrainingConfig, out: Path, place: Rank, say: Say, progress: Progress | None):
         self.config, self.out, self.place, self.say, self.progress = config, out, place, say, progress
         self.store = open_store(config.data.folder) if place.first else TokenStore(config.data.folder)
         sources, answers = list(config.mixture.values()), config.optim.answers

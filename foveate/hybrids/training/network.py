@@ -10,7 +10,7 @@ import torch
 
 from foveate.errors import UserError
 from foveate.hybrids.training.configuration import ModelSettings
-from foveate.hybrids.training.distributed import Place
+from foveate.hybrids.training.distributed import Rank
 from foveate.hybrids.training.mixture import IGNORED
 from foveate.lab.inputs.model_folder import first_line, weight_files
 
@@ -144,7 +144,7 @@ def open_rows(opened: torch.Tensor, share: float, step: int, first: int) -> None
     opened[1].fill_((step * _PLASTIC + first * GOLDEN) % 1)
 
 
-def token_weights(parts: list[dict[str, torch.Tensor]], place: Place) -> list[torch.Tensor | float]:
+def token_weights(parts: list[dict[str, torch.Tensor]], place: Rank) -> list[torch.Tensor | float]:
     """What each micro-batch's mean loss is multiplied with, so that every counted token of a step weighs alike."""
     if len(parts) == 1 and place.world == 1:
         return [1.0]

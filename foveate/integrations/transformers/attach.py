@@ -60,8 +60,8 @@ def attach(
             or ``"auto"`` chooses, and says what and why, as does :func:`stats`: ``kascade`` where a calibration is kept
             (`foveate calibrate`) or comes with foveate for the model's weights, else ``pages``. The sparse attention
             that some models have of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin) is then computed in
-            bounded memory, to the same result. Of DeepSeek-V4 a row with padding on the left gives what it gives alone,
-            which it does not do in Transformers.
+            bounded memory, to the same result. Left-padded rows of DeepSeek-V4 give what they give
+            alone, which they do not in Transformers.
         cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the tokens that follow
             (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
             model and method allow, and otherwise :func:`stats` tells why not.

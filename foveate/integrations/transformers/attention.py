@@ -87,8 +87,8 @@ def _attention(
         raise ValueError(
             f"layer {module.layer_idx} passes position_bias to its attention, which foveate does not support"
         )
-    if policy.look is not None:
-        policy.look(module.layer_idx, query, key, logits)
+    if policy.on_attention is not None:
+        policy.on_attention(module.layer_idx, query, key, logits)
     rotary = None if policy.rotary is None else policy.rotary()
     if layer is not None:
         layer.rotary = rotary
@@ -108,7 +108,7 @@ def _attention(
                     "prefill and takes a 2-D mask of real tokens (images whose tokens see later ones, and packing, "
                     "are not supported)"
                 )
-            handover.reach(module.layer_idx, policy.owner, policy.method.spec)
+            handover.mark_attended(module.layer_idx, policy.owner, policy.method.spec)
             if own:
                 out = _with_mask(query, key, value, attention_mask, logits)
                 return out.transpose(1, 2).contiguous(), None
@@ -120,7 +120,7 @@ def _attention(
         except ValueError as error:
             _look_for_nan(error, module.layer_idx, policy.method, query, key, value)
             raise
-    handover.reach(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
+    handover.mark_attended(module.layer_idx, policy.owner, policy.method.spec, None if layer is None else layer.finite)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -27,10 +27,10 @@ from foveate.integrations.transformers.positions import rotated_otherwise
 from foveate.integrations.transformers.support import cache_layers, keeps_memory
 from foveate.integrations.transformers.token_ids import TokenIds
 from foveate.methods import SharedPrompt
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 from foveate.ops.checks import check_number
 from foveate.runtime import Phase, ReplayedSteps, returned
-from foveate.state import Held, SlotCache
+from foveate.state import BytesInUse, SlotCache
 
 _IN_HOST: weakref.WeakSet[Cache] = weakref.WeakSet()
 """Caches whose keys and values are in host memory."""
@@ -208,7 +208,7 @@ class Cache(transformers.Cache):
         model.foveate.remember(cache)
         return cache
 
-    def expect(self, rows: int, tokens: int) -> None:
+    def reserve_memory(self, rows: int, tokens: int) -> None:
         """Announce so many tokens of so many rows, of a cache whose keys and values are in host memory.
 
         Raises:
@@ -216,7 +216,7 @@ class Cache(transformers.Cache):
         """
         offload = self.phase.offload
         if offload is not None:
-            offload.expect(rows, tokens, self.resident_bytes, self.host_bytes)
+            offload.reserve_memory(rows, tokens, self.resident_bytes, self.host_bytes)
 
     def release(self) -> None:
         """Give all memory back, of a cache that nobody can use any more: its method was detached."""
@@ -295,10 +295,10 @@ class Cache(transformers.Cache):
             ValueError: on the CPU for a row that is not there; no layer is changed.
         """
         rows = self.batch_size
-        if rows >= 0 and readable(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
+        if rows >= 0 and on_host(beam_idx) and bool(((beam_idx < 0) | (beam_idx >= rows)).any()):
             raise ValueError(f"rows must be among the {rows} of the cache, from 0, not {beam_idx.tolist()}")
         if 0 <= rows < len(beam_idx):
-            self.expect(len(beam_idx), self.get_seq_length())
+            self.reserve_memory(len(beam_idx), self.get_seq_length())
         with self.phase.change():
             self.ids.take_rows(beam_idx)
             if self.offsets is not None:
@@ -327,7 +327,7 @@ class Cache(transformers.Cache):
         self.phase.forward.clear()
         if self.phase.offload is not None:
             self.phase.offload.transfers.close(self.phase.held)
-        self.phase.held = Held()
+        self.phase.held = BytesInUse()
         self.steps, self.ids, self.offsets = None, TokenIds(), None
 
     @property

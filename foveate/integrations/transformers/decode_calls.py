@@ -108,7 +108,7 @@ def _refusal(cache: Cache, inputs: dict[str, Any], policies: Mapping[int, Policy
     watched = [name for name in _WATCHING if inputs.get(name)]
     if watched:
         return f"{watched[0]}=True returns more than the logits"
-    if any(policy.look is not None for policy in policies.values()):
+    if any(policy.on_attention is not None for policy in policies.values()):
         return "its attention is being watched"
     odd = [key for key, value in inputs.items() if key != releases.CACHE and not isinstance(value, (Tensor, *_PLAIN))]
     if odd:

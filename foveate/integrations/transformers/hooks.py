@@ -71,7 +71,7 @@ class BeforeForward(OfModel):
             if fed:
                 padding.check(given, cache)
                 padding.place(decoder, given, cache, ids.shape[1], ids.device)
-                cache.expect(ids.shape[0], max(seen + ids.shape[1], cache.phase.prompt_end or 0))
+                cache.reserve_memory(ids.shape[0], max(seen + ids.shape[1], cache.phase.prompt_end or 0))
                 cache.ids.check_rows(ids.shape[0], seen)
             cache.begin_forward()
             attachment.remember(cache)
@@ -127,7 +127,7 @@ class BeforeWhole(OfModel):
 
 
 class AfterForward:
-    """Hook of the decoder, also called when its forward failed: the proof that every handled layer was reached.
+    """Hook of the decoder, also called when its forward failed: checks that every attached layer ran its method.
 
     It ends the pass on the cache, which is refused if that never happens. After a prompt it also checks, once, that
     their results are finite, and the slots that they keep.
@@ -301,7 +301,7 @@ class PrepareCache(OfModel):
         if assistant and mask is not None:  # Transformers takes drafted and sampled pad tokens for padding
             mask = model_kwargs["attention_mask"] = mask.cummax(1).values
         _check_rows(mask)
-        cache.expect(batch_size, prompt_end + new)
+        cache.reserve_memory(batch_size, prompt_end + new)
         cache.begin(prompt_end, assistant, generation_mode == GenerationMode.ASSISTED_GENERATION)
         if assistant:
             cache.activate_past_recording()

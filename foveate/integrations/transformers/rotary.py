@@ -66,8 +66,8 @@ def rotary_of_layers(
     for layer, (q, k) in _queries_and_keys(model, decoder, found).items():
         if not (q.any() and k.any()):
             raise ValueError(f"layer {layer}: the queries or keys of token {_TOKEN} are zero, which shows no rotation")
-        told = found[layer]
-        tried = told, dataclasses.replace(told, neighbours=True), LayerRotary(None)
+        known = found[layer]
+        tried = known, dataclasses.replace(known, neighbours=True), LayerRotary(None)
         found[layer] = next((one for one in tried if _rotates(one(), q) and _rotates(one(), k)), None)
         if found[layer] is None:
             raise ValueError(

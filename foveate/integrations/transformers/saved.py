@@ -141,7 +141,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a cache of foveate, or a damaged one ({error})") from None
     _check_sums(path, described, tensors)
-    cache.expect(described["batch"], described["seen"])
+    cache.reserve_memory(described["batch"], described["seen"])
     _fill(path, described, tensors, cache, model, attachment)
     cache.rotated = described["seen"]
     attachment.remember(cache)

@@ -145,7 +145,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Any, set[str]]:
     return parsed, changed
 
 
-def told(config: Any) -> list[str]:
+def startup_summary(config: Any) -> list[str]:
     """What an engine of a configuration will do: the method, where it is dense, and what it takes beside the KV cache.
 
     One line each.

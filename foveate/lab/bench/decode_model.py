@@ -89,7 +89,7 @@ def run(plan: Plan, say: Say = print, keep: Keep = lambda rows: None) -> list[Ro
                 rounds[spec].append(one := _generated(plan, model, spec, ids, number + 1 == plan.rounds))
                 ms = statistics.fmean(one.steps)
                 say(f"{spec} at {context:,} × {batch}: {ms:.2f} ms a step, {1e3 * batch / ms:,.1f} tokens/s")
-        found = {spec: _together(those) for spec, those in rounds.items()}
+        found = {spec: _of_rounds(those) for spec, those in rounds.items()}
         fresh = [
             _row(plan, model, plan.case(spec, context, batch), one, found["dense"]["ms"], rate)
             for spec, one in found.items()
@@ -130,7 +130,7 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor,
     return _Round(steps, clock.prefill_ms, clock.kernels, memory.peak(), memory.kind, stats)
 
 
-def _together(rounds: Sequence[_Round]) -> dict[str, Any]:
+def _of_rounds(rounds: Sequence[_Round]) -> dict[str, Any]:
     """What the rounds of a method say of its steps, of the prompt, and of what it read."""
     steps, last = [ms for one in rounds for ms in one.steps], rounds[-1]
     ms, parts = statistics.fmean(steps), None

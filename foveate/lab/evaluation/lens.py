@@ -14,7 +14,7 @@ from foveate.errors import UserError
 from foveate.lab.results.lens import STATES, pattern, texts, write
 from foveate.ops import first_keys
 from foveate.ops.attend import page_slots
-from foveate.ops.attend.gather import among
+from foveate.ops.attend.gather import membership_mask
 from foveate.ops.dispatch import reference_only, watched
 from foveate.ops.summaries.reference import with_masses
 
@@ -108,13 +108,13 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     recorder = Recorder(model)
     policies = model.foveate.policies.values()
     for policy in policies:
-        policy.look = recorder.look
+        policy.on_attention = recorder.look
     try:
         with reference_only(), watched(recorder.note):
             yield recorder
     finally:
         for policy in policies:
-            policy.look = None
+            policy.on_attention = None
 
 
 # Which slots a verb reads: bool [Hkv, Lk], of its arguments
@@ -133,11 +133,11 @@ def _indices(
     indices = indices if heads is None else indices.index_select(1, heads)
     if lengths is not None:
         indices = indices.where(first_keys(lengths, indices.shape[2]), -1)
-    return among(indices, k.shape[2])[0]
+    return membership_mask(indices, k.shape[2])[0]
 
 
 def _pages(k: Tensor, pages: Tensor, page_size: int, lengths: Tensor | None = None, **_: Any) -> Tensor:
-    read = among(page_slots(pages, page_size).flatten(2), k.shape[2])[0]  # of KV heads, or of query heads
+    read = membership_mask(page_slots(pages, page_size).flatten(2), k.shape[2])[0]  # of KV heads, or of query heads
     return read.unflatten(0, (k.shape[1], -1)).any(1) & _all(k, lengths=lengths)
 
 
@@ -152,7 +152,7 @@ def _summaries(k: Tensor, tree: Any, need_lse: bool = False, sums: Any = None, *
         if lowest.index is not None:
             pages = lowest.index.gather(2, pages.clamp_min(0)).masked_fill(pages < 0, -1)
         slots = page_slots(pages, tree.width).flatten(2)
-        read |= among(slots.add(tree.sinks).masked_fill(slots < 0, -1), k.shape[2])[0]
+        read |= membership_mask(slots.add(tree.sinks).masked_fill(slots < 0, -1), k.shape[2])[0]
     return read
 
 

@@ -135,7 +135,7 @@ def prepare(plan: Comparison) -> Prepared:
     outfile.check(plan.out)
     if plan.task.reads(plan.data, plan.out):
         raise UserError(f"{plan.out}: is within --data {plan.data}, whose files are documents; choose another --out")
-    if plan.task.along_dense and all(method.name != "dense" for method in plan.methods):
+    if plan.task.follows_dense_answers and all(method.name != "dense" for method in plan.methods):
         raise UserError(
             "--fidelity compares with dense attention, which is not among the methods; leave one of them out"
         )
@@ -264,7 +264,7 @@ class _Examiner:
     def measure(self, methods: Sequence[Any], items: Sequence[Item]) -> Iterator[Record]:
         """Each method on one batch: graded values, texts, times, memory and the method's own counters."""
         together = [method for method in methods if method in self._sharing]
-        along, trace, prompt, peak = self._plan.task.along_dense, None, None, 0
+        along, trace, prompt, peak = self._plan.task.follows_dense_answers, None, None, 0
         if together:
             readers = (self._dense, *(method for method in together if method != self._dense))
             with foveate.attached(self._model, foveate.methods.SharedPrompt(readers)):
@@ -297,7 +297,7 @@ class _Examiner:
             self._memory.start()
             prompt = prompt or generation.read_prompt(self._model, self._tokenizer, items)
             batch = prompt.decode(self._model, shared=shared, along=trace)
-            kind = self._memory.kind + (", dense's logits included" if self._plan.task.along_dense else "")
+            kind = self._memory.kind + (", dense's logits included" if self._plan.task.follows_dense_answers else "")
             kind += generation.SHARED if shared else ""
             return self._record(method, items, batch, max(peak, self._memory.peak()), kind)
 

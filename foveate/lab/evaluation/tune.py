@@ -125,7 +125,7 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     shares = dict.fromkeys(plan.methods, _FIRST)
     while shares:
         specs = {name: _spec(plan, name, share) for name, share in shares.items()}
-        _together(plan, "tune", list(specs.values()), say)
+        _run_jointly(plan, "tune", list(specs.values()), say)
         if dense is None:
             dense = best = _dense(plan, "tune")
             say(f"dense: {_words(plan, dense)}")
@@ -211,14 +211,14 @@ def next_share(losses: Mapping[float, float], most: float) -> float | None:
     return math.sqrt(less * enough) if enough > _CLOSE * less else None
 
 
-def _together(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str], None]) -> None:
+def _run_jointly(plan: Plan, split: str, specs: Sequence[str], say: Callable[[str], None]) -> None:
     """Measures settings in one run, which reads each prompt once for all that read prompts alike."""
-    answered, told = 0, None
+    answered, first = 0, None
 
     def progress(spec: str, items: int) -> None:
-        nonlocal answered, told
-        told = told or spec  # the first that is not measured yet
-        if spec == told:
+        nonlocal answered, first
+        first = first or spec  # the first that is not measured yet
+        if spec == first:
             answered += items
             say(f"{answered} items")
 
@@ -248,7 +248,7 @@ def _spec(plan: Plan, name: str, share: float) -> str:
 def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial | None:
     """The cheapest of the best trials that keeps what it may lose on held-back data, and gains there; None if none."""
     kept = sorted((one for one in tried if one.loss <= plan.max_loss), key=lambda one: one.cost)
-    _together(plan, "test", [one.spec for one in kept[:_CONFIRMED]], say)
+    _run_jointly(plan, "test", [one.spec for one in kept[:_CONFIRMED]], say)
     dense = _dense(plan, "test") if kept else None
     for one in kept[:_CONFIRMED]:
         again = _measure(plan, "test", one.spec)

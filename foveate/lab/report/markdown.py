@@ -37,8 +37,8 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
     A `|` or a line break within a cell, such as a file's name may hold, ends neither the cell nor the table.
     """
-    told = [[" ".join(text.replace("|", "\\|").splitlines()) for text in cells] for cells in lines]
-    head, *body = (f"| {' | '.join(cells)} |" for cells in told)
+    escaped = [[" ".join(text.replace("|", "\\|").splitlines()) for text in cells] for cells in lines]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in escaped)
     rule = "|" + "|".join("---" if i == 0 else "--:" for i in range(len(lines[0]))) + "|"
     return "\n".join([head, rule, *body])
 

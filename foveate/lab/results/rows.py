@@ -98,7 +98,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "decode_steps": _NUMBER,  # decode steps taken
     "tokens_evicted": _NUMBER,  # tokens that the method dropped
     "pages_refined": _NUMBER,  # pages that the method looked into
-    "indices_reused": _NUMBER,  # selections taken over from another layer or step
+    "indices_reused": _NUMBER,  # decode steps that reused another layer's selection
     "mass_read_share": _maybe_in(1.0),  # attention that the keys read hold, by the method's own estimate, 0..1; or none
     "notes": _TEXTS,  # what the method has to say, such as layers that it left as they are
     "prefill_ms": _MAYBE,  # of a batch's prompt, median; none where it was read for several methods at once

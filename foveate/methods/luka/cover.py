@@ -30,7 +30,7 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
         budgets = (top_k, *[expand] * (len(levels) - 1))
         return _device_rows(pages, budgets, plan, cache.capacity) if plan.captured else _rows(pages, budgets, cache)
 
-    return ops.summaries.Tree(tuple(levels), plan.once(("tree", pages.spec), rows))
+    return ops.summaries.Tree(tuple(levels), plan.cached(("tree", pages.spec), rows))
 
 
 def _rows(pages: PageLevels, budgets: tuple[int | float, ...], cache: SlotCache) -> ops.summaries.Rows:

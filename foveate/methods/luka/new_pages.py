@@ -104,5 +104,5 @@ class RaggedPages(NamedTuple):
             first = self.pages // pages_under * branch if pages_under else self.start
             return (first[:, None] + torch.arange(number, device=x.device)).clamp_max(x.shape[2] - 1)
 
-        index = self.plan.once(("new places", self.spec, pages_under, number, branch, x.shape[2]), indices)
+        index = self.plan.cached(("new places", self.spec, pages_under, number, branch, x.shape[2]), indices)
         return index.view(len(index), 1, number, *[1] * (x.dim() - 3))

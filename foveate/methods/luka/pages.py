@@ -149,7 +149,7 @@ class PageLevels:
         ``pages``, so it is not read, and is made again when it is due.
         """
         plan = cache.plan
-        pages, start, after = plan.once(("new pages", self.spec), lambda: self._due(plan))
+        pages, start, after = plan.cached(("new pages", self.spec), lambda: self._due(plan))
         new = RaggedPages(pages, start, self.group, self.sizes[0], plan, self.spec)
         self._make(cache, new)
         plan.after(("new pages", self.spec), lambda: [plan[name].copy_(after[name]) for name in after])

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, readable, unfold_group
+from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, on_host, unfold_group
 from foveate.ops.attend.attended import Attended, rows_of_heads
-from foveate.ops.attend.gather import among, gather_fields, page_slots
+from foveate.ops.attend.gather import gather_fields, membership_mask, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.checks import (
@@ -209,7 +209,7 @@ def check_indices(
     check_out(out, q, v)
     if heads is not None and heads.shape != (k.shape[1],):
         raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
-    check_blocks(block_table, k, lambda: among(indices, number))
+    check_blocks(block_table, k, lambda: membership_mask(indices, number))
 
 
 def check_pages(
@@ -226,7 +226,7 @@ def check_pages(
     check_out(out, q, v)
 
     def read() -> Tensor:
-        there = among(page_slots(pages, page_size).flatten(2), number)
+        there = membership_mask(page_slots(pages, page_size).flatten(2), number)
         if lengths is None:
             return there
         ends = lengths if lengths.dim() == 1 else lengths.repeat_interleave(pages.shape[1] // k.shape[1], 1)
@@ -243,7 +243,7 @@ def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool 
     check_lengths(whole, batch, 1)
     if whole.dim() != 1:
         raise ValueError(f"whole must be [{batch}], not {list(whole.shape)}")
-    if readable(whole) and whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) <= number:
+    if on_host(whole) and whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) <= number:
         raise ValueError(f"whole must be 0 to {number}, the keys that are there, not {whole.tolist()}")
 
 

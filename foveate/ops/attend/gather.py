@@ -60,7 +60,7 @@ def page_slots(pages: Tensor, page_size: int, *, complete: bool = False) -> Tens
     return slots if complete else slots.masked_fill(pages[..., None] < 0, -1)
 
 
-def among(slots: Tensor, number: int) -> Tensor:
+def membership_mask(slots: Tensor, number: int) -> Tensor:
     """Which of ``number`` keys are in ``slots [B, H, P]``: bool ``[B, H, number]``."""
     slots = slots.long().masked_fill((slots < 0) | (slots >= number), number)
     there = torch.zeros(*slots.shape[:2], number + 1, dtype=torch.bool, device=slots.device)

@@ -82,7 +82,7 @@ class FlashAttention3(Library):
         try:
             importlib.import_module(self.module)
         except Exception as error:  # one that is made for another torch raises anything
-            return _told(self, f"{self.module} does not load: {_line(error)}")
+            return _warn_once(self, f"{self.module} does not load: {_line(error)}")
         return ""
 
     def limit(self, q: Tensor, k: Tensor, v: Tensor, offset: int, softcap: float | None) -> str:
@@ -199,7 +199,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int, need
             if library is LIBRARIES[-1]:
                 raise
             shapes = f"q {tuple(q.shape)} and k {tuple(k.shape)} in {q.dtype}"
-            _told(library, f"it fails for {shapes}: {_line(error)}")
+            _warn_once(library, f"it fails for {shapes}: {_line(error)}")
             continue
         return found if need_lse else Attended(found.out)
     return None
@@ -271,7 +271,7 @@ def _fault(library: Library, kind: _Kind) -> str:
                 reason = _compared(library, kind)
         except Exception as error:  # whatever a library raises, there is another path
             reason = _line(error)
-        _faults[library, kind] = reason and _told(library, f"{reason} ({kind})")
+        _faults[library, kind] = reason and _warn_once(library, f"{reason} ({kind})")
     return _faults[library, kind]
 
 
@@ -367,8 +367,8 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _told(library: Any, reason: str) -> str:
-    """The reason, of which a warning tells once."""
+def _warn_once(library: Any, reason: str) -> str:
+    """Warn once why a library is not used, and return the reason."""
     _say_once(f"{library.name}'s dense attention is not used, a slower one runs: {reason}")
     return reason
 

@@ -25,7 +25,7 @@ _HOPPER = True
 
 
 def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: bool) -> Tile:
-    """Heads and keys of a program for head dims of which ``dim`` is the larger, when so many heads share keys.
+    """Heads and keys of a program; ``dim`` is the larger of head and value dim, and ``heads`` share keys.
 
     Hopper holds two blocks of keys beside 64 heads of 512 in shared memory; others have 99 KB for less. ``shared``:
     values are keys.
@@ -131,7 +131,7 @@ def _attend_selected(
 
     A program owns the heads of a group that fit a block, at one query, and one split of its keys, which it walks once
     with an online softmax in fp32. Blocks of keys are counted over the selection, ``[B, Hkv or 1, Lq, K]``, and then
-    over the window. A split has ``each`` of them. A head's dimensions are multiplied as a power of two and what is
+    over the window. A split has ``per_row`` of them. A head's dimensions are multiplied as a power of two and what is
     left.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides

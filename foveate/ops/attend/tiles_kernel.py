@@ -28,7 +28,7 @@ _HOPPER = True
 
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
-    """The tile for head dims of at most 256, of which ``dim`` is the larger, and so many rows that share keys."""
+    """The tile for ``dim``, the larger of head and value dim, at most 256, and ``rows`` query rows that share keys."""
     tile = tile_of_width(_TILES, dim)
     if dtype == torch.float32:
         tile = _TILE_FP32 if dim <= 128 else _TILE_FP32._replace(block_n=16)

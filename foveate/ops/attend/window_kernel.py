@@ -26,7 +26,7 @@ _TILE_FP32 = Tile(16, 32, num_warps=8, num_stages=1)
 
 
 def tile_for(dtype: torch.dtype, dim: int) -> Tile:
-    """The tile for head dims of at most 256, of which ``dim`` is the larger."""
+    """The tile for ``dim``, the larger of head and value dim, at most 256."""
     return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 

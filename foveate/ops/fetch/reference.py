@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 from foveate.ops.fetch.types import NEVER, OLDEST, HostPages, HotPages, Placed
 
 _MOST = 2**31 - 1
@@ -27,7 +27,7 @@ def place_pages(pages: Tensor, hot: HotPages) -> Placed:
     rows, size = hot.holds.shape
     there = pages >= 0
     asked = there.sum(1, dtype=torch.int32)
-    if readable(asked) and asked.numel() and int(asked.max()) > size:
+    if on_host(asked) and asked.numel() and int(asked.max()) > size:
         raise ValueError(f"a step chooses {int(asked.max())} pages, and the device keeps {size} of each KV head")
     hot.clock.add_(1)
     now, first = hot.clock[:, None], size * torch.arange(rows, dtype=torch.int32, device=pages.device)[:, None]

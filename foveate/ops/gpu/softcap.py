@@ -7,7 +7,7 @@ from foveate.ops.gpu.softmax import LOG2E
 
 
 def constant(softcap: float | None) -> float:
-    """The constant that stands for a cap in kernels: 0 for none, which compiles no code."""
+    """A cap as a constant of a kernel; 0 disables it and compiles no code."""
     return 0.0 if softcap is None else float(softcap)
 
 

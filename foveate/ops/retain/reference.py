@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import check_number
 
@@ -24,7 +24,7 @@ def keep_best(scores: Tensor, number: int, protected: Tensor) -> Tensor:
         ValueError: for a negative number, and on the CPU for scores that are NaN.
     """
     check_number("number", number, 0)
-    if readable(scores) and bool(scores.isnan().any()):
+    if on_host(scores) and bool(scores.isnan().any()):
         raise ValueError("scores hold NaN: there is no best of them")
     number, protected = min(number, scores.shape[-1]), protected.expand(scores.shape)
     found = torch.full((*scores.shape[:-1], number + 1), -1, device=scores.device)
@@ -108,7 +108,7 @@ def give_up(
         if before is not None:
             eligible &= positions < before[:, None, None]
         slots = weakest(scores, eligible, positions)
-    if readable(positions):
+    if on_host(positions):
         found = eligible.any(-1) if rows is None else eligible.any(-1) | ~rows[:, None]
         if not found.all():
             what = "that can leave" if at is None else "at the given position"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import first_keys, fold_group
-from foveate.ops.attend.gather import among, gather_slots, page_slots
+from foveate.ops.attend.gather import gather_slots, membership_mask, page_slots
 from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.checks import (
     check_blocks,
@@ -170,7 +170,7 @@ def check_mass_of_pages(
     check_logits(logits, q.shape[1])
 
     def read() -> Tensor:
-        there = among(page_slots(pages, page_size).flatten(2), number)
+        there = membership_mask(page_slots(pages, page_size).flatten(2), number)
         return there if lengths is None else there & first_keys(lengths, number)
 
     check_blocks(block_table, k, read)

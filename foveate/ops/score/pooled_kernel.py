@@ -76,7 +76,7 @@ def _pooled_mass(
     pool: str,
     block_table: BlockTable | None,
 ) -> Tensor:
-    """Of ``number`` keys, or (``page_size`` not 0) places in ``pages``, of which a row has its first ``counts``."""
+    """Scores of ``number`` keys or, with ``pages``, of page slots, of which row b has the first ``counts[b]``."""
     check(pooling, pool)
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]

@@ -27,7 +27,7 @@ _HELD = 16384
 _SHORT = 4096
 """Rows that are kept whole, though less of them would do: that takes a launch less."""
 _TILE = tl.constexpr(4096)
-"""Values among which those that are chosen are written at once."""
+"""Values of a tile, whose chosen ones are compacted and written together."""
 _KEPT = 8192
 """The most scores that are kept of rows that do not fit."""
 _CHUNK = 2048

@@ -17,7 +17,7 @@ def ordered(x):
 
 @triton.jit
 def float_of(x):
-    """The float of which :func:`ordered` made this."""
+    """The inverse of :func:`ordered`."""
     return (x ^ ((x >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -80,7 +80,7 @@ def read_scores(score_ptr, place, limit, VECTOR: tl.constexpr):
 
 @triton.jit
 def plain(x, there):
-    """Scores of which NaN counts as inf, and -inf where there is none."""
+    """Load scores: NaN becomes inf, and what is out of range -inf."""
     return tl.where(there, tl.where(x == x, x, float("inf")), float("-inf"))
 
 

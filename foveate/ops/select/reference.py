@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from foveate.ops._math import first_keys, readable
+from foveate.ops._math import first_keys, on_host
 from foveate.ops.checks import INTEGERS, check_counts, check_number
 
 CHUNK = 1 << 16
 """Scores examined at once."""
 
 _SORTED = 1 << 13
-"""Up to so many scores a GPU sorts all of them: that takes fewer launches than choosing some."""
+"""At or below this number of scores a full sort beats radix selection on a GPU: it takes fewer launches."""
 
 _FEW = 1 << 17
 """The same of all rows together."""
@@ -127,7 +127,7 @@ def check_topk_rows(scores, counts, k, *, lengths=None, dtype=torch.int64):
         raise ValueError(f"lengths must be integers [{len(scores)}], not {lengths.dtype} {list(lengths.shape)}")
     if dtype not in INTEGERS or torch.iinfo(dtype).max < scores.shape[2]:
         raise ValueError(f"dtype must be of integers that hold {scores.shape[2]}, not {dtype}")
-    if readable(counts) and counts.numel() and (most := int(counts.max())) > k:
+    if on_host(counts) and counts.numel() and (most := int(counts.max())) > k:
         raise ValueError(f"counts must be at most k, which is {k}, not {most}")
 
 

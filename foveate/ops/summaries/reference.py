@@ -174,12 +174,12 @@ class Reader:
     # Raw keys and values
 
     def _first_and_last(self, sinks: int, start: int) -> tuple[Tensor, Tensor]:
-        """Those of the first ``sinks`` slots and of those from ``start`` on."""
+        """Keys and values of the first ``sinks`` slots and of the slots from ``start`` on."""
         parts = [[x[:, :, :sinks]] * (sinks > 0) + [x[:, :, start:]] for x in (self.keys, self.values)]
         return tuple(torch.cat(part, 2) if sinks else part[0] for part in parts)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Those at slots ``[B, Hkv, N]``."""
+        """Keys and values at slots ``[B, Hkv, N]``."""
         return tuple(gather_fields([self.keys, self.values], slots, complete=True))
 
     def _of_pages(self, pages: Tensor, complete: bool) -> tuple[Tensor, Tensor]:

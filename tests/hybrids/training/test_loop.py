@@ -121,11 +121,11 @@ def test_micro_batches_add_up_to_the_step(make, tmp_path):
 def test_every_micro_batch_of_every_process_draws_dropout_of_its_own(make, tmp_path, monkeypatch):
     seeds = []
     config = make({"batch.device_tokens": 128, "batch.tokens": 512})
-    run = loop._Run(config, tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    run = loop._Run(config, tmp_path, loop.Rank(0, 1, torch.device("cpu")), quiet, None)
     source = run._batches()
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
     for rank, run.step in ((0, 0), (1, 0), (0, 1)):
-        run.place = loop.Place(rank, 1, torch.device("cpu"))
+        run.place = loop.Rank(rank, 1, torch.device("cpu"))
         run._step(source)
     assert len(seeds) == len(set(seeds)) == 3 * run.shape.accumulate > 3
 
@@ -137,7 +137,7 @@ def test_every_counted_token_of_a_step_weighs_as_asked(make, tmp_path, answers):
     changes |= {"model": {"preset": "gdn", "size": "tiny"}, "optim.answers": answers} if answers != 1 else {}
     config = make({**changes, "model.changes": {"initializer_range": 0.5}})  # so that losses of tokens differ
     train(config, tmp_path / "run", say=quiet)
-    run = loop._Run(config, tmp_path / "other", loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    run = loop._Run(config, tmp_path / "other", loop.Rank(0, 1, torch.device("cpu")), quiet, None)
     batches = [run.mixture.batch(run.shape, 0, micro) for micro in range(8)]
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     counts = {int((batch["labels"][:, 1:] != -100).sum()) for batch in batches}
@@ -389,7 +389,7 @@ def test_other_micro_batches_are_said_when_a_run_goes_on(make, tmp_path):
 
 
 def test_one_process_copies_the_weights_and_after_the_writing_before(make, tmp_path, monkeypatch):
-    run = loop._Run(make({"log.held_out": 0}), tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    run = loop._Run(make({"log.held_out": 0}), tmp_path, loop.Rank(0, 1, torch.device("cpu")), quiet, None)
     real, begun = run.parallel.weights, []
 
     def copied():
@@ -402,7 +402,7 @@ def test_one_process_copies_the_weights_and_after_the_writing_before(make, tmp_p
         run._save(None, writer)
         run._save(None, writer)
         assert begun == [True, True]
-        run.place = loop.Place(1, 1, torch.device("cpu"))
+        run.place = loop.Rank(1, 1, torch.device("cpu"))
         run._save(None, writer)
         run._export()
     assert begun == [True, True]
@@ -419,7 +419,7 @@ def test_the_held_out_loss_is_measured_uncompiled(make, tmp_path, monkeypatch):
 
     real = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: real(module, backend=backend))
-    run = loop._Run(make({"run.compile": True}), tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    run = loop._Run(make({"run.compile": True}), tmp_path, loop.Rank(0, 1, torch.device("cpu")), quiet, None)
     assert math.isfinite(run.held_out.measure(run.parallel.network, run.place.device, run._autocast))
     assert not graphs
     run._step(run._batches())
@@ -613,7 +613,7 @@ def test_a_step_waits_for_nothing(make, tmp_path, monkeypatch, device_tokens):
             "batch.device_tokens": device_tokens,
         }
     )
-    run = loop._Run(config, tmp_path, loop.Place(0, 1, torch.device("cpu")), quiet, None)
+    run = loop._Run(config, tmp_path, loop.Rank(0, 1, torch.device("cpu")), quiet, None)
     monkeypatch.setattr(run.optimizer, "step", lambda: None)
     source = run._batches()
     run._step(source)

@@ -50,7 +50,7 @@ class Watched(Driver):
             key, value = self.layer.update(tokens.k, tokens.v)
             recorder.look(0)
             self.layer.attend(tokens.q, key, value, None, Logits(SCALING))
-        assert policies[0].look is None
+        assert policies[0].on_attention is None
         return recorder
 
 

@@ -402,15 +402,14 @@ def test_predictions_that_are_not_finite_are_an_error(plan, broken_folder, task,
 @pytest.mark.parametrize("task", ["niah:max_new_tokens=4", "perplexity:continuation=12"])
 def test_predictions_of_a_method_that_are_not_finite_name_it_and_the_item(plan, monkeypatch, task, share_prompt):
     """Of one row of a batch, from a step on that no warm-up reaches."""
-    decode = foveate.methods.get("pages").decode
+    learn = foveate.methods.get("pages").learn
 
-    def broken(self, cache, *more):
-        out = decode(self, cache, *more)
+    def broken(self, cache, choice, attended):
+        learn(self, cache, choice, attended)
         if cache.lengths[0] > 70:
-            out[1] = float("nan")
-        return out
+            attended.out[1] = float("nan")
 
-    monkeypatch.setattr(foveate.methods.get("pages"), "decode", broken)
+    monkeypatch.setattr(foveate.methods.get("pages"), "learn", broken)
     methods, _ = runner.parse_methods(["pages"])
     own = dataclasses.replace(plan, methods=methods, task=tasks.parse(task, length=300), share_prompt=share_prompt)
     prepared = runner.prepare(own)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foveate.ops._math import readable
+from foveate.ops._math import on_host
 
 EPSILON = 1e-6
 """Added to the squared length of a query or key before it is normalized."""
@@ -71,7 +71,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, stat
         raise ValueError(f"state must be [B, H, D, Dv] = {fits}, not {list(state.shape)}")
     if sizes[2] == 0:
         raise ValueError("q, k and v must hold at least one token")
-    if readable(log_decay) and bool((log_decay > 0).any()):
+    if on_host(log_decay) and bool((log_decay > 0).any()):
         raise ValueError(
             f"log_decay must be at most 0, not {log_decay.max().item():g}: the state would grow without end"
         )

@@ -12,7 +12,7 @@ from foveate.lab.evaluation.calibration.anchors import BY
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.probes import SHORTEST, TEXT, USUAL, Probes
 from foveate.lab.inputs.model_folder import model_digest, model_facts
-from foveate.methods.kascade import SETTLED_BY, Kascade
+from foveate.methods.kascade import CALIBRATED_SETTINGS, Kascade
 from foveate.methods.kascade_paper import KascadePaper
 
 KEYS, TILE = 64, 128  # keys that a tile chooses, and queries in a tile (Kascade, sections 3.3 and 3.4)
@@ -133,7 +133,7 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that the anchors are for; what is similar in prompts is so for sparse and dense ones alike."""
-        names = SETTLED_BY if self.diverges else [name for name in SETTLED_BY if name != "decode_only"]
+        names = [name for name in CALIBRATED_SETTINGS if self.diverges or name != "decode_only"]
         return {name: getattr(self.in_use, name) for name in names}
 
     def with_anchors(self, layers: int) -> Plan:

@@ -44,7 +44,7 @@ class Study:
         for layer, module in modules.items():
             self._watch_block(layer, blocks[id(module)], module)
         for policy in policies.values():
-            policy.look = self._similarity.look
+            policy.on_attention = self._similarity.look
 
     @property
     def complete(self) -> bool:
@@ -54,7 +54,7 @@ class Study:
     def end(self) -> None:
         """Watch no more."""
         for policy in self._policies.values():
-            policy.look = None
+            policy.on_attention = None
         for hook in self._hooks:
             hook.remove()
 

@@ -108,7 +108,7 @@ class Task:
     metrics: ClassVar[Mapping[str, Aggregate]]
     main: ClassVar[str]  # the metric that is the row's `score`, in 0..100
     least: ClassVar[Mapping[str, int]] = {}  # the least value of settings that are numbers
-    along_dense: ClassVar[bool] = False
+    follows_dense_answers: ClassVar[bool] = False
     """Whether methods go along dense attention's answers instead of giving their own."""
     own_data: ClassVar[Path | None] = None
     """The folder of data that comes with foveate, read where none is given."""

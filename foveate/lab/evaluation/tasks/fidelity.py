@@ -36,7 +36,7 @@ class Fidelity(Task):
     splits = ()
     metrics = {"agreement": _per_token("agreed", 100.0), "kl": _per_token("divergence", 1.0)}
     main = "agreement"
-    along_dense = True
+    follows_dense_answers = True
 
     of: Task = dataclasses.field(kw_only=True)
 
