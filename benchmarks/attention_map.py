@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.probe import Seen, watched
 from foveate.cli.quiet import quiet
-from foveate.lab.inputs import loading
+from foveate.integrations.transformers import loading
+from foveate.io import circumstances
 from foveate.lab.report.plots.figure import drawing, title
-from foveate.lab.results import circumstances
 from foveate.prompting import leading_ids
 
 TOPICS = ("tides", "bread", "tides", "question")

@@ -20,11 +20,10 @@ import typer
 
 import foveate
 from foveate.integrations.transformers.releases import CACHE
-from foveate.io import outfile
+from foveate.io import circumstances, outfile
 from foveate.lab.bench.models import ModelPlan, attach, generate
 from foveate.lab.bench.plan import Row
 from foveate.lab.report.plots import figure
-from foveate.lab.results import circumstances
 
 KIND = "cache-memory"
 METHODS = ("dense", "pages", "snapkv:top_k=0.25", "lte:score=key_norm,top_k=0.1")

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 import foveate
 from benchmarks import csa_tables
 from foveate.integrations.transformers import releases
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import timing
 from foveate.lab.results.measurements import speed_row
 
 _KEPT = 64

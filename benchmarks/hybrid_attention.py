@@ -25,8 +25,8 @@ from foveate import ops
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
 from foveate.hybrids.ops import attend_gated, attend_until, running_best
 from foveate.hybrids.state import BlockMemory, RetainedMemory
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
 from foveate.ops.dispatch import reference_only
 

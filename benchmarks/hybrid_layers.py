@@ -25,8 +25,9 @@ from torch import Tensor
 
 from benchmarks import breakdown, hybrid_tables
 from foveate.hybrids.models import HybridCache, HybridForCausalLM, make_config
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import timing
 from foveate.lab.results.measurements import speed_row
 
 BASELINE = "swa"

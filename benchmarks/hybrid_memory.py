@@ -25,8 +25,9 @@ from benchmarks import hybrid_tables
 from benchmarks.hybrid_training import delta_rule
 from foveate.hybrids.models import HybridCache, HybridForCausalLM, make_config
 from foveate.integrations.transformers import Cache, releases
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import timing
 from foveate.lab.results.measurements import speed_row
 
 BASELINE = "gdn_attn"

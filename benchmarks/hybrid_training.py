@@ -31,9 +31,9 @@ from foveate.hybrids.training.configuration import ModelSettings, OptimSettings
 from foveate.hybrids.training.distributed import Parallel, Rank, joined
 from foveate.hybrids.training.optim import adamw
 from foveate.hybrids.training.sparsity import SparsityFeedback, SparsitySettings
+from foveate.io import circumstances
 from foveate.lab.bench import breakdown
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
 
 BASELINE = "transformer"

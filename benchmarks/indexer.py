@@ -24,8 +24,9 @@ from benchmarks import csa_tables, peers
 from foveate import csa, ops
 from foveate.csa import indexer
 from foveate.errors import UserError
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, measure
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import timing
 from foveate.lab.results.measurements import speed_row
 
 IMPLEMENTATIONS = {"foveate": "fused", "chunked": "chunked", "materialised": "materialised"}

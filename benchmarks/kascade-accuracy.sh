@@ -43,7 +43,7 @@ compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
     [ -e "$file" ] || { echo "$PWD/$file is missing: CELLS=calibrate makes it" >&2; exit 1; }
   done
   mapfile -t chosen < <(methods dense "${@:6}")
-  mapfile -t imports < <(imported "$here/ablations/kascade.py" "${@:6}")
+  mapfile -t imports < <(imported "${@:6}")
   foveate compare --model "$model" --data "$data" --task "$2" --split "$3" --limit "$4" \
     --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$1.jsonl" "${imports[@]}" "${chosen[@]}"
 }
@@ -91,7 +91,7 @@ for task in hotpotqa=200 2wiki=164; do # at their own length, and padded; 128 ke
   compare "$name-8192" "$name:length=8192" dev "$limit" 8192 "${tenth[@]}" ${all:+"${variants[@]}" "${shares[@]}"}
 done
 # Figures 2, 5 and 6 of the paper, with a floor that a share of a few thousand tokens does not reach. Mean queries, and
-# heads without a map, are a method of ablations/kascade.py.
+# heads without a map, are a method of methods/kascade_ablated.py.
 for share in 0.025 0.05 0.1; do
   oracle+=("oracle_topk:top_k=$share,min_k=16" "oracle_topk:top_k=$share,min_k=16,dense_layers=0")
   for variant in "pool=kv_head,$own" "pool=layer,$own"; do

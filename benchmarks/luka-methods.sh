@@ -10,9 +10,13 @@ batch() { # TOKENS LENGTH
   echo $((rows < 1 ? 1 : rows > 300 ? 300 : rows))
 }
 
-# The arguments that import a file of benchmarks/ablations, if a method is of it.
-imported() { # FILE METHOD...
-  [[ $* != *_ablated* ]] || printf -- '--import\n%s\n' "$1"
+# The arguments that import the files of benchmarks/methods/ whose methods are among these.
+imported() { # METHOD...
+  local file name
+  for file in "$(dirname "${BASH_SOURCE[0]}")"/methods/*.py; do
+    name=$(basename "$file" .py)
+    [[ $* != *"$name"* ]] || printf -- '--import\n%s\n' "$file"
+  done
 }
 
 methods() { printf -- '--method\n%s\n' "$@"; }

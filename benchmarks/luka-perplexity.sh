@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The LuKA paper's ablations (figures 4, 5 and 6, the bias of a summary's logit, the fixed threshold) as perplexity on
-# novels. What the package does not have is a method of benchmarks/ablations/luka.py.
+# novels. What the package does not have is a method of benchmarks/methods/luka_ablated.py.
 #   benchmarks/luka-perplexity.sh MODEL DATA [OUT_FOLDER] [ITEMS] [BATCH]
 # MODEL: a Hugging Face folder; DATA: a folder with books/. Writes OUT_FOLDER/luka-perplexity.jsonl. CELLS: see
 # luka-methods.sh.
@@ -18,7 +18,7 @@ mkdir -p "$parts"
 compare() { # NAME TOKENS METHOD...
   wanted "$1" || return 0
   mapfile -t chosen < <(methods dense "${@:3}")
-  mapfile -t imports < <(imported "$(dirname "$0")/ablations/luka.py" "${@:3}")
+  mapfile -t imports < <(imported "${@:3}")
   foveate compare --model "$model" --task "perplexity:continuation=$2" --data "$data" --length 1 \
     "${imports[@]}" --limit "$items" --batch-size "$batch" --dtype float32 --out "$parts/$1.jsonl" "${chosen[@]}"
 }

@@ -12,8 +12,10 @@ mkdir -p "$parts"
 compare() { # NAME TASK SPLIT LIMIT LONGEST METHOD...
   wanted "$1" || return 0
   mapfile -t chosen < <(methods "${@:6}")
+  mapfile -t imports < <(imported "${@:6}")
   foveate compare --model "$model" --data "$data" --task "$2" --split "$3" --limit "$4" \
-    --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$parts/$1.jsonl" "${chosen[@]}"
+    --batch-size "$(batch "$tokens" "$5")" --dtype bfloat16 --out "$parts/$1.jsonl" \
+    "${imports[@]}" "${chosen[@]}"
 }
 
 for split in easy medium hard very_hard; do

@@ -24,12 +24,12 @@ from benchmarks.page_estimates import LIMIT, SINKS, TAIL, Case, Measures
 from benchmarks.probe import Seen, watched
 from foveate.cli.quiet import quiet
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading, model_folder
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, measure
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.metrics import Mean, columns, estimate
 from foveate.lab.evaluation.tasks import Item, Task
-from foveate.lab.inputs import loading, model_folder
-from foveate.lab.results import circumstances
 
 BASELINE = "spread+prior"
 """The score with which the others are compared: that of LuKA without low-rank summaries."""

@@ -21,8 +21,9 @@ from benchmarks import breakdown, dense_peers
 from benchmarks import cold_cache_timing as cold
 from benchmarks.layer_kinds import Kind, in_prompt, kinds
 from foveate import ops
+from foveate.io import circumstances
 from foveate.lab.bench.plan import Keep, Row, Say, check, command, parsed, share_of
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import timing
 from foveate.lab.results.measurements import speed_row
 from foveate.methods import Method
 from foveate.ops.attend import prompt_path

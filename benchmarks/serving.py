@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foveate.lab.inputs import model_folder
+from foveate.integrations.transformers import model_folder
 from foveate.lab.results import measurements
 from foveate.methods import parse
 

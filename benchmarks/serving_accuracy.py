@@ -17,10 +17,11 @@ from typing import Any
 from transformers import GenerationConfig
 
 from benchmarks import serving
+from foveate.integrations.transformers import loading
+from foveate.io import circumstances
 from foveate.lab.evaluation import generation, metrics, tasks
 from foveate.lab.evaluation.tasks.base import Output
-from foveate.lab.inputs import loading
-from foveate.lab.results import circumstances, measurements
+from foveate.lab.results import measurements
 
 PROGRAM = ("-m", "benchmarks.serving_accuracy")
 

@@ -13,11 +13,11 @@ import torch
 import foveate
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.integrations.transformers import loading
+from foveate.io import circumstances
 from foveate.lab.evaluation import generation, lens, runner, tasks
-from foveate.lab.inputs import loading
 from foveate.lab.report import page, terminal
 from foveate.lab.report.markdown import context_length
-from foveate.lab.results import circumstances
 
 HERE = Path(__file__).parent
 METHODS = {

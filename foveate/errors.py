@@ -48,6 +48,11 @@ def unknown(kind: str, value: str, allowed: Iterable[str], where: str = "") -> U
     return UserError(f"{where}unknown {kind} '{value}'.{hint} Allowed: {', '.join(names)}")
 
 
+def first_line(error: Exception) -> str:
+    """What an error says first; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def of_extra(package: str, extra: str, what: str, installed_as: str = "") -> Any:
     """A package that one of foveate's extras brings, imported. Raises `UserError` where it is not installed.
 

@@ -15,6 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     from hypothesis import HealthCheck, settings
 
+    import benchmarks.methods.h2o_as_published  # noqa: F401  (the tests of every method are tests of it, too)
+
     gc.disable()  # until all tests are there
     torch.set_num_threads(1)
     settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +59,17 @@ def imported_methods() -> Iterator[None]:
     yield
     REGISTRY.clear()
     REGISTRY.update(known)
+
+
+@pytest.fixture
+def methods_of_package(imported_methods: None) -> list[str]:
+    """The names of the package's own methods; no others are known while the test runs."""
+    from foveate.methods import REGISTRY, names
+
+    for name, method in list(REGISTRY.items()):
+        if not method.__module__.startswith("foveate."):
+            del REGISTRY[name]
+    return names()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks.methods.h2o_as_published  # noqa: F401  (where no conftest.py makes it known)
 from foveate import methods
 from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.integrations.transformers.layers import CacheLayer

@@ -24,12 +24,12 @@ LAYERS = (
     ("integrations",),
     ("cli",),
     ("__main__",),
-    ("lab",),
     ("hybrids",),
+    ("lab",),
 )
 """Modules and folders of the package, the lowest first: each imports its own layer and those below.
 
-The last two are the wings: what measures, and what trains. All else is the core.
+The last two are the wings: what trains, and what measures. All else is the core.
 """
 
 LAYERS_OF_OPS = (
@@ -52,7 +52,6 @@ LAYERS_OF_STATE = (
 
 LAYERS_OF_LAB = (
     ("results",),
-    ("inputs",),
     ("evaluation",),
     ("report",),
     ("bench",),
@@ -202,13 +201,21 @@ def test_nothing_up_to_the_runtime_imports_transformers():
 
 
 def test_the_core_imports_no_wing():
-    """As text, the entry of the command line names their commands."""
+    """As text, the entry of the command line names their commands, and the reader of model folders the models that
+    Transformers knows by them alone."""
     wings = ("foveate.lab", "foveate.hybrids")
     core = {name: others for name, others in graph().items() if not name.startswith(wings)}
     assert len(core) > 150
     assert {name for name, others in core.items() if any(other.startswith(wings) for other in others)} == set()
     named = {name for name in core if re.search(r"""["']foveate\.(lab|hybrids)\b""", FILES[name].read_text("utf-8"))}
-    assert named == {"foveate.cli"}
+    assert named == {"foveate.cli", "foveate.integrations.transformers.model_folder"}
+
+
+def test_what_trains_knows_nothing_of_what_measures():
+    """Not even as text."""
+    hybrids = {name: path.read_text("utf-8") for name, path in FILES.items() if name.startswith("foveate.hybrids")}
+    assert len(hybrids) > 50
+    assert {name for name, text in hybrids.items() if re.search(r"\bfoveate[./]lab\b", text)} == set()
 
 
 def test_the_library_loads_no_wing():

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import foveate
 from foveate.cli import app
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading
 from foveate.integrations.transformers.conversation import Conversation
-from foveate.lab.inputs import loading
 from foveate.prompting import encode
 from tests import tiny
 from tests.families import family

@@ -211,9 +211,9 @@ def test_a_model_runs_as_it_is(model, out):
     ],
 )
 def test_bad_input_is_one_line(model, out, more, message, monkeypatch):
-    import foveate.lab.inputs.loading
+    import foveate.integrations.transformers.loading
 
-    monkeypatch.setattr(foveate.lab.inputs.loading, "load_model", None)
+    monkeypatch.setattr(foveate.integrations.transformers.loading, "load_model", None)
     done = call(*compare(model, out, *more))
     assert done.exit_code == 2
     assert done.stdout == ""
@@ -290,10 +290,10 @@ def test_a_new_folder_is_made_and_told(model, tmp_path):
     ids=["compare", "calibrate", "bench", "salad", "fetch"],
 )
 def test_a_device_is_refused_before_any_work(model, device, command, monkeypatch):
-    import foveate.lab.inputs.loading
+    import foveate.integrations.transformers.loading
 
-    monkeypatch.setattr(foveate.lab.inputs.loading, "load_model", None)
-    monkeypatch.setattr(foveate.lab.inputs.loading, "load_tokenizer", None)
+    monkeypatch.setattr(foveate.integrations.transformers.loading, "load_model", None)
+    monkeypatch.setattr(foveate.integrations.transformers.loading, "load_tokenizer", None)
     done = call(*command(model, device))
     assert done.exit_code == 2
     (line,) = done.stderr.strip().splitlines()
@@ -481,7 +481,7 @@ def test_a_cache_folder_that_cannot_be_written_is_one_line(model, tmp_path, monk
     assert "cache/foveate/calibrations/" in first
     assert spec == f"kascade:calibration={file}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foveate.lab.inputs.loading.load_model", None)  # nothing is lost
+        patch.setattr("foveate.integrations.transformers.loading.load_model", None)  # nothing is lost
         done = call(*calibrate(model, file)[:5], *calibrate(model, file)[7:])
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
@@ -550,9 +550,9 @@ def test_what_calibrate_says_can_be_pasted_whatever_the_file_is_called(model, tm
     ],
 )
 def test_bad_calibrations_are_one_line(model, tmp_path, more, message, monkeypatch):
-    import foveate.lab.inputs.loading
+    import foveate.integrations.transformers.loading
 
-    monkeypatch.setattr(foveate.lab.inputs.loading, "load_model", None)
+    monkeypatch.setattr(foveate.integrations.transformers.loading, "load_model", None)
     done = call(*calibrate(model, tmp_path / "tiny.json", *more))
     assert done.exit_code == 2
     assert done.stdout == ""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import serving, serving_accuracy
-from foveate.lab.inputs import loading
+from foveate.integrations.transformers import loading
 from foveate.lab.report import rows
 from tests import tiny
 

@@ -1,10 +1,13 @@
-"""Digests of files, by which a run knows its data again."""
+"""How a run is known again: by digests of its files, and by a fingerprint, a mapping of JSON values."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from foveate.errors import DataError
 from foveate.io import infile
@@ -33,3 +36,10 @@ def digest(paths: list[Path]) -> str:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
     return total.hexdigest()[:16]
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """In what the fingerprint of a run, as it was read, is not that of another, in words; empty if it is."""
+    ours = json.loads(json.dumps(dict(ours)))
+    fields = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
+    return "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in fields)

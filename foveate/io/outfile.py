@@ -1,4 +1,4 @@
-"""The files that foveate writes: checked before any work, written in one step, and named in every error."""
+"""The files that foveate writes: checked before any work, written in one step or locked, named in every error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from foveate.errors import UserError
 
@@ -143,6 +144,33 @@ def replacing(out: Path, more: str = "") -> Iterator[Path]:
         sync_folder(real.parent)
 
 
+def lock(file: Any, path: Path) -> None:
+    """Keeps an open file for this process; `path` is what to call it. Raises `UserError` if another has it."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{path}: another process is writing to it") from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps a folder, or an empty file that is there meanwhile, for this process. Raises what :func:`lock` does."""
+    folder = path.is_dir()
+    with writing(path):
+        handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(handle, path)
+        try:
+            yield
+        finally:
+            if not folder:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
     """Locks a folder for this process, as long as the block runs; False if another process holds it, or none can."""
@@ -151,13 +179,13 @@ def _held(folder: Path) -> Iterator[bool]:
     except OSError:
         handle = None
     try:
-        yield handle is not None and _locked(handle)
+        yield handle is not None and _try_lock(handle)
     finally:
         if handle is not None:
             os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process holds it, or the file system has no locks

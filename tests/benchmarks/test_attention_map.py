@@ -3,7 +3,7 @@ import torch
 from matplotlib.image import imread
 
 from benchmarks import attention_map as maps
-from foveate.lab.inputs.loading import load_model
+from foveate.integrations.transformers.loading import load_model
 from tests import tiny
 
 TEXT = "Tides rise\nand fall.\n\nBread is baked.\n\n\n\nThe sea rose again.\n\nWhat now?\n"

@@ -26,7 +26,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_methods_of_scripts_are_accepted(script, tmp_path, imported_methods):
+def test_methods_of_scripts_are_accepted(script, tmp_path, methods_of_package):
     model, data, asked = tmp_path / "qwen2.5-coder-0.5b-instruct", tmp_path / "data", tmp_path / "asked"
     for folder in (model, data, tmp_path / "bin"):
         folder.mkdir()

@@ -12,9 +12,9 @@ from peft import IA3Config, LoraConfig, get_peft_model
 import foveate
 from foveate import calibration, methods
 from foveate.calibration import artefact
+from foveate.integrations.transformers import model_folder
 from foveate.integrations.transformers.facts import folder_weights, model_facts
 from foveate.integrations.vllm.settings import Settings, check_early, check_folder, served
-from foveate.lab.inputs import model_folder
 from tests.helpers import tiny_model, tokens
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "calibrations"

@@ -10,9 +10,8 @@ import transformers
 import foveate
 from foveate.errors import UserError
 from foveate.hybrids.models import presets
-from foveate.integrations.transformers import conversation
+from foveate.integrations.transformers import conversation, loading
 from foveate.integrations.transformers.support import forgets
-from foveate.lab.inputs import loading
 from foveate.prompting import encode
 from tests import tiny
 from tests.families import RECURRENT, family

@@ -17,8 +17,8 @@ from foveate.calibration.eviction_scores import EvictionScores
 from foveate.cli import app, imports
 from foveate.errors import UserError
 from foveate.hybrids.training import checkpoints, configuration, journal
-from foveate.io import digest, infile, outfile
-from foveate.lab.inputs import model_folder, reading
+from foveate.integrations.transformers import model_folder
+from foveate.io import digest, infile, outfile, reading
 from foveate.lab.report import rows
 from foveate.lab.results import lens, measurements, resultfile
 

@@ -11,8 +11,9 @@ from foveate import calibration, methods
 from foveate.calibration.eviction_scores import EvictionScores
 from foveate.cli import app
 from foveate.hybrids.training import checkpoints, journal
+from foveate.integrations.transformers import model_folder
+from foveate.io import reading
 from foveate.io.json_text import parse_json
-from foveate.lab.inputs import model_folder, reading
 
 BOMBS = {
     "nested": ("[" * 200_000 + "]" * 200_000, "nested too deeply"),

@@ -1,4 +1,4 @@
-"""`benchmarks/ablations/kascade.py`: equal to `oracle_topk` and `kascade_paper` where these have the settings."""
+"""`benchmarks/methods/kascade_ablated.py`: equal to `oracle_topk` and `kascade_paper` where these have the settings."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests import tiny
 from tests.helpers import tiny_model, tokens
 from tests.matrix import HEADS, KV_HEADS, SCALING, Driver, Tokens, close
 
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "ablations" / "kascade.py"
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "methods" / "kascade_ablated.py"
 GROUP = HEADS // KV_HEADS
 
 

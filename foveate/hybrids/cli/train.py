@@ -8,14 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from foveate.cli.progress import INTERRUPTED, Progress
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.io.outfile import announce
-from foveate.lab.cli.progress import Progress
 
 app = typer.Typer(help="Train a model on text and generated retrieval.")
 
-_INTERRUPTED = 130
 _MISSED = 3
 """The exit code of a run whose model has not learned what `sparsity.recall` asks for."""
 
@@ -57,7 +56,7 @@ def train(
             outcome = loop.train(plan, out, resume, minutes, progress.say, progress)
     except KeyboardInterrupt:
         progress.say("interrupted; --resume goes on from the last checkpoint")
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     if _first():
         _summary(out, outcome, progress.say)
     if outcome.signal is not None:

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from foveate.cli.progress import Progress
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.io.outfile import announce
-from foveate.lab.cli.progress import Progress
 
 
 def lte(

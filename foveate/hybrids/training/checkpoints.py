@@ -23,9 +23,9 @@ from torch import Tensor
 from foveate.errors import DataError, UserError
 from foveate.hybrids.training.journal import LOG
 from foveate.io import infile, outfile
-from foveate.io.digest import sha256
+from foveate.io.digest import differences, sha256
 from foveate.io.json_text import parse_json
-from foveate.lab.results.resultfile import differences, locked
+from foveate.io.outfile import locked
 
 KIND = "checkpoint of foveate train"
 SCHEMA = 1

@@ -21,8 +21,8 @@ from foveate.hybrids.training.settings import setting
 from foveate.hybrids.training.sources import Source
 from foveate.hybrids.training.sparsity import SPARED, SparsitySettings
 from foveate.hybrids.training.synthetic import SOURCES
+from foveate.io import reading
 from foveate.io.json_text import parse_json
-from foveate.lab.inputs import reading
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foveate.errors import DataError
-from foveate.io import infile
-from foveate.lab.inputs import reading
+from foveate.io import infile, reading
 
 ENDINGS = (".txt", ".txt.xz", ".jsonl", ".jsonl.xz")
 _DOC = re.compile(r'<doc id="[^"]*" url="[^"]*" title="(?P<title>[^\n]*)">\n(?P<text>.*?)\n?</doc>', re.DOTALL)

@@ -31,12 +31,12 @@ from foveate.errors import DataError, UserError, check_seed, require
 from foveate.hybrids.training.lte_sequences import Drawn, Sequences
 from foveate.hybrids.training.lte_targets import FrozenModel, Seen
 from foveate.hybrids.training.stop import Stop
+from foveate.integrations.transformers import loading, model_folder
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
-from foveate.io import outfile
+from foveate.io import outfile, reading
 from foveate.io.digest import digest
 from foveate.io.json_text import parse_json
-from foveate.lab.inputs import loading, model_folder, reading
-from foveate.lab.results.resultfile import locked
+from foveate.io.outfile import locked
 
 _KIND = "foveate.lte_training"
 _SINKS = 4

@@ -31,7 +31,7 @@ from foveate.hybrids.training.optim import adamw, learning_rate
 from foveate.hybrids.training.sparsity import SparsityFeedback
 from foveate.hybrids.training.stop import Stop
 from foveate.hybrids.training.tokens import META, TokenStore
-from foveate.lab.results import circumstances
+from foveate.io import circumstances
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int, dict[str, float]], None]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError, require
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.haystack import Library, insert, sentence_starts
+from foveate.hybrids.training.haystack import Library, insert, sentence_starts
+from foveate.io import reading
 from foveate.prompting import leading_ids
 
 _CODES = (
@@ -65,7 +65,7 @@ class Sequences:
     """Sequences by their number, each a function of the text, the seed and the number alone.
 
     Args:
-        folder: plain text, as :func:`foveate.lab.inputs.reading.read_novels` reads it.
+        folder: plain text, as :func:`foveate.io.reading.read_novels` reads it.
         tokenizer: of the model.
         length: most tokens of a sequence.
         seed: of the random draws.

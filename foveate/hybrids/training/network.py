@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from foveate.errors import UserError
+from foveate.errors import UserError, first_line
 from foveate.hybrids.training.configuration import ModelSettings
 from foveate.hybrids.training.distributed import Rank
 from foveate.hybrids.training.mixture import IGNORED
-from foveate.lab.inputs.model_folder import first_line, weight_files
+from foveate.integrations.transformers.model_folder import weight_files
 
 _PLASTIC = 0.7548776662
 """Steps times this, modulo one, spread evenly; so do rows by the golden ratio, and both together fill the plane."""

@@ -20,9 +20,9 @@ from foveate.hybrids.training import questions as of_questions
 from foveate.hybrids.training import tokenizer as of_tokenizer
 from foveate.hybrids.training import tokens
 from foveate.hybrids.training.documents import documents, normalised, read_titles, text_files
+from foveate.hybrids.training.words import ADJECTIVES, NOUNS
 from foveate.io import outfile
 from foveate.io.digest import digest, sha256
-from foveate.lab.inputs.words import ADJECTIVES, NOUNS
 
 Say = Callable[[str], None]
 _SAMPLE = 40_000_000  # characters on which a tokenizer is trained, and by which words are counted

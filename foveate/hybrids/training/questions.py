@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from foveate.errors import DataError
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.multihop import read_records
-from foveate.lab.inputs.squad import read_squad
+from foveate.io import reading
+from foveate.io.multihop import read_records
+from foveate.io.squad import read_squad
 
 ASKED = "\n\nQuestion: {question}\nAnswer:"
 _SENTENCE = re.compile(r"[.!?]\s")

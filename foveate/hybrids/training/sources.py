@@ -17,9 +17,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from foveate.errors import UserError, require, unknown
+from foveate.hybrids.training.halves import halved
 from foveate.hybrids.training.settings import setting
 from foveate.hybrids.training.tokens import TokenStore
-from foveate.lab.inputs.halves import halved
 
 DRAWN, TEXT, ANSWER = 0, 1, 2
 LOSSES: Mapping[str, tuple[int, ...]] = {

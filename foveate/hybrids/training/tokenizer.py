@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import UserError
+from foveate.errors import UserError, first_line
 
 END = "<|end|>"
 """Ends a document."""
@@ -59,8 +59,6 @@ def load(folder: Path) -> Any:
     """The tokenizer of a folder. Raises `UserError` if there is none, or no token ends its documents."""
     file_of(folder)
     from transformers import AutoTokenizer
-
-    from foveate.lab.inputs.model_folder import first_line
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from foveate.errors import DataError
+from foveate.io import reading
 from foveate.io.digest import sha256
-from foveate.lab.inputs import reading
 
 KIND = "tokenised text of foveate train"
 SCHEMA = 1

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import foveate
 from foveate.errors import UserError
+from foveate.io import circumstances
 from foveate.lab.bench import breakdown
 from foveate.lab.bench.models import Clock, ModelPlan, attach, generate
 from foveate.lab.bench.plan import Keep, Row, Say, command
-from foveate.lab.results import circumstances, timing
+from foveate.lab.results import timing
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
 _CHUNK = 8192  # tokens of a prompt, all sequences together, that are read at once

@@ -21,10 +21,10 @@ from transformers import (
 
 import foveate
 from foveate.errors import UserError, unknown
+from foveate.integrations.transformers import loading, model_folder
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.lab.bench import breakdown
 from foveate.lab.bench.plan import check, parsed, share_of, specs
-from foveate.lab.inputs import loading, model_folder
 
 _8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 SHAPES: dict[str, PreTrainedConfig] = {

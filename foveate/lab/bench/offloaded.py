@@ -20,11 +20,11 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import foveate
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading
+from foveate.io import circumstances
+from foveate.io.reading import read_text
 from foveate.lab.bench.models import SHAPES, Clock, ModelPlan, attach, generate
 from foveate.lab.bench.plan import Keep, Row, Say, command, parsed
-from foveate.lab.inputs import loading
-from foveate.lab.inputs.reading import read_text
-from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import speed_row
 from foveate.runtime.offload import DoesNotFitError, parse_budget
 

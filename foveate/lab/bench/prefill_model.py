@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 import foveate
+from foveate.io import circumstances
 from foveate.lab.bench.models import ModelPlan, generate
 from foveate.lab.bench.plan import Keep, Row, Say, command
 from foveate.lab.evaluation.decoding import Clock
-from foveate.lab.results import circumstances
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
 

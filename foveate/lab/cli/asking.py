@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from foveate.cli.imports import Import
+from foveate.cli.progress import Progress, resumable, sayer
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.io import outfile
 from foveate.io.outfile import announce
-from foveate.lab.cli.progress import Progress, resumable, sayer
 
 Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[
@@ -50,8 +50,8 @@ def generate(
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
     from foveate.errors import UserError, check_text, require
+    from foveate.io.reading import read_text
     from foveate.lab.evaluation.runner import parse_method
-    from foveate.lab.inputs.reading import read_text
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
@@ -70,11 +70,11 @@ def generate(
     from transformers import TextStreamer
 
     import foveate
+    from foveate.integrations.transformers import loading, model_folder
+    from foveate.io import circumstances
     from foveate.lab.evaluation import generation
     from foveate.lab.evaluation import lens as recorded
-    from foveate.lab.inputs import loading, model_folder
     from foveate.lab.report import terminal
-    from foveate.lab.results import circumstances
     from foveate.prompting import encode
 
     quiet()

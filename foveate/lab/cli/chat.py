@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from foveate.cli.imports import Import
+from foveate.cli.progress import INTERRUPTED
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.errors import UserError, check_text, require
 from foveate.lab.cli.asking import Device, Dtype, Model
-from foveate.lab.cli.progress import INTERRUPTED
 
 
 def chat(
@@ -34,10 +34,10 @@ def chat(
     from transformers import TextStreamer
 
     import foveate
+    from foveate.integrations.transformers import loading
     from foveate.integrations.transformers.conversation import Conversation
+    from foveate.io.reading import read_text
     from foveate.lab.evaluation.runner import parse_method
-    from foveate.lab.inputs import loading
-    from foveate.lab.inputs.reading import read_text
     from foveate.lab.report import terminal
 
     require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)

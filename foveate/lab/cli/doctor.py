@@ -15,8 +15,8 @@ def doctor(as_json: AsJson = False) -> None:
     import torch
 
     from foveate.integrations.transformers import releases
+    from foveate.io import circumstances
     from foveate.lab.report import terminal
-    from foveate.lab.results import circumstances
     from foveate.ops.attend import PromptHeads, dense_obstacles, prompt_path
     from foveate.ops.dispatch import kernel_status
 

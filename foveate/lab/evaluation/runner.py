@@ -22,14 +22,14 @@ import torch
 import foveate
 from foveate.cli import imports
 from foveate.errors import DataError, UserError, check_seed, check_text, require
-from foveate.io import outfile
+from foveate.integrations.transformers import loading, model_folder
+from foveate.io import circumstances, outfile
 from foveate.io.digest import digest
 from foveate.lab.evaluation import costs, decoding, generation
 from foveate.lab.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary
 from foveate.lab.evaluation.tasks.base import Item, Option, Task, items_digest
-from foveate.lab.inputs import loading, model_folder
-from foveate.lab.results import circumstances, resultfile
+from foveate.lab.results import resultfile
 from foveate.lab.results.rows import ROW_SCHEMA, ordered
 
 _EXAMPLES = 8  # items whose answers go into the rows

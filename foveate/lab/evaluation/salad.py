@@ -24,7 +24,7 @@ from typing import Any
 
 from foveate.errors import DataError, UserError
 from foveate.io import infile, outfile
-from foveate.lab.inputs.squad import Article, read_squad
+from foveate.io.squad import Article, read_squad
 
 SEED = 42  # the seed of the published files
 _SENTENCES = 3

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from foveate import methods
 from foveate.errors import DataError, UserError, unknown
-from foveate.lab.inputs.reading import read_jsonl
+from foveate.io.reading import read_jsonl
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.resultfile import method_of
 from foveate.lab.results.rows import ROW_FIELDS, check_row, each_once

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError
-from foveate.io import infile, outfile
+from foveate.io import circumstances, infile, outfile
 from foveate.io.json_text import parse_json
-from foveate.lab.results import circumstances
 
 FIELDS = (
     *("bench", "case", "ms", "baseline", "baseline_ms", "speedup", "gb_per_s", "tflop_per_s", "peak_bytes"),

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from foveate.errors import DataError, UserError
 from foveate.io import infile, outfile
+from foveate.io.digest import differences
 from foveate.io.json_text import parse_json
 from foveate.lab.results.rows import ROW_FIELDS, check_record, check_row
 from foveate.methods import Method, make, settings_of
@@ -89,7 +90,7 @@ class PartialFile:
             out.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
         try:
-            lock(self._file, path)
+            outfile.lock(self._file, path)
             self._file.seek(0)
             self.records, whole = _records(path, self._file.read(), run)
             self._file.truncate(whole)
@@ -183,39 +184,3 @@ def _same_run(path: Path, theirs: Fingerprint, ours: Fingerprint) -> None:
         raise UserError(
             f"{path} belongs to another run: {differ}. Choose another --out, or move that file away to start anew"
         )
-
-
-def differences(theirs: Fingerprint, ours: Fingerprint) -> str:
-    """In what the fingerprint of a run, as it was read, is not that of another, in words; empty if it is."""
-    ours = json.loads(json.dumps(dict(ours)))
-    fields = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
-    return "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in fields)
-
-
-def lock(file: Any, path: Path) -> None:
-    """Keep an open file for this process; `path` is what to call it. Raises `UserError` if another has it."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{path}: another process is writing to it") from None
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keeps a folder, or an empty file that is there meanwhile, for this process. Raises what :func:`lock` does."""
-    folder = path.is_dir()
-    with outfile.writing(path):
-        handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        lock(handle, path)
-        try:
-            yield
-        finally:
-            if not folder:
-                path.unlink(missing_ok=True)
-    finally:
-        os.close(handle)

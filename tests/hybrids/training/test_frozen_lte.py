@@ -17,7 +17,7 @@ from foveate.errors import UserError
 from foveate.hybrids.training import frozen_lte
 from foveate.hybrids.training.frozen_lte import Plan, ranking_loss, recall, train
 from foveate.hybrids.training.lte_sequences import Drawn, Sequences
-from foveate.lab.inputs import loading
+from foveate.integrations.transformers import loading
 from tests import tiny
 
 LOUD = range(5, 600, 12)

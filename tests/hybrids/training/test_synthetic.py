@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from foveate.errors import UserError
 from foveate.hybrids.training import templates
+from foveate.hybrids.training.halves import halves
 from foveate.hybrids.training.needles import Needles
 from foveate.hybrids.training.sources import ANSWER, DRAWN, TEXT, Draw, Text, Vocabulary
 from foveate.hybrids.training.synthetic import SOURCES, Cloze, Copies, Recall
+from foveate.hybrids.training.words import ADJECTIVES, NOUNS
 from foveate.lab.evaluation.tasks import niah
 from foveate.lab.evaluation.tasks.ruler.draft import NOISE
-from foveate.lab.inputs.halves import halves
-from foveate.lab.inputs.words import ADJECTIVES, NOUNS
 
 # (
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading
 from foveate.lab.bench import offloaded
-from foveate.lab.inputs import loading
 
 SMALL = {"contexts": (160,), "batches": (1, 2), "steps": 3, "dtype": "float32", "seed": 0, "device": "cpu"}
 

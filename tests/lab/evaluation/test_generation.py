@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import foveate
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import decoding, generation
 from foveate.lab.evaluation.native_model import NativeModel, applied
 from foveate.lab.evaluation.tasks.base import Item, Option
-from foveate.lab.inputs import loading
 from tests.families import family
 from tests.helpers import cached, returned_cache, tokens
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from foveate.errors import DataError
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import generation, tasks
 from foveate.lab.evaluation.metrics import columns, estimate
 from foveate.lab.evaluation.tasks.base import Output
-from foveate.lab.inputs import loading
 
 RECORDS = [
     {"context": "Call me Ishmael. Some years ago I went to", "continuation": "sea"},

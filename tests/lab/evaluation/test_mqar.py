@@ -3,10 +3,10 @@ import torch
 
 from foveate.errors import DataError, UserError
 from foveate.hybrids.models import HybridForCausalLM, make_config
+from foveate.hybrids.training.halves import halves
 from foveate.lab.evaluation import generation, tasks
 from foveate.lab.evaluation.metrics import columns, estimate
 from foveate.lab.evaluation.tasks.base import Output
-from foveate.lab.inputs.halves import halves
 
 
 def pairs_of(item, pairs):

@@ -7,9 +7,9 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.errors import DataError, UserError
+from foveate.io.multihop import Passage, read_records
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.tasks.base import Output
-from foveate.lab.inputs.multihop import Passage, read_records
 
 FILES = {
     "hotpotqa": {"dev": "migres_hotpot.jsonl", "train": "hipporag_hotpotqa_train.json"},

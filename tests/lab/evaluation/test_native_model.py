@@ -10,11 +10,11 @@ import foveate
 from foveate.cli.terminal import console
 from foveate.errors import UserError
 from foveate.hybrids.models import HybridForCausalLM, make_config
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import generation, runner, tasks
 from foveate.lab.evaluation.native_model import NativeModel, applied
 from foveate.lab.evaluation.tasks.base import Item
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
-from foveate.lab.inputs import loading
 from foveate.lab.report import terminal
 from foveate.lab.report.tables import general as markdown
 from foveate.lab.results.rows import ROW_FIELDS

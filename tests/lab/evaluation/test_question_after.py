@@ -8,9 +8,9 @@ import torch
 import foveate
 from benchmarks.summary_table import heading
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import generation, runner, tasks
 from foveate.lab.evaluation.tasks import Item
-from foveate.lab.inputs import loading
 from foveate.lab.report.tables import general as markdown
 from foveate.prompting import encode, encode_turns, question_of
 

@@ -3,10 +3,10 @@ import json
 import pytest
 
 from foveate.errors import DataError, UserError
+from foveate.io.squad import find_squad, read_squad
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.tasks import recall
 from foveate.lab.evaluation.tasks.base import Output
-from foveate.lab.inputs.squad import find_squad, read_squad
 
 DROP = {"context": "Passage: In 1512 Brescia fell.\nQuestion: What fell\nAnswer:", "ref_text": "Brescia|the city"}
 NQ = {"question": "who won", "answers": ["Ann"], "ctxs": [{"text": "Bob lost."}, {"text": "Ann won.", "isgold": True}]}

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.errors import DataError, UserError
+from foveate.hybrids.training.words import ADJECTIVES, NOUNS
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.tasks.base import Output
 from foveate.lab.evaluation.tasks.ruler import counting, draft
-from foveate.lab.inputs.words import ADJECTIVES, NOUNS
 from tests import tiny
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")

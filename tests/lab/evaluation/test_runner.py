@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 import foveate
 from foveate.calibration import Calibration
 from foveate.errors import DataError, UserError
+from foveate.integrations.transformers import loading
 from foveate.integrations.transformers.facts import kv_heads, model_facts
 from foveate.lab.evaluation import generation, runner, tasks
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
-from foveate.lab.inputs import loading
 from foveate.lab.results import resultfile
 from foveate.lab.results.rows import ROW_FIELDS
 from tests import tiny

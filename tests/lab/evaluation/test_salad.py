@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.errors import UserError
+from foveate.io.squad import Answer, Article, Paragraph, Question
 from foveate.lab.evaluation import salad
-from foveate.lab.inputs.squad import Answer, Article, Paragraph, Question
 
 TRAIN_ARTICLES = 442
 TRAIN_PLACES = {"Frédéric_Chopin": 1, "The_Legend_of_Zelda:_Twilight_Princess": 4}

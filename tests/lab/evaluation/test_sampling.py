@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import foveate
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import decoding, generation
 from foveate.lab.evaluation.tasks.base import Item, Sampling
-from foveate.lab.inputs import loading
 
 TEXTS = ["Call me Ishmael.", "It was the whale, and", "Queequeg"]
 

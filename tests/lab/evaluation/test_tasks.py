@@ -4,10 +4,10 @@ import re
 import pytest
 
 from foveate.errors import DataError, UserError
+from foveate.io.reading import read_novels
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.tasks import niah
 from foveate.lab.evaluation.tasks.base import Output
-from foveate.lab.inputs.reading import read_novels
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
 

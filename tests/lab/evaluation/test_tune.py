@@ -9,8 +9,8 @@ import foveate
 from foveate import methods
 from foveate.cli import app
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import tasks, tune
-from foveate.lab.inputs import loading
 from tests import tiny
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/ablations/luka.py`: `luka_paper` where that has the settings, else the paper's formulas written out."""
+"""`benchmarks/methods/luka_ablated.py`: `luka_paper` where that has the settings, else the formulas written out."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from foveate import methods
 from foveate.cli import app, imports
 
 ROOT = Path(__file__).resolve().parents[3]
-FILE, MODEL = ROOT / "benchmarks" / "ablations" / "luka.py", ROOT / "models" / "smollm2-135m"
+FILE, MODEL = ROOT / "benchmarks" / "methods" / "luka_ablated.py", ROOT / "models" / "smollm2-135m"
 SMALL = {"page_size": 4, "sinks": 2, "tail": 9}
 
 

@@ -20,8 +20,9 @@ import torch
 import foveate
 from foveate.calibration import Calibration, load
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading, model_folder
 from foveate.integrations.transformers.facts import model_facts
-from foveate.io import outfile
+from foveate.io import circumstances, outfile
 from foveate.io.digest import digest
 from foveate.lab.evaluation.calibration import layer_costs
 from foveate.lab.evaluation.calibration.anchors import AnchorChoice, check_number, choose, counterparts
@@ -31,8 +32,6 @@ from foveate.lab.evaluation.calibration.plan import FEWEST_PROMPTS, TIMES, Plan,
 from foveate.lab.evaluation.calibration.similarity import COVERAGE_KEYS, Measured, least_tokens
 from foveate.lab.evaluation.calibration.study import Study, attention_modules
 from foveate.lab.evaluation.tasks.base import Item, Task, items_digest
-from foveate.lab.inputs import loading, model_folder
-from foveate.lab.results import circumstances
 from foveate.methods.budgets import budget
 from foveate.runtime import Policy
 

@@ -16,7 +16,6 @@ from safetensors.torch import save
 from foveate.errors import UserError
 from foveate.io import infile, outfile
 from foveate.io.json_text import parse_json
-from foveate.lab.results.resultfile import lock
 
 _RUN = "run.json"
 GOES_ON = "what was measured before is kept, and the same command goes on from there"
@@ -50,7 +49,7 @@ def take_up(folder: Path, mark: dict[str, Any]) -> IO[bytes]:
             f"{folder} belongs to another calibration (it differs in {', '.join(differ)}); choose another --out, or "
             "remove it to start anew"
         )
-    lock(file, folder)
+    outfile.lock(file, folder)
     return file
 
 

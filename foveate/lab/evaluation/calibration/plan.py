@@ -8,10 +8,10 @@ from typing import Any
 
 from foveate.calibration import kept_path
 from foveate.errors import UserError, check_seed, require, unknown
+from foveate.integrations.transformers.model_folder import model_digest, model_facts
 from foveate.lab.evaluation.calibration.anchors import BY
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.probes import SHORTEST, TEXT, USUAL, Probes
-from foveate.lab.inputs.model_folder import model_digest, model_facts
 from foveate.methods.kascade import CALIBRATED_SETTINGS, Kascade
 from foveate.methods.kascade_paper import KascadePaper
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Option, Output, Task, drawn, some
-from foveate.lab.inputs import reading
 from foveate.prompting import encode_continued
 
 _FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data"

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
-from foveate.io import infile
+from foveate.io import infile, reading
 from foveate.lab.evaluation import grading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
-from foveate.lab.inputs import reading
 from foveate.prompting import leading_ids
 
 SYSTEM = "Answer the question on the given document. Give the answer alone, without an explanation."

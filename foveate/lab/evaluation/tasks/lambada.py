@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
-from foveate.lab.inputs import reading
 from foveate.prompting import encode_continued
 
 _FILE = "lambada_openai.jsonl"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import DataError
+from foveate.io import reading
 from foveate.lab.evaluation import longbench_metrics as by
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
-from foveate.lab.inputs import reading
 
 METRICS: dict[str, by.Metric] = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en"), by.qa_f1),

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import DataError
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, some
-from foveate.lab.inputs import reading
 
 _LONGEST = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 _FIELDS = {

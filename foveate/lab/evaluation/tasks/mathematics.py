@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError, of_extra, require
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Sampling, Task, some
-from foveate.lab.inputs import reading
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 _LONGEST = {"math500": 1024, "aime24": 8192}

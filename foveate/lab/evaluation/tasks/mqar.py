@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError
+from foveate.hybrids.training.halves import halves
+from foveate.hybrids.training.haystack import Library
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.evaluation.tasks.niah import CHARS_PER_TOKEN
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.halves import halves
-from foveate.lab.inputs.haystack import Library
 from foveate.prompting import leading_ids
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foveate.errors import UserError
+from foveate.io import reading
+from foveate.io.multihop import Record, read_records
 from foveate.lab.evaluation.metrics import normalize
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, drawn, some
 from foveate.lab.evaluation.tasks.wikisalad import ContextQuestions
 from foveate.lab.evaluation.tasks.wikisalad_long import FULLNESS, SHORTEST
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.multihop import Record, read_records
 from foveate.prompting import Message, question_of
 
 TEMPLATE = (

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError
+from foveate.hybrids.training.haystack import Library, insert
+from foveate.hybrids.training.words import ADJECTIVES, NOUNS
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean, string_match
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.haystack import Library, insert
-from foveate.lab.inputs.words import ADJECTIVES, NOUNS
 from foveate.prompting import Message, question_of
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from foveate.errors import UserError
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Values
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task
-from foveate.lab.inputs import reading
 from foveate.prompting import leading_ids
 
 _WIKITEXT = "wiki.test.raw"

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import UserError
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task
 from foveate.lab.evaluation.tasks.niah import longest
-from foveate.lab.inputs import reading
 from foveate.prompting import Message, encode
 
 TEXT = Path(__file__).parents[1] / "text"

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
+from foveate.io import reading
+from foveate.io.squad import find_squad, read_squad
 from foveate.lab.evaluation.metrics import Mean, string_match_part
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, drawn, some
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.squad import find_squad, read_squad
 from foveate.prompting import encode
 
 _TRIVIAQA_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import DataError
+from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean, contains_match, exact_match, f1
 from foveate.lab.evaluation.salad import SETS
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, question_setting
-from foveate.lab.inputs import reading
 from foveate.prompting import Message, question_of
 
 TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"

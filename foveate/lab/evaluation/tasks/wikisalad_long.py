@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
+from foveate.io.squad import Paragraph, Question, find_squad, read_squad
 from foveate.lab.evaluation.metrics import normalize
 from foveate.lab.evaluation.tasks import register
 from foveate.lab.evaluation.tasks.base import Item
 from foveate.lab.evaluation.tasks.wikisalad import ContextQuestions, messages
-from foveate.lab.inputs.squad import Paragraph, Question, find_squad, read_squad
 from foveate.prompting import encode
 
 QUESTION = 'According to the article "{topic}": {question}'

@@ -15,13 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import foveate
 from foveate.calibration import load
 from foveate.errors import UserError
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import generation, tasks
 from foveate.lab.evaluation.calibration import calibrate, divergence, layer_costs
 from foveate.lab.evaluation.calibration.anchors import choose, counterparts
 from foveate.lab.evaluation.calibration.plan import Plan
 from foveate.lab.evaluation.calibration.study import Study
 from foveate.lab.evaluation.tasks.base import Sampling
-from foveate.lab.inputs import loading
 from foveate.lab.results import timing
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade

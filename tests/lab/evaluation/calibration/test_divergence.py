@@ -7,10 +7,10 @@ import torch
 from transformers import AttentionInterface
 
 import foveate
+from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import generation
 from foveate.lab.evaluation.calibration import divergence
 from foveate.lab.evaluation.tasks.base import Item
-from foveate.lab.inputs import loading
 from foveate.methods import SharedPrompt
 from foveate.methods.kascade_paper import KascadePaper
 from tests import tiny

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from foveate.errors import DataError
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.words import ADJECTIVES, NOUNS
+from foveate.hybrids.training.words import ADJECTIVES, NOUNS
+from foveate.io import reading
 
 _LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import UserError
+from foveate.hybrids.training.haystack import Library, insert
+from foveate.io import reading
 from foveate.lab.evaluation.tasks.niah import (
     ANSWER_PREFIX,
     CHARS_PER_TOKEN,
@@ -30,8 +32,6 @@ from foveate.lab.evaluation.tasks.ruler.draft import (
     read_words,
     word_files,
 )
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.haystack import Library, insert
 from foveate.prompting import question_of
 
 PLURAL_TEMPLATE = (

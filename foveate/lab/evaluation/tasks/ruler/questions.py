@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError, UserError
+from foveate.io import reading
+from foveate.io.multihop import read_records
+from foveate.io.squad import find_squad, read_squad
 from foveate.lab.evaluation.tasks.ruler.draft import Draft, Draw, Kind
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.multihop import read_records
-from foveate.lab.inputs.squad import find_squad, read_squad
 from foveate.prompting import encode, question_of
 
 TEMPLATE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from foveate.lab.inputs.reading import Novel
+from foveate.io.reading import Novel
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]_]*\s")
 _ABBREVIATION = re.compile(r"(?:^|[\s(\"'“‘])(?:[A-Z]|Mrs?|Ms|Messrs|Dr|St|Mme|Mlle|No|vol|viz|etc|i\.e|e\.g)\.$")

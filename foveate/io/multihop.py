@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError
-from foveate.lab.inputs import reading
+from foveate.io import reading
 
 
 class Passage(NamedTuple):

@@ -5,8 +5,8 @@ import tarfile
 import pytest
 
 from foveate.errors import DataError
+from foveate.io import reading
 from foveate.io.digest import digest
-from foveate.lab.inputs import reading
 
 BOOK = (
     "\ufeffThe Project Gutenberg eBook of Nothing\r\n\r\n*** START OF THE PROJECT GUTENBERG EBOOK NOTHING ***\r\n"

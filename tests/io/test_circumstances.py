@@ -1,16 +1,14 @@
 import subprocess
 import sys
-import time
 
 import pytest
 
-from benchmarks import cold_cache_timing as cold
-from foveate.lab.results import circumstances, timing
+from foveate.io import circumstances
 
 PEAK = """
 import torch
 
-from foveate.lab.results import circumstances
+from foveate.io import circumstances
 
 memory = circumstances.PeakMemory("cpu")
 torch.ones(60_000_000).sum()
@@ -40,11 +38,3 @@ def test_versions_device_and_commit(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", fail)
     assert circumstances.commit() == "unknown"
-
-
-def test_times_are_milliseconds(monkeypatch):
-    monkeypatch.setattr(time, "perf_counter", iter([1.0, 1.25, 3.0, 3.5]).__next__)
-    assert timing.milliseconds(lambda: None, "cpu") == pytest.approx(250)
-    mark, between = cold.marks("cpu")
-    start, end = mark(), mark()
-    assert between(start, end) == pytest.approx(500)

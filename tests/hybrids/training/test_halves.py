@@ -1,4 +1,4 @@
-from foveate.lab.inputs.halves import halves
+from foveate.hybrids.training.halves import halves
 from tests import tiny
 
 

@@ -4,7 +4,7 @@ import lzma
 import pytest
 
 from foveate.errors import DataError
-from foveate.lab.inputs.squad import Answer, Article, Paragraph, Question, Squad, find_squad, read_squad
+from foveate.io.squad import Answer, Article, Paragraph, Question, Squad, find_squad, read_squad
 
 TEXT = "Rollo came in 911. He stayed."
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foveate.errors import UserError
-from foveate.lab.inputs import loading
-from foveate.lab.inputs.model_folder import model_digest, model_facts
+from foveate.integrations.transformers import loading
+from foveate.integrations.transformers.model_folder import model_digest, model_facts
 
 
 def test_choices(tiny_folder, tmp_path):

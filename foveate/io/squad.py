@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foveate.errors import DataError
-from foveate.lab.inputs import reading
+from foveate.io import reading
 
 _SOURCE = "https://rajpurkar.github.io/SQuAD-explorer/, such as dev-v2.0.json"
 _VERSIONS = {"1.1": "1.1", "v1.1": "1.1", "2.0": "2.0", "v2.0": "2.0"}

@@ -1,6 +1,6 @@
 """The ablations of the Kascade paper's figures 5 and 6, as a user's file with a method of its own.
 
-    foveate compare --import benchmarks/ablations/kascade.py --method kascade_ablated:pooling=pre_softmax,tile=64 ...
+    foveate compare --import benchmarks/methods/kascade_ablated.py --method kascade_ablated:pooling=pre_softmax ...
 
 Without a calibration every layer but the first chooses its own keys, which is the oracle of figure 5; with one the
 method is `kascade_paper` (figure 6). It is written out in PyTorch, on what `foveate.methods` exports alone, can pool

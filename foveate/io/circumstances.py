@@ -56,7 +56,7 @@ def commit() -> str:
     """
     if named := os.environ.get("FOVEATE_COMMIT"):
         return named
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown"
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foveate.errors import UserError
+from foveate.errors import UserError, first_line
 from foveate.integrations.transformers.facts import folder_weights, head_dim
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.integrations.transformers.support import choosing_layers
@@ -75,11 +75,6 @@ def _decoder_config(folder: Path) -> Any:
         raise UserError(
             f"{folder / 'config.json'}: not the configuration of a known model ({first_line(error)})"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first; its kind where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:

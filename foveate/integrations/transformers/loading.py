@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from foveate.errors import DataError, UserError, unknown
-from foveate.lab.inputs import reading
-from foveate.lab.inputs.model_folder import first_line, read_config, weight_files
+from foveate.errors import DataError, UserError, first_line, unknown
+from foveate.integrations.transformers.model_folder import read_config, weight_files
+from foveate.io import reading
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")

@@ -1,4 +1,9 @@
-"""Lined attention as the LuKA paper's code ran it, fault included; the correct method is `h2o`."""
+"""Lined attention as the LuKA paper's code ran it, fault included, as a user's file with a method of its own.
+
+    foveate compare --import benchmarks/methods/h2o_as_published.py --method h2o_as_published ...
+
+The correct method is `h2o`.
+"""
 
 from typing import ClassVar
 
@@ -6,10 +11,10 @@ import torch
 from torch import Tensor
 
 from foveate import ops
+from foveate.methods import About, Channel, Method, Observation, Replay, register, setting
 from foveate.methods._common import recent
-from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Geometry, SlotCache
 
 
 @register

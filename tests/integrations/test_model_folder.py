@@ -6,7 +6,7 @@ import pytest
 from transformers.integrations import hub_kernels
 
 from foveate.errors import UserError
-from foveate.lab.inputs import loading, model_folder
+from foveate.integrations.transformers import loading, model_folder
 
 
 def test_facts_and_positions(tiny_folder):

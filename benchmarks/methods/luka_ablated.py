@@ -1,6 +1,6 @@
 """The ablations of the LuKA paper (section 3.2, figures 4 and 6), as a user's file with a method of its own.
 
-    foveate compare --import benchmarks/ablations/luka.py --method luka_ablated:compressor=random,top_k=0.05 ...
+    foveate compare --import benchmarks/methods/luka_ablated.py --method luka_ablated:compressor=random,top_k=0.05 ...
 
 `luka_ablated` is `luka_paper` written out in PyTorch, on what `foveate.methods` exports alone. It also has a random
 compressor, summaries with values of zero, a temperature, and the fixed-threshold rule. It is slow.

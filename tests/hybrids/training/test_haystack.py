@@ -1,4 +1,4 @@
-from foveate.lab.inputs.haystack import insert, sentence_starts
+from foveate.hybrids.training.haystack import insert, sentence_starts
 
 
 def test_sentences():

@@ -1,1 +1,0 @@
-"""What training and evaluation read: text, questions, prompts as token ids, and folders of models."""
