@@ -28,6 +28,8 @@ REGISTRY: dict[str, type[Method]] = {}
 
 SPARSE_FROM_TOKENS = 32768
 """Usual :attr:`Method.sparse_from_tokens` (docs/guide/speed.md)."""
+NEVER_FASTER = 1 << 40
+"""The same of a method that no length makes faster: by default a GPU decodes densely."""
 
 _LOGITS = 1 << 26
 """Logits that a later turn of a prompt computes at once beside empty slots."""
@@ -186,8 +188,8 @@ class Method(Settings):
 
     sparse_from_tokens: ClassVar[int | None] = None
     """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than reading all keys, where a
-    layer has eight KV heads of 128; see :meth:`Geometry.at_least`. None: every step calls :meth:`choose`. Per
-    settings."""
+    layer has eight KV heads of 128; see :meth:`Geometry.at_least`. 0: decoding is sparse at any length unless a user
+    asks otherwise, as of a method whose speed nobody knows. None: it is always. Per settings."""
     needs_mass: ClassVar[bool] = False
     """Whether :meth:`learn` needs the mass of the attention where all keys are read. Per settings."""
     replay: ClassVar[Replay | None] = None

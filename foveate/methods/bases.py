@@ -24,9 +24,6 @@ from foveate.methods.base import About, Method, Replay, setting
 from foveate.methods.budgets import Number, budget
 from foveate.state import Channel, Evicts, Geometry, SlotCache
 
-NEVER_FASTER = 1 << 40
-"""As :attr:`Method.sparse_from_tokens`: by default a GPU decodes densely."""
-
 
 @dataclass(frozen=True)
 class KeepsByScore(Method):
@@ -108,7 +105,7 @@ class ReadsChosen(Method):
     stateful: ClassVar[bool] = False
     replay: ClassVar[Replay] = Replay()
     needs_prompt_end: ClassVar[bool] = True
-    sparse_from_tokens: ClassVar[int | None] = NEVER_FASTER
+    sparse_from_tokens: ClassVar[int | None] = 0
 
     def copies(self, keys: Tensor) -> dict[str, Tensor]:
         """What stands for ``keys [..., D]``, by name: tensors ``[..., any]`` of a fixed shape and dtype."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import estimated_attention, recent
-from foveate.methods.base import About, Method, Observation, Replay, register, setting
+from foveate.methods.base import NEVER_FASTER, About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.state import Channel, Geometry, SlotCache
 
@@ -23,7 +23,7 @@ class SparQ(Method):
         full_budget={"top_k": 1.0},
         small_budget={"top_k": 9, "rank": 4, "window": 3},
     )
-    sparse_from_tokens: ClassVar[int] = 1 << 62  # never faster: no kernel reads some dimensions of all keys
+    sparse_from_tokens: ClassVar[int] = NEVER_FASTER  # no kernel reads some dimensions of all keys
     needs_prompt_end: ClassVar[bool] = True
     observation: ClassVar[Observation] = Observation("value_sum")
     replay: ClassVar[Replay] = Replay()

@@ -4,6 +4,7 @@ import torch
 
 from foveate import ops
 from foveate.methods import About, ReadsChosen, register, setting
+from foveate.methods.base import NEVER_FASTER
 
 
 @register
@@ -18,6 +19,8 @@ class Twilight(ReadsChosen):
         small_budget={"p": 0.3, "min_k": 6},
         estimates=True,
     )
+
+    sparse_from_tokens = NEVER_FASTER  # the estimate reads all keys without a kernel
 
     p: float = setting(0.85, "share of the estimated attention that the chosen keys reach")
     min_k: int = setting(128, "least number of keys that a query head chooses")

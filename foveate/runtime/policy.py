@@ -64,7 +64,7 @@ def dense_until(
         return 0
     if dense_below != "auto":
         return -(-int(dense_below) // max(sequences, 1))
-    if device.type != "cuda" or not runs_kernel("attend"):
+    if not sparse_from or device.type != "cuda" or not runs_kernel("attend"):
         return 0
     return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // max(sequences, 1)))
 

@@ -205,6 +205,26 @@ class TestAuto:
         with foveate.attached(tiny_model(), method, dense_below=0, **settings) as attachment:
             assert attachment.short_contexts(gpu) == ("sparse at any length on this GPU" if tokens else "")
 
+    def test_a_method_of_ones_own_is_sparse_at_any_length_on_a_gpu(self, monkeypatch, imported_methods):
+        """A built-in one that no length makes faster says so, and how to have it sparse."""
+        monkeypatch.setattr("foveate.runtime.policy.runs_kernel", lambda verb: True)
+        gpu = types.SimpleNamespace(device=torch.device("cuda"))
+
+        @methods.register
+        class Mine(methods.ReadsChosen):
+            name = "mine_on_a_gpu"
+
+            def choose(self, cache, q, scaling):
+                return cache.positions % 2 == 0
+
+        with foveate.attached(tiny_model(), Mine()) as attachment:
+            assert attachment.short_contexts(gpu) == "sparse at any length on this GPU"
+        with foveate.attached(tiny_model(), Mine(), dense_below=9) as attachment:
+            assert attachment.short_contexts(gpu) == "dense below 9 tokens (dense_below)"
+        for name in ("twilight", "sparq"):
+            with foveate.attached(tiny_model(), name) as attachment:
+                assert attachment.short_contexts(gpu).startswith("dense at any length on this GPU, where it is not")
+
     def test_a_method_that_is_named_tells_where_its_steps_are_dense(self, monkeypatch):
         monkeypatch.setattr(
             "foveate.integrations.transformers.attachment.dense_until", lambda method, below, *where: 32768

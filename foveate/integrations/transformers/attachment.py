@@ -17,6 +17,7 @@ from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import geometry_of, kv_heads, model_shape
 from foveate.integrations.transformers.graphs import Graphs
 from foveate.methods import Method, sparse_prompt
+from foveate.methods.base import NEVER_FASTER
 from foveate.runtime import SHORT_SEQUENCE, Policy, dense_until
 from foveate.state import Geometry
 
@@ -99,6 +100,8 @@ class Attachment:
             return ""
         if not until:
             return f"sparse at any length on {where}"
+        if until >= NEVER_FASTER:
+            return f"dense at any length on {where}, where it is not faster; dense_below=0 makes it sparse"
         asked = all(one.dense_below != "auto" for one in able)
         return f"dense below {until:,} tokens" + (
             " (dense_below)" if asked else f", or {SHORT_SEQUENCE:,} each, on {where}"
