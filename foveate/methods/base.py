@@ -313,9 +313,9 @@ class Method(Settings):
     def prompt_packed(self, cache: SlotCache) -> None:
         """Called after :meth:`prompt_end`, when the kept tokens fill the first slots: fill channels per page."""
 
-    def note_newest(self, cache: SlotCache) -> None:
-        """Called first in each decode step, when its keys and values are written: bring channels up to date with
-        them."""
+    def note_newest(self, cache: SlotCache, q: Tensor) -> None:
+        """Called first in each decode step, also in a dense one, when keys and values are written: bring channels up to
+        date with the token, whose queries are ``q [B, Hq, 1, D]``."""
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | Tensor | None:
         """What one token a row reads, ``q [B, Hq, 1, D]``: a bool mask, broadcastable to ``[B, Hkv, used]``, in which

@@ -139,7 +139,7 @@ class ReadsChosen(Method):
         for name, made in self.copies(cache.keys[:, :, new]).items():
             cache.channel(name)[:, :, new] = made
 
-    def note_newest(self, cache: SlotCache) -> None:
+    def note_newest(self, cache: SlotCache, q: Tensor) -> None:
         newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         for name, made in self.copies(ops.gather_slots(cache.keys, newest)).items():
             cache.channel(name).scatter_(2, newest[..., None].expand_as(made), made)

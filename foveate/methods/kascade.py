@@ -307,7 +307,7 @@ class Kascade(KeepsSummaries, TopKByMass):
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         return KeptScores(self.every).channels() if self.keeps_scores else super().channels(geometry)
 
-    def note_newest(self, cache: SlotCache) -> None:
+    def note_newest(self, cache: SlotCache, q: Tensor) -> None:
         if self.scores_summaries:
             self.summaries.write_newest(cache)
 

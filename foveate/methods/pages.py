@@ -82,7 +82,7 @@ class PageMethod(KeepsSummaries):
 
     # Decode
 
-    def note_newest(self, cache: SlotCache) -> None:
+    def note_newest(self, cache: SlotCache, q: Tensor) -> None:
         self.summaries.write_newest(cache)
 
     def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:

@@ -71,7 +71,7 @@ class SparQ(Method):
         """Keys that a row of this length reads."""
         return clamp(budget(self.top_k, length, self.min_k), self.window, length)
 
-    def note_newest(self, cache: SlotCache) -> None:
+    def note_newest(self, cache: SlotCache, q: Tensor) -> None:
         """Add the newest value of each row to the sum of its values, fp32 ``[B, Hkv, Dv]``."""
         newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
         cache.channel("value_sum").add_(ops.gather_slots(cache.values, newest)[:, :, 0])

@@ -44,7 +44,7 @@ def decode(
     """
     kind, plan = type(method), cache.plan
     if kind.note_newest is not Method.note_newest:
-        method.note_newest(cache)
+        method.note_newest(cache, q)
     choice = _chosen(method, cache, q, scaling, plan, dense, check)
     attended = _attend(cache, q, choice, scaling, plan, need_lse)
     if choice.scores is not None:

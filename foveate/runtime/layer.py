@@ -104,7 +104,7 @@ class Layer:
             given = (x.detach() for x in (q, k, v))
             out = self._attend(*given, prompt, columns, first, logits)
         if first == 0 and prompt == n and not 0 < self.method.prompt_evicts_every < n:
-            return without_cache(self.method, q, k, v, mask, logits, self.phase.forward)
+            return without_cache(self.method, q, k, v, mask, logits, self.phase.forward, self.rotary)
         return _WithoutGradient.apply(out, q)
 
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
@@ -351,7 +351,7 @@ def read_once(
     """
     n = k.shape[2]
     if not 0 < method.prompt_evicts_every < n or _differentiates(q, k, v):
-        return without_cache(method, q, k, v, mask, logits, forward)
+        return without_cache(method, q, k, v, mask, logits, forward, rotary)
     layer = Layer(method, Counters(), Phase(prompt_end=n, forward=forward))
     layer.rotary = rotary
     layer.announce(n)

@@ -120,6 +120,14 @@ def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> No
         raise ValueError(f"{who} returned {choice.dtype}; return a bool mask {wanted}, or ops.Choice(keys=slots, ...)")
     if choice.dim() != 3 or any(size not in (1, all_) for size, all_ in zip(choice.shape, wanted)):
         raise ValueError(f"{who} returned a mask {list(choice.shape)}; return one that broadcasts to {wanted}")
+    if on_host(choice) and store.sink_logits is None:
+        empty = ~(choice & (store.positions >= 0)).any(-1)
+        if empty.any():
+            row, head = empty.nonzero()[0].tolist()
+            raise ValueError(
+                f"{who} chose no key for KV head {head} of row {row}, which has {store.lengths[row]} tokens: choose at "
+                "least one for each; cache.lengths and cache.positions have an entry for each row"
+            )
 
 
 def _hook(method: Method, hook: str) -> str:

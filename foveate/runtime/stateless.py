@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Method, sparse_prompt
-from foveate.ops import Logits, attend_causal
+from foveate.ops import Logits, Rotary, attend_causal
 from foveate.state.borrowed import cache_of
 
 
@@ -21,6 +21,7 @@ def without_cache(
     mask: Tensor | None,
     logits: Logits,
     forward: dict[Hashable, Any],
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Attention of a prompt by its method, without a cache: ``[B, Hq, n, Dv]``, differentiable; 0 at padding.
 
@@ -29,6 +30,7 @@ def without_cache(
         mask: ``[B, n]``, nonzero for real tokens; None: all are real. Reading it is a host sync.
         logits: how the layer's logits are made.
         forward: shared by the layers of this forward pass, see :meth:`SlotCache.shared_key`.
+        rotary: how queries and keys are rotated, for methods with :attr:`Method.needs_rotary`.
 
     Raises:
         ValueError: for a prompt in which the method would evict.
@@ -43,6 +45,7 @@ def without_cache(
     def attend_row(q: Tensor, k: Tensor, v: Tensor, row: int | None = None) -> Tensor:
         if sparse_prompt(method) and not every:
             cache = cache_of(k, v, q.shape[1], forward, row, logits)
+            cache.rotary = rotary
             return method.prompt(cache, q, logits.scaling).out
         return attend_causal(q, k, v, logits=logits).out
 

@@ -10,10 +10,11 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 import foveate
+from foveate import methods, ops
 from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.support import attention_modules, decoder_of
-from foveate.methods import Dense
-from tests.helpers import generate, prepare, tokens
+from foveate.methods import Dense, base
+from tests.helpers import cached, generate, prepare, tokens
 
 SIZES = {
     **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -154,6 +155,49 @@ def test_what_cannot_be_undone_is_refused_and_the_model_left_as_it_was(monkeypat
             foveate.attach(model, Turning())
         assert model.__dict__.get("foveate") is before
         assert model.config._attn_implementation == ("sdpa" if before is None else "foveate")
+
+
+class Halves(methods.Method):
+    """All keys are read, prompts too, as if each position were half of what it is."""
+
+    name = "halves"
+    needs_rotary, stateful = True, False
+
+    def prompt(self, cache, q, scaling):
+        held, at = cache.positions, cache.positions[:, :1, -q.shape[2] :]
+        k = cache.rotary.apply(cache.rotary.remove(cache.keys, held), held // 2)
+        turned = cache.rotary.apply(cache.rotary.remove(q, at), at // 2)
+        seen = (held[:, :, None] <= at[..., None]) & (held >= 0)[:, :, None]
+        return ops.attend(turned, k, cache.values, mask=seen, logits=cache.logits(scaling))
+
+    def choose(self, cache, q, scaling):
+        at = (cache.plan["lengths"] - 1)[:, None, None]
+        k = cache.rotary.apply(cache.rotary.remove(cache.keys, cache.positions), cache.positions // 2)
+        turned = cache.rotary.apply(cache.rotary.remove(q, at), at // 2)
+        there = (cache.positions >= 0)[:, :, None]
+        attended = ops.attend(turned, k, cache.values, mask=there, logits=cache.logits(scaling))
+        return methods.Choice(attended=attended, read=cache.plan["lengths"][:, None])
+
+
+def test_a_method_that_moves_positions_attends_alike_with_and_without_a_cache(monkeypatch):
+    """In a prompt, in decode steps, without a cache, in a padded batch, and with gradients."""
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    halves, model, ids = methods.register(Halves)(), build("Llama"), tokens(50)
+    dense = model(ids).logits
+    foveate.attach(model, halves, dense_below=0)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        assert (whole - dense).abs().max() > 2e-4
+        cache = foveate.Cache(model, 40)
+        parts = [model(part, **cached(cache)).logits for part in (ids[:, :40], *ids[:, 40:].split(1, 1))]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
+        mask = torch.ones(2, 50, dtype=torch.long)
+        mask[1, :20] = 0
+        batch = torch.cat([ids, ids.roll(20, 1)])  # the second row is the first 30 tokens, padded on the left
+        padded = model(batch, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(padded[1, 20:], model(ids[:, :30]).logits[0], atol=1e-5, rtol=0)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
 
 
 def test_a_token_that_shows_no_rotation_is_refused():

@@ -27,6 +27,15 @@ def layers_after(method: str, inputs=None, family: str = "llama", **options):
     return layers
 
 
+def test_the_share_of_keys_is_that_of_rows():
+    model = tiny_model()
+    with foveate.attached(model, "snapkv:top_k=10,window=8"):
+        generate(model, tokens(PROMPT), NEW)
+        stats = foveate.stats(model)
+    assert (stats.keys_read_share, stats.decode_steps) == (stats.to_dict()["keys_read_share"], STEPS)
+    assert 0 < stats.keys_read_share < 0.5
+
+
 def test_dense():
     """Every step reads all tokens so far, its own included: 62 to 72, 67 on average."""
     for layer in layers_after("dense"):

@@ -129,6 +129,28 @@ def test_what_is_chosen_is_checked(choose, message):
         run(with_hooks(choose=lambda self, cache, q, scaling: choose(cache)))
 
 
+def test_a_row_or_a_head_that_reads_nothing_is_told():
+    """Also one that is shorter than the first, by whose length the keys of all are chosen."""
+
+    def by_the_first(self, cache, q, scaling):
+        return cache.positions >= cache.lengths[0] - 4
+
+    def by_each(self, cache, q, scaling):
+        return cache.positions >= cache.plan["lengths"][:, None, None] - 4
+
+    def one_head(self, cache, q, scaling):
+        return (cache.positions >= 0) & torch.tensor([[[True], [False]]])
+
+    batch = left_padded([60, 41])
+    inputs = {"ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    run(with_hooks(choose=by_the_first))
+    with pytest.raises(ValueError, match=r"^Mine.choose chose no key for KV head 0 of row 1, which has 42 tokens"):
+        run(with_hooks(choose=by_the_first), **inputs)
+    run(with_hooks(choose=by_each), **inputs)
+    with pytest.raises(ValueError, match=r"^Mine.choose chose no key for KV head 1 of row 0"):
+        run(with_hooks(choose=one_head))
+
+
 @pytest.mark.parametrize("hook", ["decode", "decode_dense"])
 def test_hooks_of_other_days_are_refused(hook):
     with pytest.raises(ValueError, match=rf"Mine.{hook} is no hook any more: define (choose|note_newest), which"):

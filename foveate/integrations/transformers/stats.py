@@ -62,6 +62,16 @@ class Stats:
     """Below how many tokens, of all sequences together, decode steps are dense on this device, in words; empty of
     methods that never decode densely."""
 
+    @property
+    def decode_steps(self) -> int:
+        """Steps in which layers have decoded a token of each sequence."""
+        return self.summary()["decode_steps"]
+
+    @property
+    def keys_read_share(self) -> float:
+        """Share of the keys so far that decode steps have read, 0 to 1: the mean over layers, steps and KV heads."""
+        return self.summary()["keys_read_share"]
+
     def summary(self) -> dict[str, Any]:
         """Totals over the layers that foveate handles, with the field names of result rows."""
         handled = [layer for layer in self.layers if layer.method != "unchanged"]
