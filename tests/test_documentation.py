@@ -65,7 +65,7 @@ def sentences(block: str) -> list[str]:
     return re.split(r"(?<=[.?!])\s+(?=[^a-z])", re.sub(r"[*\[]|(?<!\w)!", "", plain).strip())
 
 
-def test_tables_are_those_of_the_result_files(capsys):
+def test_tables_are_those_of_the_result_files(capsys, methods_of_package):
     assert tables.main(["--check"]) == 0, f"stale: {capsys.readouterr().out}; run `make tables`"
 
 

@@ -39,7 +39,7 @@ def digest(paths: list[Path]) -> str:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """In what the fingerprint of a run, as it was read, is not that of another, in words; empty if it is."""
+    """The fields in which two fingerprints of runs differ, the first of them as it was read, in words; or nothing."""
     ours = json.loads(json.dumps(dict(ours)))
     fields = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
     return "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in fields)
