@@ -107,12 +107,18 @@ def generate(
         summary = foveate.stats(network).summary()
         if lens is not None:
             facts = {"model": model.resolve().name, "dtype": str(form).removeprefix("torch.")}
+            recall = recorded.of_layers(recorder.recall())
             recorder.save(
                 lens, tokenizer, made.sequences[0].tolist(), len(ids), **facts, **circumstances.of(str(place))
             )
         del made  # the statistics are of the live cache
     line = f"{attachment.method.spec} · {len(ids):,} prompt tokens · {terminal.reading(summary)}"
     console(stderr=True).print(line, style="dim", markup=False)
+    if lens is not None:
+        worst = min(recall, key=recall.get)
+        mean = sum(recall.values()) / len(recall)
+        line = f"the tokens read hold {mean:.1%} of the exact attention; least in layer {worst}, {recall[worst]:.1%}"
+        console(stderr=True).print(line, style="dim", markup=False)
 
 
 def compare(

@@ -1,4 +1,7 @@
-"""Recording a lens: which tokens the first decoded tokens read, as the verbs of attention get them."""
+"""Recording a lens: which tokens the first decoded tokens read, as the verbs of attention get them, and their recall.
+
+The *recall* of a step is the share of exact attention, over all tokens so far, that the tokens which were read hold.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 from foveate.errors import UserError
 from foveate.lab.results.lens import STATES, pattern, texts, write
-from foveate.ops import first_keys
+from foveate.ops import Logits, first_keys, fold_group, key_logits
 from foveate.ops.attend import page_slots
 from foveate.ops.attend.gather import membership_mask
 from foveate.ops.dispatch import reference_only, watched
@@ -33,6 +36,10 @@ class Recorder:
         self._attachment = model.foveate
         self._found: dict[tuple[int, int], Tensor] = {}
         self._at: tuple[int, int] | None = None
+        self._keys: dict[int, list[Tensor]] = {}
+        """Of each layer, the keys of all tokens so far, also of those that the method evicts."""
+        self._mass: dict[tuple[int, int], Tensor] = {}
+        """By step and layer, exact attention to each token, fp32 ``[Hkv, L]``: the mean over the heads of a group."""
 
     def layers(self) -> list[dict[str, Any]]:
         """The layers, as :func:`foveate.lab.results.lens.write` takes them."""
@@ -65,6 +72,25 @@ class Recorder:
         layers = self.layers()
         return [[[] if "unchanged" in one else patterns(step, one["layer"]) for one in layers] for step in numbers]
 
+    def recall(self) -> list[list[list[float]]]:
+        """For each step, layer and KV head the share of exact attention that the tokens which were read hold, 0 to 1.
+
+        Tokens that are read through a summary alone do not count. An unchanged layer has no heads. Raises `UserError`
+        as :meth:`steps` does, and where recording began after the prompt.
+        """
+        numbers = sorted({step for step, _ in self._found})
+        missing = [index for step, index in self._found if (step, index) not in self._mass]
+        if missing:
+            raise UserError(f"recording began after layer {missing[0]} had read the prompt: recall needs its keys, too")
+
+        def shares(step: int, layer: int) -> list[float]:
+            mass, codes = self._mass[step, layer], self._found[step, layer]
+            read = mass.masked_fill(codes < _READ, 0.0).sum(-1) / mass.sum(-1)
+            return [round(share, 4) for share in read.tolist()]
+
+        layers = self.layers()
+        return [[[] if "unchanged" in one else shares(step, one["layer"]) for one in layers] for step in numbers]
+
     def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
         """Write what was recorded as a lens: of these ids, of which so many are prompt.
 
@@ -73,13 +99,25 @@ class Recorder:
         steps = self.steps()
         words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])
         facts = {"method": self._attachment.method.spec} | facts
-        write(out, words, prompt_tokens, self.layers(), steps, **facts)
+        write(out, words, prompt_tokens, self.layers(), steps, recall=self.recall(), **facts)
 
-    def look(self, layer: int, *_: Any) -> None:
-        """Called before a layer attends: note which layer it is, and whether it decodes."""
+    def look(self, layer: int, q: Tensor, k: Tensor, logits: Logits) -> None:
+        """Called before a layer attends: note which layer it is, whether it decodes, and its exact attention."""
         one = self._attachment.cache.layers[layer]
         step = 0 if one.phase.prompt_end is None else one.seen - one.phase.prompt_end
         self._at = (step, layer) if 1 <= step <= STEPS else None
+        if step > STEPS:
+            self._keys.pop(layer, None)
+            return
+        keys = self._keys.setdefault(layer, [])
+        keys.append(k[0])
+        if self._at is None or sum(part.shape[1] for part in keys) != one.seen:
+            return
+        keys[:] = [torch.cat(keys, 1)]
+        scores = key_logits(fold_group(q[:, :, -1:], k.shape[1]), keys[0][None], logits)[0]  # [Hkv, G, L]
+        sinks = None if logits.sinks is None else logits.sinks.view(*scores.shape[:2], 1).float()
+        scores = scores if sinks is None else torch.cat([scores, sinks], -1)
+        self._mass[self._at] = scores.softmax(-1)[..., : keys[0].shape[1]].mean(1)
 
     def note(self, verb: str, arguments: Mapping[str, Any]) -> None:
         """Called before each verb: note the tokens that a verb of attention reads."""
@@ -97,6 +135,12 @@ class Recorder:
         codes[heads, positions[heads, places]] = torch.where(slots, state, rest).to(torch.int8)[heads, places]
         before = self._found.get(self._at)  # parts of one step, which are merged
         self._found[self._at] = codes if before is None else codes.maximum(before)
+
+
+def of_layers(recall: Sequence[Sequence[Sequence[float]]]) -> dict[int, float]:
+    """The mean recall of each layer that has any, by its place, over steps and KV heads."""
+    by_layer = {place: [share for step in recall for share in step[place]] for place in range(len(recall[0]))}
+    return {place: sum(shares) / len(shares) for place, shares in by_layer.items() if shares}
 
 
 @contextmanager

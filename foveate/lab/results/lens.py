@@ -13,7 +13,7 @@ from foveate.errors import DataError
 from foveate.io import infile, outfile
 from foveate.io.json_text import parse_json
 
-KIND, SCHEMA = "lens of foveate", 1
+KIND, SCHEMA = "lens of foveate", 2
 STATES = {
     "e": "evicted",
     "n": "kept, not read",
@@ -58,6 +58,7 @@ def write(
     prompt_tokens: int,
     layers: Sequence[Mapping[str, Any]],
     steps: Sequence[Sequence[Sequence[str]]],
+    recall: Sequence[Sequence[Sequence[float]]],
     **facts: Any,
 ) -> None:
     """Write a lens as JSON.
@@ -69,6 +70,7 @@ def write(
             why nothing is known of it.
         steps: for each decoded token and layer a :func:`pattern` for each KV head; none of a layer that is unchanged.
             That of decoded token s (from 0) covers the prompt and s + 1 decoded tokens, the last of them itself.
+        recall: as ``steps``, the share of exact attention that the tokens which were read hold, 0 to 1.
         facts: what it was made with: model, method, number format, device, versions, commit.
 
     Raises `UserError` if the file cannot be written.
@@ -76,7 +78,7 @@ def write(
     places: dict[str, int] = {}
     numbered = [[[places.setdefault(one, len(places)) for one in heads] for heads in step] for step in steps]
     value = {"kind": KIND, "schema": SCHEMA, **facts, "prompt_tokens": prompt_tokens, "tokens": list(tokens)}
-    value |= {"layers": list(layers), "patterns": list(places), "steps": numbered}
+    value |= {"layers": list(layers), "patterns": list(places), "steps": numbered, "recall": recall}
     outfile.write(out, (json.dumps(value, ensure_ascii=False) + "\n").encode())
 
 
@@ -124,4 +126,8 @@ def _fault(value: Mapping[str, Any]) -> str:
             return f"a pattern of step {number} is not of its {prompt + number + 1} tokens"
     if not value["steps"] or prompt + len(value["steps"]) > len(tokens):
         return f"{len(value['steps'])} steps of {len(tokens)} tokens, {prompt} of them prompt"
+    for own, step in zip(value["recall"], value["steps"], strict=True):
+        for shares, heads in zip(own, step, strict=True):
+            if len(shares) != len(heads) or not all(0 <= share <= 1 for share in shares):
+                return "'recall' must be shares from 0 to 1, one for each KV head"
     return ""

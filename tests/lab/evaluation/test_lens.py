@@ -20,6 +20,7 @@ from foveate.ops import Logits
 from foveate.runtime import handover
 from tests import tiny
 from tests.families import family
+from tests.helpers import cached, tiny_model, tokens
 
 SMOLLM = Path(__file__).resolve().parents[3] / "models" / "smollm2-135m"
 TEXT = tiny.SAMPLE / "books" / "moby_dick.txt"
@@ -48,7 +49,7 @@ class Watched(Driver):
         with lens.recording(SimpleNamespace(foveate=attachment)) as recorder:
             handover.begin("driver", self.layer.phase)
             key, value = self.layer.update(tokens.k, tokens.v)
-            recorder.look(0)
+            recorder.look(0, tokens.q, tokens.k, Logits(SCALING))
             self.layer.attend(tokens.q, key, value, None, Logits(SCALING))
         assert policies[0].on_attention is None
         return recorder
@@ -104,6 +105,50 @@ def test_a_method_that_attends_by_itself_is_refused():
     recorder._attachment.policies[1] = SimpleNamespace(method=Own())
     with pytest.raises(UserError, match=r"layer 1 \(dense\) attends without foveate's verbs"):
         recorder.steps()
+
+
+# Recall
+
+
+def exact(model, ids, layer, length):
+    """Attention of the last of some tokens in a layer, by Transformers alone: the mean of a group, ``[Hkv, L]``."""
+    with torch.no_grad():
+        eager = model(ids[:, :length], output_attentions=True, use_cache=False).attentions[layer][0, :, -1]
+    return eager.unflatten(0, (model.config.num_key_value_heads, -1)).mean(1)
+
+
+@pytest.mark.parametrize(
+    "spec", ["dense", "streaming:sinks=2,window=9", "h2o:top_k=9,window=8", "oracle_topk:top_k=9,dense_layers=0"]
+)
+def test_recall_is_the_share_of_exact_attention_that_is_read(spec):
+    """Of the first layer, whose queries and keys no method changes; of dense attention 1 in all layers."""
+    model, ids = tiny_model(), tokens(60)
+    with foveate.attached(model, spec, dense_below=0), lens.recording(model) as recorder:
+        made = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    model.set_attn_implementation("eager")
+    for number, (shares, letters) in enumerate(zip(recorder.recall(), recorder.steps(), strict=True)):
+        mass = exact(model, made, 0, 60 + number + 1)
+        for head, runs in enumerate(letters[0]):
+            read = torch.tensor([letter == "r" for letter in lens_file.letters(runs)])
+            assert shares[0][head] == pytest.approx(float(mass[head, read].sum()), abs=2e-4)
+        assert all(0 < share <= 1 for layer in shares for share in layer)
+        if spec == "dense":
+            assert {share for layer in shares for share in layer} == {1.0}
+    by_layer = lens.of_layers(recorder.recall())
+    assert by_layer.keys() == {0, 1, 2}
+    assert by_layer[0] == pytest.approx(sum(sum(step[0]) / 2 for step in recorder.recall()) / 4)
+
+
+def test_recall_needs_the_keys_of_the_prompt():
+    model, ids = tiny_model(), tokens(60)
+    with foveate.attached(model, "dense"), torch.no_grad():
+        cache = foveate.Cache(model)
+        model(ids, **cached(cache))
+        with lens.recording(model) as recorder:
+            model(ids[:, :1], **cached(cache))
+        assert recorder.steps()
+        with pytest.raises(UserError, match=r"recording began after layer 0 had read the prompt"):
+            recorder.recall()
 
 
 # By `foveate generate`
@@ -228,7 +273,9 @@ def test_texts_of_a_tokenizer_that_begins_without_a_space():
 def written(path, **changes):
     layers = [{"layer": 0, "method": "dense", "reads_choice_of": None}, {"layer": 1, "unchanged": "sliding-window"}]
     facts = {"model": "m", "method": "dense", "dtype": "float32"}
-    lens_file.write(path, ["a", "b", "c", "d"], 2, layers, [[["r3"], []], [["e1r3"], []]], **facts)
+    lens_file.write(
+        path, ["a", "b", "c", "d"], 2, layers, [[["r3"], []], [["e1r3"], []]], [[[1.0], []], [[0.9], []]], **facts
+    )
     value = json.loads(path.read_text(encoding="utf-8")) | changes
     path.write_text(json.dumps(value), encoding="utf-8")
     return path
@@ -245,7 +292,10 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     ("changes", "said"),
     [
         ({"kind": "rows"}, "not a lens"),
-        ({"schema": 2}, "schema 2, and this version reads 1"),
+        ({"schema": 1}, "schema 1, and this version reads 2"),
+        ({"recall": [[[1.0], []], [[1.5], []]]}, "'recall' must be shares from 0 to 1"),
+        ({"recall": [[[1.0], []], [[1.0, 1.0], []]]}, "'recall' must be shares from 0 to 1, one for each KV head"),
+        ({"recall": [[[1.0], []]]}, "ValueError"),
         ({"tokens": ["a", 1, "c", "d"]}, "must be texts"),
         ({"patterns": ["r3", "x4"]}, "runs of the letters e, n, s, r, u"),
         ({"patterns": ["r3", "e1r2"]}, "a pattern of step 1 is not of its 4 tokens"),

@@ -55,7 +55,7 @@ def lens_of(tmp_path):
     def write(*tokens):
         out, layers = tmp_path / "lens.json", [{"layer": 0, "method": "dense", "reads_choice_of": None}]
         made = {"model": "m", "method": "dense", "dtype": "float32"}
-        lens.write(out, tokens, len(tokens) - 1, layers, [[[f"r{len(tokens)}"]]], **made)
+        lens.write(out, tokens, len(tokens) - 1, layers, [[[f"r{len(tokens)}"]]], [[[1.0]]], **made)
         return out
 
     return write

@@ -238,7 +238,9 @@ function drawLens() {
   if (self) text.scrollTop = self.offsetTop - text.offsetTop - text.clientHeight / 2;
   const from = one.reads_choice_of == null ? "" : ` It reads what layer ${one.reads_choice_of} has chosen.`;
   const own = one.unchanged ? `: unchanged, ${one.unchanged}; nothing is recorded` : one.method === lens.method ? "" : `: ${named(one.method)}`;
-  at("lens-facts").textContent = `${lens.model}, ${lens.dtype}, ${named(lens.method)}. Layer ${one.layer}${own}.${from} The outlined token is the one that reads.`;
+  const share = lens.recall[step][layer][head];
+  const held = share === undefined ? "" : ` What this head reads holds ${(100 * share).toFixed(1)} % of the exact attention.`;
+  at("lens-facts").textContent = `${lens.model}, ${lens.dtype}, ${named(lens.method)}. Layer ${one.layer}${own}.${from} ${held} The outlined token is the one that reads.`;
   const known = Object.entries(data.states).filter(([letter]) => lens.patterns.some((runs) => runs.includes(letter)));
   at("lens-key").replaceChildren(...known.map(([letter, words]) => {
     const entry = make("li", `${words}: ${[...letters].filter((other) => other === letter).length}`);
