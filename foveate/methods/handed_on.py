@@ -14,8 +14,9 @@ from foveate.state import SlotCache
 def hand_on(cache: SlotCache, method: Method, choice: Choice | TileKeys) -> None:
     """Leave a layer's choice for its readers, and drop that of the layer before, whose readers have all read it."""
     role = method.role
-    if isinstance(choice, Choice):
-        choice = _of_all_heads(cache, method, choice)._replace(made_by=role.layer, fetched=False)
+    if isinstance(choice, Choice):  # of which readers take the keys alone
+        choice = Choice(keys=choice.keys, read=choice.read, packed=choice.packed, made_by=role.layer)
+        choice = _of_all_heads(cache, method, choice)
     cache.forward.pop(cache.shared_key((method.name, role.before)), None)
     cache.forward[cache.shared_key((method.name, role.layer))] = choice
 

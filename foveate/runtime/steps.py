@@ -309,7 +309,7 @@ class EngineSteps:
         try:
             attended, choice = decode(method, store, q, logits.scaling, dense=dense, need_lse=self._audit is not None)
             found = attended.out
-            if self._audit is not None and not choice.reads_all:
+            if self._audit is not None and attended.lse is not None and not choice.reads_all:
                 found = self._audited(method, store, q, logits, attended.lse, choice)
         finally:
             store.out = None  # which may be a view of much memory
