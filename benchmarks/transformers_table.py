@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.table_kinds import pivot
 from foveate.lab.report.markdown import NONE, markdown_table, titled
-from foveate.lab.report.rows import Row, grouped
+from foveate.lab.report.rows import Row
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -16,21 +16,26 @@ def table(rows: Sequence[Row]) -> str:
         ran = sum(len(row[name]) for name in ("passed", "refused", "failed"))
         passed = len(row["passed"])
         plain = f" ({passed + len(row['plain']['passed'])})" if row["refused"] else ""
-        cells.setdefault(row["method"], {})[row["model"]] = f"{passed}{plain} of {ran}"
+        cells.setdefault(f"`{row['method']}`", {})[row["model"]] = f"{passed}{plain} of {ran}"
     counts = pivot(["attached"], cells, dict.fromkeys(row["model"] for row in rows))
     title = "Tests that pass as they are (and without attention weights and padding), of those that are not skipped"
     return f"{titled(title, rows, counts)}\n\n{_reasons(rows)}"
 
 
 def _reasons(rows: Sequence[Row]) -> str:
-    ended = [
-        (f"{how}: {reason}", test, test in row["plain"]["passed"])
-        for row in rows
-        for how in ("refused", "failed")
-        for test, reason in (row[how] | row["plain"][how]).items()
-    ]
+    """A line for each reason: how many tests pass plainly that are refused by it as they are, and which do not."""
+    passing: dict[str, set[str]] = {}
+    others: dict[str, set[str]] = {}
+    for row in rows:
+        plain = row["plain"]
+        for test, reason in row["refused"].items():
+            if test in plain["passed"]:
+                passing.setdefault(f"refused: {reason}", set()).add(test)
+        for how, ended in (("refused", plain["refused"]), ("failed", plain["failed"] | row["failed"])):
+            for test, reason in ended.items():
+                others.setdefault(f"{how}: {reason}", set()).add(test)
     lines = [("reason", "tests that pass without attention weights and padding", "tests that do not")]
-    for reason, own in grouped(ended, lambda one: one[0]).items():
-        names = [sorted({test for _, test, passes in own if passes == wanted}) for wanted in (True, False)]
-        lines.append((reason, f"{len(names[0])}", ", ".join(f"`{name}`" for name in names[1]) or NONE))
+    for reason in {**passing, **others}:
+        names = ", ".join(f"`{name}`" for name in sorted(others.get(reason, ())))
+        lines.append((reason, f"{len(passing.get(reason, ()))}", names or NONE))
     return markdown_table(lines)
