@@ -28,12 +28,14 @@ def _reasons(rows: Sequence[Row]) -> str:
     others: dict[str, set[str]] = {}
     for row in rows:
         plain = row["plain"]
+        refused = row["refused"] | plain["refused"]
+        failed = row["failed"] | plain["failed"]
         for test, reason in row["refused"].items():
             if test in plain["passed"]:
                 passing.setdefault(f"refused: {reason}", set()).add(test)
-        for how, ended in (("refused", plain["refused"]), ("failed", plain["failed"] | row["failed"])):
-            for test, reason in ended.items():
-                others.setdefault(f"{how}: {reason}", set()).add(test)
+        for how, ended in (("refused", refused), ("failed", failed)):
+            for test in ended.keys() - set(plain["passed"]) - (failed.keys() if how == "refused" else set()):
+                others.setdefault(f"{how}: {ended[test]}", set()).add(test)
     lines = [("reason", "tests that pass without attention weights and padding", "tests that do not")]
     for reason in {**passing, **others}:
         names = ", ".join(f"`{name}`" for name in sorted(others.get(reason, ())))

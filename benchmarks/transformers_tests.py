@@ -38,7 +38,6 @@ from transformers.testing_utils import torch_device
 import foveate
 from foveate import methods
 from foveate.errors import UserError, unknown
-from foveate.integrations.transformers.releases import ReleaseError
 from foveate.io import outfile
 from foveate.lab.report.rows import Row
 from foveate.lab.results import circumstances
@@ -54,7 +53,7 @@ MODELS = {
 UNATTACHED = "unattached"
 METHODS = (UNATTACHED, "dense", "kascade", "pages", "luka", "snapkv")
 GENERATION = "tests.generation.test_utils"
-DELIBERATE = (ValueError, NotImplementedError, ReleaseError)
+DELIBERATE = (ValueError, RuntimeError)
 """The kinds of errors by which foveate refuses."""
 _FOVEATE = str(Path(foveate.__file__).parent)
 
@@ -84,6 +83,15 @@ def is_refusal(error: BaseException) -> bool:
     return (
         isinstance(error, DELIBERATE) and last.filename.startswith(_FOVEATE) and (last.line or "").startswith("raise ")
     )
+
+
+def reason_of(error: BaseException, tests: Path) -> str:
+    """The first line of an error's message, and, of an assertion, the line of the tests that makes it."""
+    reason = next(iter(str(error).strip().splitlines()), "")
+    if not isinstance(error, AssertionError):
+        return reason
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(tests))]
+    return f"{reason}, at `{lines[-1]}`"
 
 
 @contextmanager
@@ -132,7 +140,7 @@ class Outcomes:
             self.skipped[item.name] = str(report.longrepr[2]).removeprefix("Skipped: ")
         elif report.failed:
             error = call.excinfo.value
-            reason = next(iter(str(error).strip().splitlines()), "")
+            reason = reason_of(error, item.config.rootpath)
             if is_refusal(error):
                 self.refused[item.name] = reason
             else:
@@ -155,7 +163,19 @@ def run(tests: Path, model: str, method: str, seed: int = 0) -> Row:
         raise UserError(f"--tests {tests}: there is no file {missing[0].relative_to(tests)}")
     outcomes = Outcomes(seed)
     what = f"{tests / file}::{MODELS[model]}"
-    how = ("--noconftest", "-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-p", "no:terminal")
+    how = (
+        "--noconftest",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(tests),
+        "--assert",
+        "plain",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:terminal",
+    )
     with attaching(spec_of(method)):
         pytest.main([what, *how], [outcomes])
         plain = Outcomes(seed, outcomes.refused)

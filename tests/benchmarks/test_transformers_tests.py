@@ -76,6 +76,9 @@ from ...causal_lm_tester import CausalLMModelTest
 class LlamaModelTest(CausalLMModelTest, unittest.TestCase):
     pass
 """
+ASSERTION = (
+    'AssertionError: True is not false : attached, at `self.assertFalse(hasattr(self.model, "foveate"), "attached")`'
+)
 FILES = {
     "src/transformers/__init__.py": '__version__ = "5.99.0"\n',
     "tests/generation/test_utils.py": MIXIN,
@@ -112,7 +115,7 @@ def test_every_test_of_the_mixin_ends_in_one_way(done):
     assert attached["passed"] == mine[2:3]
     assert list(attached["refused"]) == [mine[1], mine[3]]
     assert attached["refused"][mine[1]].startswith("cache_implementation='static' cannot be combined")
-    assert attached["failed"] == {**plain["failed"], mine[0]: "AssertionError: True is not false : attached"}
+    assert attached["failed"] == {**plain["failed"], mine[0]: ASSERTION}
     assert plain["failed"] == {"test_fails_always": "ValueError: not foveate's"}
     assert plain["skipped"] == attached["skipped"] == {"test_is_skipped": "has its reason"}
     assert attached["plain"]["passed"] == mine[3:]
@@ -131,7 +134,7 @@ def test_the_command_ends_with_what_is_foveates_and_what_cannot_be_imported(done
     assert run.returncode == 1
     assert "test_modeling_qwen3.py: " in unread
     assert "No module named 'a_package_that_is_not_there'" in unread
-    assert own == "llama, pages:top_k=1.0, test_fails_with_a_method: AssertionError: True is not false : attached"
+    assert own == f"llama, pages:top_k=1.0, test_fails_with_a_method: {ASSERTION}"
 
 
 def test_the_table_counts_tests_and_names_reasons(done):
