@@ -29,6 +29,7 @@ from benchmarks import (
     reference_tables,
     summary_table,
     table_kinds,
+    transformers_table,
 )
 from foveate.calibration import load
 from foveate.lab.report import pooled
@@ -78,6 +79,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "hybrids-memory": hybrid_tables.memory,
     "hybrids-training": hybrid_tables.training,
     "recheck": recheck.table,
+    "transformers-tests": transformers_table.table,
 }
 """A kind that begins with the name of a bench takes rows of that bench; the others take rows of `foveate compare`."""
 

@@ -37,6 +37,7 @@ _MADE = {"model", "device", "versions", "commit"}
 KINDS = {
     "cache-memory": _MADE - {"model"} | {"case", "points"},
     "hybrid-curves": _MADE | {"tokens", "loss", "held_out", "held_out_tokens", "retention", "parameters"},
+    "transformers-tests": _MADE | {"method", "tests", "passed", "refused", "failed", "skipped", "plain", "seed"},
     "sparse-prompts": _MADE
     | {"task", "task_settings", "spec", "n", "score", "dense_score", "diff_to_dense", "diff_low"},
 }

@@ -32,7 +32,8 @@ class LTE(Method):
 
     ``allocation=global`` gives the KV heads of all layers budgets of their own, by one threshold over the scores on the
     text of the training; ``layer`` gives the heads of a layer the mean of these, so that no slot of the cache stays
-    empty. With ``score=key_norm`` no module is needed: tokens with the shortest keys stay (Devoto et al. 2024).
+    empty. With ``score=key_norm`` no module is needed: tokens with the shortest keys stay (Devoto et al. 2024). Where a
+    model normalises its keys without weights, as Llama 4 does, all have one length, and rounding chooses among them.
     """
 
     name: ClassVar[str] = "lte"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from foveate import methods
+from foveate.integrations.vllm import builder
 from foveate.integrations.vllm.rows import (
     Decoding,
     attend_prompt,
@@ -17,6 +20,8 @@ from foveate.integrations.vllm.rows import (
     write_tokens,
 )
 from foveate.ops import Logits
+from foveate.ops.block_table import EIGHT_BITS
+from foveate.runtime import EngineSteps
 from tests.problems import assert_close, causal_mask, naive
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
@@ -140,3 +145,26 @@ def test_the_layer_that_a_name_tells(name, index):
 def test_names_that_tell_no_layer(name):
     with pytest.raises(ValueError, match="must hold one number"):
         layer_index(name)
+
+
+@pytest.mark.parametrize("method", ["dense", "kascade_paper:top_k=4,anchors=[1],decode_only=true"])
+def test_queries_keys_and_values_in_eight_bits_stand_for_their_scaled_numbers(method):
+    """Attention in 8 bits is attention of the numbers that are stored, each times its scale."""
+    generator, scales = torch.Generator().manual_seed(0), torch.tensor([0.02, 0.05, 0.1])
+    common = batch([1, 1], [30, 9], [False, False])
+    q = (torch.randn(2, HEADS, DIM, generator=generator) / scales[0]).to(EIGHT_BITS)
+    memory = torch.randn(21, KV_HEADS, BLOCK, 2, DIM, generator=generator) / scales[1:, None]
+    memory = memory.flatten(3).to(EIGHT_BITS)
+    impl = SimpleNamespace(index=1, scale=0.3, num_kv_heads=KV_HEADS, head_size=DIM, sinks=None, logits_soft_cap=0)
+    layer = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    layer._q_scale_float, layer._k_scale_float, layer._v_scale_float = scales.tolist()
+
+    def attended(queries, stored):
+        steps = EngineSteps({1: methods.parse(method).for_layer(1, 3)}, torch.device("cpu"))
+        steps.begin(common.seq_lens, common.block_table_tensor, 30, [30, 9])
+        out = torch.empty(2, HEADS, DIM)
+        builder.decode(impl, layer, queries, stored, builder.Step(steps, common.slot_mapping, 2, None), out)
+        return out
+
+    meant = memory.float() * scales[1:].repeat_interleave(DIM)
+    torch.testing.assert_close(attended(q, memory.view(torch.uint8)), attended(q.float() * scales[0], meant))
