@@ -67,7 +67,8 @@ def _unescaped(text: str) -> str:
 
 
 def mirrors(file: str) -> list[Path]:
-    """The tests of a file of the package: named like it or like folders around it, else all tests of the folder.
+    """The tests of a file of the package: named like it or like folders around it, else those that are named like it
+    elsewhere and all of the folder, where those that have its name in their text come first.
 
     Methods, what they keep, and what runs them have the matrix too.
     """
@@ -77,7 +78,10 @@ def mirrors(file: str) -> list[Path]:
     names = [re.sub(r"(_hopper)?(_gather)?(_kernel)?$", "", name), *reversed(folders[depth:])]
     tests = [path for kind in ("test", "interpreted") for path in sorted(folder.rglob(f"{kind}_*.py"))]
     found = [path for one in names for path in tests if f"_{one.strip('_')}_" in f"{path.stem}_"]
-    found = found or sorted((ROOT / "tests").rglob(f"test_{name}.py")) or [one for one in tests if one.parent == folder]
+    if not found:
+        around = [one for one in tests if one.parent == folder] or tests
+        around.sort(key=lambda path: name not in path.read_text(encoding="utf-8"))
+        found = [*sorted((ROOT / "tests").rglob(f"test_{name}.py")), *around]
     matrix = [ROOT / "tests" / "matrix.py"] if folders[:1] and folders[0] in ROOMS_OF_THE_MATRIX else []
     return list(dict.fromkeys([*found, *matrix]))
 
