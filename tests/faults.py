@@ -12,6 +12,7 @@ since needs ``--again``.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -69,7 +70,8 @@ def _unescaped(text: str) -> str:
 
 
 def mirrors(file: str) -> list[Path]:
-    """The tests of a file of the package: named like it or like folders around it, else all tests of the folder.
+    """The tests of a file of the package: named like it or like folders around it, else those that are named like it
+    elsewhere and all of the folder, where those that have its name in their text come first; then those that import it.
 
     Methods, what they keep, and what runs them have the matrix too.
     """
@@ -77,11 +79,23 @@ def mirrors(file: str) -> list[Path]:
     depth = next(n for n in range(len(folders), -1, -1) if (ROOT / "tests").joinpath(*folders[:n]).is_dir())
     folder = (ROOT / "tests").joinpath(*folders[:depth])
     names = [re.sub(r"(_hopper)?(_gather)?(_kernel)?$", "", name), *reversed(folders[depth:])]
-    tests = [path for kind in ("test", "interpreted") for path in sorted(folder.rglob(f"{kind}_*.py"))]
+    everywhere = [path for kind in ("test", "interpreted") for path in sorted((ROOT / "tests").rglob(f"{kind}_*.py"))]
+    tests = [path for path in everywhere if folder in path.parents]
     found = [path for one in names for path in tests if f"_{one.strip('_')}_" in f"{path.stem}_"]
-    found = found or sorted((ROOT / "tests").rglob(f"test_{name}.py")) or [one for one in tests if one.parent == folder]
+    if not found:
+        around = [path for path in tests if path.parent == folder] or tests
+        around.sort(key=lambda path: name not in _text(path))
+        found = [*[path for path in everywhere if path.name == f"test_{name}.py"], *around]
+    package = ".".join(("foveate", *folders))
+    imports = re.compile(rf"\b{package}\.{name}\b|from {package} import (\([^)]*|[^\n]*)\b{name}\b")
+    found += [path for path in everywhere if imports.search(_text(path)) and path.parent.name != "gpu"]
     matrix = [ROOT / "tests" / "matrix.py"] if folders[:1] and folders[0] in ROOMS_OF_THE_MATRIX else []
     return list(dict.fromkeys([*found, *matrix]))
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, str]:

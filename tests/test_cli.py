@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import foveate
 from foveate.calibration import kept_folder
-from foveate.cli import app
+from foveate.cli import app, terminal
 from foveate.integrations.transformers import releases
 from foveate.lab.results import resultfile
 from foveate.methods import base
@@ -58,6 +58,19 @@ def test_methods_tell_their_settings():
     text = call("methods").stdout
     assert "page_size" in text
     assert "``" not in text
+
+
+@pytest.mark.parametrize("value", [0, 1, 128, 0.0, 1.0, 2.0, 0.05, 0.125, 1 / 3])
+def test_a_default_is_shown_as_a_number_or_a_share(value):
+    """As in specs, where 1 is one key and 1.0 all of them."""
+    setting = {"name": "top_k", "default": value, "help": "keys read"}
+    entry = {"name": "mine", "summary": "A method.", "source": "None.", "settings": [setting]}
+    console = terminal.console()
+    with console.capture() as shown:
+        console.print(terminal.methods([entry]))
+    found = json.loads(shown.get().split()[-3])
+    assert type(found) is type(value)
+    assert found == pytest.approx(value, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["dense", "kascade", "lte", "pages", "per_layer"])

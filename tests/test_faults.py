@@ -48,8 +48,19 @@ def test_tests_mirror_a_file_by_its_name_or_its_folder():
         return {path.name for path in faults.mirrors(file)}
 
     assert of("foveate/ops/select/bits_kernel.py") >= {"test_bits_kernel.py", "interpreted_bits.py", "test_select.py"}
-    assert of("foveate/methods/sparq.py") == {"test_sparq.py", "matrix.py"}
+    assert of("foveate/methods/rocketkv.py") == {"test_rocketkv.py", "matrix.py"}
     assert of("foveate/lab/evaluation/tune.py") == {"test_tune.py"}
+    assert of("foveate/hybrids/training/documents.py") >= {"test_prepare.py", "test_loop.py"}
+
+
+def test_tests_of_a_file_are_those_that_import_it_too():
+    def of(file):
+        return [path.name for path in faults.mirrors(file)]
+
+    assert of("foveate/ops/score/reference.py")[0] == "test_score.py"
+    assert "interpreted_column_mass.py" in of("foveate/ops/score/reference.py")
+    assert "test_divergence.py" in of("foveate/lab/evaluation/generation.py")
+    assert of("foveate/hybrids/state/native_sparse.py")[0] == "test_nsa.py", "of no test that is named like it"
 
 
 @pytest.fixture

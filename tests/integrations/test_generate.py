@@ -406,6 +406,20 @@ def test_long_prompts_are_cut_between_tiles(rows, padded, widest, monkeypatch):
     assert max(widths) == widest
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("over", [0, 1])
+def test_prompts_are_long_by_the_tokens_of_all_rows(rows, over, monkeypatch):
+    model, widths = tiny_model(), []
+    monkeypatch.setattr(hooks, "LONG_PROMPT", rows * PROMPT - over)
+    monkeypatch.setattr(hooks, "CHUNK", 4 * rows)
+    with foveate.attached(model, "dense"):
+        model.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        generate(model, tokens(PROMPT, rows), new=1)
+    assert max(widths) == (4 if over else PROMPT)
+
+
 @in_turn(METHODS, TWO_FAMILIES, ("chunk", [None, 20]))
 def test_rows_of_a_padded_batch_equal_batches_of_one(family, method, chunk):
     model, batch = tiny_model(family), left_padded([PROMPT, 1, 23, 40])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from foveate import methods, ops
+from foveate.methods._kept_scores import KeptScores
 from foveate.runtime.steps import obstacle
 from foveate.state import Geometry
 from tests.methods.driver import DIM, GROUP, HEADS, KV_HEADS, PROMPT, SCALING, TOTAL, Driver
@@ -100,6 +102,34 @@ def test_pages_are_chosen_by_the_last_scores(every, monkeypatch):
             value |= dict.fromkeys(forced, math.inf)
             best = sorted(value, key=lambda page: (-value[page], page))[:10]
             assert [page for page in own[step][0, head].tolist() if page >= 0] == sorted(best)
+
+
+class Numbers(dict):
+    """What of a step is asked for: the lengths of its rows, and whether it is captured."""
+
+    captured = False
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_row_is_scored_in_its_own_time(size, captured):
+    """Rows that turns of different lengths have parted, some of which are due."""
+    every, rows, kept = 3, 3, torch.zeros(3, 2, 60)
+    at, wanted, lengths = torch.zeros(rows, dtype=torch.int64), kept.clone(), [9, 4, 20]
+    generator, times = torch.Generator().manual_seed(0), [0] * rows
+    for grown in [(0, 0, 0), (1, 1, 1), (1, 6, 2), *[(1, 1, 1)] * 4, (4, 2, 1), *[(1, 1, 1)] * 5]:
+        lengths = [length + more for length, more in zip(lengths, grown)]
+        new, plan = torch.rand(kept.shape, generator=generator), Numbers(lengths=torch.tensor(lengths))
+        plan.captured = captured
+        cache = SimpleNamespace(plan=plan, tensors={"kept_scores": kept}, channel=lambda name: at)
+        scores, scored_at = KeptScores(every, size).renew(cache, 2, 60, lambda due, new=new: new)
+        for row, length in enumerate(lengths):
+            if not times[row] or length - times[row] >= every:
+                times[row], full = length, length // size
+                wanted[row, :, :full] = new[row, :, :full]
+        assert torch.equal(scores, wanted)
+        assert scored_at.tolist() == times
+    assert len({time % every for time in times}) > 1
 
 
 @pytest.mark.parametrize("spec", [KASCADE, PAGES])

@@ -13,7 +13,7 @@ METHOD = methods.make("h2o_as_published", top_k=0.15, window=WINDOW)
 
 
 def written_out(tokens, prompt, pool):
-    """Outputs of one sequence, a query at a time in fp64, with the mass that each decides by."""
+    """Outputs of one sequence, a query at a time in fp64, and the mass by which the next one decides."""
     group, blind = HEADS // KV_HEADS, max(0, prompt - WINDOW)
     q, k, v = (x[0].double() for x in (tokens.q, tokens.k, tokens.v))
     mass, outs = torch.zeros(KV_HEADS, len(tokens), dtype=torch.float64), []
@@ -37,7 +37,7 @@ def written_out(tokens, prompt, pool):
                 received[kv, seen] += weights
         mass += received
         outs.append(out)
-    return torch.stack(outs, 1)[None].float()
+    return torch.stack(outs, 1)[None].float(), mass[None].float()
 
 
 @pytest.mark.parametrize("pool", ["kv_head", "layer"])
@@ -47,7 +47,9 @@ def test_it_is_the_published_fault(prompt, pool):
     tokens = Tokens.random(1, prompt + 12)
     driver = Driver(methods.make(METHOD, pool=pool), prompt)
     out = torch.cat([driver.feed(tokens[:prompt]), driver.feed_steps(tokens[prompt:])], 2)
-    close(out, written_out(tokens, prompt, pool))
+    expected, mass = written_out(tokens, prompt, pool)
+    close(out, expected)
+    close(driver.store.channel("mass"), mass)
 
 
 def test_early_queries_see_the_future_and_h2o_does_not():

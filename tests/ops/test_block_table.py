@@ -127,6 +127,22 @@ def test_a_token_is_put(block_size, layout, freed):
     assert int(keys.isnan().sum() + values.isnan().sum()) == before
 
 
+@pytest.mark.parametrize("beyond", [-7, -1, 0, 1, 1000])
+def test_entries_after_a_rows_last_block_may_be_anything(beyond):
+    """The number of blocks, and what is before the first one and after the last, too."""
+    q, k, v = problem(number=48)
+    *memory, table = in_blocks(k, v, 16)
+    lengths, entries = torch.tensor([48, 17]), table.table.clone()
+    entries[1, 2:] = beyond if beyond < 0 else len(memory[0]) + beyond
+    for found, expected in zip(BlockTable(entries, 48).gather(q, *memory), (k, v)):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1, :, :17], expected[1, :, :17])
+    how = {"lengths": lengths, "need_lse": True, **SCALING}
+    found, expected = ops.attend(q, *memory, block_table=BlockTable(entries, 48), **how), ops.attend(q, k, v, **how)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
 def test_no_blocks():
     q, empty, table = problem()[0], torch.zeros(0, 2, 16, 16), torch.zeros(2, 0, dtype=torch.int32)
     assert BlockTable(table, 0).gather(q, empty)[0].shape == (2, 2, 0, 16)

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(TESTS.rglob("interpreted_*.py"))}
 PROCESSES = [
     ("summaries", "block_table", "eight_bits"),
-    ("decode", "boxes", "slots", "bound"),
+    ("decode", "select", "boxes", "slots", "bound"),
     ("indexer", "selected", "until", "retention", "low_rank"),
     (
         "tiles",

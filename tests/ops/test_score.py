@@ -113,6 +113,17 @@ def test_the_causal_bound_holds_inside_a_block_of_queries(later):
     )
 
 
+@pytest.mark.parametrize("group", [1, 3])
+def test_queries_that_saw_nothing_add_nothing(group):
+    """A whole head, a single query, and some of another row, whose log-sum-exp is -inf."""
+    q, k, expected = causal(SOME._replace(group=group))
+    saw = torch.ones(expected.lse.shape, dtype=torch.bool)
+    saw[0, 0], saw[0, -1, 2], saw[1, :group, 2:6] = False, False, False
+    lse = expected.lse.float().masked_fill(~saw, float("-inf"))
+    mass = ops.column_mass(q, k, lse, logits=Logits(0.3), offset=14)
+    assert_close(mass, (expected.weights * saw[..., None]).unflatten(1, (2, group)).sum((2, 3)))
+
+
 # tile_mass
 
 

@@ -1,5 +1,6 @@
 """Decode steps over blocks that an engine owns give what the runtime's own layers give over their own memory."""
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -188,6 +189,19 @@ def test_rows_are_counted_as_dense_once():
     assert steps.totals.dense_rows == 2 + 2, "short rows alone"
     steps.begin(lengths, table, 30, [30, 9, 15, 8], 4)
     assert steps.totals.dense_rows == 2 + 2 + 2
+
+
+def test_rows_that_decode_are_counted_wherever_rows_of_prompts_are():
+    steps, lengths = EngineSteps(of_layers(SPECS[1]), torch.device("cpu"), 40), [30, 9, 15, 8]
+    table, short = torch.zeros(4, 8, dtype=torch.int32), [4 * length < 40 for length in lengths]
+    for prompts in itertools.product([False, True], repeat=4):
+        for dense in itertools.product([False, True], repeat=4):
+            steps.totals = type(steps.totals)()
+            decoding = [row for row in range(4) if not prompts[row]]
+            how = {"prompts": list(prompts), "dense": list(dense)}
+            steps.begin(torch.tensor(lengths), table, 30, [lengths[row] for row in decoding], **how)
+            assert steps.totals.rows == len(decoding)
+            assert steps.totals.dense_rows == sum(dense[row] or short[row] for row in decoding)
 
 
 @pytest.mark.parametrize(("dense_below", "dense"), [(0, False), (1, True)])

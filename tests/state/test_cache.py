@@ -10,7 +10,7 @@ from foveate.methods._common import occupied
 from foveate.methods.shared_prompt import _part
 from foveate.state import Channel, Counters, Evicts, Geometry, RowNumber, SlotCache
 from foveate.state.borrowed import branch_of, cache_of
-from foveate.state.counters import Tally
+from foveate.state.counters import Held, Tally
 from foveate.state.device_rows import DeviceRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
@@ -623,6 +623,34 @@ def test_a_step_of_evictions_by_head_counts_as_their_mean():
     scores, before = torch.ones(1, 2, 6), torch.tensor([6])
     cache.evict_by_head([[True, False]], [[6, 6]], scores, before)
     assert cache.counters.tokens_evicted == 0.5
+
+
+def test_a_row_holds_as_many_tokens_as_the_head_with_the_most():
+    """Of several rows, with heads that evict in turns, together and not at all."""
+    cache, tokens = filled(6, batch=3, evicts=Evicts.IN_DECODE), [[6, 6], [6, 6], [6, 6]]
+    for heads in (
+        [[True, False]] * 3,
+        [[True, False], [False, True], [False, False]],
+        [[True, True], [False, True]] * 2,
+    ):
+        heads = heads[:3]
+        step(cache)
+        tokens = [[own + 1 for own in row] for row in tokens]
+        scores, before = torch.rand(3, 2, cache.used), torch.tensor(cache.lengths)
+        cache.evict_by_head(heads, tokens, scores, before)
+        tokens = [[own - evicts for own, evicts in zip(*both)] for both in zip(tokens, heads)]
+        assert (cache.positions >= 0).sum(-1).tolist() == tokens
+        assert cache.rows["live"] == [max(row) for row in tokens]
+
+
+def test_the_peak_is_the_most_that_layers_hold_together():
+    held, now, most = Held(), 0, 0
+    for change in (5, 7, -3, 2, -11, 9, 1):
+        held.change(change)
+        now += change
+        most = max(most, now)
+        assert (held.bytes, held.peak) == (now, most)
+    assert most == 12
 
 
 def test_a_method_s_own_counters_are_those_that_it_declares():

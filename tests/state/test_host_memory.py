@@ -57,6 +57,22 @@ def test_rows_are_taken_segment_by_segment(most, memory):
     assert [x.data_ptr() for x in memory.pages.keys] == memory.pages.addresses[0, :number].tolist()
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, SLOTS), (3, 5), (7, 8), (30, 75)])
+@pytest.mark.parametrize(("row", "rows"), [(0, 2), (0, 1), (1, 1)])
+def test_some_slots_of_some_rows_are_written_and_read(memory, row, rows, first, last):
+    """Across segments, and nothing else is touched."""
+    expected, new = content(memory), [torch.randn(rows, 2, last - first, dim) for dim in (8, 4)]
+    memory.write(row, first, *new)
+    for one, x in zip(expected, new):
+        one[row : row + rows, :, first:last] = x
+    for found, wanted in zip(content(memory), expected):
+        assert torch.equal(found, wanted)
+    read = [torch.full_like(x, torch.nan) for x in new]
+    memory.read(first, last, row, *read)
+    for found, wanted in zip(read, new):
+        assert torch.equal(found, wanted)
+
+
 def test_a_copy_is_copied_once(most, memory):
     number = len(memory._segments)
     with mock.patch.object(torch.Tensor, "__deepcopy__", side_effect=AssertionError):

@@ -1,4 +1,5 @@
 import io
+import itertools
 
 import pytest
 from rich.console import Console
@@ -109,6 +110,18 @@ def test_a_long_spec_goes_by_its_method_and_stands_below():
     lines = printed(terminal.Comparison([row(), WORST])).splitlines()
     assert any(line.startswith(" luka ") for line in lines)
     assert f"luka is {WORST['spec']}" in lines
+
+
+def test_a_name_is_of_one_row_alone():
+    """Short specs are their own names, and no long one goes by a name that is taken."""
+    long = WORST["spec"]
+    specs = ["luka", "luka:top_k=3", long, f"{long},window=512", "h2o", "h2o:top_k=0.25,window=32,sinks=4"]
+    for number in range(1, len(specs) + 1):
+        for some in itertools.permutations(specs, number):
+            names = terminal.short_names([{"spec": spec, "method": spec.partition(":")[0]} for spec in some])
+            assert len(set(names)) == number
+            for name, spec in zip(names, some):
+                assert name == spec if len(spec) <= 20 else name not in some
 
 
 def test_the_peak_stands_below_what_stays():

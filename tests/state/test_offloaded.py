@@ -1,0 +1,73 @@
+"""What a cache in host memory has on the device in decode steps is what was written, whatever came before."""
+
+import pytest
+import torch
+
+from foveate.state import Geometry
+from foveate.state.offloaded import OffloadedCache
+from foveate.state.transfers import Transfers
+
+GEOMETRY, CPU = Geometry(4, 2, 8, 6), torch.device("cpu")
+
+
+class Room:
+    """Room for all pages."""
+
+    def __init__(self):
+        self.transfers = Transfers(CPU)
+
+    def hot_pages(self, store, capacity):
+        return -(-capacity // store.page_size)
+
+
+class Followed:
+    """A cache of rows of several lengths, and what was written to each."""
+
+    def __init__(self, lengths, page_size, seed=0):
+        self.store = OffloadedCache(GEOMETRY, len(lengths), torch.float32, CPU, None, None, page_size, Room())
+        self.generator, self.rows = torch.Generator().manual_seed(seed), []
+        self.store.reserve(max(lengths))
+        for row, length in enumerate(lengths):
+            self.rows.append(self._drawn(length))
+            with self.store.row(row) as one:
+                one.append(*(x[None] for x in self.rows[-1]))
+
+    def _drawn(self, length):
+        return [torch.randn(2, length, dim, generator=self.generator) for dim in (8, 6)]
+
+    def step(self):
+        new = [self._drawn(1) for _ in self.rows]
+        self.rows = [[torch.cat(pair, 1) for pair in zip(*both)] for both in zip(self.rows, new)]
+        self.store.write_step(*(torch.stack(x) for x in zip(*new)))
+
+    def crop(self, tokens):
+        self.rows = [[x[:, :-tokens] for x in row] for row in self.rows]
+        self.store.truncate(tokens)
+
+    def check(self):
+        size, (opened, table) = self.store.page_size, self.store.newest_page()
+        slots = torch.arange(self.store.used).expand(len(self.rows), 2, -1)
+        ends = torch.tensor([row[0].shape[1] for row in self.rows])
+        fetched = self.store.fetch_slots(slots.masked_fill(slots >= ends[:, None, None], -1))
+        for row, (k, v) in enumerate(self.rows):
+            first, last = (k.shape[1] - 1) // size * size, k.shape[1]
+            block = int(table.table[row, first // size])
+            assert torch.equal(opened[block, :, : last - first], k[:, first:])
+            for found, wanted in zip(fetched, (k, v)):
+                assert torch.equal(found[row, :, :last], wanted)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 2, 12], [1, 5, 4, 8]])
+@pytest.mark.parametrize("removed", [1, 2, 3, 7])
+def test_steps_after_a_crop(removed, lengths, page_size):
+    """Tokens are removed within a page and across its beginning, and others come in their place."""
+    followed = Followed(lengths, page_size)
+    for _ in range(7):
+        followed.step()
+        followed.check()
+    for _ in range(2):
+        followed.crop(removed)
+        for _ in range(removed + 1):
+            followed.step()
+            followed.check()
