@@ -38,9 +38,8 @@ from transformers.testing_utils import torch_device
 import foveate
 from foveate import methods
 from foveate.errors import UserError, unknown
-from foveate.io import outfile
+from foveate.io import circumstances, outfile
 from foveate.lab.report.rows import Row
-from foveate.lab.results import circumstances
 
 KIND = "transformers-tests"
 MODELS = {

@@ -10,7 +10,7 @@ from foveate.methods._common import occupied
 from foveate.methods.shared_prompt import _part
 from foveate.state import Channel, Counters, Evicts, Geometry, RowNumber, SlotCache
 from foveate.state.borrowed import branch_of, cache_of
-from foveate.state.counters import Held, Tally
+from foveate.state.counters import BytesInUse, Tally
 from foveate.state.device_rows import DeviceRows
 
 GEOMETRY = Geometry(num_heads=6, num_kv_heads=2, head_dim=4, value_dim=3)
@@ -644,7 +644,7 @@ def test_a_row_holds_as_many_tokens_as_the_head_with_the_most():
 
 
 def test_the_peak_is_the_most_that_layers_hold_together():
-    held, now, most = Held(), 0, 0
+    held, now, most = BytesInUse(), 0, 0
     for change in (5, 7, -3, 2, -11, 9, 1):
         held.change(change)
         now += change
