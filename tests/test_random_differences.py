@@ -5,7 +5,7 @@ import pytest
 
 from tests import differences
 
-SECONDS = float(os.environ.get("FOVEATE_TEST_SECONDS", "15"))
+SECONDS = float(os.environ.get("FOVEATE_TEST_SECONDS", "6"))
 """How long random cases are drawn; more finds more."""
 
 
