@@ -34,7 +34,7 @@ def check(problem, how=None):
 @pytest.mark.parametrize("same", [False, True])
 def test_one_level(same):
     check(Problem(same=same))
-    check(Problem(pages=(530, 33, 0), allowed=(0.1,), sinks=0, same=same))
+    check(Problem(pages=(700, 33, 0), allowed=(0.3,), sinks=0, same=same))
 
 
 @pytest.mark.parametrize(("sizes", "pages"), [((2, 8), (32, 12)), ((4, 8, 32), (40, 24, 0)), ((3, 12), (40, 8))])
