@@ -13,16 +13,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         return
     import torch
-    from hypothesis import HealthCheck, settings
 
     gc.disable()  # until all tests are there
     torch.set_num_threads(1)
-    settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("foveate")
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreter import speed_up
 
         speed_up()
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("foveate")
 
 
 def pytest_collection_finish() -> None:
