@@ -11,6 +11,7 @@ every table and figure of the papers, see `paper_table.py`; `commands` and `sett
 line and of the methods, see `reference_tables.py`. Tables that no reader of a page needs are in `benchmarks/tables/`.
 """
 
+import functools
 import json
 import re
 import sys
@@ -34,7 +35,7 @@ from benchmarks import (
 from foveate.calibration import load
 from foveate.lab.report import pooled
 from foveate.lab.report.lines import once
-from foveate.lab.report.rows import Row, chosen, of_cases, spelled
+from foveate.lab.report.rows import Row, all_spelled, chosen, of_cases
 from foveate.lab.report.tables.general import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +95,7 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     if found:
         return calibration_table.table(found)
     files = [word for word in words if word.endswith(".jsonl")]
-    rows = [json.loads(line) for file in files for line in (root / file).read_text(encoding="utf-8").splitlines()]
+    rows = [row for file in files for row in _rows(root / file)]
     conditions = [word for word in words if "=" in word]
     kinds = [word for word in words if word not in (*files, *conditions, "over-splits")]
     if len(kinds) > 1 or not set(kinds) <= KINDS.keys():
@@ -102,11 +103,16 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     elif "spec" in rows[0] and "cell" not in rows[0]:
-        rows, _ = once(chosen(list(map(spelled, rows)), conditions))
+        rows, _ = once(chosen(all_spelled(rows), conditions))
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)
             sys.stderr.writelines(f"{line}\n" for line in notes)
     return (KINDS[kinds[0]] if kinds else tables)(rows)
+
+
+@functools.cache
+def _rows(file: Path) -> list[Row]:
+    return list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
 
 
 def written(text: str, check: bool = False) -> str:

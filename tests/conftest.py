@@ -13,18 +13,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         return
     import torch
-    from hypothesis import HealthCheck, settings
 
     import benchmarks.methods.h2o_as_published  # noqa: F401  (the tests of every method are tests of it, too)
 
     gc.disable()  # until all tests are there
     torch.set_num_threads(1)
-    settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("foveate")
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreter import speed_up
 
         speed_up()
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("foveate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("foveate")
 
 
 def pytest_collection_finish() -> None:

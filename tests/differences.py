@@ -215,12 +215,12 @@ def _check_batch(case: Case) -> None:
         case.check(f"row {place} of {lengths}", found[place : place + 1], case.whole(row, length)[0])
 
 
-def search(seconds: float, seed: int, say: Callable[[str], None] = print) -> tuple[int, list[str]]:
-    """Run cases from a seed on until the time is over; how many, and what differed."""
+def search(seconds: float, seed: int, say: Callable[[str], None] = print, least: int = 1) -> tuple[int, list[str]]:
+    """Run cases from a seed on, ``least`` of them, until the time is over; how many, and what differed."""
     end, number, wrong = time.monotonic() + seconds, 0, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        while not number or time.monotonic() < end:
+        while number < least or time.monotonic() < end:
             try:
                 run(seed + number)
             except Exception as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from hypothesis import strategies as st
 from torch import Tensor
 
 from foveate import methods
@@ -25,7 +26,7 @@ from tests.problems import causal_mask as causal_mask
 from tests.problems import in_buffer as in_buffer
 from tests.problems import naive as naive
 from tests.problems import problem as problem
-from tests.problems import shapes as shapes
+from tests.selection import ONE_OF_A_KIND
 
 # Files
 
@@ -46,11 +47,6 @@ def full_disk(room: int):
 # Methods
 
 
-ONE_OF_A_KIND = {
-    *("dense", "h2o", "h2o_in_prompt", "evict_every", "snapkv", "quest", "pages_offloaded"),
-    *("kascade_anchors", "kascade_paper", "kascade_pages", "luka", "luka_levels", "mixed", "per_layer"),
-}
-"""Evict in decode, in prompts, at their end; choose pages, keys across layers, summaries; are made of others."""
 ONE_OF_EACH = ONE_OF_A_KIND | {
     *("adakv", "expected_attention", "kascade", "lessismore", "pages", "rocketkv", "sparq", "streaming")
 }
@@ -72,6 +68,23 @@ def of_release(specs: Iterable[str]) -> list[str]:
 def kascade_by_head(**settings: Any) -> Method:
     """Kascade whose KV heads choose for themselves by mean attention, in prompts too, unless settings say otherwise."""
     return methods.make("kascade", **{"pool": "kv_head", "pooling": "post_softmax", "decode_only": False} | settings)
+
+
+# Shapes of attention
+
+
+def shapes(max_queries: int = 19, max_offset: int = 23) -> st.SearchStrategy[Shape]:
+    """Odd sizes: groups that are no powers of two, head dims off the multiples of eight, values of another width."""
+    return st.builds(
+        Shape,
+        batch=st.sampled_from([1, 2, 3]),
+        kv_heads=st.sampled_from([1, 2, 3]),
+        group=st.sampled_from([1, 3, 4, 7, 8]),
+        queries=st.integers(1, max_queries),
+        offset=st.integers(0, max_offset),
+        dim=st.sampled_from([5, 16, 64, 80]),
+        value_dim=st.sampled_from([5, 16, 64, 80]),
+    )
 
 
 # Models

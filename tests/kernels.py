@@ -108,9 +108,9 @@ def noted(monkeypatch: Any, rows_kernel: Any) -> list[torch.Tensor]:
 @contextmanager
 def poisoned_memory(device: str = "cpu") -> Iterator[None]:
     """Fresh memory holds NaN inside the block, so that what a kernel fails to write is seen."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import the compiler, for seconds
     try:
         assert torch.empty(1, device=device).isnan()
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")

@@ -1,12 +1,12 @@
 """Problems of attention for tests of operations: odd sizes, awkward layouts, naive fp64 attention, a gauge of
-temporaries. Nothing here imports a library of models, which would cost every process under the interpreter seconds."""
+temporaries. Nothing here imports a library of models or of property tests, which would cost every process under the
+interpreter seconds."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,20 +27,6 @@ class Shape(NamedTuple):
     @property
     def keys(self) -> int:
         return self.offset + self.queries
-
-
-def shapes(max_queries: int = 19, max_offset: int = 23) -> st.SearchStrategy[Shape]:
-    """Odd sizes: groups that are no powers of two, head dims off the multiples of eight, values of another width."""
-    return st.builds(
-        Shape,
-        batch=st.sampled_from([1, 2, 3]),
-        kv_heads=st.sampled_from([1, 2, 3]),
-        group=st.sampled_from([1, 3, 4, 7, 8]),
-        queries=st.integers(1, max_queries),
-        offset=st.integers(0, max_offset),
-        dim=st.sampled_from([5, 16, 64, 80]),
-        value_dim=st.sampled_from([5, 16, 64, 80]),
-    )
 
 
 LAYOUTS = ["own", "slots", "tokens_first", "padded_rows"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.hybrids.layers.rotary import Rotary, rotate
+from foveate.ops import Rotary
 from foveate.ops.score import Convolution
 
 
@@ -46,12 +46,14 @@ def in_slots(
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(batch, heads, length, dim, generator=generator).to(device, dtype) for dim in dims)
     slots = torch.rand(batch, length + spare, generator=generator).argsort(1)[:, :length].to(device)
-    first = torch.arange(batch, device=device)[:, None] * 1000
-    angles = Rotary(dims[0]).angles(first + torch.arange(length, device=device))
+    positions = torch.arange(batch, device=device)[:, None] * 1000 + torch.arange(length, device=device)
+    rotary = Rotary(10000.0 ** (-torch.arange(0, dims[0], 2, device=device) / dims[0]))
+    turned = (positions[..., None] * rotary.inv_freq).repeat(1, 1, 2)
+    angles = turned.cos(), turned.sin()
     real = torch.ones(batch, length, dtype=torch.bool, device=device)
     real[1:, : length // 3] = False
     memories = []
-    for x in (rotate(k, angles), v):
+    for x in (rotary.apply(k, positions[:, None]).to(dtype), v):
         memory = torch.full((batch, length + spare, heads, x.shape[3]), float("nan"), device=device, dtype=dtype)
         memory = memory.transpose(1, 2)
         index = slots[:, None, :, None].expand_as(x)

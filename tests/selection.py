@@ -12,6 +12,12 @@ import pytest
 IN_THE_INTERPRETER = 4
 """Cases of a test under Triton's interpreter, where a kernel takes seconds."""
 
+ONE_OF_A_KIND = {
+    *("dense", "h2o", "h2o_in_prompt", "evict_every", "snapkv", "quest", "pages_offloaded"),
+    *("kascade_anchors", "kascade_paper", "kascade_pages", "luka", "luka_levels", "mixed", "per_layer"),
+}
+"""Evict in decode, in prompts, at their end; choose pages, keys across layers, summaries; are made of others."""
+
 
 def mark_full(items: Sequence[pytest.Item]) -> None:
     """Mark the cases that `make test` leaves out, of all tests that do not need a GPU.
@@ -68,7 +74,6 @@ def _method(value: Any) -> Any:
 def _one_of_each_kind(cases: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any] | None]:
     """The cases, None for one of a method that is not one of a kind; all of them if no method is one of a kind."""
     from foveate.methods import REGISTRY
-    from tests.helpers import ONE_OF_A_KIND
 
     named = [{one.partition(":")[0] for one in case.values() if isinstance(one, str)} for case in cases]
     if not any(names & ONE_OF_A_KIND for names in named):

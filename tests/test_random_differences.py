@@ -5,15 +5,14 @@ import pytest
 
 from tests import differences
 
-SECONDS = float(os.environ.get("FOVEATE_TEST_SECONDS", "15"))
+SECONDS = float(os.environ.get("FOVEATE_TEST_SECONDS", "6"))
 """How long random cases are drawn; more finds more."""
 
 
 def test_random_cases_that_no_one_thought_of():
     seed = time.time_ns() % 10**9
     print(f"python -m tests.differences --seconds {SECONDS:g} --seed {seed}")
-    cases, wrong = differences.search(SECONDS, seed)
-    assert cases > 0
+    _, wrong = differences.search(SECONDS, seed, least=4)  # however busy the machine is
     assert wrong == []
 
 

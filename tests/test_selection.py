@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from foveate import methods
-from tests.helpers import ONE_OF_A_KIND
-from tests.selection import mark_full, representative
+from tests.selection import ONE_OF_A_KIND, mark_full, representative
 
 
 class Item:

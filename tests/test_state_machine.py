@@ -7,7 +7,8 @@ import torch
 
 import foveate
 from tests import state_machine
-from tests.helpers import ONE_OF_A_KIND, cached, left_padded, of_release, tiny_model, tokens
+from tests.helpers import cached, left_padded, of_release, tiny_model, tokens
+from tests.selection import ONE_OF_A_KIND
 
 
 @pytest.mark.parametrize("name", of_release(state_machine.NAMES))

@@ -1,5 +1,7 @@
 """Keys of tiles to bits and back: the kernels against their references."""
 
+import sys
+
 import pytest
 import torch
 
@@ -74,3 +76,8 @@ def test_what_does_not_fit_is_refused():
     indices, begins = drawn([100, 200], 9)
     with pytest.raises(ValueError, match=r"shapes do not fit: words \(2, 3, 11\)"):
         select.set_bits(torch.zeros(2, 3, 11, dtype=torch.int32), indices, begins[1:])
+
+
+def test_a_process_under_the_interpreter_loads_no_library_of_models_or_of_property_tests():
+    """It would take most of the time in which the process begins."""
+    assert not {"transformers", "hypothesis"} & sys.modules.keys()

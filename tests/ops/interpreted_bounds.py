@@ -5,6 +5,7 @@ import torch
 
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import bounds_kernel, nodes
+from tests.combinations import every_pair
 from tests.problems import in_buffer, of_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -42,9 +43,13 @@ LENGTHS = {
 }
 
 
-@HALF
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("number", [1, 32, 150])
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]),
+    ("group", [1, 4, 7]),
+    ("number", [1, 32, 150]),
+    ("splits", [1, 100]),
+    indirect=["splits"],
+)
 def test_all_boxes(dtype, group, number, splits):
     check(*problem(group=group, number=number, dtype=dtype))
 

@@ -2,7 +2,7 @@
 otherwise.
 
 They need processes of their own, because Triton looks at ``TRITON_INTERPRET`` when it is imported. A process takes
-seconds to begin, so that several files share one; the processes take about as long as each other.
+seconds to begin, so that the files of a family of kernels share one; the processes take about as long as each other.
 """
 
 import os
@@ -14,28 +14,19 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 FILES = {path.stem.removeprefix("interpreted_"): path for path in sorted(TESTS.rglob("interpreted_*.py"))}
-PROCESSES = [
-    ("summaries", "block_table", "eight_bits"),
-    ("decode", "select", "boxes", "slots", "bound"),
-    ("indexer", "selected", "until", "retention", "low_rank"),
-    (
-        "tiles",
-        "pages",
-        "fetch",
-        "masses",
-        "attend_window",
-        "column_mass",
-        "gated",
-        "running",
-        "bounds",
-        "bits",
-        "softmax",
-    ),
-]
+PROCESSES = {
+    "decode": ("decode", "eight_bits", "fetch"),
+    "pages": ("block_table", "pages", "low_rank"),
+    "engine steps and slots": ("bound", "bounds", "boxes", "select", "slots"),
+    "indexer": ("indexer", "selected", "retention"),
+    "summaries": ("summaries", "masses", "column_mass"),
+    "prompts": ("tiles", "attend_window", "bits", "softmax"),
+    "hybrids": ("until", "gated", "running"),
+}
 
 
 @pytest.mark.divided
-@pytest.mark.parametrize("names", PROCESSES, ids=" ".join)
+@pytest.mark.parametrize("names", PROCESSES.values(), ids=PROCESSES)
 def test_under_the_interpreter(names):
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", *(str(FILES[name]) for name in names)]
@@ -45,4 +36,4 @@ def test_under_the_interpreter(names):
 
 
 def test_every_file_is_run_once():
-    assert sorted(FILES) == sorted(name for names in PROCESSES for name in names)
+    assert sorted(FILES) == sorted(name for names in PROCESSES.values() for name in names)

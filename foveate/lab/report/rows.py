@@ -147,11 +147,11 @@ def _meeting(
         return None if of is None else str(of[name]).replace(" ", "")
 
     wanted: dict[str, list[str]] = {}
+    names = {name for row in rows for some in fields(row) for name in some} if conditions else set()
     for condition in conditions:
         name, equals, text = condition.partition("=")
         if not equals:
             raise UserError(f"{where} {condition}: expected NAME=VALUE, such as task=niah or compressor=mean")
-        names = {name for row in rows for some in fields(row) for name in some}
         if name not in names:
             raise unknown("name", name, sorted(names), where)
         wanted.setdefault(name, []).append((_spelling(text) if name == "spec" else text).replace(" ", ""))

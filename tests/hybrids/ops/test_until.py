@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate.hybrids.ops import attend_until, until
-from tests.problems import LAYOUTS, LargestTensor, assert_close, naive, problem, shapes
+from tests.helpers import LAYOUTS, LargestTensor, assert_close, naive, problem, shapes
 
 
 def mask_of(gone, queries):

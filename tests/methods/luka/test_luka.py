@@ -12,6 +12,7 @@ from matrix import DIM, HEADS, KV_HEADS, PROMPT, SCALING, VARIANTS, Driver, Toke
 
 from foveate import methods
 from tests.helpers import LargestTensor
+from tests.selection import in_full, representative
 
 GROUP = HEADS // KV_HEADS
 SMALL = {"page_size": 4, "sinks": 2, "tail": 9}
@@ -119,34 +120,44 @@ CHOICES = {
 }
 
 
-def any_settings(seed):
-    """A method with every setting drawn."""
+def drawn(seed):
+    """A value of every setting."""
     chance = random.Random(seed)
-    return methods.make("luka", **{name: chance.choice(choices) for name, choices in CHOICES.items()})
+    return {name: chance.choice(choices) for name, choices in CHOICES.items()}
 
 
-@pytest.mark.parametrize("seed", range(56))
+def any_settings(seed):
+    return methods.make("luka", **drawn(seed))
+
+
+def few_of(seeds):
+    """Seeds of :func:`any_settings`, `full` but for few that draw every value that any of them draws."""
+    kept = representative([drawn(seed) for seed in seeds])
+    return pytest.mark.parametrize("seed", in_full(seeds, [seeds[index] for index in kept]))
+
+
+@few_of(range(56))
 def test_any_settings_equal_the_method_written_out(seed):
     chance, method = random.Random(seed), any_settings(seed)
     loudness = chance.choice([0.3, 1.0, 3.0])
     assert_equals_written_out(method, [chance.randint(15, 60)], 13, seed, loudness)
 
 
-@pytest.mark.parametrize("seed", range(100, 116))
+@few_of(range(100, 116))
 def test_rows_of_a_batch_equal_the_method_written_out(seed):
     chance = random.Random(seed)
     prompts = [chance.randint(1, 60) for _ in range(3)]
     assert_equals_written_out(any_settings(seed), prompts, 8, seed, chance.choice([0.3, 1.0, 3.0]))
 
 
-@pytest.mark.parametrize("seed", range(200, 232))
+@few_of(range(200, 232))
 def test_capped_logits_equal_the_method_written_out(seed):
     """Some by far, some hardly at all; none so far that what is capped is alike in fp32."""
     chance, method = random.Random(seed), any_settings(seed)
     assert_equals_written_out(method, [60, chance.randint(1, 60)], 6, seed, 1.0, chance.choice([1.5, 3.0]))
 
 
-@pytest.mark.parametrize("seed", range(300, 316))
+@few_of(range(300, 316))
 def test_choices_by_low_rank_summaries_equal_the_method_written_out(seed):
     chance, sizes = random.Random(seed), [2, 4, 8, [4, 8], [2, 6], [3, 6, 12]]
     fitting = {"score": "lowrank", "page_size": chance.choice(sizes)}

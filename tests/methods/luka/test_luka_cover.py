@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from matrix import HEADS, KV_HEADS, VARIANTS, Driver, Tokens
-from test_luka import any_settings
+from test_luka import any_settings, few_of
 
 from foveate import methods
 
@@ -104,11 +104,11 @@ def test_every_token_is_represented_once_in_every_variant_of_the_matrix(method, 
         assert_is_cover(driver, token)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@few_of(range(1000, 1024))
 def test_every_token_is_represented_once_under_any_settings(seed):
     chance = random.Random(f"cover {seed}")
     lengths = [chance.randint(1, 60) for _ in range(chance.randint(1, 3))]
-    for driver, token in walk(any_settings(1000 + seed), lengths, 7, seed, chance.choice([0.3, 1.0, 2.0])):
+    for driver, token in walk(any_settings(seed), lengths, 7, seed, chance.choice([0.3, 1.0, 2.0])):
         assert_is_cover(driver, token)
 
 
