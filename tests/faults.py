@@ -134,8 +134,8 @@ def run(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
-        if failed:
-            return SEEN, failed[0]
+        if failed or process.returncode < 0:  # a fault of memory may end the process
+            return SEEN, (failed or some)[0]
         if process.returncode not in (0, 5):  # 5: the marks left no test
             raise RuntimeError(f"pytest ended with {process.returncode} without a failed test:\n{said[-2000:]}")
     return MISSED, ""

@@ -84,6 +84,7 @@ def tree(tmp_path, monkeypatch):
         ),
         ("return 2 if x == 1 else 7", {"test": "not seen", "test-all": "seen", "by": "tests/test_twice.py::test_more"}),
         pytest.param("return x + x", {"test": "not seen", "test-all": "not seen", "by": ""}, marks=pytest.mark.full),
+        ("__import__('os').abort()", {"test": "seen", "test-all": "seen", "by": "tests/test_twice.py"}),
         ("while True: pass", {"test": "not in time", "test-all": "not in time", "by": ""}),
     ],
 )
