@@ -168,22 +168,6 @@ def test_what_the_host_does_in_between_is_seen(method):
     assert_same_state(plain.store, driver.store)
 
 
-@pytest.mark.parametrize("below", [1, 2, 5, 8, 9])
-@pytest.mark.parametrize("lengths", [[PROMPT], [PROMPT, 20, 3]])
-def test_replays_are_dense_in_the_steps_in_which_others_are(lengths, below):
-    """To the token at which the longest row is no longer short."""
-    batch, mask = padded([Tokens.random(1, length, seed=length) for length in lengths], PROMPT)
-    tokens, plain, driver = Tokens.random(len(lengths), 9, seed=1), *(Driver(methods.make("quest")) for _ in range(2))
-    for one in (plain, driver):
-        one.feed(batch, mask)
-        one.layer.dense_below = len(lengths) * (PROMPT + below)
-    replayed = Replayed(driver)
-    for at in range(len(tokens)):
-        replayed.feed_steps(tokens[at : at + 1]), plain.feed_steps(tokens[at : at + 1])
-        assert driver.layer.counters.dense_steps == min(at + 1, below - 1)
-        assert_same_counts(plain.layer.counters, driver.layer.counters)
-
-
 def test_a_recording_is_of_its_options():
     driver, tokens = Driver(methods.Dense()), Tokens.random(1, PROMPT + 6)
     driver.feed(tokens[:PROMPT])
