@@ -211,3 +211,17 @@ def test_a_model_of_few_layers_has_no_more_anchors():
     assert foveate.attach(model, "kascade").method.anchors == model.config.num_hidden_layers == 3
     with pytest.raises(ValueError, match=r"anchors must be at most 3, the layers that it is applied to, not 5$"):
         foveate.attach(model, "kascade:anchors=5")
+
+
+@pytest.mark.parametrize("page_size", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("top_k", [1, 7, 0.1, 0.4, 1.0])
+@pytest.mark.parametrize("min_k", [1, 20])
+def test_the_pages_that_are_scored_hold_the_keys_that_are_read(top_k, min_k, page_size):
+    """However few keys the newest page has; no more pages than that, or than one in three."""
+    method = methods.make("kascade", score_keys="pages", page_size=page_size, top_k=top_k, min_k=min_k)
+    for length in range(1, 150):
+        pages, scored, wanted = -(-length // page_size), method.scored_pages(length), method.count(length)
+        newest = length - (pages - 1) * page_size
+        assert 1 <= scored <= pages
+        assert method.page_keys(length) == (scored - 1) * page_size + newest >= wanted
+        assert scored <= -(-pages // 3) or (scored - 2) * page_size + 1 < wanted

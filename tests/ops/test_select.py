@@ -1,6 +1,7 @@
 """Top-k: a total order, bounded memory, the same set however the scores were cut."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -173,6 +174,24 @@ def test_keys_at_places_within_pages(dtype):
     found = ops.keys_at_places(places, pages, 4)
     assert found.dtype == dtype
     assert found.tolist() == [[[12, 15, 20, 23, -1], [-1, 1, 10, 36, 39]]]
+
+
+@pytest.mark.parametrize("group", [1, 3, 5])
+@pytest.mark.parametrize("page_size", [1, 3, 7])
+def test_keys_of_pages_are_those_that_a_head_of_the_group_reads(page_size, group):
+    """Each once, and of a last page that is not full those that are there."""
+    lengths, generator = [1, page_size, 4 * page_size, 4 * page_size + 1, 9 * page_size - 1], random.Random(group)
+    lists = torch.full((len(lengths), 2 * group, 10), -1, dtype=torch.int32)
+    wanted = torch.zeros(len(lengths), 2, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        keys = [set(), set()]
+        for head in range(2 * group):
+            number = -(-length // page_size)
+            read = sorted(generator.sample(range(number), generator.randint(0, number)))
+            lists[row, head, : len(read)] = torch.tensor(read, dtype=torch.int32)
+            keys[head // group] |= {key for key in range(length) if key // page_size in read}
+        wanted[row] = torch.tensor(list(map(len, keys)))
+    assert torch.equal(ops.select.keys_of_pages(lists, 2, page_size, torch.tensor(lengths)), wanted)
 
 
 ROWS = {"scores": torch.zeros(2, 1, 200), "counts": torch.tensor([1, 2]), "k": 3}
