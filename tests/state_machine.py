@@ -187,7 +187,7 @@ class Stop:
 
 
 STORE = ("append", "write_step", "reserve", "retain", "evict", "save", "restore", "take_rows", "truncate")
-HOOKS = ("prompt", "observe", "prompt_end", "prompt_packed", "decode")
+HOOKS = ("prompt", "observe", "prompt_end", "prompt_packed", "note_newest", "choose", "learn", "evict")
 LAYER = ("attend", "_split", "_prompt_rows", "_step", "remove_last", "take_rows", "announce")
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 PLACES = [
