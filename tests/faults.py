@@ -79,7 +79,7 @@ def mirrors(file: str) -> list[Path]:
     depth = next(n for n in range(len(folders), -1, -1) if (ROOT / "tests").joinpath(*folders[:n]).is_dir())
     folder = (ROOT / "tests").joinpath(*folders[:depth])
     names = [re.sub(r"(_hopper)?(_gather)?(_kernel)?$", "", name), *reversed(folders[depth:])]
-    everywhere = [path for kind in ("test", "interpreted") for path in sorted((ROOT / "tests").rglob(f"{kind}_*.py"))]
+    everywhere = _files(ROOT / "tests")
     tests = [path for path in everywhere if folder in path.parents]
     found = [path for one in names for path in tests if f"_{one.strip('_')}_" in f"{path.stem}_"]
     if not found:
@@ -91,6 +91,11 @@ def mirrors(file: str) -> list[Path]:
     found += [path for path in everywhere if imports.search(_text(path)) and path.parent.name != "gpu"]
     matrix = [ROOT / "tests" / "matrix.py"] if folders[:1] and folders[0] in ROOMS_OF_THE_MATRIX else []
     return list(dict.fromkeys([*found, *matrix]))
+
+
+@functools.cache
+def _files(tests: Path) -> list[Path]:
+    return [path for kind in ("test", "interpreted") for path in sorted(tests.rglob(f"{kind}_*.py"))]
 
 
 @functools.cache

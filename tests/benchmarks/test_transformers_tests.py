@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.transformers_table import table
 
+pytestmark = pytest.mark.full  # two processes that load a model each
+
 ROOT = Path(__file__).resolve().parents[2]
 MIXIN = """
 import unittest
