@@ -34,7 +34,7 @@ def _reasons(rows: Sequence[Row]) -> str:
             if test in plain["passed"]:
                 passing.setdefault(f"refused: {reason}", set()).add(test)
         for how, ended in (("refused", refused), ("failed", failed)):
-            for test in ended.keys() - set(plain["passed"]) - (failed.keys() if how == "refused" else set()):
+            for test in sorted(ended.keys() - set(plain["passed"]) - (failed.keys() if how == "refused" else set())):
                 others.setdefault(f"{how}: {ended[test]}", set()).add(test)
     lines = [("reason", "tests that pass without attention weights and padding", "tests that do not")]
     for reason in {**passing, **others}:
