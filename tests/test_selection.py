@@ -1,6 +1,8 @@
-"""What `make test` leaves out: never a value of a parameter, nor a test without parameters."""
+"""What is left out by `make test`, never a value of a parameter nor a test without parameters, and what CI names."""
 
 import itertools
+import re
+import subprocess
 import types
 from pathlib import Path
 
@@ -67,3 +69,17 @@ def test_a_method_has_one_setting_and_models_one_of_each_kind():
     assert [case["spec"].partition(":")[0] for case in found] == ["h2o", "quest"]
     assert {"h2o", "quest"} <= ONE_OF_A_KIND
     assert len(kept("tests/matrix.py", [{"name": spec} for spec in specs])) == 4
+
+
+def test_what_the_continuous_integration_names_is_there():
+    """pytest runs nothing, and fails, where one of many paths is missing: on the oldest Transformers, after half an hour."""
+    root = Path(__file__).parents[1]
+    lines = (root / ".ci/run").read_text().split("\n")
+    first, last = (lines.index(next(line for line in lines if line.startswith(start))) for start in ("BOTH=", "make test-oldest"))
+    script = "\n".join([*lines[first:last], 'echo "$BOTH $ONCE"'])
+    named = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert len(named) > 20
+    for argument in named:
+        path, _, test = re.sub("^--[a-z]+=", "", argument).partition("::")
+        assert (root / path).exists(), argument
+        assert not test or f"def {test}(" in (root / path).read_text(), argument
