@@ -72,10 +72,12 @@ def test_a_method_has_one_setting_and_models_one_of_each_kind():
 
 
 def test_what_the_continuous_integration_names_is_there():
-    """pytest runs nothing, and fails, where one of many paths is missing: on the oldest Transformers, after half an hour."""
+    """Where one of many paths is missing, pytest runs none of them, and CI fails after half an hour."""
     root = Path(__file__).parents[1]
     lines = (root / ".ci/run").read_text().split("\n")
-    first, last = (lines.index(next(line for line in lines if line.startswith(start))) for start in ("BOTH=", "make test-oldest"))
+    first, last = (
+        lines.index(next(line for line in lines if line.startswith(start))) for start in ("BOTH=", "make test-oldest")
+    )
     script = "\n".join([*lines[first:last], 'echo "$BOTH $ONCE"'])
     named = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert len(named) > 20

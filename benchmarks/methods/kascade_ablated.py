@@ -63,10 +63,10 @@ class KascadeAblated(Method):
     @property
     def role(self):
         if self.anchor is None:
-            return Role("dense", chooses=False, reads_all=True)
-        if self.anchor not in (None, self.layer):
-            return Role("reading", self.anchor, self.heads, chooses=False, layer=self.layer)
-        return Role(self.name, layer=self.layer, has_readers=True, reads_all=not self.layer)
+            return Role("dense", reads_all=True)
+        if self.anchor != self.layer:
+            return Role("reading", self.anchor, self.heads, layer=self.layer)
+        return Role(self.name, chooses=True, layer=self.layer, has_readers=True, reads_all=not self.layer)
 
     def prompt_tile(self, group):
         return 0 if self.anchor is None else max(1, self.tile // group)

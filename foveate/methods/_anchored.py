@@ -19,17 +19,18 @@ from foveate.state import Geometry, SlotCache
 
 def anchor_role(layer: int, dense: bool = False) -> Role:
     """The role of a layer that chooses keys; ``dense``: for others alone, and reads all keys itself."""
-    return Role("dense, choosing" if dense else "choosing", layer=layer, reads_all=dense, has_readers=True)
+    name = "dense, choosing" if dense else "choosing"
+    return Role(name, chooses=True, layer=layer, reads_all=dense, has_readers=True)
 
 
 def reader_role(layer: int, anchor: int, heads: Sequence[int] | None = None) -> Role:
     """The role of a layer that reads the keys of an earlier one; ``heads``: see :attr:`Role.heads`."""
-    return Role("reading", anchor, None if heads is None else tuple(heads), chooses=False, layer=layer)
+    return Role("reading", anchor, None if heads is None else tuple(heads), layer=layer)
 
 
 def dense_role(layer: int) -> Role:
     """The role of a layer that reads all keys and chooses none."""
-    return Role("dense", chooses=False, reads_all=True, layer=layer)
+    return Role("dense", reads_all=True, layer=layer)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _GONE = {
     "decode": "choose, which returns what one token a row reads, and learn, which gets its attention",
     "decode_dense": "note_newest, which every step calls, and nothing else: dense steps are the runtime's",
 }
-"""Hooks that there are no more, and what takes their place."""
+"""Hooks of earlier versions, and what takes their place."""
 
 
 def check_names(cls: type, base: type) -> None:
@@ -78,6 +78,11 @@ def check_hooks(method: Any, base: type) -> None:
         raise ValueError(
             f"{cls.__name__} neither chooses what is read nor evicts: define choose(self, cache, q, scaling), which "
             "returns a bool mask of the keys that one token a row reads, or prompt_end"
+        )
+    if hasattr(method, "evict_every") and cls.prompt_evicts_every is base.prompt_evicts_every:
+        raise ValueError(
+            f"{cls.__name__}.evict_every is read by no hook: define prompt_evicts_every, the prompt tokens after which "
+            "prompt_end evicts although more of the prompt is to come"
         )
     if method.evicts.in_decode and cls.evict is base.evict:
         raise ValueError(f"{cls.__name__}.evicts says IN_DECODE: define evict(self, cache, scaling)")

@@ -29,7 +29,8 @@ REGISTRY: dict[str, type[Method]] = {}
 SPARSE_FROM_TOKENS = 32768
 """Usual :attr:`Method.sparse_from_tokens` (docs/guide/speed.md)."""
 NEVER_FASTER = 1 << 40
-"""The same of a method that no length makes faster: by default a GPU decodes densely."""
+""":attr:`Method.sparse_from_tokens` of a method that is slower than dense attention at every length: a GPU decodes
+densely unless a user asks otherwise."""
 
 _LOGITS = 1 << 26
 """Logits that a later turn of a prompt computes at once beside empty slots."""
@@ -75,12 +76,12 @@ class Role(NamedTuple):
     """What a layer does with a decoded token."""
 
     name: str
-    """A short one, such as "dense"."""
+    """What measurements group layers by, such as "dense" or "reading"."""
     reads_choice_of: int | None = None
     """Index of the earlier layer whose selected keys it reads; None: it reads no other layer's."""
     heads: tuple[int, ...] | None = None
     """By KV head, the head of that layer whose keys it reads; None: its own."""
-    chooses: bool = True
+    chooses: bool = False
     """Whether the layer chooses keys, for itself or for later layers."""
     reads_all: bool = False
     """Whether it reads all keys that it holds, whether or not it chooses some for others."""
@@ -100,7 +101,7 @@ class Fetches(NamedTuple):
     page_size: int
     """Tokens of a page."""
     most: Callable[[int], int]
-    """Of a length: pages that a step fetches at most, of each KV head, where no row is longer."""
+    """Gives, for the length of the longest row, the number of pages that a step fetches at most for each KV head."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Method(Settings):
     sparse_from_tokens: ClassVar[int | None] = None
     """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than reading all keys, where a
     layer has eight KV heads of 128; see :meth:`Geometry.at_least`. 0: decoding is sparse at any length unless a user
-    asks otherwise, as of a method whose speed nobody knows. None: it is always. Per settings."""
+    asks otherwise, as of a method whose speed nobody knows. None: every decode step is sparse. Per settings."""
     needs_mass: ClassVar[bool] = False
     """Whether :meth:`learn` needs the mass of the attention where all keys are read. Per settings."""
     replay: ClassVar[Replay | None] = None
@@ -207,7 +208,9 @@ class Method(Settings):
     """Whether all heads of a layer share what they read. Over the ranks of an engine's tensor parallelism they choose
     it together: :meth:`SlotCache.mean_over_ranks`, :meth:`SlotCache.of_all_heads`. Per settings."""
     counters: ClassVar[tuple[str, ...]] = ()
-    """The method's own counters, to which decode steps add with :meth:`SlotCache.count`. Per settings."""
+    """The method's own counters, to which hooks add with :meth:`SlotCache.count`. Decode steps add to
+    two of them themselves, where they are declared: "indices_reused" counts steps in which a layer reads another's
+    choice, "pages_refined" the refined pages of a cover. Per settings."""
 
     # What the layer gets from elsewhere
 
@@ -217,7 +220,7 @@ class Method(Settings):
     @functools.cached_property
     def role(self) -> Role:
         """What this layer does with a decoded token; measurements group layers by its name."""
-        return Role(self.name)
+        return Role(self.name, chooses=type(self).choose is not Method.choose)
 
     def __init_subclass__(cls, **kwargs: Any):
         """Raises ValueError for a name that cannot be in a spec, and for a misspelt hook."""

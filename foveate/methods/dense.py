@@ -13,4 +13,4 @@ class Dense(Method):
     about: ClassVar[About] = About("Vaswani et al. 2017")
     stateful: ClassVar[bool] = False
     replay: ClassVar[Replay] = Replay()
-    role: ClassVar[Role] = Role("dense", chooses=False, reads_all=True)
+    role: ClassVar[Role] = Role("dense", reads_all=True)

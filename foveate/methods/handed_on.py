@@ -14,11 +14,21 @@ from foveate.state import SlotCache
 def hand_on(cache: SlotCache, method: Method, choice: Choice | TileKeys) -> None:
     """Leave a layer's choice for its readers, and drop that of the layer before, whose readers have all read it."""
     role = method.role
-    if isinstance(choice, Choice):  # of which readers take the keys alone
-        choice = Choice(keys=choice.keys, read=choice.read, packed=choice.packed, made_by=role.layer)
-        choice = _of_all_heads(cache, method, choice)
+    if isinstance(choice, Choice):
+        choice = _of_all_heads(cache, method, _for_readers(method, choice))
     cache.forward.pop(cache.shared_key((method.name, role.before)), None)
     cache.forward[cache.shared_key((method.name, role.layer))] = choice
+
+
+def _for_readers(method: Method, choice: Choice) -> Choice:
+    """The keys of a choice, without what else a layer needs for its own step."""
+    keys, read = choice.keys, choice.read
+    if keys is None or read is None or choice.heads is not None:
+        raise ValueError(
+            f"layer {method.role.layer} ({method.name}) has readers, which take the keys that it chooses: its choice "
+            "must have keys and read, and no heads"
+        )
+    return Choice(keys=keys, read=read.expand(keys.shape[:2]), packed=choice.packed)
 
 
 def left_for(cache: SlotCache, method: Method) -> tuple[Any, Tensor | None]:

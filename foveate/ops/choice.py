@@ -54,7 +54,7 @@ class Choice(NamedTuple):
     packed: bool = False
     """Whether ``keys`` are in the first ``read`` places of each row."""
     counts: Tensor | None = None
-    """int ``[B]``: places of ``pages`` that are looked at; None: all."""
+    """int ``[B]``: how many of the first places of ``pages`` are read; None: all."""
     heads: Tensor | None = None
     """int64 ``[Hkv]``: the head of ``keys`` that each KV head reads; None: its own."""
     rest: Rest | None = None
@@ -66,8 +66,6 @@ class Choice(NamedTuple):
     """Which scores of all keys are needed, by which keys are chosen for later layers."""
     readers: Choice | None = None
     """What later layers read; None: the same."""
-    made_by: int | None = None
-    """The earlier layer that made the choice; None: this one."""
     fetched: bool = False
     """Of a cache in host memory: whether what is read is on the device, because it was scored."""
 
@@ -83,7 +81,7 @@ class Choice(NamedTuple):
         return self.keys is None and self.pages is None and self.cover is None and self.attended is None
 
     def to(self, device: torch.device) -> Choice:
-        """The keys, and how many are read, on a device."""
+        """The same choice with ``keys`` and ``read`` on a device; what else it has stays where it is."""
         return self._replace(keys=self.keys.to(device), read=self.read.to(device))
 
 

@@ -46,7 +46,7 @@ def decode(
     if kind.note_newest is not Method.note_newest:
         method.note_newest(cache, q)
     choice = _chosen(method, cache, q, scaling, plan, dense, check)
-    attended = _attend(cache, q, choice, scaling, plan, need_lse)
+    attended = _attend(method, cache, q, choice, scaling, plan, need_lse)
     if choice.scores is not None:
         hand_on(cache, method, _counted_whole(plan, method.choose_by(cache, attended.mass)))
     if kind.learn is not Method.learn:
@@ -66,7 +66,8 @@ def _chosen(
     choice, role = None, method.role
     if not dense and role.reads_choice_of is not None:
         choice = handed_on(cache, method)
-        cache.count("indices_reused", 1)
+        if "indices_reused" in method.counters:
+            cache.count("indices_reused", 1)
         cache.count_read(choice.read)
         return choice
     if not dense and type(method).choose is not Method.choose:
@@ -98,7 +99,7 @@ def _counted_whole(plan: StepPlan, choice: Choice) -> Choice:
 def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
     """Count what a step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     described = (cache.geometry, cache.dtype)
-    kept = "scored_at" in cache.specs  # scores, so that a row is scored in some steps
+    kept = "scored_at" in cache.specs  # a row's scores are kept for several steps, and counted where it is scored
 
     def scored_now() -> float | Tensor:
         if not plan.captured and not kept:
@@ -116,19 +117,21 @@ def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
 # Attention
 
 
-def _attend(cache: SlotCache, q: Tensor, choice: Choice, scaling: float, plan: StepPlan, need_lse: bool) -> Attended:
+def _attend(
+    method: Method, cache: SlotCache, q: Tensor, choice: Choice, scaling: float, plan: StepPlan, need_lse: bool
+) -> Attended:
     """Attention to what is chosen."""
     if choice.attended is not None:
         return choice.attended
     if cache.offloaded:
-        return _attend_fetched(cache, q, choice, scaling)
+        return _attend_fetched(method, cache, q, choice, scaling)
     logits = cache.logits(scaling)
     if choice.cover is not None:
         tree, refinement, sums = choice.cover
         covered = ops.summaries.attend_summaries(
             q, cache.keys, cache.values, tree, refinement, logits=logits, sums=sums
         )
-        return _counted(cache, covered)
+        return _counted(method, cache, covered)
     how = {"logits": logits, "block_table": cache.block_table, "out": cache.out}
     if choice.scores is not None:
         how |= {"lengths": cache.stored()[1], **choice.scores._asdict()}
@@ -150,21 +153,22 @@ def _attend(cache: SlotCache, q: Tensor, choice: Choice, scaling: float, plan: S
     return attended._replace(out=attended.out.float().lerp(value, share[..., None]).to(attended.out.dtype))
 
 
-def _counted(cache: SlotCache, covered: ops.summaries.Covered) -> Attended:
+def _counted(method: Method, cache: SlotCache, covered: ops.summaries.Covered) -> Attended:
     cache.count_read(covered.read)
-    cache.count("pages_refined", covered.refined)
+    if "pages_refined" in method.counters:
+        cache.count("pages_refined", covered.refined)
     return Attended(covered.out, covered.lse)
 
 
-def _attend_fetched(cache: SlotCache, q: Tensor, choice: Choice, scaling: float) -> Attended:
+def _attend_fetched(method: Method, cache: SlotCache, q: Tensor, choice: Choice, scaling: float) -> Attended:
     """Attention over keys in host memory, whose pages are fetched."""
     logits, heads = cache.logits(scaling), cache.geometry.num_kv_heads
     if choice.cover is not None:
         tree, refinement, sums = choice.cover
         how = {"logits": logits, "sums": sums}
         covered = ops.summaries.attend_summaries_fetched(q, cache.fetch_slots, heads, tree, refinement, **how)
-        return _counted(cache, covered)
-    if choice.reads_all:  # of few tokens
+        return _counted(method, cache, covered)
+    if choice.reads_all:  # the context is short: what is chosen of a long one is on the device
         slots = torch.arange(cache.used, device=q.device).expand(cache.batch_size, heads, -1)
         how = {"lengths": cache.stored()[1], "need_mass": choice.need_mass, "logits": logits}
         return ops.attend(q, *cache.fetch_slots(slots), **how)

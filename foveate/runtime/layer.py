@@ -221,7 +221,7 @@ class Layer:
         return min(every - observed % every, new) if every else new
 
     def _evict_in_prompt(self, rows: Iterable[int], scaling: float) -> None:
-        """Evict from those of the rows, of which more is to come, that :attr:`Method.prompt_evicts_every` says."""
+        """Evict from the rows whose prompt goes on and that have read a multiple of ``prompt_evicts_every`` tokens."""
         every, observed = self.method.prompt_evicts_every, self.store.rows["observed"]
         due = [b for b in rows if observed[b] % every == 0] if every else []
         if due:
@@ -274,12 +274,13 @@ class Layer:
         return torch.cat(outs, 2) if n > 1 else outs[0]
 
     def _step(self, q: Tensor, scaling: float) -> Tensor:
-        """Attention of one token per row. What is chosen in the first step after a prompt is checked."""
+        """Attention of one token per row. What the first sparse step after a prompt chooses is checked."""
         store = self.store
         captured = store.plan.captured
         dense = self.captured_dense if captured else self.decodes_densely(store.used)
         self.counters.dense_steps += dense
-        check, self.first_step = self.first_step and not captured, self.first_step and captured
+        check = self.first_step and not captured and not dense
+        self.first_step = self.first_step and not check
         return decode(self.method, store, q, scaling, dense=dense, check=check)[0].out
 
     def decodes_densely(self, held: int) -> bool:

@@ -108,6 +108,7 @@ def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> No
     if isinstance(choice, Choice):
         if choice.attended is not None:
             check_attended(method, "choose", choice.attended, q, store.geometry.value_dim)
+        _check_parts(method, choice, store)
         if not choice.reads_all and choice.cover is None and choice.read is None:
             raise ValueError(f"{_hook(method, 'choose')} returned a Choice without read; say how many keys are read")
         return
@@ -128,6 +129,21 @@ def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> No
                 f"{who} chose no key for KV head {head} of row {row}, which has {store.lengths[row]} tokens: choose at "
                 "least one for each; cache.lengths and cache.positions have an entry for each row"
             )
+
+
+def _check_parts(method: Method, choice: Choice, store: SlotCache) -> None:
+    """Raises ValueError for parts of a choice that no step reads beside what else it has."""
+    who = _hook(method, "choose")
+    if choice.scores is not None and not choice.reads_all:
+        raise ValueError(
+            f"{who} returned a Choice of scores and of what is read: scores are of a step that reads all keys"
+        )
+    for part, given in (("rest", choice.rest is not None), ("need_mass", choice.need_mass)):
+        beside_all = part == "need_mass" and choice.reads_all
+        if given and choice.keys is None and not beside_all:
+            raise ValueError(f"{who} returned a Choice with {part} without keys; it is of the keys that are read")
+        if given and store.offloaded and not beside_all:
+            raise ValueError(f"{who} returned a Choice with {part}, which is not there of keys in host memory")
 
 
 def _hook(method: Method, hook: str) -> str:

@@ -112,12 +112,25 @@ def test_empty_slots_are_given_where_heads_may_differ():
     run(evicting(short_head, evicts=Evicts.AT_PROMPT_END | Evicts.UNEVENLY))
 
 
+def slots(**parts):
+    return ops.Choice(keys=torch.zeros(1, 2, 1, dtype=torch.int32), read=torch.ones(1, 1), **parts)
+
+
 CHOICES = [
     (lambda cache: "all", "a str; return a bool mask, an ops.Choice, or None for all keys"),
     (lambda cache: cache.positions, r"torch.int32; return a bool mask \[1, 2, 61\], or ops.Choice\(keys=slots"),
     (lambda cache: cache.positions[0] >= 0, r"a mask \[2, 61\]; return one that broadcasts to \[1, 2, 61\]"),
     (lambda cache: cache.positions[..., :9] >= 0, r"a mask \[1, 2, 9\]; return one that broadcasts"),
     (lambda cache: ops.Choice(keys=cache.positions), "a Choice without read; say how many keys are read"),
+    (
+        lambda cache: slots(need_mass=True, scores=ops.Pooling("post_softmax", "group")),
+        "a Choice of scores and of what",
+    ),
+    (lambda cache: ops.Choice(rest=ops.Rest(None, None)), "a Choice with rest without keys"),
+    (
+        lambda cache: ops.Choice(pages=slots().keys, page_size=4, read=slots().read, need_mass=True),
+        "a Choice with need_mass without keys",
+    ),
     (lambda cache: ops.Choice(attended=cache.keys), "a Tensor; return an ops.Attended"),
     (lambda cache: ops.Choice(attended=ops.Attended(cache.keys)), r"\[1, 2, 61, 16\]; return a tensor \[1, 6, 1, 16\]"),
 ]
@@ -127,6 +140,50 @@ CHOICES = [
 def test_what_is_chosen_is_checked(choose, message):
     with pytest.raises(ValueError, match=rf"^Mine.choose returned {message}"):
         run(with_hooks(choose=lambda self, cache, q, scaling: choose(cache)))
+
+
+def test_the_first_choice_is_checked_when_a_context_has_become_long():
+    choose = lambda self, cache, q, scaling: "all"  # noqa: E731
+    model = tiny_model()
+    with foveate.attached(model, with_hooks(choose=choose, sparse_from_tokens=1), dense_below=64):
+        generate(model, tokens(60), 3)
+        with pytest.raises(ValueError, match=r"^Mine.choose returned a str"):
+            generate(model, tokens(60), 8)
+
+
+def sharing(choice):
+    """A method whose first layer chooses for all others."""
+
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+
+        def for_layer(self, layer, num_layers, among=None):
+            own = Mine()
+            role = base.Role("reading", reads_choice_of=0, layer=layer)
+            own.__dict__["role"] = role if layer else base.Role("choosing", chooses=True, layer=0, has_readers=True)
+            return own
+
+        def choose(self, cache, q, scaling):
+            return choice
+
+    return Mine()
+
+
+def test_layers_of_an_authors_method_share_a_choice():
+    """Also one whose number of keys is the same for all heads; the counter of such steps need not be declared."""
+    model = tiny_model()
+    with foveate.attached(model, sharing(slots()), dense_below=0):
+        generate(model, tokens(60), 3)
+        assert {layer.keys_read_per_step for layer in foveate.stats(model).layers} == {1.0}
+    chosen = slots()
+    for wrong in (
+        ops.Choice(pages=chosen.keys, page_size=4, read=chosen.read),
+        chosen._replace(heads=torch.tensor([1, 0])),
+        ops.Choice(readers=ops.Choice(keys=chosen.keys)),
+    ):
+        with pytest.raises(ValueError, match=r"layer 0 \(mine\) has readers.* must have keys and read, and no heads"):
+            run(sharing(wrong))
 
 
 def test_a_row_or_a_head_that_reads_nothing_is_told():
@@ -327,6 +384,15 @@ def without_evict():
     return Mine()
 
 
+def evicting_by_a_name():
+    @dataclass(frozen=True)
+    class Mine(Reads):
+        name: ClassVar[str] = "mine"
+        evict_every: int = setting(8, "tokens")
+
+    return Mine()
+
+
 def test_a_registered_class_has_a_name_of_its_own():
     with pytest.raises(ValueError, match=r"Mine of .* has no name: write name = '\.\.\.' in its body"):
 
@@ -362,6 +428,7 @@ def test_two_classes_of_one_file_do_not_share_a_name(monkeypatch):
         (undecorated_spec, "Mine is not registered as 'mine': write @register above it"),
         (setting_as_name, "Mine.name is declared as a setting: annotate it with ClassVar"),
         (without_policy, r"Mine neither chooses what is read nor evicts: define choose\(self, cache, q, scaling\)"),
+        (evicting_by_a_name, "Mine.evict_every is read by no hook: define prompt_evicts_every"),
         (without_evict, r"Mine.evicts says IN_DECODE: define evict\(self, cache, scaling\)"),
     ],
 )

@@ -56,15 +56,7 @@ class Recorder:
 
         Raises `UserError` when no token was decoded, or a layer attended without the verbs of :mod:`foveate.ops`.
         """
-        numbers = sorted({step for step, _ in self._found})
-        if not numbers:
-            raise UserError("the lens is of decoded tokens, and none was decoded: the first token ended the answer")
-        policies = self._attachment.policies
-        for index, policy in policies.items():
-            if any((step, index) not in self._found for step in numbers):
-                name = policy.method.name
-                raise UserError(f"layer {index} ({name}) attends without foveate's verbs, of which the lens is made")
-        names = "".join(STATES)
+        numbers, names = self._steps(), "".join(STATES)
 
         def patterns(step: int, layer: int) -> list[str]:
             return [pattern("".join(names[code] for code in head)) for head in self._found[step, layer].tolist()]
@@ -78,7 +70,7 @@ class Recorder:
         Tokens that are read through a summary alone do not count. An unchanged layer has no heads. Raises `UserError`
         as :meth:`steps` does, and where recording began after the prompt.
         """
-        numbers = sorted({step for step, _ in self._found})
+        numbers = self._steps()
         missing = [index for step, index in self._found if (step, index) not in self._mass]
         if missing:
             raise UserError(f"recording began after layer {missing[0]} had read the prompt: recall needs its keys, too")
@@ -90,6 +82,17 @@ class Recorder:
 
         layers = self.layers()
         return [[[] if "unchanged" in one else shares(step, one["layer"]) for one in layers] for step in numbers]
+
+    def _steps(self) -> list[int]:
+        """The steps that were recorded. Raises `UserError` as :meth:`steps` does."""
+        numbers = sorted({step for step, _ in self._found})
+        if not numbers:
+            raise UserError("the lens is of decoded tokens, and none was decoded: the first token ended the answer")
+        for index, policy in self._attachment.policies.items():
+            if any((step, index) not in self._found for step in numbers):
+                name = policy.method.name
+                raise UserError(f"layer {index} ({name}) attends without foveate's verbs, of which the lens is made")
+        return numbers
 
     def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
         """Write what was recorded as a lens: of these ids, of which so many are prompt.

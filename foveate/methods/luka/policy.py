@@ -181,7 +181,11 @@ class LuKA(Method):
         return ops.Choice(cover=ops.Cover(tree, self.refinement, sums))
 
     def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
-        """Keep the running sums of attention up to date where no cover does."""
+        """Keep the running sums of attention up to date where no cover does.
+
+        Dense steps measure the mass for ``compressor="attention"`` alone, whose summaries are means weighed by it;
+        where they do, the window of ``prior`` moves on, too.
+        """
         if choice.cover is not None or attended.mass is None:
             return
         if self.weighs_mass:

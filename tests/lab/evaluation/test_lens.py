@@ -88,8 +88,10 @@ def test_tokens_under_a_summary_are_those_of_the_pages_that_are_not_refined():
 
 
 def test_a_prompt_is_not_recorded():
-    with pytest.raises(UserError, match="none was decoded"):
-        Watched(methods.make("dense")).record(Tokens.random(1, PROMPT)).steps()
+    recorder = Watched(methods.make("dense")).record(Tokens.random(1, PROMPT))
+    for asked in (recorder.steps, recorder.recall):
+        with pytest.raises(UserError, match="none was decoded"):
+            asked()
 
 
 def test_a_method_that_attends_by_itself_is_refused():
@@ -103,8 +105,9 @@ def test_a_method_that_attends_by_itself_is_refused():
         one.feed(tokens[:PROMPT])
     recorder = other.record(tokens[PROMPT:])
     recorder._attachment.policies[1] = SimpleNamespace(method=Own())
-    with pytest.raises(UserError, match=r"layer 1 \(dense\) attends without foveate's verbs"):
-        recorder.steps()
+    for asked in (recorder.steps, recorder.recall):
+        with pytest.raises(UserError, match=r"layer 1 \(dense\) attends without foveate's verbs"):
+            asked()
 
 
 # Recall
