@@ -85,7 +85,7 @@ class SharedSelection(Method):
         return self.choose_for_readers(cache, q, scaling) if self.role.reads_all else self._selected(cache, q, scaling)
 
     def choose_for_readers(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
-        """As :meth:`choose`, of a layer that reads all keys itself."""
+        """What :meth:`choose` returns in a layer that reads all keys itself and chooses some for its readers."""
         return ops.Choice(readers=self._selected(cache, q, scaling))
 
     def _selected(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:

@@ -79,11 +79,6 @@ def check_hooks(method: Any, base: type) -> None:
             f"{cls.__name__} neither chooses what is read nor evicts: define choose(self, cache, q, scaling), which "
             "returns a bool mask of the keys that one token a row reads, or prompt_end"
         )
-    if hasattr(method, "evict_every") and cls.prompt_evicts_every is base.prompt_evicts_every:
-        raise ValueError(
-            f"{cls.__name__}.evict_every is read by no hook: define prompt_evicts_every, the prompt tokens after which "
-            "prompt_end evicts although more of the prompt is to come"
-        )
     if method.evicts.in_decode and cls.evict is base.evict:
         raise ValueError(f"{cls.__name__}.evicts says IN_DECODE: define evict(self, cache, scaling)")
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from foveate.methods.base import setting
 from foveate.state import Channel, SlotCache
 
+AT = "scored_at"
+"""The channel that :attr:`Method.scored_at` names."""
 MOST = 16
 """Largest ``every``: no key is newer than the last scores by more tokens than `pages` reads at the end anyway."""
 
@@ -57,7 +59,7 @@ class KeptScores:
     size: int = 1
 
     def channels(self) -> dict[str, Channel]:
-        return {"kept_scores": Channel(per=self.size), "scored_at": Channel(per=0, dtype=torch.int64)}
+        return {"kept_scores": Channel(per=self.size), AT: Channel(per=0, dtype=torch.int64)}
 
     def renew(
         self, cache: SlotCache, heads: int, number: int, scores_of: Callable[[Tensor], Tensor]
@@ -70,7 +72,7 @@ class KeptScores:
             heads, number: scores of a row.
             scores_of: gives new ones of the rows of a mask, bool ``[B]``; of other rows anything.
         """
-        plan, at = cache.plan, cache.channel("scored_at")
+        plan, at = cache.plan, cache.channel(AT)
         lengths = plan["lengths"]
         kept = cache.tensors["kept_scores"][:, :heads, :number]
         due = (at == 0) | (lengths - at >= self.every)

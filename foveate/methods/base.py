@@ -193,6 +193,10 @@ class Method(Settings):
     asks otherwise, as of a method whose speed nobody knows. None: every decode step is sparse. Per settings."""
     needs_mass: ClassVar[bool] = False
     """Whether :meth:`learn` needs the mass of the attention where all keys are read. Per settings."""
+    scored_at: ClassVar[str] = ""
+    """Of a method that keeps scores for several steps, the channel ``[B]`` that has the length at which each row was
+    last scored: a step counts :meth:`scored` of the rows that it scores. Empty: each step scores every row. Per
+    settings."""
     replay: ClassVar[Replay | None] = None
     """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
     it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
@@ -338,7 +342,8 @@ class Method(Settings):
 
         Args:
             choice: what was read.
-            attended: with the mass that :attr:`needs_mass`, or the choice, has asked for.
+            attended: its ``mass`` is there where :attr:`needs_mass` or ``choice.need_mass`` has asked for it; of a
+                choice with ``scores`` it has these.
         """
 
     def evict(self, cache: SlotCache, scaling: float) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.calibration import Calibration, known, load, say_once
 from foveate.methods._anchored import anchor_role, dense_role, layer_numbers, nearest, reader_role
-from foveate.methods._kept_scores import KeptScores, check_every, every_setting, kept_from_token_to_token
+from foveate.methods._kept_scores import AT, KeptScores, check_every, every_setting, kept_from_token_to_token
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, check_records
 from foveate.methods._settings import spelled_value
 from foveate.methods._top_k_by_mass import TopKByMass
@@ -301,6 +301,10 @@ class Kascade(KeepsSummaries, TopKByMass):
         return kept_from_token_to_token(self.every) or super().per_request
 
     @property
+    def scored_at(self) -> str:  # type: ignore[override]
+        return AT if self.keeps_scores else ""
+
+    @property
     def kept(self) -> LowRankPages | None:
         return self.summaries if self.scores_summaries else None
 
@@ -358,13 +362,14 @@ class Kascade(KeepsSummaries, TopKByMass):
 
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
-        how = {"logits": cache.logits(scaling), "block_table": cache.block_table, **self._of_pages(cache)}
-        how |= {"pooling": self.pooling, "pool": self.pool}
+        plan = cache.plan
+        how = {"logits": cache.logits(scaling), "block_table": cache.block_table, "lengths": plan["lengths"]}
+        how |= {"counts": plan.for_sparse_rows(self.scored_pages), "pooling": self.pooling, "pool": self.pool}
         keys, scored = (cache.memory[0], pages) if not cache.offloaded else self._hot_keys(cache, pages)
         if cache.offloaded:  # a copy of the pages alone, in their order
-            how |= {"lengths": cache.plan.per_row(self.page_keys), "block_table": None}
+            how |= {"lengths": plan.per_row(self.page_keys), "block_table": None}
         mass = ops.pooled_mass_of_pages(q, keys, scored, self.page_size, **how)
-        there = cache.plan.for_sparse_rows(self.places)
+        there = plan.for_sparse_rows(self.places)
         places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
 
@@ -378,10 +383,6 @@ class Kascade(KeepsSummaries, TopKByMass):
         keys = memory[0][blocks, 0].flatten(1, 2).unflatten(0, (-1, heads))
         places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
         return keys, places.where(pages >= 0, -1)
-
-    def _of_pages(self, cache: SlotCache) -> dict[str, Tensor]:
-        plan = cache.plan
-        return {"lengths": plan["lengths"], "counts": plan.for_sparse_rows(self.scored_pages)}
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.

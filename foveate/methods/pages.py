@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._kept_scores import KeptScores, check_every, every_setting, kept_from_token_to_token
+from foveate.methods._kept_scores import AT, KeptScores, check_every, every_setting, kept_from_token_to_token
 from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSummaries, check_records
 from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Replay, redefined, register, setting
@@ -190,6 +190,10 @@ class Pages(PageMethod):
     @property
     def per_request(self) -> str:  # type: ignore[override]
         return kept_from_token_to_token(self.every) or super().per_request
+
+    @property
+    def scored_at(self) -> str:  # type: ignore[override]
+        return AT if self.every > 1 else ""
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         kept = KeptScores(self.every, self.page_size).channels() if self.every > 1 else {}

@@ -99,18 +99,17 @@ def _counted_whole(plan: StepPlan, choice: Choice) -> Choice:
 def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
     """Count what a step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     described = (cache.geometry, cache.dtype)
-    kept = "scored_at" in cache.specs  # a row's scores are kept for several steps, and counted where it is scored
 
     def scored_now() -> float | Tensor:
-        if not plan.captured and not kept:
+        if not plan.captured and not method.scored_at:
             live = cache.rows["live"]
             return sum(method.scored(tokens, *described) for tokens in live) / len(live)
         live = plan.for_sparse_rows(torch.Tensor.double, of="live")
-        now = cache.channel("scored_at") == plan["lengths"] if kept else 1
+        now = cache.channel(method.scored_at) == plan["lengths"] if method.scored_at else 1
         return (method.scored(live, *described) * now).sum()
 
     key = ("scored", method.spec, method.role.name, *described)  # once for all layers that score alike
-    alike = plan.captured or not kept
+    alike = plan.captured or not method.scored_at
     cache.count("keys_read", plan.cached(key, scored_now) if alike else scored_now())
 
 
@@ -150,6 +149,8 @@ def _attend(
     if choice.rest is None:
         return attended
     value, share = choice.rest
+    if plan.whole is not None:  # nothing is left out in a row that is read whole
+        share = share.where(plan.whole[:, None, None] == 0, 0)
     return attended._replace(out=attended.out.float().lerp(value, share[..., None]).to(attended.out.dtype))
 
 

@@ -1,4 +1,4 @@
-"""One attention layer of a cache: stores keys, runs its method's prompt and decode hooks, and undoes tokens.
+"""One attention layer of a cache: stores keys, runs its method's hooks, and undoes tokens.
 
 An engine's cache layer derives from :class:`Layer`. Columns are positions of the engine's padded batch; the
 :class:`~foveate.state.SlotCache` below holds real tokens only.

@@ -26,7 +26,7 @@ def check_channels(method: Method, channels: Mapping[str, Any]) -> None:
 
 
 def check_attended(method: Method, hook: str, attended: Any, q: Tensor, value_dim: int) -> None:
-    """Raises ValueError for what a hook returns as the attention of ``q [B, Hq, n, D]`` and is none."""
+    """Raises ValueError unless what a hook returned is the attention of ``q [B, Hq, n, D]``."""
     if not isinstance(attended, Attended):
         raise ValueError(f"{_hook(method, hook)} returned {_kind(attended)}; return an ops.Attended")
     out, wanted = attended.out, [*q.shape[:3], value_dim]

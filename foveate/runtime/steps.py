@@ -104,7 +104,7 @@ class EngineSteps:
         self._read: Tensor | None = None
         """Keys read by each layer, fp64 on the device; None before the first step."""
         self._counters = {layer: Counters().declare(method.counters) for layer, method in self.methods.items()}
-        self._sparse_from = self._first_sparse(dense_below, geometry)
+        self._sparse_from, self._automatic = self._first_sparse(dense_below, geometry), dense_below == "auto"
         self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
         self.choosing = sum(method.role.chooses for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
@@ -134,7 +134,12 @@ class EngineSteps:
         """Whether a layer reads all keys in the present step and chooses none, so that the engine may do it."""
         method = self.methods[layer]
         role = method.role
-        return (role.reads_all and not role.chooses) or (self.dense and method.sparse_from_tokens is not None)
+        return (role.reads_all and not role.chooses) or self._dense(method)
+
+    def _dense(self, method: Method) -> bool:
+        """Whether a layer reads all keys because the present step is dense."""
+        known = method.sparse_from_tokens
+        return self.dense and known is not None and (known > 0 or not self._automatic)
 
     def begin(
         self,
@@ -305,7 +310,7 @@ class EngineSteps:
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
         store.enter(rows, block_table, bound, out)
-        dense = self.dense and method.sparse_from_tokens is not None
+        dense = self._dense(method)
         try:
             attended, choice = decode(method, store, q, logits.scaling, dense=dense, need_lse=self._audit is not None)
             found = attended.out

@@ -119,7 +119,7 @@ class EngineCache(SlotCache):
         Args:
             block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
             bound: no row is longer; fixes the widths of selections.
-            out: where methods may have attention write its output, ``[B, Hq, 1, Dv]``; None: to new memory.
+            out: where a decode step writes its output, ``[B, Hq, 1, Dv]``; None: to new memory.
         """
         if self.batch_size != len(block_table):
             self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device

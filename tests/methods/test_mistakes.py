@@ -384,15 +384,6 @@ def without_evict():
     return Mine()
 
 
-def evicting_by_a_name():
-    @dataclass(frozen=True)
-    class Mine(Reads):
-        name: ClassVar[str] = "mine"
-        evict_every: int = setting(8, "tokens")
-
-    return Mine()
-
-
 def test_a_registered_class_has_a_name_of_its_own():
     with pytest.raises(ValueError, match=r"Mine of .* has no name: write name = '\.\.\.' in its body"):
 
@@ -428,7 +419,6 @@ def test_two_classes_of_one_file_do_not_share_a_name(monkeypatch):
         (undecorated_spec, "Mine is not registered as 'mine': write @register above it"),
         (setting_as_name, "Mine.name is declared as a setting: annotate it with ClassVar"),
         (without_policy, r"Mine neither chooses what is read nor evicts: define choose\(self, cache, q, scaling\)"),
-        (evicting_by_a_name, "Mine.evict_every is read by no hook: define prompt_evicts_every"),
         (without_evict, r"Mine.evicts says IN_DECODE: define evict\(self, cache, scaling\)"),
     ],
 )

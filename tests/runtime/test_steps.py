@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods
 from foveate.methods import base
-from foveate.ops import BlockTable, Choice, Logits, attend, dispatch
+from foveate.ops import BlockTable, Choice, Logits, Rest, attend, dispatch
 from foveate.runtime import EngineSteps, Layer, Phase
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -478,6 +478,38 @@ def test_state_that_a_setting_adds_is_refused():
     spec = "kascade_paper:score_keys=pages,anchors=[1],decode_only=true"
     assert "requests share blocks: add weighted=false" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
     assert "state beside the keys" in obstacle(methods.parse("sparq"), GEOMETRY)
+
+
+def test_nothing_stands_for_the_rest_of_a_row_that_is_read_whole(monkeypatch):
+    def choose(self, cache, q, scaling):
+        there = (cache.plan["lengths"] > 0)[:, None, None]  # no padding
+        keys = there.int().expand(-1, KV_HEADS, 1) - 1
+        rest = Rest(torch.full_like(q, 9.0), there.float().expand(q.shape[:3]))
+        return Choice(keys=keys, read=torch.ones(len(q), 1, dtype=torch.int64), rest=rest)
+
+    monkeypatch.setattr(methods.get("oracle_topk"), "choose", choose)
+    found = run("oracle_topk:decode_only=true,dense_layers=0", padding=(3, 4), dense=[True, False, True, False, False])[
+        1
+    ]
+    dense = run("dense", padding=(3, 4))[1]
+    torch.testing.assert_close(found[:, :, [0, 2]], dense[:, :, [0, 2]])
+    assert (found[:, :, 1] == 9).all()
+
+
+def test_a_layer_that_is_sparse_at_any_length_is_so_beside_layers_that_are_not():
+    """By default; a user's `dense_below` is of all that name any length."""
+
+    class AtAnyLength(methods.get("quest")):
+        sparse_from_tokens = 0
+
+    class Always(methods.get("quest")):
+        sparse_from_tokens = None
+
+    layers = {0: methods.make("quest"), 1: AtAnyLength(), 2: Always()}
+    for dense_below, expected in (("auto", [True, False, False]), (100, [True, True, False])):
+        steps = EngineSteps(layers, torch.device("cpu"), dense_below)
+        steps.dense = True
+        assert [steps.reads_all(layer) for layer in layers] == expected
 
 
 def test_settings_of_an_author_mean_nothing_to_the_runtime(monkeypatch):
