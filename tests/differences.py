@@ -29,7 +29,7 @@ from foveate import methods
 from tests.helpers import cached
 
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-# keys whose logits are at a cap weigh alike but for rounding, so few may come near it
+# logits at a cap differ by rounding alone, which then decides what is chosen: a cap that few logits reach avoids ties
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
     "Qwen2Config": {},

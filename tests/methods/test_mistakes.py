@@ -160,7 +160,7 @@ def sharing(choice):
 
         def for_layer(self, layer, num_layers, among=None):
             own = Mine()
-            role = base.Role("reading", reads_choice_of=0, layer=layer)
+            role = base.Role("reading", reads_choice_of=0, layer=layer, heads=(1, 0))
             own.__dict__["role"] = role if layer else base.Role("choosing", chooses=True, layer=0, has_readers=True)
             return own
 
@@ -171,7 +171,7 @@ def sharing(choice):
 
 
 def test_layers_of_an_authors_method_share_a_choice():
-    """Also one whose number of keys is the same for all heads; the counter of such steps need not be declared."""
+    """Its number of keys may be one for all heads, which readers take in another order; no counter need be declared."""
     model = tiny_model()
     with foveate.attached(model, sharing(slots()), dense_below=0):
         generate(model, tokens(60), 3)
