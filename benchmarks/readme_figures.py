@@ -140,6 +140,7 @@ def panels() -> list[Panel]:
         for row in rows("serving")
         if (row["case"]["method"], row["case"]["runner"]) == ("kascade:anchors=10", "v2")
         and row["case"]["kv_cache_dtype"] == "auto"
+        and "ranks" not in row["case"]
     ]
     calibrated = 'kascade:calibration="shipped:qwen2.5-coder-1.5b-instruct"'
     return [

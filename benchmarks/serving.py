@@ -107,7 +107,8 @@ def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, 
     command = [sys.executable, *program, "--measure"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"} if job.get("ranks", 1) > 1 else {}
+    if job.get("ranks", 1) > 1:  # this process may have used CUDA, which a fork does not survive
+        environment |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     done = subprocess.run(
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
@@ -227,7 +228,7 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "ms_all": sum(steps) / len(steps),
             "first_token_ms": min(first),
             "keys_read_share": read / available if available else None,
-            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+            "peak_bytes": None if job["ranks"] > 1 else torch.cuda.max_memory_allocated() if cuda else 0,
             "device": "cuda" if cuda else "cpu",
             "runner": runner_of(llm),
         }

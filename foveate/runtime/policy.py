@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,20 @@ def dense_until(
         return -(-int(dense_below) // max(sequences, 1))
     if not sparse_from or device.type != "cuda" or not runs_kernel("attend"):
         return 0
-    return max(SHORT_SEQUENCE, -(-geometry.at_least(sparse_from) // max(sequences, 1)))
+    return max(SHORT_SEQUENCE, -(-pays_from([method], geometry) // max(sequences, 1)))
+
+
+def pays_from(methods: Iterable[Method], geometry: Geometry, ranks: int = 1) -> int:
+    """Tokens of all sequences from which sparse decode steps are faster than dense ones, on a GPU with the kernels.
+
+    Args:
+        methods: of the layers.
+        geometry: a layer's heads on one GPU.
+        ranks: GPUs over which the heads are spread. Several GPUs exchange scores in each layer that chooses, so they
+            need twice the tokens that one GPU with as many heads needs (measured in docs/guide/serve.md).
+    """
+    known = max(method.sparse_from_tokens or 0 for method in methods)
+    return geometry.at_least(known) * min(ranks, 2)
 
 
 def check_dense_below(value: Any, prefix: str = "") -> None:

@@ -20,7 +20,7 @@ from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
 from foveate.ops import Choice, Logits
 from foveate.runtime.decode import decode
-from foveate.runtime.policy import SHORT_SEQUENCE
+from foveate.runtime.policy import SHORT_SEQUENCE, pays_from
 from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows
@@ -121,10 +121,10 @@ class EngineSteps:
         """Tokens from which a step is sparse."""
         if dense_below != "auto":
             return int(dense_below)
-        known = [method.sparse_from_tokens or 0 for method in self.methods.values()]
         if self.device.type != "cuda":
             return 0
-        return max(known) if geometry is None else geometry.at_least(max(known))
+        ranks = 1 if self.ranks is None else self.ranks.size
+        return pays_from(self.methods.values(), geometry or Geometry(8, 8, 128, 128), ranks)
 
     def _is_short(self, length: Any, number: Any) -> Any:
         """Whether a row is read whole; ``length`` and ``number`` of rows are ints or tensors."""

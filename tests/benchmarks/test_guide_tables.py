@@ -19,18 +19,22 @@ def cells(page, head):
 
 def test_of_serving():
     served = {
-        (row["case"]["batch"], row["case"]["tokens"], row["case"]["kv_cache_dtype"]): row
+        (*(row["case"][name] for name in ("batch", "tokens", "kv_cache_dtype")), row["case"].get("ranks", 1)): row
         for row in rows("serving")
         if (row["case"]["method"], row["case"]["runner"]) == ("kascade:anchors=10", "v2")
     }
-    head = "| requests | vLLM | `kascade` | times as fast | vLLM, fp8 | `kascade`, fp8 | times as fast |"
-    table = cells("serve.md", head)
-    assert len(table) == 5
-    for place, numbers in table.items():
-        batch, tokens = map(int, re.match(r"(\d+) × (\d+)K", place).groups())
-        found = [served[batch, tokens * 1024, dtype] for dtype in ("auto", "fp8")]
-        fields = ("baseline_ms", "ms", "speedup")
-        assert numbers == [f"{row[field]:.2f}" for row in found for field in fields], place
+    own, ours = ("vLLM", "`kascade`", "times as fast"), ("vLLM, fp8", "`kascade`, fp8", "times as fast")
+    for columns, number, engines in (
+        ((*own, *ours), 5, [("auto", 1), ("fp8", 1)]),
+        (own, 6, [("auto", 2)]),  # over two GPUs
+    ):
+        table = cells("serve.md", f"| requests | {' | '.join(columns)} |")
+        assert len(table) == number
+        for place, numbers in table.items():
+            batch, tokens = map(int, re.match(r"(\d+) × (\d+)K", place).groups())
+            found = [served[(batch, tokens * 1024, *engine)] for engine in engines]
+            fields = ("baseline_ms", "ms", "speedup")
+            assert numbers == [f"{row[field]:.2f}" for row in found for field in fields], place
 
 
 def test_of_prompts():

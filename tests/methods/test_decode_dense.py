@@ -178,8 +178,9 @@ def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
     one = SimpleNamespace(dense_below="auto", method=method, store=store)
     held = sparse_from // 2
     assert [layer.Layer.decodes_densely(one, tokens) for tokens in (held - 1, held)] == [True, False]
-    steps = SimpleNamespace(device=device, methods={0: method})
-    assert EngineSteps._first_sparse(steps, "auto", geometry) == sparse_from
+    for ranks, bound in ((None, sparse_from), (2, 2 * sparse_from), (8, 2 * sparse_from)):  # ranks exchange scores
+        steps = SimpleNamespace(device=device, methods={0: method}, ranks=ranks and SimpleNamespace(size=ranks))
+        assert EngineSteps._first_sparse(steps, "auto", geometry) == bound
 
 
 @pytest.mark.parametrize(

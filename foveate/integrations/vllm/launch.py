@@ -34,7 +34,7 @@ from foveate.integrations.vllm.settings import (
     settings_of,
 )
 from foveate.methods import Method
-from foveate.runtime import SHORT_SEQUENCE
+from foveate.runtime import SHORT_SEQUENCE, pays_from
 from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
@@ -152,9 +152,10 @@ def startup_summary(config: Any) -> list[str]:
     """
     settings, methods = served(config), methods_of(config)
     facts = facts_of(config.model_config)
-    geometry = geometry_of(facts, config.parallel_config.tensor_parallel_size)
+    ranks = config.parallel_config.tensor_parallel_size
+    geometry = geometry_of(facts, ranks)
     speculates = config.speculative_config is not None
-    dense = f"every step: {ALL_DENSE}" if speculates else _dense(settings, methods, geometry)
+    dense = f"every step: {ALL_DENSE}" if speculates else _dense(settings, methods, geometry, ranks)
     lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense}"]
     if speculates:
         return lines
@@ -271,12 +272,11 @@ def _plain(option: str) -> str:
     return name.replace("_", "-") if name.startswith("-") else ""
 
 
-def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry) -> str:
+def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry, ranks: int) -> str:
     """Which requests are dense, in words."""
     below = settings.dense_below
     if below == "auto":
-        known = max(method.sparse_from_tokens or 0 for method in methods.values())
-        below = geometry.at_least(known) if torch.cuda.is_available() else 0
+        below = pays_from(methods.values(), geometry, ranks) if torch.cuda.is_available() else 0
     each = f", or of fewer than {SHORT_SEQUENCE:,} tokens each" if settings.dense_below == "auto" else ""
     return f"requests of fewer than {below:,} tokens, times the number of requests in a step{each}" if below else "none"
 
