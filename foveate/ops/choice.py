@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.ops._math import first_keys
 from foveate.ops.attend.attended import Attended
 from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Refinement, Sums
@@ -74,6 +75,29 @@ class Choice(NamedTuple):
         """The keys of a mask, bool ``[B, Hkv, N]``."""
         slots = torch.arange(mask.shape[2], dtype=torch.int32, device=mask.device)
         return cls(keys=slots.where(mask, -1), read=mask.sum(-1))
+
+    def with_newest(self, slots: Tensor, number: int) -> Choice:
+        """The same keys or pages, and the newest of each row.
+
+        Args:
+            slots: int64 ``[B]``, in use.
+            number: of the last slots in use to be read, too. Of a choice of pages: those after the page that the slot
+                before them is in, which the choice has.
+        """
+        if self.pages is not None:
+            size, pages = self.page_size, self.pages
+            if self.counts is not None:
+                pages = pages.masked_fill(~first_keys(self.counts, pages.shape[2]), -1)
+            first = (slots - number - 1) // size + 1
+            added = first[:, None] + torch.arange(-(-number // size), device=slots.device)
+            added = added.where(added * size < slots[:, None], -1).to(pages.dtype)
+            pages = torch.cat([pages, added[:, None].expand(-1, pages.shape[1], -1)], 2)
+            return self._replace(pages=pages, counts=None, read=self.read + number)
+        newest, keys = slots[:, None] - number + torch.arange(number, device=slots.device), self.keys
+        if self.packed:
+            keys = keys.masked_fill(~first_keys(self.read, keys.shape[2]), -1)
+        newest = newest.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1)
+        return self._replace(keys=torch.cat([keys, newest], 2), read=self.read + number, packed=False)
 
     @property
     def reads_all(self) -> bool:

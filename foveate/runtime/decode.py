@@ -15,6 +15,7 @@ from foveate.ops import Attended, Choice
 from foveate.ops.attend.gather import membership_mask
 from foveate.ops.choice import ALL, ALL_WITH_MASS
 from foveate.runtime import returned
+from foveate.runtime.drafts import Drafting
 from foveate.state import SlotCache
 from foveate.state.step_plan import StepPlan
 
@@ -28,6 +29,7 @@ def decode(
     dense: bool = False,
     need_lse: bool = False,
     check: bool = False,
+    drafting: Drafting | None = None,
 ) -> tuple[Attended, Choice]:
     """Attention of one token a row, whose keys and values the cache holds already.
 
@@ -38,6 +40,7 @@ def decode(
         dense: whether to read all keys, because the context is too short for sparsity to pay.
         need_lse: whether the log-sum-exp of chosen keys or pages is needed.
         check: whether to check what :meth:`Method.choose` returns.
+        drafting: what the layer has chosen for a draft, of which this token is one; None: of none.
 
     Returns:
         The output ``[B, Hq, 1, Dv]``, and what was read.
@@ -45,10 +48,13 @@ def decode(
     kind, plan = type(method), cache.plan
     if kind.note_newest is not Method.note_newest:
         method.note_newest(cache, q)
-    choice = _chosen(method, cache, q, scaling, plan, dense, check)
+    choice = _chosen(method, cache, q, scaling, plan, dense, check, drafting)
     attended = _attend(method, cache, q, choice, scaling, plan, need_lse)
     if choice.scores is not None:
-        hand_on(cache, method, _counted_whole(plan, method.choose_by(cache, attended.mass)))
+        readers = method.choose_by(cache, attended.mass)
+        hand_on(cache, method, _counted_whole(plan, readers))
+        if drafting is not None:
+            drafting.keep(choice._replace(scores=None, readers=readers))
     if kind.learn is not Method.learn:
         method.learn(cache, choice, attended)
     if method.evicts.in_decode:
@@ -60,17 +66,27 @@ def decode(
 
 
 def _chosen(
-    method: Method, cache: SlotCache, q: Tensor, scaling: float, plan: StepPlan, dense: bool, check: bool
+    method: Method,
+    cache: SlotCache,
+    q: Tensor,
+    scaling: float,
+    plan: StepPlan,
+    dense: bool,
+    check: bool,
+    drafting: Drafting | None,
 ) -> Choice:
     """What is read, counted as far as it is known before attention."""
     choice, role = None, method.role
+    again = drafting is not None and drafting.after > 0
     if not dense and role.reads_choice_of is not None:
         choice = handed_on(cache, method)
         if "indices_reused" in method.counters:
             cache.count("indices_reused", 1)
         cache.count_read(choice.read)
         return choice
-    if not dense and type(method).choose is not Method.choose:
+    if again:
+        choice = drafting.again(plan)
+    elif not dense and type(method).choose is not Method.choose:
         choice = method.choose(cache, q, scaling)
         if check:
             returned.check_choice(method, choice, q, cache)
@@ -78,6 +94,8 @@ def _chosen(
         choice = ALL_WITH_MASS if method.needs_mass else ALL
     elif isinstance(choice, Tensor):
         choice = Choice.of(choice & (cache.positions >= 0))
+    if drafting is not None and not again:
+        drafting.keep(choice)
     if choice.readers is not None:
         hand_on(cache, method, _counted_whole(plan, choice.readers))
     if choice.reads_all:
@@ -86,7 +104,8 @@ def _chosen(
         choice = _counted_whole(plan, choice)
         if choice.readers is None and role.has_readers:
             hand_on(cache, method, choice)
-        _count_scored(method, cache, plan)
+        if not again:
+            _count_scored(method, cache, plan)
         cache.count_read(choice.read)
     return choice
 

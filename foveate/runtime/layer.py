@@ -6,7 +6,7 @@ An engine's cache layer derives from :class:`Layer`. Columns are positions of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from foveate.methods import Dense, Method
 from foveate.ops import Logits, PromptHeads, Rotary
 from foveate.runtime import returned
 from foveate.runtime.decode import decode
+from foveate.runtime.drafts import Drafting, verified
 from foveate.runtime.phase import Phase
 from foveate.runtime.policy import dense_until
 from foveate.runtime.stateless import without_cache
@@ -59,6 +60,8 @@ class Layer:
         """Whether tokens may be removed again (assisted decoding): the cache keeps their slots, and snapshots."""
         self.first_step = False
         """Whether the next decode step is the first after a prompt."""
+        self.drafting: Drafting | None = None
+        """What the layer has chosen for the present draft, in lossless decoding."""
         self.finite: Tensor | None = None
         """Whether the output at a prompt's last token is finite, bool ``[]`` on the device; None for a decode step."""
 
@@ -260,6 +263,8 @@ class Layer:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
+        if self.phase.verifying:
+            return verified(self.method, store, q, k, v, scaling)
         if n > 1 and isinstance(self.method, Dense) and store.plan.alike:
             store.append(k, v)
             for missing in range(n - 1, -1, -1):
@@ -281,7 +286,12 @@ class Layer:
         self.counters.dense_steps += dense
         check = self.first_step and not captured and not dense
         self.first_step = self.first_step and not check
-        return decode(self.method, store, q, scaling, dense=dense, check=check)[0].out
+        draft = self.phase.draft
+        if draft is not None:
+            self.drafting = self.drafting if draft else Drafting()
+            self.drafting.after = draft
+        drafting = None if draft is None or self.method.role.reads_choice_of is not None else self.drafting
+        return decode(self.method, store, q, scaling, dense=dense, check=check, drafting=drafting)[0].out
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
@@ -326,6 +336,11 @@ class Layer:
             if empty > max(_EMPTY_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
                 store.compact()
                 store.save(target)
+
+    def keep_newest(self, kept: Sequence[int], of: int) -> None:
+        """Keep the first so many of each row's last ``of`` tokens, by a method that holds no state of them."""
+        self.store.truncate([of - number for number in kept])
+        self.seen += max(kept) - of
 
     def forget(self) -> None:
         """Drop all tokens."""

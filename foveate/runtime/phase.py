@@ -28,6 +28,10 @@ class Phase:
     """Whether the engine has set :attr:`prompt_end`; if so, a single token after it is real in every row."""
     assistant: bool = False
     """Whether this is the draft model's cache in assisted decoding, which may be cropped by one token more."""
+    draft: int | None = None
+    """In lossless decoding, the number of the token of a draft that the pass in progress reads, from 0; else None."""
+    verifying: bool = False
+    """Whether the pass in progress verifies a draft: all its tokens read all keys before them."""
     layout: tuple[Tensor, dict[tuple[int, int], list[Tensor] | None]] | None = None
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)

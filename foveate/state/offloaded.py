@@ -7,7 +7,7 @@ with :attr:`Method.fetches` a method declares that it keeps to that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -312,7 +312,7 @@ class OffloadedCache(SlotCache):
         super().take_rows(index)
         self.counters.host_bytes = self.host.nbytes
 
-    def truncate(self, tokens: int) -> None:
+    def truncate(self, tokens: int | Sequence[int]) -> None:
         self._open = False
         super().truncate(tokens)
 

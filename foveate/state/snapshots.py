@@ -7,6 +7,8 @@ and values, since no slot in use is overwritten under ``record_past``, until the
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,12 +85,14 @@ class Snapshots:
                 self.tensors[name].copy_(tensor)
         self.snapshots = {at: kept for at, kept in self.snapshots.items() if at <= clock}
 
-    def truncate(self, tokens: int) -> None:
-        """Remove the last ``tokens`` tokens of every row; only for methods whose state does not depend on them."""
+    def truncate(self, tokens: int | Sequence[int]) -> None:
+        """Remove the last ``tokens`` tokens of every row, or so many of each; only for methods whose state does not
+        depend on them."""
+        removed = [tokens] * len(self.lengths) if isinstance(tokens, int) else tokens
         for name in ("lengths", "counts", "live"):
-            self.rows[name] = [number - tokens for number in self.rows[name]]
+            self.rows[name] = list(map(operator.sub, self.rows[name], removed))
         self.rows["prompt"] = list(map(min, self.rows["prompt"], self.lengths))
-        self.rows["observed"] = [max(number - tokens, 0) for number in self.rows["observed"]]
+        self.rows["observed"] = [max(number - count, 0) for number, count in zip(self.rows["observed"], removed)]
 
     def _snapshot_specs(self) -> dict[str, Channel]:
         """The channels that a later token may change, and the positions of a method that evicts."""

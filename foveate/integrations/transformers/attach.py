@@ -25,6 +25,7 @@ from foveate.integrations.transformers.hooks import (
     PrepareCache,
     PreparePositions,
 )
+from foveate.integrations.transformers.lossless import STANDS_IN, Generate, Lossless, ModeArguments
 from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.stats import LayerStats, Stats
 from foveate.integrations.transformers.support import (
@@ -39,6 +40,7 @@ from foveate.methods import Auto, Method, check_artefacts, check_made_for, make
 from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, check_dense_below, handover
+from foveate.runtime.drafts import DraftUse
 
 
 def attach(
@@ -49,6 +51,7 @@ def attach(
     dense_below: int | str = "auto",
     offload: bool = False,
     gpu_budget: str | int | float | None = None,
+    lossless: bool | int = False,
     **settings: Any,
 ) -> Attachment | csa.SparseAttachment:
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
@@ -73,6 +76,8 @@ def attach(
             tokens (``pages``, ``luka``, ``kascade`` with ``score_keys=pages``); :func:`stats` tells what is fetched.
         gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
             the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
+        lossless: `generate` writes what dense attention writes (docs/guide/lossless.md): the method drafts tokens, and
+            dense passes verify them. True: drafts as long as they are likely to be accepted; or their length, 1 to 16.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
@@ -88,8 +93,9 @@ def attach(
         raise ValueError(f"settings need a method: {', '.join(settings)}")
     chosen, decoder = make("auto" if method is None else method, **settings), decoder_of(model)
     if isinstance(chosen, Auto) and csa.has_own(model, decoder):
-        if offload:
-            raise ValueError("offload=True needs a method: a model's own sparse attention stays as it is")
+        if offload or lossless:
+            given = "offload=True" if offload else f"lossless={lossless}"
+            raise ValueError(f"{given} needs a method: a model's own sparse attention stays as it is")
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
         if dense_below not in ("auto", 0):
@@ -129,6 +135,11 @@ def attach(
     layers = [policy.method for policy in policies.values()]
     check_artefacts(layers, lambda: model_facts(config, modules) | {"rope": rotary_facts(config)})
     attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
+    own = {index: policy.method for index, policy in policies.items()}
+    attachment.lossless = Lossless.of(lossless, own, offload)
+    if attachment.lossless is not None:
+        keeps = any("rope_deltas" in module.__dict__ for module in model.modules())
+        attachment.lossless.check_model(config, unchanged, keeps)
     if offload:
         attachment.offload, attachment.gpu_budget = True, budget
         attachment.geometries = {index: offloading.geometry(module, config) for index, module in modules.items()}
@@ -260,7 +271,10 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     alone = attachment.method.spec if attachment.decodes_alone else ""
     short = attachment.short_contexts(model)
     host = sum(policy.counters.host_bytes for policy in attachment.policies.values())
-    return Stats(layers, resident, peak, host, graphs, dense_prompts, alone, attachment.chosen, short)
+    drafts = None if attachment.lossless is None else copy.copy(attachment.lossless.use)
+    if reset and drafts is not None:
+        attachment.lossless.use = DraftUse()
+    return Stats(layers, resident, peak, host, graphs, dense_prompts, alone, attachment.chosen, short, drafts)
 
 
 def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> None:
@@ -290,6 +304,9 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
         model._valid_auto_compile_criteria = EnableCompiledCall(model, attachment)
         model.get_compiled_call = GetDecodeCall(model, attachment)
         model.init_continuous_batching = RefuseContinuousBatching()
+        if attachment.lossless is not None:
+            model.generate = Generate(model, attachment)
+            model._extract_generation_mode_kwargs = ModeArguments(model, attachment)
 
 
 def _take_off(attachment: Attachment, model: nn.Module) -> None:
@@ -299,7 +316,7 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
     unwatch(decoder)
     for module in (decoder, model.base_model):
         remove_hooks(module, lambda hook: isinstance(hook, BeforeForward | AfterForward | BeforeWhole))
-    for name in (*releases.GENERATE, releases.POSITIONS):
+    for name in (*releases.GENERATE, releases.POSITIONS, *(STANDS_IN if attachment.lossless is not None else ())):
         model.__dict__.pop(name, None)
     attachment.configurations.restore(around(model, decoder))
     for module in (model, *decoder.modules()):

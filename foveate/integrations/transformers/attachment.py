@@ -52,6 +52,8 @@ class Attachment:
     """What a cache may then take of the GPU, see :class:`foveate.runtime.offload.Offload`."""
     geometries: dict[int, Geometry] = field(default_factory=dict)
     """Then the shapes of the layers in :attr:`policies`."""
+    lossless: Any = None
+    """How drafts are made and verified, see :class:`foveate.integrations.transformers.lossless.Lossless`; None: not."""
     chosen: str = ""
     """What `auto` has chosen, and why; empty where the method was named."""
     positions: int | None = None
@@ -114,6 +116,8 @@ class Attachment:
 
     def replay_obstacle(self, model: nn.Module) -> str:
         """Why decode steps of the model are never replayed; empty when they are."""
+        if self.lossless is not None:
+            return "lossless decoding runs its passes one by one"
         methods = (policy.method for policy in self.policies.values())
         return self.graphs.obstacle(model, self.config, methods, self.unchanged)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from foveate.runtime import Use
+from foveate.runtime.drafts import DraftUse
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Stats:
     short_contexts: str = ""
     """Below how many tokens, of all sequences together, decode steps are dense on this device, in words; empty of
     methods that never decode densely."""
+    drafts: DraftUse | None = None
+    """What ``lossless`` has drafted and verified; None without it."""
 
     @property
     def decode_steps(self) -> int:
@@ -116,6 +119,7 @@ class Stats:
         layers = [asdict(layer) for layer in self.layers]
         more = {"cuda_graphs": asdict(self.graphs), "dense_prompts": self.dense_prompts}
         more |= {"chosen": self.chosen, "short_contexts": self.short_contexts}
+        more |= {} if self.drafts is None else {"drafts": asdict(self.drafts)}
         return {"layers": layers, **more, **self.summary()}
 
     def __str__(self) -> str:
@@ -145,6 +149,11 @@ class Stats:
         lines += filter(None, [self.chosen, self.short_contexts])
         if self.dense_prompts:
             lines.append(f"dense prompts by {self.dense_prompts}")
+        if self.drafts is not None:
+            lines.append(
+                f"{self.drafts.cycles} passes verified {self.drafts.drafted} drafted tokens and accepted "
+                f"{self.drafts.accepted}; {self.drafts.ties} tokens were ties"
+            )
         if self.graphs.replayed:
             lines.append(f"{self.graphs.replayed} steps replayed, of {self.graphs.captured} captured CUDA graphs")
         return "\n".join(lines + total["notes"])
