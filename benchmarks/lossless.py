@@ -114,6 +114,8 @@ def _answer(model: Any, ids: Any, new: int, method: str, lossless: bool | int) -
         run(8)
         prompt = min(run(1)[1] for _ in range(2))
         foveate.stats(model, reset=True)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
         tokens, ms = run(new)
         stats = foveate.stats(model)
     drafts = stats.drafts

@@ -81,8 +81,8 @@ class Choice(NamedTuple):
 
         Args:
             slots: int64 ``[B]``, in use.
-            number: of the last slots in use to be read, too. Of a choice of pages: those after the page that the slot
-                before them is in, which the choice has.
+            number: How many of the last slots are read, too. A choice of pages has the page of the slot before them
+                already, so the pages after that one are added.
         """
         if self.pages is not None:
             size, pages = self.page_size, self.pages

@@ -26,7 +26,7 @@ from foveate.state.step_plan import StepPlan
 LONGEST = 16
 """Most tokens of a draft."""
 _ACCEPTED_WHOLE = 0.5
-"""A draft is as long as it is accepted whole with this probability."""
+"""A draft is as long as it can be to be accepted whole with at least this probability."""
 _FORGET = 0.9
 """Weight of earlier cycles in what is known of acceptance, to each cycle after them."""
 
@@ -160,14 +160,14 @@ class DraftUse:
     """What lossless decoding has done."""
 
     cycles: int = 0
-    """Verifying passes, times rows that went on in them."""
+    """Verifying passes, counted once for each row that had not ended."""
     drafted: int = 0
-    """Tokens of these rows' drafts."""
+    """Tokens drafted for these rows."""
     accepted: int = 0
-    """Drafts that were accepted."""
+    """Drafts that the answers have."""
     ties: int = 0
-    """Tokens whose two best logits differ by no more than the rounding of their data type, which a pass over several
-    tokens may order otherwise than a pass over one."""
+    """Greedy tokens whose two best scores differ by no more than four units in the last place, and which a pass over
+    several tokens may order otherwise than a pass over one."""
 
     @property
     def per_cycle(self) -> float:

@@ -6,6 +6,7 @@ An engine's cache layer derives from :class:`Layer`. Columns are positions of th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -264,6 +265,7 @@ class Layer:
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
         if self.phase.verifying:
+            self.counters.dense_steps += n == 1  # too short a context to draft in
             return verified(self.method, store, q, k, v, scaling)
         if n > 1 and isinstance(self.method, Dense) and store.plan.alike:
             store.append(k, v)
@@ -338,9 +340,13 @@ class Layer:
                 store.save(target)
 
     def keep_newest(self, kept: Sequence[int], of: int) -> None:
-        """Keep the first so many of each row's last ``of`` tokens, by a method that holds no state of them."""
+        """Keep the first so many of each row's last ``of`` decoded tokens, by a method that holds no state of them.
+
+        Rows may then hold different numbers of decoded tokens: the columns are those of the row that holds the most.
+        """
         self.store.truncate([of - number for number in kept])
-        self.seen += max(kept) - of
+        rows = self.store.rows
+        self.seen = self.phase.prompt_end + max(map(operator.sub, rows["lengths"], rows["prompt"]))
 
     def forget(self) -> None:
         """Drop all tokens."""

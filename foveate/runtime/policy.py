@@ -75,11 +75,13 @@ def pays_from(methods: Iterable[Method], geometry: Geometry, ranks: int = 1) -> 
     Args:
         methods: of the layers.
         geometry: a layer's heads on one GPU.
-        ranks: GPUs over which the heads are spread. Several GPUs exchange scores in each layer that chooses, so they
-            need twice the tokens that one GPU with as many heads needs (measured in docs/guide/serve.md).
+        ranks: GPUs over which the heads are spread. Where they exchange scores in each layer that chooses, they need
+            twice the tokens that one GPU with as many heads needs (measured with two, docs/guide/serve.md).
     """
+    methods = list(methods)
     known = max(method.sparse_from_tokens or 0 for method in methods)
-    return geometry.at_least(known) * min(ranks, 2)
+    exchanged = ranks > 1 and any(method.pools_layer for method in methods)
+    return geometry.at_least(known) * (2 if exchanged else 1)
 
 
 def check_dense_below(value: Any, prefix: str = "") -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import collections
 import copy
 import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import transformers
 
 import foveate
+from foveate.integrations.transformers import lossless
 from foveate.integrations.transformers.releases import CACHE
+from foveate.methods import ReadsChosen
 from tests.families import FAMILIES, family
 from tests.helpers import cached, left_padded, of_release, tiny_model
 
@@ -93,12 +98,129 @@ class EndsWith(transformers.StoppingCriteria):
         return ids[:, -1] == self.token
 
 
-def test_a_criterion_of_one_s_own_ends_rows(dense):
-    stop = [EndsWith(int(dense[0, -20]))]
+class Marked(EndsWith):
+    """That has a token's name, by which `generate` pads rows that have stopped."""
+
+    eos_token_id = 5
+
+
+@pytest.mark.parametrize("kind", [EndsWith, Marked])
+@pytest.mark.parametrize("place", [-38, -20])
+def test_a_criterion_of_one_s_own_ends_rows(kind, place, dense):
+    stop = [kind(int(dense[0, place]))]
     model = tiny_model()
     expected = generate(model, stopping_criteria=stop)
     foveate.attach(model, FEW, lossless=6)
     assert torch.equal(generate(model, stopping_criteria=stop), expected)
+
+
+def test_rows_that_have_all_stopped_end_together():
+    """However far ahead one of them is, without a token that ends rows."""
+    config = transformers.GenerationConfig(max_new_tokens=20)
+    config._pad_token_tensor = None
+    criteria = [transformers.generation.MaxLengthCriteria(23), EndsWith(7)]
+    rows = lossless._Rows(torch.zeros(2, 3, dtype=torch.long), transformers.StoppingCriteriaList(criteria), config)
+    rows.take([[7], [1]])
+    rows.take([[2] * 19, [1, 1]])
+    assert rows.unfinished
+    assert rows.take([[2], [7, 2]]) == [-16, 1]
+    assert not rows.unfinished
+    assert rows.sequences()[:, 3:].tolist() == [[7, 2, 2, 2], [1, 1, 1, 7]]
+
+
+def test_stop_strings(dense):
+    """Which need the tokenizer that `generate` is given."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models" / "smollm2-135m")
+    start = BATCH["input_ids"].shape[1]
+    token = next(int(token) for token in dense[0, start + 9 :] if token > 40)
+    how = {"stop_strings": [tokenizer.decode([token])], "tokenizer": tokenizer}
+    model, one = tiny_model(), {name: x[:1] for name, x in BATCH.items()}
+    expected = generate(model, one, **how)
+    assert start + 1 < expected.shape[1] < dense.shape[1]
+    foveate.attach(model, FEW, lossless=6)
+    assert torch.equal(generate(model, one, **how), expected)
+
+
+def test_positions_and_embeddings_that_are_given():
+    model = tiny_model()
+    far = {**BATCH, "position_ids": torch.arange(BATCH["input_ids"].shape[1])[None] + 100}
+    embedded = {"inputs_embeds": model.get_input_embeddings()(BATCH["input_ids"]).detach()}
+    embedded["attention_mask"] = BATCH["attention_mask"]
+    expected = [generate(model, batch) for batch in (far, embedded)]
+    foveate.attach(model, FEW, lossless=5)
+    assert torch.equal(generate(model, far), expected[0])
+    found = generate(model, embedded, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected[1])
+    cache = found.get(CACHE)
+    assert cache.ids.columns == cache.get_seq_length() == BATCH["input_ids"].shape[1] + NEW - 1
+
+
+def test_an_interrupted_answer_leaves_a_cache_that_is_refused():
+    model, calls = tiny_model(), []
+
+    def broken(row, ids):
+        calls.append(row)
+        if len(calls) > 20:
+            raise KeyboardInterrupt
+        return [*range(97)]
+
+    foveate.attach(model, FEW, lossless=5)
+    cache = foveate.Cache(model)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prefix_allowed_tokens_fn=broken, **cached(cache))
+    with pytest.raises(ValueError, match="start a new cache"):
+        generate(model, **cached(cache))
+
+
+def test_processors_are_not_asked_about_what_follows_an_end(dense):
+    end = int(dense[0, BATCH["input_ids"].shape[1] + 9])
+
+    def allowed(row, ids):
+        return [] if end in ids[60:].tolist() else [*range(97)]
+
+    model, how = tiny_model(), {"eos_token_id": [end], "prefix_allowed_tokens_fn": allowed}
+    one = {name: x[:1] for name, x in BATCH.items()}
+    expected = generate(model, one, **how)
+    foveate.attach(model, FEW, lossless=8)
+    assert torch.equal(generate(model, one, **how), expected)
+
+
+@dataclass(frozen=True)
+class TwelveNewest(ReadsChosen):
+    name: ClassVar[str] = "twelve_newest"
+
+    def choose(self, cache, q, scaling):
+        newest = cache.plan["counts"][:, None, None] - torch.arange(1, 13)
+        return (newest[..., None] == torch.arange(cache.used)).any(2).expand(-1, cache.geometry.num_kv_heads, -1)
+
+
+def test_a_method_of_one_s_own_drafts(dense):
+    model = tiny_model()
+    foveate.attach(model, TwelveNewest(), lossless=4)
+    assert torch.equal(generate(model), dense)
+    assert foveate.stats(model).drafts.drafted > 0
+
+
+def test_short_contexts_are_not_drafted_in_and_copies_count_anew(dense):
+    model = tiny_model()
+    foveate.attach(model, FEW, lossless=4, dense_below=10_000)
+    assert torch.equal(generate(model), dense)
+    stats = foveate.stats(model)
+    assert (stats.drafts.drafted, stats.drafts.cycles) == (0, 3 * (NEW - 1))
+    assert all(layer.dense_steps == NEW - 1 for layer in stats.layers)
+    assert foveate.stats(copy.deepcopy(model)).drafts.cycles == 0
+
+
+def test_a_refusal_leaves_the_cache_as_it_was():
+    model = tiny_model()
+    foveate.attach(model, FEW, lossless=4)
+    first = generate(model, {name: x[:1] for name, x in BATCH.items()}, return_dict_in_generate=True)
+    cache, ids = first.get(CACHE), torch.cat([first.sequences, first.sequences[:, :4]], 1)
+    before = cache.phase.prompt_end
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(ValueError, match="does not return output_scores"):
+        generate(model, batch, output_scores=True, return_dict_in_generate=True, **cached(cache))
+    assert cache.phase.prompt_end == before
 
 
 @pytest.mark.parametrize("new", [1, 2, 3])
@@ -128,24 +250,28 @@ class Streamer:
         self.ended = True
 
 
-def test_a_streamer_gets_every_token_once_and_the_cache_goes_on():
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_gets_every_token_once_and_the_cache_goes_on(rows):
     """A second turn on the cache of the first is dense attention's, too."""
-    model, one = tiny_model(), {name: x[:1] for name, x in BATCH.items()}
+    model, some = tiny_model(), {name: x[:rows] for name, x in BATCH.items()}
 
     def turns(model, streamer=None):
-        first = generate(model, one, return_dict_in_generate=True, streamer=streamer)
-        ids = torch.cat([first.sequences, one["input_ids"][:, :5]], 1)
-        asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        first = generate(model, some, return_dict_in_generate=True, streamer=streamer)
+        more = some["input_ids"][:, -5:]
+        asked = {"input_ids": torch.cat([first.sequences, more], 1)}
+        new = asked["input_ids"].shape[1] - some["attention_mask"].shape[1]
+        asked["attention_mask"] = torch.nn.functional.pad(some["attention_mask"], (0, new), value=1)
         return first.sequences, generate(model, asked, **cached(first.get(CACHE)))
 
     foveate.attach(model, "dense")
     expected = turns(model)
     foveate.attach(model, FEW, lossless=5)
-    streamer = Streamer()
+    streamer = Streamer() if rows == 1 else None
     found = turns(model, streamer)
     assert all(map(torch.equal, found, expected))
-    assert streamer.tokens == found[0][0].tolist()
-    assert streamer.ended
+    if streamer is not None:
+        assert streamer.tokens == found[0][0].tolist()
+        assert streamer.ended
 
 
 def test_a_cache_whose_rows_ended_apart_is_not_returned(dense):
@@ -221,8 +347,9 @@ def test_what_cannot_be_lossless_is_refused():
         foveate.attach(model, "pages", lossless=True, offload=True)
     with pytest.raises(ValueError, match="cuda_graph=True is not possible: lossless decoding runs its passes one by"):
         foveate.attach(model, FEW, lossless=True, cuda_graph=True)
-    with pytest.raises(ValueError, match="layer 0 is sliding-window"):
-        foveate.attach(copy.deepcopy(family("Gemma 2")), FEW, lossless=True)
+    for name, kind in (("Gemma 2", "sliding-window"), ("Falcon-H1", "recurrent"), ("Qwen3-Next", "recurrent")):
+        with pytest.raises(ValueError, match=f"layer 0 is {kind}"):
+            foveate.attach(copy.deepcopy(family(name)), FEW, lossless=True)
     foveate.attach(model, FEW, lossless=True)
     for how, why in (
         ({"num_beams": 2}, "is greedy or sampled, not beam_search"),
@@ -234,3 +361,5 @@ def test_what_cannot_be_lossless_is_refused():
     ):
         with pytest.raises(ValueError, match=re.escape(why)):
             generate(model, **how)
+    with pytest.raises(ValueError, match="does not hand pixel_values on to the model"):
+        lossless._check(model.generation_config, [], False, {"pixel_values": torch.zeros(1)})

@@ -181,6 +181,8 @@ def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
     for ranks, bound in ((None, sparse_from), (2, 2 * sparse_from), (8, 2 * sparse_from)):  # ranks exchange scores
         steps = SimpleNamespace(device=device, methods={0: method}, ranks=ranks and SimpleNamespace(size=ranks))
         assert EngineSteps._first_sparse(steps, "auto", geometry) == bound
+    steps.methods = {0: methods.make("kascade", pool="kv_head")}  # each head chooses for itself
+    assert EngineSteps._first_sparse(steps, "auto", geometry) == sparse_from
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,7 @@ def _put_on(attachment: Attachment | csa.SparseAttachment, model: nn.Module) -> 
         model.get_compiled_call = GetDecodeCall(model, attachment)
         model.init_continuous_batching = RefuseContinuousBatching()
         if attachment.lossless is not None:
+            attachment.lossless.before = model.__dict__.get("generate")
             model.generate = Generate(model, attachment)
             model._extract_generation_mode_kwargs = ModeArguments(model, attachment)
 
@@ -318,6 +319,8 @@ def _take_off(attachment: Attachment, model: nn.Module) -> None:
         remove_hooks(module, lambda hook: isinstance(hook, BeforeForward | AfterForward | BeforeWhole))
     for name in (*releases.GENERATE, releases.POSITIONS, *(STANDS_IN if attachment.lossless is not None else ())):
         model.__dict__.pop(name, None)
+    if attachment.lossless is not None and attachment.lossless.before is not None:
+        model.generate = attachment.lossless.before
     attachment.configurations.restore(around(model, decoder))
     for module in (model, *decoder.modules()):
         module.__dict__.pop("foveate", None)

@@ -1,11 +1,13 @@
 """`generate` by drafts that read few keys and passes over all keys that verify them, see :mod:`foveate.runtime.drafts`.
 
-Rows of a batch accept drafts of their own number, so that they hold different numbers of tokens; positions are given to
-the model, and no mask. A cycle waits for the device once, to read what was accepted.
+Each row of a batch accepts as many drafts as dense attention would have written, so rows hold different numbers of
+tokens. The model is given positions and no mask. A cycle waits for the device once, to read what was accepted, and more
+often where processors or criteria look at the tokens so far.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,13 +16,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, LogitsProcessorList, StoppingCriteriaList
 
 from foveate.integrations.transformers import releases
 from foveate.integrations.transformers.attachment import OfModel
 from foveate.integrations.transformers.cache import Cache
-from foveate.integrations.transformers.layers import CacheLayer
 from foveate.integrations.transformers.positions import length_kinds
+from foveate.integrations.transformers.support import cache_layers
 from foveate.methods import Method, sparse_prompt
 from foveate.runtime.drafts import LONGEST, DraftLength, DraftUse, accept_greedy, accept_sampled, obstacle
 
@@ -37,7 +40,14 @@ _OF_SCORES_ALONE = (
     "InfNanRemoveLogitsProcessor",
 )
 """Processors that do not look at the tokens so far, so that all positions go through them at once."""
-_RUNS_THE_MODEL = "UnbatchedClassifierFreeGuidanceLogitsProcessor"
+_ONE_BY_ONE = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance, which calls the model for each token",
+    "SynthIDTextWatermarkLogitsProcessor": "SynthID's watermark, which counts the tokens that it is given",
+}
+"""Processors that must see each token of the answer once, in order."""
+_PLAIN = (transformers.generation.MaxLengthCriteria, transformers.generation.EosTokenCriteria)
+_PASSED = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", releases.CACHE)
+"""Arguments of `generate` that decoding passes do not need, or get."""
 _NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -49,6 +59,11 @@ class Lossless:
     length: int | None
     """Tokens of a draft; None: as many as are likely to be accepted."""
     use: DraftUse = field(default_factory=DraftUse)
+    before: Any = None
+    """What the model itself had as ``generate``; None: nothing."""
+
+    def __getstate__(self) -> dict[str, Any]:  # copies and pickles count anew
+        return self.__dict__ | {"use": DraftUse()}
 
     @classmethod
     def of(cls, asked: bool | int, methods: Mapping[int, Method], offload: bool) -> Lossless | None:
@@ -66,7 +81,7 @@ class Lossless:
             if reason:
                 raise ValueError(
                     f"lossless={asked}: {method.name} cannot draft in layer {layer}, because {reason}; take kascade, "
-                    "pages, quest, locks, twilight, omnikv or lessismore"
+                    "pages, quest, locks, omnikv or lessismore"
                 )
         if all(method.role.reads_all for method in methods.values()):
             raise ValueError(f"lossless={asked} needs a method that reads few keys, to draft by")
@@ -81,8 +96,9 @@ class Lossless:
             unchanged: layers without a method, with the reason.
             keeps: whether the model keeps offsets of positions, as those that read images do.
         """
-        if unchanged:
-            layer, reason = next(iter(unchanged.items()))
+        recurrent = [n for n, one in enumerate(cache_layers(config)) if isinstance(one, LinearAttentionLayer)]
+        if other := unchanged or dict.fromkeys(recurrent, "recurrent"):
+            layer, reason = next(iter(other.items()))
             raise ValueError(f"lossless decoding takes rejected drafts back, and layer {layer} is {reason}")
         if kinds := length_kinds(config):
             raise ValueError(
@@ -116,32 +132,35 @@ class Generate(OfModel):
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """What `generate` calls to decode, with arguments as of Transformers' ``_sample``."""
-        _check(generation_config, logits_processor, synced_gpus)
-        lossless = self.attachment.lossless
+        cache, lossless = model_kwargs.get(releases.CACHE), self.attachment.lossless
+        try:
+            _check(generation_config, logits_processor, synced_gpus, model_kwargs)
+        except ValueError:
+            if isinstance(cache, Cache):
+                cache.cancel()
+            raise
         model.get_compiled_call(generation_config.compile_config)
         out = model._prefill(input_ids, generation_config, model_kwargs)
         cache = releases.returned_cache(out)
-        _check_layers(cache)
         rows = _Rows(input_ids, stopping_criteria, generation_config)
         scored = _Scores(logits_processor, rows)
-        scores = scored(out.logits[:, -1:], [[]] * len(rows.tokens))
+        scores = scored(out.logits[:, -1:].to(input_ids.device), [[]] * len(rows.tokens))
         first = _drawn(scores[:, 0], generation_config.do_sample)[0]
         rows.take([[token] for token in first.tolist()])
         _stream(streamer, rows, [1])
-        passes = _Passes(model, cache)
+        passes = _Passes(model, cache, model_kwargs.get("position_ids"), input_ids.device)
         length = DraftLength(lossless.length)
-        while rows.unfinished:
-            number = min(length.next(), rows.most_left() - 1)
-            if passes.short():
-                number = 0
-            taken, tried = self._cycle(passes, rows, scored, number, generation_config.do_sample, lossless.use)
-            for accepted in tried:
-                length.learn(accepted, min(accepted + 1, number))
-            _stream(streamer, rows, taken)
+        with model._optimize_model_for_decode(), passes.whole():
+            while rows.unfinished:
+                number = 0 if passes.short() else min(length.next(), rows.most_left() - 1)
+                taken, accepted = self._cycle(passes, rows, scored, number, generation_config.do_sample, lossless.use)
+                if number:
+                    length.learn(sum(accepted), sum(min(one + 1, number) for one in accepted))
+                _stream(streamer, rows, taken)
         if streamer is not None:
             streamer.end()
         sequences = rows.sequences()
-        whole = passes.finish(sequences)
+        whole = passes.finish(sequences[:, input_ids.shape[1] :])
         if not generation_config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **{releases.CACHE: cache if whole else None})
@@ -152,7 +171,7 @@ class Generate(OfModel):
         """Draft ``number`` tokens, verify them and take what was accepted.
 
         Returns:
-            How many tokens each row has taken, and how many drafts were accepted in the rows that went on.
+            How many tokens each row has taken, and how many drafts were accepted in each row that had not ended.
         """
         newest = rows.newest(passes.device)
         drafts, drawn_from = newest.new_empty(len(newest), 0), []
@@ -169,20 +188,20 @@ class Generate(OfModel):
             accepted, following = accept_sampled(drafts, torch.stack(drawn_from, 1), scores)
         else:
             accepted, following = newest.new_zeros(len(newest)), _drawn(scores[:, 0], True)[0]
-        best = scores.topk(2, -1).values
-        near = (best[..., 0] - best[..., 1]) <= best[..., 0].abs() * 4 * torch.finfo(logits.dtype).eps
+        near = _ties(scores, logits.dtype) if not sampled else torch.zeros_like(scores[..., 0])
         here = torch.cat([drafts, following[:, None]], 1).scatter(1, accepted[:, None], following[:, None])
         at_once = torch.cat([here, accepted[:, None], near.long()], 1).tolist()  # waits for the device
         tokens = [line[: line[number + 1] + 1] for line in at_once]
         went_on = [not done for done in rows.finished]
         taken = rows.take(tokens)
         passes.keep(taken)
-        tried = [len(one) - 1 for one, go in zip(tokens, went_on) if go]
-        use.cycles += len(tried)
-        use.drafted += number * len(tried)
-        use.accepted += sum(tried)
-        use.ties += sum(sum(line[number + 2 :][:count]) for line, count in zip(at_once, taken))
-        return taken, tried
+        written = [max(count, 0) for count in taken]  # rows that end together are cut
+        accepted = [len(one) - 1 for one, goes_on in zip(tokens, went_on) if goes_on]
+        use.cycles += len(accepted)
+        use.drafted += number * len(accepted)
+        use.accepted += sum(min(len(one) - 1, count) for one, count in zip(tokens, written))
+        use.ties += sum(sum(line[number + 2 :][:count]) for line, count in zip(at_once, written))
+        return written, accepted
 
 
 class ModeArguments(OfModel):
@@ -201,10 +220,11 @@ class _Rows:
         self.finished = [False] * len(ids)
         self._stopped_at = [0] * len(ids)
         self._most = min(criteria.max_length or 2**62, 2**62) - ids.shape[1]
-        ends = [one.eos_token_id for one in criteria if hasattr(one, "eos_token_id")]
-        self._ends = {int(token) for one in ends for token in one.flatten().tolist()}
-        plain = (transformers.generation.MaxLengthCriteria, transformers.generation.EosTokenCriteria)
-        self._others = [one for one in criteria if not isinstance(one, plain)]
+        ends = [one.eos_token_id for one in criteria if type(one) is transformers.generation.EosTokenCriteria]
+        self.ends = {int(token) for one in ends for token in one.flatten().tolist()}
+        self._pads = any(hasattr(one, "eos_token_id") for one in criteria)
+        """Whether rows that have stopped are padded; else they go on until all have stopped."""
+        self._others = [one for one in criteria if type(one) not in _PLAIN]
 
     @property
     def unfinished(self) -> bool:
@@ -222,7 +242,7 @@ class _Rows:
     def take(self, tokens: Sequence[Sequence[int]]) -> list[int]:
         """Add tokens to the rows that go on, up to where each ends; returns how many each has got."""
         taken = [0 if self.finished[row] else self._take(row, some) for row, some in enumerate(tokens)]
-        if not self._ends:
+        if not self._pads:
             before = list(map(len, self.tokens))
             self._end_together()
             taken = [count - was + len(one) for count, was, one in zip(taken, before, self.tokens)]
@@ -232,9 +252,9 @@ class _Rows:
         own = self.tokens[row]
         for count, token in enumerate(tokens, 1):
             own.append(token)
-            if token in self._ends or len(own) >= self._most or self._stopped(row):
-                self._stopped_at[row] = len(own)
-                if self._ends or len(own) >= self._most:
+            if token in self.ends or len(own) >= self._most or self._stopped(row):
+                self._stopped_at[row] = self._stopped_at[row] or len(own)
+                if self._pads or len(own) >= self._most:
                     self.finished[row] = True
                     return count
         return len(tokens)
@@ -286,6 +306,9 @@ class _Scores:
         for row, (own, one) in enumerate(zip(drafts, logits)):
             for n in range(len(one)):
                 before = own[: len(own) - len(one) + 1 + n]
+                if self._rows.finished[row] or not self._rows.ends.isdisjoint(before):  # no answer goes on so
+                    lines.append(one[n])
+                    continue
                 prefix = self._rows.prefix(row, before).expand(len(logits), -1)  # some processors know the batch
                 lines.append(self._processors(prefix, one[n].repeat(len(logits), 1))[row])
         return torch.stack(lines).view_as(logits)
@@ -294,79 +317,74 @@ class _Scores:
 class _Passes:
     """Decoding passes of the model over its cache, whose rows hold different numbers of tokens."""
 
-    def __init__(self, model: transformers.PreTrainedModel, cache: Cache):
-        self._model, self._cache, self.device = model, cache, model.device
+    def __init__(
+        self, model: transformers.PreTrainedModel, cache: Cache, positions: Tensor | None, device: torch.device
+    ):
+        self._model, self._cache, self.device = model, cache, device
         self._layers = cache.layers
         self._positioned = releases.takes(model, "position_ids")
+        lengths = torch.tensor(self._layers[0].store.lengths, device=device)
+        self._offset = 0 if positions is None else positions[:, -1].to(device) + 1 - lengths
+        """By how much a row's positions differ from the numbers of its tokens, int64 ``[B]``."""
         self._drafted = self._verified = 0
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All passes as one change of the cache: if it is interrupted, drafts may be left, and the cache is refused."""
+        with self._cache.phase.change(), self._cache.phase.step():
+            yield
 
     def short(self) -> bool:
         """Whether the context is so short that a step by the method is no faster than a dense one."""
-        return all(
-            layer.decodes_densely(layer.store.used + 1)
-            for layer in self._layers
-            if layer.method.sparse_from_tokens is not None
-        )
+        able = [layer for layer in self._layers if layer.method.sparse_from_tokens is not None]
+        return bool(able) and all(layer.decodes_densely(layer.store.used + 1) for layer in able)
 
     def draft(self, ids: Tensor, number: int) -> Tensor:
         """Logits ``[B, 1, V]`` after one token of each row, which is number ``number`` of its draft."""
         self._drafted += 1
-        with self._pass(draft=number):
-            return self._run(ids)
+        return self._run(ids, draft=number)
 
     def verify(self, ids: Tensor) -> Tensor:
         """Logits ``[B, n, V]`` after each of n tokens, which read all keys; what was drafted is taken out before."""
         if self._drafted:
-            self.keep_none(self._drafted)
+            self.keep([0] * len(ids), self._drafted)
         self._drafted, self._verified = 0, ids.shape[1]
-        with self._pass(verifying=True):
-            return self._run(ids)
+        return self._run(ids, verifying=True)
 
-    def keep(self, kept: Sequence[int]) -> None:
-        """Keep the first so many tokens of the last verifying pass, of each row."""
-        if min(kept) < self._verified:
-            with self._cache.phase.change():
-                for layer in self._layers:
-                    layer.keep_newest(kept, self._verified)
+    def keep(self, kept: Sequence[int], of: int | None = None) -> None:
+        """Keep the first so many of each row's last tokens; None: of those of the last verifying pass."""
+        for layer in self._layers:
+            layer.keep_newest(kept, self._verified if of is None else of)
 
-    def keep_none(self, of: int) -> None:
-        """Take the last tokens out of every row."""
-        with self._cache.phase.change():
-            for layer in self._layers:
-                layer.keep_newest([0] * layer.store.batch_size, of)
-
-    def finish(self, sequences: Tensor) -> bool:
-        """Leave the cache as `generate` leaves it, without the last token; False where rows hold different tokens."""
-        lengths = {tuple(layer.store.rows["counts"]) for layer in self._layers}
-        prompt = self._layers[0].store.rows["prompt"]
-        decoded = {count - before for one in lengths for count, before in zip(one, prompt)}
+    def finish(self, tokens: Tensor) -> bool:
+        """Leave the cache as `generate` leaves it, without the last of the ``tokens [B, n]``; False where its rows hold
+        different numbers of them."""
+        rows, phase = self._layers[0].store.rows, self._cache.phase
+        decoded = set(map(operator.sub, rows["lengths"], rows["prompt"]))
         if len(decoded) > 1:
-            self._cache.phase.changing = True  # rows end at different columns, which no later turn could go on from
+            phase.changing = True  # rows end at different columns, from which no later turn could go on
             return False
-        seen = self._cache.get_seq_length()
-        self._cache.ids.write(0, sequences[:, :seen])
+        if number := decoded.pop():
+            self._cache.ids.write(phase.prompt_end, tokens[:, :number])
         return True
 
-    @contextmanager
-    def _pass(self, draft: int | None = None, verifying: bool = False) -> Iterator[None]:
-        phase = self._cache.phase
-        with phase.change(), phase.step():
-            phase.draft, phase.verifying = draft, verifying
-            try:
-                yield
-            finally:
-                phase.draft, phase.verifying = None, False
-
-    def _run(self, ids: Tensor) -> Tensor:
-        given = {releases.CACHE: self._cache, "use_cache": True}
+    def _run(self, ids: Tensor, draft: int | None = None, verifying: bool = False) -> Tensor:
+        given, phase = {releases.CACHE: self._cache, "use_cache": True}, self._cache.phase
         if self._positioned:
-            first = torch.tensor(self._layers[0].store.lengths, device=ids.device)
-            given["position_ids"] = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        return self._model(ids, return_dict=True, **given).logits
+            first = torch.tensor(self._layers[0].store.lengths, device=self.device) + self._offset
+            given["position_ids"] = first[:, None] + torch.arange(ids.shape[1], device=self.device)
+        phase.draft, phase.verifying = draft, verifying
+        try:
+            return self._model(ids, return_dict=True, **given).logits.to(self.device)
+        finally:
+            phase.draft, phase.verifying = None, False
 
 
 def _check(
-    generation_config: transformers.GenerationConfig, processors: LogitsProcessorList, synced_gpus: bool
+    generation_config: transformers.GenerationConfig,
+    processors: LogitsProcessorList,
+    synced_gpus: bool,
+    model_kwargs: Mapping[str, Any],
 ) -> None:
     """Refuse, before the prompt is read, what lossless decoding does not do."""
     mode = generation_config.get_generation_mode()
@@ -376,18 +394,20 @@ def _check(
         raise ValueError("lossless decoding needs its cache: leave use_cache=False out")
     if wanted := [name for name in _NOT_RETURNED if getattr(generation_config, name, None)]:
         raise ValueError(f"lossless decoding does not return {wanted[0]}: leave it out, or attach without lossless")
-    if any(type(one).__name__ == _RUNS_THE_MODEL for one in processors):
-        raise ValueError("lossless decoding does not run guidance, which calls the model for each token")
+    if found := [type(one).__name__ for one in processors if type(one).__name__ in _ONE_BY_ONE]:
+        raise ValueError(f"lossless decoding does not run {_ONE_BY_ONE[found[0]]}")
+    if unknown := [name for name, value in model_kwargs.items() if value is not None and name not in _PASSED]:
+        raise ValueError(f"lossless decoding does not hand {unknown[0]} on to the model: attach without lossless")
     if generation_config.is_assistant:
         raise ValueError("a model that decodes losslessly drafts for itself, not for another: attach without lossless")
     if synced_gpus:
         raise ValueError("lossless decoding does not run with synced_gpus, where processes decode in step")
 
 
-def _check_layers(cache: Cache) -> None:
-    other = next((layer for layer in cache.layers if type(layer) is not CacheLayer), None)
-    if other is not None:
-        raise ValueError(f"lossless decoding takes tokens back, which a {type(other).__name__} cannot")
+def _ties(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the two best scores ``[..., V]`` differ by at most four units in the last place of logits of a dtype."""
+    best = scores.topk(2, -1).values
+    return best[..., 0] - best[..., 1] <= 4 * torch.finfo(dtype).eps * best[..., 0].abs()
 
 
 def _drawn(scores: Tensor, sampled: bool) -> tuple[Tensor, Tensor | None]:
