@@ -45,8 +45,14 @@ def dense():
     return generate(tiny_model())
 
 
-@pytest.mark.parametrize("spec", of_release(SPECS))
-@pytest.mark.parametrize("length", [True, 1, 5, 16])
+@pytest.mark.parametrize(
+    ("spec", "length"),
+    [
+        pytest.param(spec, length, marks=() if length is True or spec == FEW else pytest.mark.full)
+        for spec in of_release(SPECS)
+        for length in (True, 1, 5, 16)
+    ],
+)
 def test_rows_of_a_padded_batch_write_what_dense_attention_writes(spec, length, dense):
     model = tiny_model()
     foveate.attach(model, spec, lossless=length)
