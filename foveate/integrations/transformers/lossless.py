@@ -335,9 +335,9 @@ class _Passes:
             yield
 
     def short(self) -> bool:
-        """Whether the context is so short that a step by the method is no faster than a dense one."""
-        able = [layer for layer in self._layers if layer.method.sparse_from_tokens is not None]
-        return bool(able) and all(layer.decodes_densely(layer.store.used + 1) for layer in able)
+        """Whether the context is so short that a layer reads it whole: within a draft no layer begins to choose."""
+        able = (layer for layer in self._layers if layer.method.sparse_from_tokens is not None)
+        return any(layer.decodes_densely(layer.store.used + 1) for layer in able)
 
     def draft(self, ids: Tensor, number: int) -> Tensor:
         """Logits ``[B, 1, V]`` after one token of each row, which is number ``number`` of its draft."""
