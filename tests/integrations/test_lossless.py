@@ -369,3 +369,13 @@ def test_what_cannot_be_lossless_is_refused():
             generate(model, **how)
     with pytest.raises(ValueError, match="does not hand pixel_values on to the model"):
         lossless._check(model.generation_config, [], False, {"pixel_values": torch.zeros(1)})
+
+
+def test_no_layer_begins_to_choose_within_a_draft(dense):
+    """Layers whose bounds differ: a reader would miss the choice of an anchor that was dense when the draft began."""
+    model = tiny_model()
+    attachment = foveate.attach(model, "kascade:top_k=8,min_k=4,anchors=[0,1]", lossless=16)
+    for layer in (1, 2):
+        attachment.policies[layer].dense_below = 3 * 68
+    assert torch.equal(generate(model), dense)
+    assert foveate.stats(model).drafts.drafted > 0
