@@ -20,6 +20,7 @@ from foveate.ops.attend import PromptHeads as PromptHeads
 from foveate.ops.attend import attend as attend
 from foveate.ops.attend import attend_causal as attend_causal
 from foveate.ops.attend import attend_indices as attend_indices
+from foveate.ops.attend import attend_newest as attend_newest
 from foveate.ops.attend import attend_pages as attend_pages
 from foveate.ops.attend import attend_pooled as attend_pooled
 from foveate.ops.attend import attend_tile_keys as attend_tile_keys

@@ -76,28 +76,31 @@ class Choice(NamedTuple):
         slots = torch.arange(mask.shape[2], dtype=torch.int32, device=mask.device)
         return cls(keys=slots.where(mask, -1), read=mask.sum(-1))
 
-    def with_newest(self, slots: Tensor, number: int) -> Choice:
+    def with_newest(self, slots: Tensor, number: Tensor, most: int) -> Choice:
         """The same keys or pages, and the newest of each row.
 
         Args:
             slots: int64 ``[B]``, in use.
-            number: How many of the last slots are read, too. A choice of pages has the page of the slot before them
-                already, so the pages after that one are added.
+            number: int64 ``[B]``: how many of the last slots are read, too. A choice of pages has the page of the slot
+                before them already, so the pages after that one are added.
+            most: the largest number that there can be.
         """
+        read = self.read + number[:, None]
         if self.pages is not None:
             size, pages = self.page_size, self.pages
             if self.counts is not None:
                 pages = pages.masked_fill(~first_keys(self.counts, pages.shape[2]), -1)
             first = (slots - number - 1) // size + 1
-            added = first[:, None] + torch.arange(-(-number // size), device=slots.device)
+            added = first[:, None] + torch.arange(-(-most // size), device=slots.device)
             added = added.where(added * size < slots[:, None], -1).to(pages.dtype)
             pages = torch.cat([pages, added[:, None].expand(-1, pages.shape[1], -1)], 2)
-            return self._replace(pages=pages, counts=None, read=self.read + number)
-        newest, keys = slots[:, None] - number + torch.arange(number, device=slots.device), self.keys
+            return self._replace(pages=pages, counts=None, read=read)
+        newest, keys = torch.arange(most, device=slots.device), self.keys
+        newest = (slots[:, None] - 1 - newest).where(newest < number[:, None], -1)
         if self.packed:
             keys = keys.masked_fill(~first_keys(self.read, keys.shape[2]), -1)
         newest = newest.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1)
-        return self._replace(keys=torch.cat([keys, newest], 2), read=self.read + number, packed=False)
+        return self._replace(keys=torch.cat([keys, newest], 2), read=read, packed=False)
 
     @property
     def reads_all(self) -> bool:

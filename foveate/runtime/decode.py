@@ -54,7 +54,7 @@ def decode(
         readers = method.choose_by(cache, attended.mass)
         hand_on(cache, method, _counted_whole(plan, readers))
         if drafting is not None:
-            drafting.keep(choice._replace(scores=None, readers=readers))
+            drafting.keep(choice._replace(scores=None, readers=readers), plan)
     if kind.learn is not Method.learn:
         method.learn(cache, choice, attended)
     if method.evicts.in_decode:
@@ -77,7 +77,7 @@ def _chosen(
 ) -> Choice:
     """What is read, counted as far as it is known before attention."""
     choice, role = None, method.role
-    again = drafting is not None and drafting.after > 0
+    again = drafting is not None and drafting.begun
     if not dense and role.reads_choice_of is not None:
         choice = handed_on(cache, method)
         if "indices_reused" in method.counters:
@@ -95,7 +95,7 @@ def _chosen(
     elif isinstance(choice, Tensor):
         choice = Choice.of(choice & (cache.positions >= 0))
     if drafting is not None and not again:
-        drafting.keep(choice)
+        drafting.keep(choice, plan)
     if choice.readers is not None:
         hand_on(cache, method, _counted_whole(plan, choice.readers))
     if choice.reads_all:

@@ -10,36 +10,54 @@ token more follows from the verifying pass itself.
 
 from __future__ import annotations
 
-import math
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from foveate import ops
 from foveate.methods import Method
-from foveate.ops import Attended, Choice
+from foveate.ops import Choice
 from foveate.ops.choice import ALL
 from foveate.state import SlotCache
 from foveate.state.step_plan import StepPlan
 
 LONGEST = 16
 """Most tokens of a draft."""
-_ACCEPTED_WHOLE = 0.5
-"""A draft is as long as it can be to be accepted whole with at least this probability."""
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, LONGEST)
+"""Lengths of drafts that are chosen among."""
+_FIRST = 4
+"""The length that is tried first."""
 _FORGET = 0.9
 """Weight of earlier cycles in what is known of acceptance, to each cycle after them."""
+_CAPTURES = 2
+"""Cycles of a length that are not timed: their passes compile and are captured."""
+_TIMED = 5
+"""Cycles of a length whose median counts."""
+_TIMED_AGAIN = 256
+"""Cycles after which a pass without a draft is timed again."""
+_RESTS = 64
+"""Cycles without a draft after one that is not expected to pay."""
 
 
 @dataclass
 class Drafting:
     """What a layer has chosen for the first token of a draft."""
 
-    after: int = 0
-    """Tokens of the draft before the present one."""
     _kept: Choice = ALL
+    _lengths: Tensor | None = None
+    """Tokens of each row when it was chosen, int64 ``[B]``."""
 
-    def keep(self, choice: Choice) -> None:
+    @property
+    def begun(self) -> bool:
+        """Whether the draft has a token before the present one."""
+        return self._lengths is not None
+
+    def keep(self, choice: Choice, plan: StepPlan) -> None:
         """Keep what the first token reads, for the others.
 
         Raises:
@@ -47,13 +65,13 @@ class Drafting:
         """
         if not choice.reads_all and choice.keys is None and choice.pages is None:
             raise ValueError("lossless decoding drafts by choices of keys or pages, and this layer's has neither")
-        self._kept = choice
+        self._kept, self._lengths = choice, plan.cached("draft", lambda: plan["lengths"].clone())
 
     def again(self, plan: StepPlan) -> Choice:
         """What the present token reads: the same, and the tokens of the draft since."""
-        kept, counts = self._kept, plan["counts"]
-        own = kept if kept.reads_all else kept.with_newest(counts, self.after)
-        return own._replace(readers=kept.readers and kept.readers.with_newest(counts, self.after))
+        kept, newest = self._kept, (plan["counts"], plan["lengths"] - self._lengths, LONGEST - 1)
+        own = kept if kept.reads_all else kept.with_newest(*newest)
+        return own._replace(readers=kept.readers and kept.readers.with_newest(*newest))
 
 
 def obstacle(method: Method) -> str:
@@ -69,34 +87,26 @@ def obstacle(method: Method) -> str:
 
 
 def verified(method: Method, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    """Store n tokens of every row, and attend densely for them; arguments and result as of :func:`attend_newest`."""
-    for n in range(q.shape[2]):
-        store.write_step(k[:, :, n : n + 1], v[:, :, n : n + 1])
-        method.note_newest(store, q[:, :, n : n + 1])
-    store.count_read()
-    attended = attend_newest(store, q, k, v, scaling)
-    method.learn(store, ALL, attended)
-    return attended.out
-
-
-def attend_newest(store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Attended:
-    """Causal attention of the last n tokens of every row, which the cache holds already, its output ``[B, Hq, n, Dv]``.
-
-    All n queries of a KV head's group share a pass over the keys before them, and attend to each other beside it.
+    """Count one token more in every row, write the last n tokens over their drafts, and attend densely for them.
 
     Args:
         q, k, v: of these tokens, ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
         scaling: factor of the logits.
+
+    Returns:
+        ``[B, Hq, n, Dv]``.
     """
-    batch, heads, n, _ = q.shape
-    logits = store.logits(scaling)
-    how = {"logits": logits._replace(sinks=None), "need_lse": True}
-    folded = q.reshape(batch, heads * n, 1, -1)
-    before = ops.attend(folded, *store.memory, lengths=store.plan["counts"] - n, **how)
-    causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()[None, None]
-    parts = [ops.Attended(before.out.reshape(batch, heads, n, -1), before.lse.reshape(batch, heads, n))]
-    parts.append(ops.attend(q, k, v, mask=causal, **how))
-    return ops.with_sinks(ops.merge(parts), logits.sinks)
+    kind, number = type(method), q.shape[2]
+    store.write_verified(k, v)
+    if kind.note_newest is not Method.note_newest:
+        for n in range(number):
+            with store.as_of(number - 1 - n):
+                method.note_newest(store, q[:, :, n : n + 1])
+    store.count_read()
+    attended = ops.attend_newest(q, *store.memory, logits=store.logits(scaling), lengths=store.stored()[1])
+    if kind.learn is not Method.learn:
+        method.learn(store, ALL, attended)
+    return attended.out
 
 
 def accept_greedy(drafts: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,25 +144,77 @@ def accept_sampled(drafts: Tensor, drawn_from: Tensor, scores: Tensor) -> tuple[
     return accepted, torch.multinomial(left, 1)[:, 0]
 
 
-@dataclass
 class DraftLength:
-    """How many tokens a draft has: a fixed number, or what acceptance so far makes likely to be accepted whole."""
+    """How many tokens a draft has: a fixed number, or the one by which most tokens a second are to be expected.
 
-    fixed: int | None = None
-    _accepted: float = 8.0
-    _tried: float = 10.0
+    What a cycle takes is timed. With a share ``a`` of drafts accepted, those of a length n give ``1 + a + .. + a ** n``
+    tokens (Leviathan et al. 2023, equation 1). Where a pass without a draft gives more, none is made for a while.
 
-    def next(self) -> int:
-        """Tokens of the next draft, at least 1."""
-        if self.fixed is not None:
-            return self.fixed
-        share = min(self._accepted / self._tried, 0.999)
-        return min(LONGEST, max(1, int(math.log(_ACCEPTED_WHOLE) / math.log(max(share, 0.01)))))
+    Args:
+        fixed: the number; None: the best one.
+        clock: seconds.
+    """
+
+    def __init__(self, fixed: int | None = None, clock: Callable[[], float] = time.perf_counter):
+        self.fixed, self._clock = fixed, clock
+        self._accepted, self._tried = 8.0, 10.0
+        self._cycles, self._number, self._begun = 0, 0, 0.0
+        self._runs: dict[int, int] = {}
+        """How many cycles there were of each length."""
+        self._seconds: dict[int, deque[float]] = {}
+        """What the last ones took, those left out that capture their passes."""
+        self._dense_at = 0
+        """The cycle of the last pass without a draft."""
+        self._rests = 0
+        """Cycles without a draft before one is tried."""
+
+    def next(self, most: int) -> int:
+        """Tokens of the next draft, at most ``most``, with which a cycle begins."""
+        number = self._wanted() if self.fixed is None else self.fixed
+        if number > most:  # few lengths, since passes of each are captured
+            number = max((one for one in LENGTHS if one <= most), default=0)
+        self._cycles, self._number, self._begun = self._cycles + 1, number, self._clock()
+        return number
 
     def learn(self, accepted: int, tried: int) -> None:
-        """Note how many drafts were accepted, of those that were looked at: the accepted and the first other."""
-        self._accepted = _FORGET * self._accepted + accepted
-        self._tried = _FORGET * self._tried + tried
+        """End a cycle: how many drafts were accepted, of those that were looked at: the accepted and the first other."""
+        number, took = self._number, self._clock() - self._begun
+        if number:
+            self._accepted = _FORGET * self._accepted + accepted
+            self._tried = _FORGET * self._tried + tried
+        else:
+            self._dense_at = self._cycles
+        self._runs[number] = self._runs.get(number, 0) + 1
+        if self._runs[number] > _CAPTURES:
+            self._seconds.setdefault(number, deque(maxlen=_TIMED)).append(took)
+
+    def _wanted(self) -> int:
+        if not any(self._seconds):
+            return _FIRST
+        if 0 not in self._seconds:
+            return 0
+        if self._cycles - self._dense_at > _TIMED_AGAIN:  # a pass takes longer as the context grows
+            return 0
+        if self._rests:
+            self._rests -= 1
+            return 0
+        best = max((0, *LENGTHS), key=self._rate)
+        if best:
+            return best
+        self._rests = _RESTS
+        return max(LENGTHS, key=self._rate)
+
+    def _rate(self, number: int) -> float:
+        """Tokens a second to be expected of drafts of this length."""
+        share = min(self._accepted / self._tried, 0.999)
+        return (1 - share ** (number + 1)) / (1 - share) / self._took(number)
+
+    def _took(self, number: int) -> float:
+        """Seconds of a cycle; of a length that was not timed, by what a token of the others takes."""
+        if number in self._seconds:
+            return median(self._seconds[number])
+        dense = median(self._seconds[0])
+        return dense + number * median((median(took) - dense) / one for one, took in self._seconds.items() if one)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Layer:
     def announce(self, n: int) -> None:
         """Count n new columns; the next call of :meth:`attend` must bring their keys."""
         self.pending = True
-        self.seen += n
+        self.seen += 1 if self.phase.verifying else n
 
     def attend(
         self,
@@ -265,7 +265,7 @@ class Layer:
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
         store, n = self.store, k.shape[2]
         if self.phase.verifying:
-            self.counters.dense_steps += n == 1  # too short a context to draft in
+            self.counters.dense_steps += self._is_dense(1)
             return verified(self.method, store, q, k, v, scaling)
         if n > 1 and isinstance(self.method, Dense) and store.plan.alike:
             store.append(k, v)
@@ -283,17 +283,20 @@ class Layer:
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row. What the first sparse step after a prompt chooses is checked."""
         store = self.store
-        captured = store.plan.captured
-        dense = self.captured_dense if captured else self.decodes_densely(store.used)
+        dense = self._is_dense()
         self.counters.dense_steps += dense
-        check = self.first_step and not captured and not dense
+        check = self.first_step and not store.plan.captured and not dense
         self.first_step = self.first_step and not check
         draft = self.phase.draft
         if draft is not None:
             self.drafting = self.drafting if draft else Drafting()
-            self.drafting.after = draft
         drafting = None if draft is None or self.method.role.reads_choice_of is not None else self.drafting
         return decode(self.method, store, q, scaling, dense=dense, check=check, drafting=drafting)[0].out
+
+    def _is_dense(self, new: int = 0) -> bool:
+        """Whether the present step is dense, ``new`` of whose tokens are not stored yet."""
+        captured = self.store.plan.captured
+        return self.captured_dense if captured else self.decodes_densely(self.store.used + new)
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
@@ -339,13 +342,16 @@ class Layer:
                 store.compact()
                 store.save(target)
 
-    def keep_newest(self, kept: Sequence[int], of: int) -> None:
-        """Keep the first so many of each row's last ``of`` decoded tokens, by a method that holds no state of them.
+    def take_back(self, tokens: Sequence[int]) -> None:
+        """Remove the last so many decoded tokens of each row, by a method that holds no state of them.
 
         Rows may then hold different numbers of decoded tokens: the columns are those of the row that holds the most.
         """
-        self.store.truncate([of - number for number in kept])
-        rows = self.store.rows
+        self.store.truncate(tokens)
+        self.count_columns(self.store.rows)
+
+    def count_columns(self, rows: dict[str, list[int]]) -> None:
+        """Note that rows hold different numbers of decoded tokens."""
         self.seen = self.phase.prompt_end + max(map(operator.sub, rows["lengths"], rows["prompt"]))
 
     def forget(self) -> None:

@@ -31,7 +31,8 @@ class Phase:
     draft: int | None = None
     """In lossless decoding, the number of the token of a draft that the pass in progress reads, from 0; else None."""
     verifying: bool = False
-    """Whether the pass in progress verifies a draft: all its tokens read all keys before them."""
+    """Whether the pass in progress verifies a draft: its tokens, of which the last one is new, read all keys before
+    them."""
     layout: tuple[Tensor, dict[tuple[int, int], list[Tensor] | None]] | None = None
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)
@@ -81,11 +82,11 @@ class Phase:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A block within a change, in which forward passes are parts of that change."""
-        self.within_step = True
+        before, self.within_step = self.within_step, True
         try:
             yield
         finally:
-            self.within_step = False
+            self.within_step = before
 
     def rows(self, mask: Tensor | None, first: int, n: int) -> list[Tensor] | None:
         """The real tokens of each row among the columns ``first .. first + n - 1``; None when all are real.

@@ -1,15 +1,17 @@
 """Capture and replay of the decode steps of one cache, and of the maintenance that follows some of them.
 
-The first step runs eagerly and warms up, the second is captured and replayed, later ones are replays. A recording is
-discarded when the memory, the methods, the inputs' shapes or the choice of dense layers change.
+The first step of a kind runs eagerly and warms up, the second is captured and replayed, later ones are replays. The
+recordings are discarded when the memory, the methods, the inputs' shapes or the choice of dense layers change.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +34,20 @@ class LayerGroup(NamedTuple):
     """Of the layers."""
 
 
+@dataclass
+class _Kind:
+    """Steps that run the same launches."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers at fixed addresses, which the captured step reads its inputs from."""
+    options: dict[str, Any] = field(default_factory=dict)
+    recording: Recording | None = None
+    warm: bool = False
+    """Whether a step has run eagerly, so that the next one can be captured."""
+
+
 class ReplayedSteps:
-    """Runs the decode steps of a cache: the first one eagerly, later ones as replays of a captured one.
+    """Runs the decode steps of a cache: the first one of a kind eagerly, later ones as replays of a captured one.
 
     Between steps the cache's row numbers stay on the device. Reading them elsewhere moves them to the host, and the
     next step moves them back; the recording stays valid.
@@ -45,14 +59,9 @@ class ReplayedSteps:
 
     def __init__(self, record: Recorder, use: Use):
         self._record, self._use = record, use
-        self._recording: Recording | None = None
-        self._warm = False
-        """Whether a step has run eagerly, so that the next one can be captured."""
+        self._kinds: dict[Hashable, _Kind] = {}
         self._maintenance: dict[tuple[int, ...], Recording | None] = {}
         """Recorded maintenance, by the indices of its layers; None: it has run eagerly and is not captured yet."""
-        self._inputs: dict[str, Tensor] = {}
-        """Buffers at fixed addresses, which the captured step reads its inputs from."""
-        self._options: dict[str, Any] = {}
         self._groups: list[DeviceRows] = []
         """Row numbers, one for all layers that have the same."""
         self._grouping: list[int] = []
@@ -79,6 +88,8 @@ class ReplayedSteps:
         inputs: dict[str, Tensor],
         options: dict[str, Any],
         written: Callable[[], list[Tensor]] = list,
+        kind: Hashable = None,
+        after: Hashable = None,
     ) -> Any:
         """Decode one token for every row, and return what the model returns; the next replay overwrites its tensors.
 
@@ -86,9 +97,13 @@ class ReplayedSteps:
             layers: the cache's attention layers that have a method.
             run: the model's forward pass. It must not return the cache: the recording, which the cache owns, would keep
                 it alive.
-            inputs: its inputs that change with each step, ``[B or 1, 1]`` each, by keyword.
-            options: its other inputs; a change discards the recording.
+            inputs: its inputs that change with each step, ``[B or 1, 1]`` each, by keyword; ``[B or 1, n]`` of a step
+                that verifies the last n tokens.
+            options: its other inputs; a change discards the recordings.
             written: returns other tensors that a step writes to in place, such as recurrent states.
+            kind: what steps with the same launches have in common.
+            after: the kind of the step that leaves tensors which this one reads; None: there is none. This one is
+                captured only once that one is.
 
         Raises:
             CaptureError: when the step cannot be captured; nothing has run then.
@@ -97,7 +112,7 @@ class ReplayedSteps:
         phase = layers[0].phase
         phase.begin_change()
         try:
-            self._load(inputs, options)
+            one = self._load(kind, inputs, options)
             if not self._ready(layers):
                 self._enter(layers, written())
             self._choose_dense(layers)
@@ -105,24 +120,41 @@ class ReplayedSteps:
             phase.end_change()
             raise
         try:
-            out = self._decode(layers, run)
+            out = self._decode(one, layers, run, after)
         except CaptureError:
             phase.end_change()
             raise
         phase.end_change()
         return out
 
-    def _decode(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Any:
-        if self._recording is None and not self._warm:
-            out = self._run(layers, run)
-            self._warm = True
+    def take_back(self, layers: Sequence[Layer], tokens: Sequence[int]) -> None:
+        """Remove the last so many tokens of each row, by methods that hold no state of them; the numbers of rows stay
+        where they are."""
+        if not self._ready(layers):
+            for layer in layers:
+                layer.take_back(tokens)
+            return
+        for rows in self._groups:
+            rows.take_back(tokens)
+        numbers, longest = [rows.read()[0] for rows in self._groups], self._longest
+        self._totals = [total - sum(tokens) for total in self._totals]
+        self._longest = [max(now["counts"]) - rows.steps for now, rows in zip(numbers, self._groups)]
+        self._room += min(map(operator.sub, longest, self._longest))
+        for layer, group in zip(layers, self._grouping):
+            layer.count_columns(numbers[group])
+
+    def _decode(self, one: _Kind, layers: Sequence[Layer], run: Callable[..., Any], after: Hashable) -> Any:
+        waits = after is not None and self._kinds[after].recording is None
+        if one.recording is None and (waits or not one.warm):
+            out = self._run(one, layers, run)
+            one.warm = True
         else:
-            if self._recording is None:
-                self._recording = self._recorded(layers, run)
+            if one.recording is None:
+                one.recording = self._recorded(one, layers, run)
                 self._use.captured += 1
-            self._recording.replay()
+            one.recording.replay()
             self._use.replayed += 1
-            out = self._recording.out
+            out = one.recording.out
             for layer in layers:
                 layer.seen += 1
                 layer.counters.dense_steps += layer.captured_dense
@@ -136,23 +168,27 @@ class ReplayedSteps:
 
     # Inputs
 
-    def _load(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
-        """Copy the inputs to the buffers of the captured step."""
+    def _load(self, kind: Hashable, inputs: dict[str, Tensor], options: dict[str, Any]) -> _Kind:
+        """Copy the inputs to the buffers of the captured step of this kind."""
+        one = self._kinds.setdefault(kind, _Kind())
         shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
-        before = {name: (x.shape, x.dtype, x.device) for name, x in self._inputs.items()}
-        if options != self._options or shapes != before:
+        before = {name: (x.shape, x.dtype, x.device) for name, x in one.inputs.items()}
+        if options != one.options or shapes != before:
             if grown := [name for name, shape in shapes.items() if shape != before.get(name, shape)]:
                 self._use.reason = f"{grown[0]} changes its shape from step to step"
-            self._discard()
-            self._options = dict(options)
+            if before:
+                self._discard()
+            one.options = dict(options)
             with torch.inference_mode(False):
-                self._inputs = {name: torch.empty_like(x, requires_grad=False) for name, x in inputs.items()}
+                one.inputs = {name: torch.empty_like(x, requires_grad=False) for name, x in inputs.items()}
         for name, x in inputs.items():
-            self._inputs[name].copy_(x)
+            one.inputs[name].copy_(x)
+        return one
 
     def _discard(self) -> None:
         """Drop the recordings."""
-        self._recording, self._warm = None, False
+        for one in self._kinds.values():
+            one.recording, one.warm = None, False
         self._maintenance.clear()
 
     # The cache
@@ -173,10 +209,10 @@ class ReplayedSteps:
         Args:
             written: other tensors that a step writes to in place.
         """
-        stores = [layer.store for layer in layers]
+        stores, warm = [layer.store for layer in layers], any(one.warm for one in self._kinds.values())
         for store in stores:
             used = store.used
-            if store.capacity - used < (1 if self._warm else ROOM):
+            if store.capacity - used < (1 if warm else ROOM):
                 store.reserve(used + ROOM)
         self._room = min(store.capacity - store.used for store in stores)
         keys = [
@@ -228,16 +264,16 @@ class ReplayedSteps:
 
     # Running
 
-    def _run(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Any:
+    def _run(self, one: _Kind, layers: Sequence[Layer], run: Callable[..., Any]) -> Any:
         """The decode step: run eagerly once to warm up (compile kernels, allocate), then captured."""
         with layers[0].phase.step(), capture.step(self._groups):
-            return run(**self._inputs, **self._options)
+            return run(**one.inputs, **one.options)
 
-    def _recorded(self, layers: Sequence[Layer], run: Callable[..., Any]) -> Recording:
+    def _recorded(self, one: _Kind, layers: Sequence[Layer], run: Callable[..., Any]) -> Recording:
         """Capture the step. Nothing runs on the device, so the host's counters are reset to what they were."""
         before = [(layer.seen, layer.counters.dense_steps) for layer in layers]
         try:
-            return self._record(lambda: self._run(layers, run))
+            return self._record(lambda: self._run(one, layers, run))
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
         finally:

@@ -8,6 +8,7 @@ stored as it would be alone. Until a method evicts, slot p holds the token at po
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -233,6 +234,19 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.freed = None
         self._advance(1, appended)
 
+    def write_verified(self, k: Tensor, v: Tensor) -> None:
+        """Add one token to every row, and write the keys and values of its last n tokens, of which the others are there
+        already; only for methods that never evict.
+
+        Args:
+            k, v: ``[B, Hkv, n, D(v)]``.
+        """
+        if (self.device_state and self._step) is None:
+            self.reserve(max(self._rows["counts"]) + 1)
+            self._advance(1, 1)
+        first = self.plan.per_row(operator.sub, k.shape[2], of="counts")
+        self._put(first, None, k, v, None)
+
     # Captured steps
 
     def move_to_device(self, rows: DeviceRows, freed_slots: Tensor | None) -> list[Tensor]:
@@ -310,11 +324,12 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     def _put(
         self, slots: Tensor, freed: Tensor | None, k: Tensor, v: Tensor, newest: Tensor | None, take: bool = False
     ) -> None:
-        """Write one token of each row, see :func:`foveate.ops.put_token`, and zero the slot's channels."""
+        """Write tokens of each row, see :func:`foveate.ops.put_token`, and zero the channels of their slots."""
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
         own["emptied"] = None if first is None else self.tensors[first]
         own |= {"freed": freed, "take": take}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
-        self._clear_channels(slot, done=first)
+        for n in range(k.shape[2]):
+            self._clear_channels(slot + n if n else slot, done=None if n else first)

@@ -6,7 +6,9 @@ See :class:`~foveate.state.row_numbers.RowNumbers` for what each number means.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ from foveate.state.step_plan import StepPlan
 
 NAMES = ("lengths", "counts", "live", "prompt")
 """Row numbers that a step of any method may read. Each step advances the first three."""
+
+
+def before(rows: dict[str, list[int]], tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Row numbers before the last so many tokens of each row."""
+    return rows | {name: list(map(operator.sub, rows[name], tokens)) for name in NAMES[:3]}
 
 
 class DeviceRows:
@@ -92,6 +99,21 @@ class DeviceRows:
             if rows is not None:
                 self[name].mul_(self._pinned([not one for one in rows]).to(self.device, non_blocking=True))
 
+    @contextmanager
+    def as_of(self, tokens: int) -> Iterator[None]:
+        """Within the block :attr:`plan` is that of the step before the last ``tokens`` tokens of every row."""
+        now = self.plan
+
+        def earlier() -> StepPlan:
+            numbers = dict(zip(self.names, self.numbers)) | dict(zip(NAMES[:3], self.numbers[:3] - tokens))
+            return StepPlan(numbers, self.device, self._constants)
+
+        self.plan = now.cached(("before", tokens), earlier)
+        try:
+            yield
+        finally:
+            self.plan = now
+
     def run(self) -> None:
         """Forget what the present step has computed and counted: its first layer runs, perhaps once more."""
         self.plan = self._new_plan()
@@ -143,6 +165,11 @@ class DeviceRows:
         self._rows |= rule(self.read()[0])
 
     # After a step
+
+    def take_back(self, tokens: Sequence[int]) -> None:
+        """Remove the last so many tokens of each row, without a host sync; only of a method that never evicts."""
+        self._rows = before(self._rows, tokens)
+        self.numbers[:3].sub_(self._pinned(tokens).to(self.device, non_blocking=True))
 
     def read(self) -> tuple[dict[str, list[int]], list[bool]]:
         """The row numbers now, on the host, and the rows that have evicted a slot for the next token to reuse.

@@ -11,13 +11,14 @@ to warm up; its code must not depend on host values that change from step to ste
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foveate.state.device_rows import DeviceRows
+from foveate.state.device_rows import DeviceRows, before
 from foveate.state.step_plan import StepPlan
 
 
@@ -116,6 +117,21 @@ class RowNumbers:
                 self.forward[key] = StepPlan(numbers, self.device)
             self._planned = rows, self.forward[key]
         return self._planned[1]
+
+    @contextmanager
+    def as_of(self, tokens: int) -> Iterator[None]:
+        """Within the block :attr:`plan` is that of the step before the last ``tokens`` tokens of every row."""
+        step = self.device_state and self._step
+        if step is not None:
+            with step.as_of(tokens):
+                yield
+            return
+        rows = self._rows
+        self._rows = before(rows, [tokens] * self.batch_size)
+        try:
+            yield
+        finally:
+            self._rows = rows
 
     def _advance(self, tokens: int, slots: int | list[bool]) -> None:
         """Count ``tokens`` more in every row, stored in ``slots`` new slots, or (bools ``[B]``) one in some rows."""

@@ -7,7 +7,6 @@ and values, since no slot in use is overwritten under ``record_past``, until the
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foveate.state.description import Channel
+from foveate.state.device_rows import before
 
 
 class _Snapshot(NamedTuple):
@@ -89,8 +89,7 @@ class Snapshots:
         """Remove the last ``tokens`` tokens of every row, or so many of each; only for methods whose state does not
         depend on them."""
         removed = [tokens] * len(self.lengths) if isinstance(tokens, int) else tokens
-        for name in ("lengths", "counts", "live"):
-            self.rows[name] = list(map(operator.sub, self.rows[name], removed))
+        self.rows = before(self.rows, removed)
         self.rows["prompt"] = list(map(min, self.rows["prompt"], self.lengths))
         self.rows["observed"] = [max(number - count, 0) for number, count in zip(self.rows["observed"], removed)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,12 @@ import foveate
 from foveate.integrations.transformers import lossless
 from foveate.integrations.transformers.releases import CACHE
 from foveate.methods import ReadsChosen
+from foveate.runtime import replay
+from foveate.runtime.drafts import DraftLength
+from foveate.state import SlotCache, storage
 from tests.families import FAMILIES, family
 from tests.helpers import cached, left_padded, of_release, tiny_model
+from tests.recorded import record
 
 SPECS = [
     "kascade:top_k=8,min_k=4,anchors=2",
@@ -38,6 +44,12 @@ BATCH = left_padded([60, 41, 9])
 
 def generate(model, batch=BATCH, new=NEW, **how):
     return model.generate(**batch, max_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how))
+
+
+@pytest.fixture(autouse=True)
+def even_cycles(monkeypatch):
+    """However long a draft is, a cycle takes as long, so that drafts always pay."""
+    monkeypatch.setattr(lossless, "DraftLength", functools.partial(DraftLength, clock=itertools.count().__next__))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +74,58 @@ def test_rows_of_a_padded_batch_write_what_dense_attention_writes(spec, length, 
     assert drafts.cycles + drafts.accepted >= 3 * (NEW - 1)
     assert stats.keys_read_share < 1
     assert "passes verified" in str(stats)
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=() if spec == FEW else pytest.mark.full) for spec in of_release(SPECS)]
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_passes_are_replayed(spec, sampled):
+    """Each kind of pass from a recording of its own: the same tokens and counts as by passes that run one by one."""
+    found = []
+    for recorder in (None, record):
+        model = tiny_model()
+        attachment = foveate.attach(model, spec, lossless=4)
+        attachment.graphs.recorder = recorder
+        torch.manual_seed(0)
+        found.append((generate(model, do_sample=sampled), foveate.stats(model)))
+    (expected, one_by_one), (answers, stats) = found
+    assert torch.equal(answers, expected)
+    assert stats.drafts == one_by_one.drafts
+    for layer, other in zip(stats.layers, one_by_one.layers):
+        assert layer.keys_read_per_step == pytest.approx(other.keys_read_per_step)
+        assert layer.keys_available_per_step == pytest.approx(other.keys_available_per_step)
+        assert layer.dense_steps == other.dense_steps
+    assert stats.graphs.captured == 3
+    assert stats.graphs.replayed > 3 * one_by_one.drafts.cycles // len(answers)
+
+
+def test_a_cache_that_grows_between_passes_is_captured_anew(dense):
+    """Within a draft and between drafts, as recordings name the memory that they read."""
+    model = tiny_model()
+    expected = generate(model, new=200)
+    attachment = foveate.attach(model, FEW, lossless=3)
+    attachment.graphs.recorder, reserve, room = record, SlotCache.reserve, 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "ROOM", room)
+        patch.setattr(storage, "capacity_for", lambda slots: slots + room)
+        assert torch.equal(generate(model, new=200), expected)
+    assert foveate.stats(model).graphs.captured > 12
+
+
+def test_a_pass_that_cannot_be_captured_runs_by_itself(dense):
+    for at in range(3):
+        model, calls = tiny_model(), []
+
+        def fails(run, calls=calls, at=at):
+            calls.append(run)
+            if len(calls) > at:
+                raise NotImplementedError("no such launch")
+            return record(run)
+
+        foveate.attach(model, FEW, lossless=4).graphs.recorder = fails
+        with pytest.warns(UserWarning, match="a step could not be captured .no such launch"):
+            assert torch.equal(generate(model), dense)
 
 
 def test_drafts_read_few_keys():
@@ -351,8 +415,6 @@ def test_what_cannot_be_lossless_is_refused():
             foveate.attach(model, spec, lossless=True)
     with pytest.raises(ValueError, match="a verifying pass reads every key"):
         foveate.attach(model, "pages", lossless=True, offload=True)
-    with pytest.raises(ValueError, match="cuda_graph=True is not possible: lossless decoding runs its passes one by"):
-        foveate.attach(model, FEW, lossless=True, cuda_graph=True)
     for name, kind in (("Gemma 2", "sliding-window"), ("Falcon-H1", "recurrent"), ("Qwen3-Next", "recurrent")):
         with pytest.raises(ValueError, match=f"layer 0 is {kind}"):
             foveate.attach(copy.deepcopy(family(name)), FEW, lossless=True)

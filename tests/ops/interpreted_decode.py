@@ -7,7 +7,7 @@ import torch
 
 from foveate import ops
 from foveate.ops import Logits
-from foveate.ops.attend import decode, decode_kernel
+from foveate.ops.attend import decode, decode_kernel, newest
 from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu import tiles as gpu_tiles
@@ -74,6 +74,33 @@ SPLITS = ("splits", [1, 100])
 @every_pair(("number", [1, 32, 150]), HALF, SPLITS, indirect=["splits"])
 def test_all_keys(dtype, number, splits):
     check(*problem(number=number, dtype=dtype))
+
+
+@every_pair(
+    ("queries", [2, 5]),
+    ("lengths", [None, [150, 5], [33, 97]]),
+    ("extra", [{}, {"softcap": 2.0}, {"sinks": True}]),
+    ("dims", [(16, 16), (24, 40)]),
+    HALF,
+    SPLITS,
+    indirect=["splits"],
+)
+def test_the_newest_tokens(queries, lengths, extra, dims, dtype, splits):
+    """Of every row, each with the keys up to its own, and what stands after a row's keys is not read."""
+    _, k, v = problem(dim=dims[0], value_dim=dims[1], dtype=dtype)
+    q = problem(number=1, heads=6 * queries, dim=dims[0], dtype=dtype)[0].view(2, 6, queries, -1)
+    sinks = torch.linspace(-1, 2, 6).to(dtype) if extra.get("sinks") else None
+    how = {"logits": Logits(0.3, sinks, extra.get("softcap"))}
+    if lengths is not None:
+        how["lengths"] = torch.tensor(lengths)
+        for b, length in enumerate(lengths):
+            k[b, :, length:] = v[b, :, length:] = float("nan")
+    found = decode_kernel.attend_newest(q, k, v, **how).out
+    expected = newest.attend_newest(q, k.nan_to_num(0.0), v.nan_to_num(0.0), **how).out
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    *memory, table = in_blocks(k, v, 16)
+    assert torch.equal(decode_kernel.attend_newest(q, *memory, block_table=table, **how).out, found)
 
 
 @every_pair(("of_heads", [1, 2]), ("of_rows", [1, 2]), HALF, SPLITS, indirect=["splits"], strength=3)

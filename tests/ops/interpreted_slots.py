@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops.block_table import in_one_piece
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.retain import reference, slots_kernel
+from tests.problems import in_blocks
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -86,6 +88,22 @@ def test_a_token_is_put(dim, value_dim, freed, take, evicts):
     for mine, its in zip(*given):
         assert mine is its is None or torch.equal(mine, its)
     assert int((given[0][-1] == 0).sum()) == 6 * evicts
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_several_tokens_are_put(blocks):
+    memory, slots = torch.zeros(2, 3, 2, 48, 8), torch.tensor([11, 44, 0])
+    k, v = torch.randn(2, 3, 4, 2, 8, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    for run in (slots_kernel.put_token, reference.put_token):
+        memory.zero_()
+        assert run(*memory, k, v, slots).tolist() == [[11] * 2, [44] * 2, [0] * 2]
+        for b, first in enumerate(slots.tolist()):
+            assert torch.equal(memory[:, b, :, first : first + 4], torch.stack([k[b], v[b]]))
+        assert int((memory != 0).sum()) == k.numel() + v.numel()
+        if blocks:
+            *parts, table = in_blocks(*torch.zeros_like(memory), 16)
+            run(*parts, k, v, slots, block_table=table)
+            assert all(map(torch.equal, in_one_piece(k, table, *parts), memory))
 
 
 def test_what_putting_refuses():

@@ -56,6 +56,19 @@ def test_attend_with_mask(shape, seed, layout, per_head, blind):
     assert_close(attended.mass, expected.mass)
 
 
+@pytest.mark.parametrize("lengths", [None, [14, 5]])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 2, 6)}])
+def test_the_newest_tokens_read_the_keys_up_to_their_own(lengths, extra):
+    q, k, v = problem(SOME, 3)
+    number, n, how = k.shape[2], 4, {"logits": Logits(0.3, **extra)}
+    given = None if lengths is None else torch.tensor(lengths)
+    found = ops.attend_newest(q[:, :, :n], k, v, lengths=given, **how).out
+    for i in range(n):
+        ends = torch.tensor([length - n + i + 1 for length in lengths or [number] * len(q)])
+        one = ops.attend(q[:, :, i : i + 1], k, v, lengths=ends, **how)
+        assert_close(found[:, :, i : i + 1], one.out)
+
+
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attend_in_half_precision(dtype, masked):

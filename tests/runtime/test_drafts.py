@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import collections
+from typing import ClassVar
+
 import pytest
 import torch
 
 from foveate import methods, ops
+from foveate.methods import ReadsChosen
 from foveate.ops import Choice
+from foveate.runtime.capture import move_to_device, step
 from foveate.runtime.drafts import (
     LONGEST,
     Drafting,
     DraftLength,
     accept_greedy,
     accept_sampled,
-    attend_newest,
     obstacle,
+    verified,
 )
 from foveate.state import Geometry, SlotCache
+from foveate.state.step_plan import StepPlan
 
 DIM, HEADS, KV_HEADS = 16, 6, 2
 
@@ -30,9 +36,9 @@ def test_a_draft_reads_its_choice_again_and_its_own_tokens(packed):
     keys = torch.tensor([[[0, 4, 7, 2]], [[1, 3, 9, 9]]], dtype=torch.int32)
     read = torch.tensor([[4], [2]])
     keys = keys if packed else keys.masked_fill(~ops.first_keys(read, 4), -1)
-    found = Choice(keys=keys, read=read, packed=packed).with_newest(torch.tensor([11, 6]), 2)
-    assert sets(found.keys) == [[{0, 4, 7, 2, 9, 10}], [{1, 3, 4, 5}]]
-    assert found.read.tolist() == [[6], [4]]
+    found = Choice(keys=keys, read=read, packed=packed).with_newest(torch.tensor([11, 6]), torch.tensor([2, 1]), 3)
+    assert sets(found.keys) == [[{0, 4, 7, 2, 9, 10}], [{1, 3, 5}]]
+    assert found.read.tolist() == [[6], [3]]
     assert not found.packed
     assert found.keys.dtype == keys.dtype
 
@@ -45,7 +51,7 @@ def test_a_draft_reads_the_pages_that_it_has_begun(slots, number, expected):
     """Of four tokens each. The page of the token before the draft's second is read anyway."""
     pages = torch.tensor([[[0, -1]]], dtype=torch.int32)
     choice = Choice(pages=pages, page_size=4, counts=torch.tensor([1]), read=torch.tensor([[4]]))
-    found = choice.with_newest(torch.tensor([slots]), number)
+    found = choice.with_newest(torch.tensor([slots]), torch.tensor([number]), 7)
     assert sets(found.pages) == [[expected]]
     assert found.counts is None
     assert found.read.tolist() == [[4 + number]]
@@ -54,7 +60,7 @@ def test_a_draft_reads_the_pages_that_it_has_begun(slots, number, expected):
 def test_pages_beyond_the_count_of_a_row_are_not_read_again():
     pages = torch.tensor([[[0, 1]], [[0, 1]]], dtype=torch.int32)
     choice = Choice(pages=pages, page_size=4, counts=torch.tensor([2, 1]), read=torch.tensor([[8], [4]]))
-    assert sets(choice.with_newest(torch.tensor([8, 8]), 1).pages) == [[{0, 1}], [{0}]]
+    assert sets(choice.with_newest(torch.tensor([8, 8]), torch.tensor([1, 1]), 1).pages) == [[{0, 1}], [{0}]]
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -62,9 +68,9 @@ def test_layers_and_their_readers_read_the_tokens_of_the_draft(dense):
     """A layer that reads all keys hands such a choice on, too."""
     choice = Choice(keys=torch.tensor([[[3, 1]]], dtype=torch.int32), read=torch.tensor([[2]]))
     drafting = Drafting()
-    drafting.keep(Choice(readers=choice) if dense else choice._replace(readers=choice))
-    drafting.after = 2
-    again = drafting.again({"counts": torch.tensor([9])})
+    plan = StepPlan({name: (7,) for name in ("lengths", "counts", "live")}, torch.device("cpu"))
+    drafting.keep(Choice(readers=choice) if dense else choice._replace(readers=choice), plan)
+    again = drafting.again({"counts": torch.tensor([9]), "lengths": torch.tensor([9])})
     assert again.reads_all == dense
     for one in (again.readers,) if dense else (again, again.readers):
         assert sets(one.keys) == [[{1, 3, 7, 8}]]
@@ -72,7 +78,7 @@ def test_layers_and_their_readers_read_the_tokens_of_the_draft(dense):
 
 def test_a_choice_of_neither_keys_nor_pages_cannot_be_read_again():
     with pytest.raises(ValueError, match="this layer's has neither"):
-        Drafting().keep(Choice(attended=ops.Attended(torch.zeros(1, 1, 1, 1))))
+        Drafting().keep(Choice(attended=ops.Attended(torch.zeros(1, 1, 1, 1))), None)
 
 
 def test_which_methods_draft():
@@ -88,30 +94,49 @@ def test_which_methods_draft():
     assert obstacle(methods.parse("sparq")).startswith(state)
 
 
-@pytest.mark.parametrize("lengths", [[5, 5], [9, 5], [4, 12]])
-@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sinks": True}])
-def test_queries_of_a_verifying_pass_read_all_keys_before_them(lengths, extra):
-    n, generator = 4, torch.Generator().manual_seed(0)
+class SumOfNewest(ReadsChosen):
+    """Keeps the newest token's number, to see which tokens it has been told of."""
 
-    def drawn(*shape):
-        return torch.randn(shape, generator=generator)
+    name: ClassVar[str] = "sum_of_newest"
 
-    longest = max(lengths)
-    q, k, v = (drawn(2, heads, longest, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    store = SlotCache(Geometry(HEADS, KV_HEADS, DIM, DIM), 2, torch.float32, torch.device("cpu"))
-    store.reserve(longest)
+    def copies(self, keys):
+        return {"copy": keys[..., :1] + 1}
+
+    def choose(self, cache, q, scaling):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 5], [9, 5]])
+def test_a_verifying_pass_writes_over_its_drafts(lengths, captured):
+    """And counts one token more; what methods keep of each token is made anew."""
+    generator, method, n = torch.Generator().manual_seed(0), SumOfNewest(), 4
+    geometry = Geometry(HEADS, KV_HEADS, DIM, DIM)
+    store = SlotCache(geometry, 2, torch.float32, torch.device("cpu"), method.channels(geometry))
+    store.reserve(16)
     for b, length in enumerate(lengths):
         with store.row(b) as row:
-            row.append(k[b : b + 1, :, :length], v[b : b + 1, :, :length])
-    store.softcap, store.sink_logits = extra.get("softcap"), drawn(HEADS) if extra.get("sinks") else None
-    newest = [torch.stack([x[b, :, length - n : length] for b, length in enumerate(lengths)]) for x in (q, k, v)]
-    found = attend_newest(store, *newest, DIM**-0.5).out
+            row.append(*torch.randn(2, 1, KV_HEADS, length, DIM, generator=generator))
+    before, own = store.keys.clone(), store.channel("copy")
+    own.copy_(-before[..., :1])
+    q = torch.randn(2, HEADS, n, DIM, generator=generator)
+    k, v = torch.randn(2, 2, KV_HEADS, n, DIM, generator=generator)
+    groups = [move_to_device([store])] if captured else []
+    with step(groups):
+        found = verified(method, store, q, k, v, 0.3)
+    for rows in groups:
+        rows.steps += 1
+    assert store.lengths == [length + 1 for length in lengths]
     for b, length in enumerate(lengths):
-        for i in range(n):
-            end = length - n + i + 1
-            how = {"lengths": torch.tensor([end]), "logits": store.logits(DIM**-0.5)}
-            one = ops.attend(newest[0][b : b + 1, :, i : i + 1], k[b : b + 1], v[b : b + 1], **how)
-            torch.testing.assert_close(found[b, :, i : i + 1], one.out[0])
+        first = length + 1 - n
+        assert torch.equal(store.keys[b, :, :first], before[b, :, :first])
+        assert torch.equal(store.keys[b, :, first : length + 1], k[b])
+        assert torch.equal(store.values[b, :, first : length + 1], v[b])
+        assert torch.equal(store.channel("copy")[b, :, :first], -before[b, :, :first, :1])
+        assert torch.equal(store.channel("copy")[b, :, first : length + 1], k[b, ..., :1] + 1)
+        one = [x[b : b + 1, :, : length + 1] for x in (store.keys, store.values)]
+        alone = ops.attend_newest(q[b : b + 1], *one, logits=ops.Logits(0.3))
+        torch.testing.assert_close(found[b : b + 1], alone.out)
 
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs():
@@ -145,13 +170,43 @@ def test_sampled_tokens_are_distributed_as_the_verifying_pass_says(apart):
         assert chi < 23.5, place  # four degrees of freedom
 
 
-def test_drafts_get_longer_where_they_are_accepted_and_shorter_where_not():
-    length = DraftLength()
-    first = length.next()
-    for _ in range(30):
-        length.learn(length.next(), length.next())
-    assert first < length.next() == LONGEST
-    for _ in range(30):
-        length.learn(0, 1)
-    assert length.next() == 1
-    assert DraftLength(5).next() == 5
+def lengths_of(cycles, share, seconds, most=100, fixed=None):
+    """The lengths of drafts of which a share is accepted, in cycles that take ``seconds(length, cycle)``."""
+    now, found = [0.0], []
+    length = DraftLength(fixed, clock=lambda: now[0])
+    for cycle in range(cycles):
+        number = length.next(most)
+        now[0] += seconds(number, cycle)
+        length.learn(
+            1000 * sum(share**i for i in range(1, number + 1)),
+            1000 * sum(share**i for i in range(number)),
+        )
+        found.append(number)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("share", "token", "expected"),
+    [(0.95, 0.1, LONGEST), (0.9, 0.4, 4), (0.6, 0.2, 2), (0.6, 0.7, 0), (0.9, 0.95, 0), (0.2, 0.5, 0)],
+)
+def test_drafts_are_as_long_as_pays(share, token, expected):
+    """By time, where a pass over all keys takes 1 and a token of a draft a part of that."""
+    found = lengths_of(200, share, lambda number, cycle: 1 + token * number)
+    assert found[:6] == [4, 4, 4, 0, 0, 0]
+    assert collections.Counter(found[50:]).most_common(1)[0][0] == expected
+    if not expected:
+        assert 1 <= sum(map(bool, found[50:])) <= 4, "one is tried now and then"
+
+
+def test_a_pass_without_a_draft_is_timed_again():
+    """As a context grows, drafts that did not pay begin to, and the other way round."""
+    for before, after in ((1, 4), (4, 1)):
+        found = lengths_of(1200, 0.9, lambda number, cycle: (before if cycle < 100 else after) + 0.95 * number)
+        assert [bool(found[90]), bool(found[-1])] == [before > 1, after > 1]
+
+
+def test_a_draft_ends_where_the_answer_does():
+    assert lengths_of(9, 0.9, lambda number, cycle: 1.0, most=3) == [3, 3, 3, 0, 0, 0, 3, 3, 3]
+    assert lengths_of(2, 0.9, lambda number, cycle: 1.0, fixed=7) == [7, 7]
+    assert lengths_of(2, 0.9, lambda number, cycle: 1.0, fixed=7, most=5) == [4, 4]
+    assert lengths_of(2, 0.9, lambda number, cycle: 1.0, most=0) == [0, 0]

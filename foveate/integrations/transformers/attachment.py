@@ -116,8 +116,6 @@ class Attachment:
 
     def replay_obstacle(self, model: nn.Module) -> str:
         """Why decode steps of the model are never replayed; empty when they are."""
-        if self.lossless is not None:
-            return "lossless decoding runs its passes one by one"
         methods = (policy.method for policy in self.policies.values())
         return self.graphs.obstacle(model, self.config, methods, self.unchanged)
 

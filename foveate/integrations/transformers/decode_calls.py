@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,15 +24,10 @@ class DecodeCall(OfModel):
     """What `generate` calls for a decode step and for a chunk of a prompt: runs the model or replays a step."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        graphs, cache = self.attachment.graphs, inputs.get(releases.CACHE)
+        cache = inputs.get(releases.CACHE)
         if args or not isinstance(cache, Cache) or not _is_step(cache, inputs):
             return self.model(*args, **inputs)
-        reason = self.attachment.replay_obstacle(self.model) or _refusal(cache, inputs, self.attachment.policies)
-        if cache.steps is None:  # else there was nothing when the call of `generate` began
-            reason = reason or _hooked(self.model)
-        if graphs.mode is not False:
-            graphs.require(reason)
-        if reason:
+        if not can_replay(self.model, self.attachment, cache, inputs):
             return self.model(**inputs)
         given = {key: value for key, value in inputs.items() if key not in (releases.CACHE, "attention_mask")}
         tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
@@ -40,29 +35,52 @@ class DecodeCall(OfModel):
             ids = tensors["input_ids"]
             tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
         options = {key: value for key, value in given.items() if key not in tensors}
-        if cache.steps is None:
-            cache.steps = ReplayedSteps(graphs.recorder_for(self.model.device), graphs.use)
         seen = cache.get_seq_length()
         try:
-            out = self._replayed(cache, tensors, options)
+            out = replayed(self.model, cache, tensors, options)
         except CaptureError as error:
-            graphs.broke(error)
+            self.attachment.graphs.broke(error)
             return self.model(**inputs)
         cache.ids.write(seen, inputs["input_ids"])
         return releases.with_cache(out, cache)
 
-    def _replayed(self, cache: Cache, tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        """Decode one token for every row; the output does not name the cache."""
 
-        def run(**given: Any) -> Any:
-            return releases.without_cache(self.model(**given, **{releases.CACHE: cache}))
+def can_replay(model: nn.Module, attachment: Attachment, cache: Cache, inputs: Mapping[str, Any]) -> bool:
+    """Whether a decode step of the model with these inputs can be captured; if so, the cache has what replays it.
 
-        def written() -> list[Tensor]:
-            recurrent = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
-            return [state for layer in recurrent for state in recurrent_states(layer)]
+    Raises:
+        ValueError: as :meth:`Graphs.require`, when it cannot.
+    """
+    graphs = attachment.graphs
+    reason = attachment.replay_obstacle(model) or _refusal(cache, inputs, attachment.policies)
+    if cache.steps is None:  # else there was nothing when the call of `generate` began
+        reason = reason or _hooked(model)
+    if graphs.mode is not False:
+        graphs.require(reason)
+    if not reason and cache.steps is None:
+        cache.steps = ReplayedSteps(graphs.recorder_for(model.device), graphs.use)
+    return not reason
 
-        layers = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
-        return cache.steps(layers, run, tensors, options, written)
+
+def replayed(
+    model: nn.Module, cache: Cache, tensors: dict[str, Tensor], options: dict[str, Any], **kind: Hashable
+) -> Any:
+    """Decode one token for every row; the output does not name the cache.
+
+    Args:
+        tensors, options: inputs that change with each step, and the others.
+        kind: see :class:`ReplayedSteps`.
+    """
+
+    def run(**given: Any) -> Any:
+        return releases.without_cache(model(**given, **{releases.CACHE: cache}))
+
+    def written() -> list[Tensor]:
+        recurrent = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+        return [state for layer in recurrent for state in recurrent_states(layer)]
+
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
+    return cache.steps(layers, run, tensors, options, written, **kind)
 
 
 class EnableCompiledCall(OfModel):
@@ -101,7 +119,7 @@ def _is_step(cache: Cache, inputs: dict[str, Any]) -> bool:
     return cache.phase.prompt_end_known and cache.get_seq_length() > (cache.phase.prompt_end or 0)
 
 
-def _refusal(cache: Cache, inputs: dict[str, Any], policies: Mapping[int, Policy]) -> str:
+def _refusal(cache: Cache, inputs: Mapping[str, Any], policies: Mapping[int, Policy]) -> str:
     """Why this step cannot be replayed where others can; empty when it can."""
     if cache.phase.assistant or any(layer.record_past for layer in cache.layers if isinstance(layer, CacheLayer)):
         return "the cache records its past, for assisted decoding"

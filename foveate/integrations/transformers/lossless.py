@@ -8,7 +8,7 @@ often where processors or criteria look at the tokens so far.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,15 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, LogitsProcessorList, StoppingCriteriaList
 
 from foveate.integrations.transformers import releases
-from foveate.integrations.transformers.attachment import OfModel
+from foveate.integrations.transformers.attachment import Attachment, OfModel
 from foveate.integrations.transformers.cache import Cache
+from foveate.integrations.transformers.decode_calls import can_replay, replayed
 from foveate.integrations.transformers.positions import length_kinds
 from foveate.integrations.transformers.support import cache_layers
 from foveate.methods import Method, sparse_prompt
+from foveate.runtime import CaptureError
 from foveate.runtime.drafts import LONGEST, DraftLength, DraftUse, accept_greedy, accept_sampled, obstacle
+from foveate.state.step_plan import on_device
 
 STANDS_IN = ("generate", "_extract_generation_mode_kwargs")
 """What :class:`Generate` and :class:`ModeArguments` stand in for."""
@@ -49,6 +52,8 @@ _PLAIN = (transformers.generation.MaxLengthCriteria, transformers.generation.Eos
 _PASSED = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", releases.CACHE)
 """Arguments of `generate` that decoding passes do not need, or get."""
 _NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_FIRST, _DRAFT = "first of a draft", "of a draft"
+"""Kinds of steps: the one that chooses, and those that read its choice again."""
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -148,14 +153,13 @@ class Generate(OfModel):
         first = _drawn(scores[:, 0], generation_config.do_sample)[0]
         rows.take([[token] for token in first.tolist()])
         _stream(streamer, rows, [1])
-        passes = _Passes(model, cache, model_kwargs.get("position_ids"), input_ids.device)
+        passes = _Passes(model, self.attachment, cache, {**model_kwargs, "input_ids": input_ids})
         length = DraftLength(lossless.length)
         with model._optimize_model_for_decode(), passes.whole():
             while rows.unfinished:
-                number = 0 if passes.short() else min(length.next(), rows.most_left() - 1)
+                number = length.next(0 if passes.short() else rows.most_left() - 1)
                 taken, accepted = self._cycle(passes, rows, scored, number, generation_config.do_sample, lossless.use)
-                if number:
-                    length.learn(sum(accepted), sum(min(one + 1, number) for one in accepted))
+                length.learn(sum(accepted), sum(min(one + 1, number) for one in accepted))
                 _stream(streamer, rows, taken)
         if streamer is not None:
             streamer.end()
@@ -317,16 +321,15 @@ class _Scores:
 class _Passes:
     """Decoding passes of the model over its cache, whose rows hold different numbers of tokens."""
 
-    def __init__(
-        self, model: transformers.PreTrainedModel, cache: Cache, positions: Tensor | None, device: torch.device
-    ):
-        self._model, self._cache, self.device = model, cache, device
-        self._layers = cache.layers
+    def __init__(self, model: transformers.PreTrainedModel, attachment: Attachment, cache: Cache, given: Mapping):
+        self._model, self._attachment, self._cache, self._layers = model, attachment, cache, cache.layers
         self._positioned = releases.takes(model, "position_ids")
-        lengths = torch.tensor(self._layers[0].store.lengths, device=device)
-        self._offset = 0 if positions is None else positions[:, -1].to(device) + 1 - lengths
-        """By how much a row's positions differ from the numbers of its tokens, int64 ``[B]``."""
-        self._drafted = self._verified = 0
+        self._lengths = list(self._layers[0].store.lengths)
+        positions, self.device = given.get("position_ids"), given["input_ids"].device
+        first = torch.tensor(self._lengths, device=self.device)
+        self._first = first if positions is None else first.copy_(positions[:, -1] + 1)
+        """The position of each row's newest token, which the cache does not hold yet, int64 ``[B]``."""
+        self._verified = 0
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -337,24 +340,35 @@ class _Passes:
     def short(self) -> bool:
         """Whether the context is so short that a layer reads it whole: within a draft no layer begins to choose."""
         able = (layer for layer in self._layers if layer.method.sparse_from_tokens is not None)
-        return any(layer.decodes_densely(layer.store.used + 1) for layer in able)
+        return any(layer.decodes_densely(max(self._lengths) + 1) for layer in able)
 
     def draft(self, ids: Tensor, number: int) -> Tensor:
         """Logits ``[B, 1, V]`` after one token of each row, which is number ``number`` of its draft."""
-        self._drafted += 1
-        return self._run(ids, draft=number)
+        self._cache.phase.draft = number
+        try:
+            return self._run(ids, number, kind=_DRAFT if number else _FIRST, after=_FIRST if number else None)
+        finally:
+            self._cache.phase.draft = None
 
     def verify(self, ids: Tensor) -> Tensor:
-        """Logits ``[B, n, V]`` after each of n tokens, which read all keys; what was drafted is taken out before."""
-        if self._drafted:
-            self.keep([0] * len(ids), self._drafted)
-        self._drafted, self._verified = 0, ids.shape[1]
-        return self._run(ids, verifying=True)
+        """Logits ``[B, n, V]`` after each row's newest token and its draft of n - 1 tokens, which all read all keys."""
+        self._verified = ids.shape[1]
+        self._cache.phase.verifying = True
+        try:
+            return self._run(ids, 0, kind=("verify", ids.shape[1]))
+        finally:
+            self._cache.phase.verifying = False
 
-    def keep(self, kept: Sequence[int], of: int | None = None) -> None:
-        """Keep the first so many of each row's last tokens; None: of those of the last verifying pass."""
-        for layer in self._layers:
-            layer.keep_newest(kept, self._verified if of is None else of)
+    def keep(self, kept: Sequence[int]) -> None:
+        """Keep the first so many of each row's tokens of the last verifying pass."""
+        back = [self._verified - number for number in kept]
+        if (steps := self._cache.steps) is not None:
+            steps.take_back(self._layers, back)
+        else:
+            for layer in self._layers:
+                layer.take_back(back)
+        self._lengths = list(map(operator.add, self._lengths, kept))
+        self._first = self._first + on_device(tuple(kept), self.device)
 
     def finish(self, tokens: Tensor) -> bool:
         """Leave the cache as `generate` leaves it, without the last of the ``tokens [B, n]``; False where its rows hold
@@ -368,16 +382,19 @@ class _Passes:
             self._cache.ids.write(phase.prompt_end, tokens[:, :number])
         return True
 
-    def _run(self, ids: Tensor, draft: int | None = None, verifying: bool = False) -> Tensor:
-        given, phase = {releases.CACHE: self._cache, "use_cache": True}, self._cache.phase
+    def _run(self, ids: Tensor, number: int, **kind: Hashable) -> Tensor:
+        """Logits of tokens of which the first has so many of the draft before it; ``kind``: see `ReplayedSteps`."""
+        given, options = {"input_ids": ids}, {"use_cache": True, "return_dict": True}
         if self._positioned:
-            first = torch.tensor(self._layers[0].store.lengths, device=self.device) + self._offset
-            given["position_ids"] = first[:, None] + torch.arange(ids.shape[1], device=self.device)
-        phase.draft, phase.verifying = draft, verifying
-        try:
-            return self._model(ids, return_dict=True, **given).logits.to(self.device)
-        finally:
-            phase.draft, phase.verifying = None, False
+            given["position_ids"] = self._first[:, None] + torch.arange(
+                number, number + ids.shape[1], device=self.device
+            )
+        if can_replay(self._model, self._attachment, self._cache, given):
+            try:
+                return replayed(self._model, self._cache, given, options, **kind).logits.to(self.device)
+            except CaptureError as error:
+                self._attachment.graphs.broke(error)
+        return self._model(**given, **options, **{releases.CACHE: self._cache}).logits.to(self.device)
 
 
 def _check(
@@ -406,8 +423,9 @@ def _check(
 
 def _ties(scores: Tensor, dtype: torch.dtype) -> Tensor:
     """Where the two best scores ``[..., V]`` differ by at most four units in the last place of logits of a dtype."""
-    best = scores.topk(2, -1).values
-    return best[..., 0] - best[..., 1] <= 4 * torch.finfo(dtype).eps * best[..., 0].abs()
+    best, at = scores.max(-1, keepdim=True)
+    second = scores.scatter(-1, at, -torch.inf).amax(-1)
+    return best[..., 0] - second <= 4 * torch.finfo(dtype).eps * best[..., 0].abs()
 
 
 def _drawn(scores: Tensor, sampled: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
 """attend: exact softmax attention over chosen keys, with log-sum-exp; partial results merge exactly."""
 
-from foveate.ops.attend import decode, pooled, selected, window
+from foveate.ops.attend import decode, newest, pooled, selected, window
 from foveate.ops.attend.attended import Attended as Attended
 from foveate.ops.attend.causal import attend_causal as attend_causal
 from foveate.ops.attend.causal import prompt_path as prompt_path
@@ -20,6 +20,7 @@ from foveate.ops.dispatch import dispatch
 
 attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_indices = dispatch(decode.attend_indices, "foveate.ops.attend.decode_kernel", decode.check_indices)
+attend_newest = dispatch(newest.attend_newest, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_pages = dispatch(decode.attend_pages, "foveate.ops.attend.decode_kernel", decode.check_pages)
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")

@@ -1,5 +1,5 @@
-"""Attention of one query a row, over all keys or over chosen ones: Triton kernels of :func:`attend`,
-:func:`attend_pooled`, :func:`attend_indices` and :func:`attend_pages`."""
+"""Attention of one query a row, over all keys or over chosen ones, and of the newest tokens: Triton kernels of
+:func:`attend`, :func:`attend_newest`, :func:`attend_pooled`, :func:`attend_indices` and :func:`attend_pages`."""
 
 import torch
 import triton
@@ -41,6 +41,19 @@ def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mas
         mask = mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
     more = {"how": how, "block_table": block_table, "out": out}
     return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
+
+
+def attend_newest(q, k, v, *, logits, lengths=None, block_table=None):
+    """See :func:`foveate.ops.attend.newest.attend_newest` and :func:`attend`.
+
+    The tokens of a KV head's group share a program as its heads do, so that a key is read once for all of them.
+    """
+    batch, num_heads, queries, dim = q.shape
+    logits = logits if logits.sinks is None else logits._replace(sinks=logits.sinks.repeat_interleave(queries))
+    folded, number = q.reshape(batch, num_heads * queries, 1, dim), number_of_keys(k, block_table)
+    how = {"block_table": block_table, "queries": queries}
+    found = _decode(folded, k, v, None, None, lengths, number, logits, False, **how)
+    return Attended(found.out.view(batch, num_heads, queries, -1))
 
 
 def attend_pooled(q, k, v, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None, out=None):
@@ -102,11 +115,13 @@ def _decode(
     whole: Tensor | None = None,
     block_table: BlockTable | None = None,
     out: Tensor | None = None,
+    queries: int = 1,
 ) -> Attended:
     """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
 
     ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
     ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all, the first ``counts [B]`` of them; 0 for none.
+    ``queries``: of each head, the newest tokens of a row, which stand in ``q`` as so many heads.
     """
     (batch, num_heads, _, dim), (_, num_kv_heads, _, value_dim) = q.shape, v.shape
     if k.dtype != v.dtype or not reads(q, k, block_table):
@@ -147,8 +162,8 @@ def _decode(
         *((0, 0, 0) if chosen is None else chosen.stride()), *((0, 0) if lengths is None else lengths.stride()),
         *sizes, logits.scaling * LOG2E.value, steps(how[0]) if how else 0.0,
         INDEXED=indices is not None, PAGE_SIZE=page_size, BLOCK_SIZE=block_size(block_table, k),
-        SHARED=sets // num_kv_heads, CODED=kept is not None and kept.coded, SOFTCAP=constant(logits.softcap),
-        TILE=tile.shape(dim, value_dim), **tile.options,
+        SHARED=sets // num_kv_heads, QUERIES=queries, CODED=kept is not None and kept.coded,
+        SOFTCAP=constant(logits.softcap), TILE=tile.shape(dim, value_dim), **tile.options,
     )  # fmt: skip
     if merged:
         merge_splits[num_heads, batch](
@@ -174,8 +189,8 @@ def _attend_decode(
     kept,
     q_strides, kv_strides, chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
     batches, num_kv_heads, group, parts, number, keys, padded, blocks, room, scale, steps,
-    INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr, CODED: tl.constexpr,
-    SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+    INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr,
+    QUERIES: tl.constexpr, CODED: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
@@ -195,7 +210,7 @@ def _attend_decode(
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
     keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
-    KV head.
+    KV head. ``QUERIES``: so many heads in a row are the newest tokens of one, each of which reads the keys up to its own.
 
     Values of int16 are values in e4m3, two dimensions each.
     """
@@ -264,7 +279,7 @@ def _attend_decode(
     out = tl.zeros([BLOCK_M, WIDE], tl.float32)
     if PAIRED:
         odd_out = out
-    places = tl.arange(0, BLOCK_N)
+    places, behind = tl.arange(0, BLOCK_N), QUERIES - 1 - member % QUERIES
     LISTED: tl.constexpr = chosen_ptr is not None
     following, later = places, places
     if LISTED or BLOCK_SIZE:  # found out ahead, so that reading keys ahead is left to the compiler
@@ -297,7 +312,10 @@ def _attend_decode(
         k_tile = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)[:, None] + dims[None, :] * k_stride_d
         k = tl.load(k_ptr + k_tile, mask=k_mask, other=0.0).to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
-        logits = tl.where(stored[None, :], logits, float("-inf"))
+        seen = stored[None, :]
+        if QUERIES > 1:
+            seen = seen & (place[None, :] < number - behind[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
         if kept is not None:
             largest = tl.maximum(tl.max(logits, 1), LOWEST)
             keep(logits, largest, logit_ptr, top_ptr, kept_rows, exist, block, place, padded, blocks, steps, CODED)

@@ -135,11 +135,12 @@ def put_token(
     emptied: Tensor | None = None,
     block_table: BlockTable | None = None,
 ) -> Tensor:
-    """Write one token of every row into memory: where one was given up, or else into the row's next slot.
+    """Write one token of every row into memory: where one was given up, or else into the row's next slot. Or write n
+    tokens into its next n slots, with nothing else.
 
     Args:
         keys, values: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, written to through their strides.
-        k, v: ``[B, Hkv, 1, D]`` and ``[B, Hkv, 1, Dv]``, of the same dtypes.
+        k, v: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, of the same dtypes.
         slots: int64 ``[B]``: the next slots, none negative: an engine's padded rows must be left out.
         freed: int64 ``[B, Hkv]``: slots that were given up, -1 for none.
         take: whether ``freed`` becomes -1.
@@ -149,7 +150,7 @@ def put_token(
             D(v)]``; None: they are in one piece.
 
     Returns:
-        int64 ``[B, Hkv]``: the slots that were written.
+        int64 ``[B, Hkv]``: the slots that were written, the first of several.
     """
     slot = slots[:, None].expand(-1, keys.shape[1])
     if freed is not None:
@@ -158,11 +159,12 @@ def put_token(
             freed.fill_(-1)
     if block_table is not None:
         block_table.check(k, keys, values)
-        block, place = block_table.slots(slot, keys)
         head = torch.arange(keys.shape[1], device=keys.device)
-        keys[block, head, place], values[block, head, place] = k[:, :, 0], v[:, :, 0]
+        for n in range(k.shape[2]):
+            block, place = block_table.slots(slot + n, keys)
+            keys[block, head, place], values[block, head, place] = k[:, :, n], v[:, :, n]
     else:
-        index = slot[..., None, None]
+        index = (slot[..., None] + torch.arange(k.shape[2], device=keys.device))[..., None]
         for memory, x in ((keys, k), (values, v)):
             memory.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), x)
     if positions is not None:

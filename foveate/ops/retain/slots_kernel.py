@@ -33,23 +33,22 @@ def give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None
 def put_token(
     keys, values, k, v, slots, *, freed=None, take=False, positions=None, newest=None, emptied=None, block_table=None,
 ):  # fmt: skip
-    """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a row and a KV head."""
-    batch, heads, dim, value_dim = len(keys), keys.shape[1], keys.shape[3], values.shape[3]
+    """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a KV head and a token of a row."""
+    batch, heads, number, dim, value_dim = len(keys), keys.shape[1], k.shape[2], keys.shape[3], values.shape[3]
     if block_table is not None:
         block_table.check(k, keys, values)
         batch = len(k)
     if (k.dtype, v.dtype) != (keys.dtype, values.dtype) or (positions is not None and newest.dtype != positions.dtype):
         raise ValueError(f"a token in {k.dtype} and {v.dtype} for memory in {keys.dtype} and {values.dtype}")
-    if k.shape != (batch, heads, 1, dim) or v.shape != (batch, heads, 1, value_dim):
+    if k.shape != (batch, heads, number, dim) or v.shape != (batch, heads, number, value_dim):
         raise ValueError(f"a token of k {tuple(k.shape)}, v {tuple(v.shape)} does not fit memory {tuple(keys.shape)}")
     freed = None if freed is None else freed.contiguous() if not take else freed
     found = torch.empty(batch, heads, dtype=torch.int64, device=keys.device)
     if found.numel():
-        _put_token[batch * heads,](
+        _put_token[batch * heads, number](
             keys, values, k, v, slots.contiguous(), freed, positions,
             None if positions is None else newest.contiguous(), emptied, *arguments(block_table), found,
-            *keys.stride(), *values.stride(), *(k.stride(axis) for axis in (0, 1, 3)),
-            *(v.stride(axis) for axis in (0, 1, 3)), *((0, 0) if freed is None else freed.stride()),
+            *keys.stride(), *values.stride(), *k.stride(), *v.stride(), *((0, 0) if freed is None else freed.stride()),
             *((0, 0, 0) if positions is None else positions.stride()),
             *((0, 0, 0) if emptied is None else emptied.stride()),
             heads,
@@ -110,6 +109,7 @@ def _give_up(
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "position", "emptied") for axis in "bh"]
+_STRIDES += ["k_stride_s", "v_stride_s"]
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, "table_stride", "heads"])
@@ -117,14 +117,14 @@ def _put_token(
     key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, freed_ptr, position_ptr, newest_ptr, emptied_ptr, table_ptr,
     table_stride, found_ptr,
     key_stride_b, key_stride_h, key_stride_s, key_stride_d,
-    value_stride_b, value_stride_h, value_stride_s, value_stride_d, k_stride_b, k_stride_h, k_stride_d,
-    v_stride_b, v_stride_h, v_stride_d, freed_stride_b, freed_stride_h,
+    value_stride_b, value_stride_h, value_stride_s, value_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d, freed_stride_b, freed_stride_h,
     position_stride_b, position_stride_h, position_stride_s, emptied_stride_b, emptied_stride_h, emptied_stride_s,
     heads,
     TAKE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a token, its position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the slots."""
-    row = tl.program_id(0)
+    """Writes tokens, a position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the first slots."""
+    row, token = tl.program_id(0), tl.program_id(1)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)
     if freed_ptr is not None:
@@ -133,7 +133,10 @@ def _put_token(
         slot = tl.where(freed >= 0, freed, slot)
         if TAKE:
             tl.store(at, -1)
-    tl.store(found_ptr + row, slot)
+    tl.store(found_ptr + row, slot, mask=token == 0)
+    slot += token
+    k_ptr += token.to(tl.int64) * k_stride_s
+    v_ptr += token.to(tl.int64) * v_stride_s
     k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + dims * k_stride_d, mask=dims < DIM)
     v = tl.load(v_ptr + batch * v_stride_b + head * v_stride_h + dims * v_stride_d, mask=dims < VALUE_DIM)
     if BLOCK_SIZE:
