@@ -1,127 +1,250 @@
-"""Lossless decoding of real text: how many drafts dense passes accept, and the time of a token beside dense decoding.
+"""Lossless decoding: how many drafts dense passes accept, and the time of a token beside dense decoding.
 
-    python -m benchmarks.lossless --model models/smollm2-135m --out runs/lossless.jsonl --length 2048
+    python -m benchmarks.lossless --model models/smollm2-135m --out runs/lossless.jsonl --case 2048x1
+    python -m benchmarks.lossless --shape 8b --accept 0.91 --out runs/lossless.jsonl --case 32768x8
 
-Each task is one prompt of about --length tokens: a novel to be summarised, code to be explained, and entries of a JSON
-object to be repeated. Answers are greedy and have --new tokens. For each method and length of draft a row has the
-drafts accepted in a pass, the share of tokens that dense attention writes, too, the share of keys that passes read, and
-milliseconds of a generated token, the prompt left out, over dense decoding's by foveate in the same run.
+Each row of a batch is a prompt of about so many tokens of a task: a part of a novel to be summarised, code to be
+explained, or entries of a JSON object to be repeated. Answers are greedy and have --new tokens. For each method and
+length of draft a row of the file has the drafts accepted in a pass, the share of an answer's tokens before the first
+that dense decoding does not write, the share of keys that passes read, and milliseconds of a token of each row over
+those of dense decoding by foveate in the same run. Passes before the graphs are captured are left out.
+
+--shape: random weights of that shape, for times; its drafts are accepted with the probability --accept instead of by
+what they are worth.
 """
 
 import argparse
+import collections
+import contextlib
 import itertools
 import json
 import random
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from foveate.lab.results import measurements
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = ["kascade", "kascade:top_k=0.2", "pages"]
-DRAFTS = [2, 4, 8]
+METHODS = ["kascade", "kascade:top_k=0.05", "pages"]
+DRAFTS = ["auto", "4"]
 BASELINE = "dense"
+SHAPES = {
+    "1.5b": (28, 1536, 12, 2, 8960, 151_936),
+    "8b": (32, 4096, 32, 8, 14_336, 128_256),
+}
+"""Layers, width, query and KV heads (of 128 dimensions), width of the MLPs, and tokens of the vocabulary."""
+BEFORE = 8
+"""Cycles, or steps of dense decoding, that are left out of the times."""
 
 
-def prompts() -> Mapping[str, Callable[[], tuple[str, str]]]:
-    """For each task its text, longer than any prompt, and what is asked about it."""
+def prompts() -> Mapping[str, Callable[[int], tuple[str, str]]]:
+    """For each task the text of a row, longer than any prompt, and what is asked about it."""
 
-    def book() -> tuple[str, str]:
+    def book(row: int) -> tuple[str, str]:
         text = (ROOT / "examples" / "data" / "books" / "moby_dick.txt").read_text(encoding="utf-8")
-        return text[20_000:], "Summarize the text above in detail."
+        return _turned(text, 20_000 + 70_000 * row), "Summarize the text above in detail."
 
-    def code() -> tuple[str, str]:
-        files = sorted((ROOT / "foveate" / "runtime").glob("*.py"))
-        return "\n".join(path.read_text(encoding="utf-8") for path in files), "Explain what the classes above do."
+    def code(row: int) -> tuple[str, str]:
+        files = sorted((ROOT / "foveate").rglob("*.py"))
+        text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+        return _turned(text, 150_000 * row), "Explain what the classes above do."
 
-    def entries() -> tuple[str, str]:
-        draw = random.Random(0)
+    def entries(row: int) -> tuple[str, str]:
+        draw = random.Random(row)
         pairs = (f'"{draw.getrandbits(32):08x}": "{draw.getrandbits(64):016x}"' for _ in range(8000))
         return "{\n" + ",\n".join(pairs), "Repeat the first ten entries above exactly."
 
     return {"book": book, "code": code, "json": entries}
 
 
+def _turned(text: str, first: int) -> str:
+    return text[first % len(text) :] + text[: first % len(text)]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True, help="a folder of Hugging Face")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, help="a folder of Hugging Face")
+    what.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument("--accept", type=float, default=0.9, help="of --shape: the share of drafts that are accepted")
+    parser.add_argument("--yarn", type=float, help="factor of the rotary positions, for prompts beyond the model's")
+    parser.add_argument("--case", action="append", type=_case, required=True, help="tokens of a prompt x rows")
     parser.add_argument("--method", action="append", help=f"by default {', '.join(METHODS)}")
-    parser.add_argument("--draft", action="append", type=int, help=f"tokens of a draft, by default {DRAFTS}")
-    parser.add_argument("--task", action="append", choices=prompts(), help="by default all")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt, about")
-    parser.add_argument("--new", type=int, default=96, help="tokens of an answer")
+    parser.add_argument(
+        "--draft", action="append", help=f"tokens of a draft, or auto; by default {' and '.join(DRAFTS)}"
+    )
+    parser.add_argument("--task", action="append", choices=prompts(), help="of --model; by default all")
+    parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
     given = parser.parse_args(arguments)
     measurements.check_out(given.out, "lossless")
-    model, tokenizer = _loaded(given.model)
-    for task in given.task or prompts():
-        ids = _prompt(tokenizer, *prompts()[task](), given.length).to(model.device)
+    model, tokenizer = _shaped(given.shape) if given.shape else _loaded(given.model, given.yarn)
+    tasks = ["random"] if given.shape else given.task or list(prompts())
+    for (tokens, rows), task in itertools.product(given.case, tasks):
+        ids = _batch(tokenizer, task, tokens, rows, model)
         dense, baseline = _answer(model, ids, given.new, "dense", False)
-        for method, length in itertools.product(given.method or METHODS, given.draft or DRAFTS):
-            tokens, found = _answer(model, ids, given.new, method, length)
-            case = {"model": given.model.name, "task": task, "tokens": ids.shape[1], "new": given.new}
-            case |= {"method": method, "draft": length}
-            same = sum(a == b for a, b in zip(tokens, dense)) / len(dense)
-            row = _row(case, model.device.type, found, baseline["ms"], same)
+        for method, draft in itertools.product(given.method or METHODS, given.draft or DRAFTS):
+            with _accepting(given.accept) if given.shape else contextlib.nullcontext():
+                answers, found = _answer(model, ids, given.new, method, draft == "auto" or int(draft))
+            case = {"model": given.shape or given.model.name, "task": task, "tokens": tokens, "rows": rows}
+            case |= {"new": given.new, "method": method, "draft": draft}
+            case |= {"accept": given.accept} if given.shape else {}
+            case |= {"yarn": given.yarn} if given.yarn else {}
+            equal = None if given.shape else sum(map(_alike, answers, dense)) / rows
+            row = _row(case, model.device.type, found, baseline["ms"], equal)
             measurements.write(given.out, [row])
-            print(json.dumps({key: row[key] for key in ("case", "accepted", "equal", "ms", "baseline_ms")}), flush=True)
+            shown = ("case", "accepted", "equal", "ms", "baseline_ms", "speedup")
+            print(json.dumps({key: row[key] for key in shown}), flush=True)
 
 
-def _row(case: dict[str, Any], device: str, found: dict[str, Any], own_ms: float, same: float) -> dict[str, Any]:
-    more = {name: found[name] for name in ("accepted", "ties", "keys_read_share", "peak_bytes")}
-    return measurements.speed_row("lossless", case, device, found["ms"], (BASELINE, own_ms), equal=same, **more)
+def _case(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not TOKENSxROWS, such as 32768x8")
+    tokens, rows = text.split("x")
+    return int(tokens), int(rows)
 
 
-def _loaded(folder: Path) -> tuple[Any, Any]:
+def _row(
+    case: dict[str, Any], device: str, found: dict[str, Any], own_ms: float, equal: float | None
+) -> dict[str, Any]:
+    more = {name: found[name] for name in ("accepted", "drafted", "ties", "keys_read_share", "peak_bytes")}
+    return measurements.speed_row("lossless", case, device, found["ms"], (BASELINE, own_ms), equal=equal, **more)
+
+
+def _alike(one: list[int], other: list[int]) -> float:
+    """The share of two answers before their first difference."""
+    return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), len(one)) / len(one)
+
+
+def _loaded(folder: Path, yarn: float | None) -> tuple[Any, Any]:
     import torch
     import transformers
 
     cuda = torch.cuda.is_available()
-    how = {"dtype": torch.bfloat16 if cuda else torch.float32}
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if yarn:
+        config.rope_parameters |= {"rope_type": "yarn", "factor": yarn}
+        config.rope_parameters["original_max_position_embeddings"] = config.max_position_embeddings
+        config.max_position_embeddings = int(yarn * config.max_position_embeddings)
+    how = {"dtype": torch.bfloat16 if cuda else torch.float32, "config": config}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     return model.to("cuda" if cuda else "cpu"), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def _prompt(tokenizer: Any, text: str, question: str, length: int) -> Any:
-    """Token ids ``[1, n]`` of a chat that asks about the first ``length`` tokens of a text."""
+def _shaped(name: str) -> tuple[Any, None]:
+    import torch
+    import transformers
+
+    layers, width, heads, kv_heads, inner, vocabulary = SHAPES[name]
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        max_position_embeddings=1 << 20,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval(), None
+
+
+@contextlib.contextmanager
+def _accepting(share: float) -> Iterator[None]:
+    """Accept each draft with a probability, whatever dense attention writes."""
     import torch
 
-    cut = tokenizer.decode(tokenizer(text[: 12 * length]).input_ids[:length])
+    from foveate.integrations.transformers import lossless
+
+    real = lossless.accept_greedy
+
+    def drawn(drafts: Any, scores: Any) -> tuple[Any, Any]:
+        accepted = (torch.rand(drafts.shape, device=drafts.device) < share).long().cumprod(1).sum(1)
+        return accepted, scores.argmax(-1).gather(1, accepted[:, None])[:, 0]
+
+    lossless.accept_greedy = drawn
+    try:
+        yield
+    finally:
+        lossless.accept_greedy = real
+
+
+def _batch(tokenizer: Any, task: str, tokens: int, rows: int, model: Any) -> dict[str, Any]:
+    """Prompts of a task that are padded on the left, or random ids."""
+    import torch
+
+    if tokenizer is None:
+        ids = torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
+    prompts_ = [_prompt(tokenizer, *prompts()[task](row), tokens) for row in range(rows)]
+    longest = max(map(len, prompts_))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts_])
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts_])
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+def _prompt(tokenizer: Any, text: str, question: str, length: int) -> list[int]:
+    """Token ids of a chat that asks about the first ``length`` tokens of a text, less what the question takes."""
+    length -= 40 + len(tokenizer(question).input_ids)
+    cut = tokenizer.decode(tokenizer(text[: 6 * length]).input_ids[:length])
     asked = [{"role": "user", "content": f"{cut}\n\n{question}"}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    return torch.tensor([ids])
+    return tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
 
 
-def _answer(model: Any, ids: Any, new: int, method: str, lossless: bool | int) -> tuple[list[int], dict[str, Any]]:
-    """The tokens of an answer, and what was counted and timed; the prompt's time is that of an answer of one token."""
+class _Times:
+    """A streamer that notes when tokens come, and begins to count once graphs are captured."""
+
+    def __init__(self, model: Any):
+        self._model, self._at = model, []
+
+    def put(self, value: Any) -> None:
+        import foveate
+
+        if len(self._at) == 1 + BEFORE:  # the prompt is put first, and then the token that follows it
+            foveate.stats(self._model, reset=True)
+        lossless = self._model.foveate.lossless
+        cycles, drafted = (lossless.use.cycles, lossless.use.drafted) if lossless else (0, 0)
+        self._at.append((time.perf_counter(), cycles, drafted))
+
+    def end(self) -> None:
+        pass
+
+    def ms(self) -> float:
+        """Of a cycle or a step: the mean over lengths of drafts of their medians, since some are captured anew."""
+        of_length, at = collections.defaultdict(list), self._at[1 + BEFORE :]
+        for (begun, *before), (ended, *after) in itertools.pairwise(at):
+            cycles, drafted = (b - a for a, b in zip(before, after))
+            of_length[drafted // cycles if cycles else 0].append(ended - begun)
+        return 1000 * sum(len(took) * median(took) for took in of_length.values()) / (len(at) - 1)
+
+
+def _answer(
+    model: Any, batch: dict[str, Any], new: int, method: str, lossless: bool | int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The tokens of each row's answer, and what was counted and timed."""
     import torch
 
     import foveate
 
-    cuda = model.device.type == "cuda"
-
-    def run(number: int) -> tuple[list[int], float]:
-        start = time.perf_counter()
-        how = {"max_new_tokens": number, "min_new_tokens": number, "do_sample": False, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-        if cuda:
-            torch.cuda.synchronize()
-        return out[0, ids.shape[1] :].tolist(), 1000 * (time.perf_counter() - start)
-
+    cuda, times = model.device.type == "cuda", _Times(model)
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     with foveate.attached(model, method, dense_below=0, lossless=lossless):
-        run(8)
-        prompt = min(run(1)[1] for _ in range(2))
-        foveate.stats(model, reset=True)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        tokens, ms = run(new)
+        out = model.generate(**batch, **how, streamer=times)
         stats = foveate.stats(model)
     drafts = stats.drafts
-    return tokens, {
-        "ms": (ms - prompt) / (new - 1),
+    return out[:, batch["input_ids"].shape[1] :].tolist(), {
+        "ms": times.ms() / (1 + (drafts.per_cycle if drafts else 0)),
         "accepted": drafts and drafts.per_cycle,
+        "drafted": drafts and drafts.drafted / max(1, drafts.cycles),
         "ties": drafts and drafts.ties,
         "keys_read_share": stats.keys_read_share,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,

@@ -21,7 +21,7 @@ from foveate.integrations.transformers.releases import CACHE
 from foveate.methods import ReadsChosen
 from foveate.runtime import replay
 from foveate.runtime.drafts import DraftLength
-from foveate.state import SlotCache, storage
+from foveate.state import storage
 from tests.families import FAMILIES, family
 from tests.helpers import cached, left_padded, of_release, tiny_model
 from tests.recorded import record
@@ -105,7 +105,7 @@ def test_a_cache_that_grows_between_passes_is_captured_anew(dense):
     model = tiny_model()
     expected = generate(model, new=200)
     attachment = foveate.attach(model, FEW, lossless=3)
-    attachment.graphs.recorder, reserve, room = record, SlotCache.reserve, 5
+    attachment.graphs.recorder, room = record, 5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "ROOM", room)
         patch.setattr(storage, "capacity_for", lambda slots: slots + room)

@@ -68,7 +68,7 @@ def test_layers_and_their_readers_read_the_tokens_of_the_draft(dense):
     """A layer that reads all keys hands such a choice on, too."""
     choice = Choice(keys=torch.tensor([[[3, 1]]], dtype=torch.int32), read=torch.tensor([[2]]))
     drafting = Drafting()
-    plan = StepPlan({name: (7,) for name in ("lengths", "counts", "live")}, torch.device("cpu"))
+    plan = StepPlan(dict.fromkeys(("lengths", "counts", "live"), (7,)), torch.device("cpu"))
     drafting.keep(Choice(readers=choice) if dense else choice._replace(readers=choice), plan)
     again = drafting.again({"counts": torch.tensor([9]), "lengths": torch.tensor([9])})
     assert again.reads_all == dense
@@ -200,9 +200,9 @@ def test_drafts_are_as_long_as_pays(share, token, expected):
 
 def test_a_pass_without_a_draft_is_timed_again():
     """As a context grows, drafts that did not pay begin to, and the other way round."""
-    for before, after in ((1, 4), (4, 1)):
-        found = lengths_of(1200, 0.9, lambda number, cycle: (before if cycle < 100 else after) + 0.95 * number)
-        assert [bool(found[90]), bool(found[-1])] == [before > 1, after > 1]
+    grows = lengths_of(1200, 0.9, lambda number, cycle: (1 if cycle < 100 else 4) + 0.95 * number)
+    shrinks = lengths_of(1200, 0.9, lambda number, cycle: (4 if cycle < 100 else 1) + 0.95 * number)
+    assert [bool(found[at]) for found in (grows, shrinks) for at in (90, -1)] == [False, True, True, False]
 
 
 def test_a_draft_ends_where_the_answer_does():

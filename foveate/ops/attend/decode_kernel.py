@@ -210,7 +210,7 @@ def _attend_decode(
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
     keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
-    KV head. ``QUERIES``: so many heads in a row are the newest tokens of one, each of which reads the keys up to its own.
+    KV head. ``QUERIES``: so many heads in a row are the newest tokens of one, which read the keys up to their own.
 
     Values of int16 are values in e4m3, two dimensions each.
     """
