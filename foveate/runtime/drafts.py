@@ -177,7 +177,7 @@ class DraftLength:
         return number
 
     def learn(self, accepted: int, tried: int) -> None:
-        """End a cycle: how many drafts were accepted, of those that were looked at (the accepted and the first other)."""
+        """End a cycle: how many drafts were accepted, of those looked at, which are the accepted and the first other."""
         number, took = self._number, self._clock() - self._begun
         if number:
             self._accepted = _FORGET * self._accepted + accepted

@@ -54,6 +54,7 @@ def _compile_attention(
     block_size=0,
     whole=False,
     stored=None,
+    queries=1,
 ):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
@@ -93,7 +94,7 @@ def _compile_attention(
             "INDEXED": indexed is not None,
             "PAGE_SIZE": page_size,
             "BLOCK_SIZE": block_size,
-            "SHARED": shared,
+            "HEADS": (shared, queries),
             "CODED": kept and half,
             "SOFTCAP": softcap,
             "TILE": tile.shape(dim, dim),
@@ -132,6 +133,14 @@ def test_attention_compiles_for_ampere_and_hopper(
 ):
     how = {"indexed": indexed, "masked": masked, "bounded": bounded, "kept": kept, "softcap": softcap}
     _compile_attention(capability, dtype, dim, heads, **how)
+
+
+@in_turn(SHAPES, CAPABILITIES, ("queries", [2, 5]), ("bounded", [False, True]), ("softcap", [0.0, 50.0]))
+def test_attention_of_the_newest_tokens_compiles_for_ampere_and_hopper(
+    capability, dtype, dim, heads, queries, bounded, softcap
+):
+    how = {"queries": queries, "bounded": bounded, "softcap": softcap}
+    _compile_attention(capability, dtype, dim, heads * queries, **how)
 
 
 BLOCK_SIZES = ("block_size", [1, 16, 24, 256])

@@ -162,7 +162,7 @@ def _decode(
         *((0, 0, 0) if chosen is None else chosen.stride()), *((0, 0) if lengths is None else lengths.stride()),
         *sizes, logits.scaling * LOG2E.value, steps(how[0]) if how else 0.0,
         INDEXED=indices is not None, PAGE_SIZE=page_size, BLOCK_SIZE=block_size(block_table, k),
-        SHARED=sets // num_kv_heads, QUERIES=queries, CODED=kept is not None and kept.coded,
+        HEADS=(sets // num_kv_heads, queries), CODED=kept is not None and kept.coded,
         SOFTCAP=constant(logits.softcap), TILE=tile.shape(dim, value_dim), **tile.options,
     )  # fmt: skip
     if merged:
@@ -189,8 +189,8 @@ def _attend_decode(
     kept,
     q_strides, kv_strides, chosen_stride_b, chosen_stride_h, chosen_stride_l, length_stride_b, length_stride_h,
     batches, num_kv_heads, group, parts, number, keys, padded, blocks, room, scale, steps,
-    INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr,
-    QUERIES: tl.constexpr, CODED: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+    INDEXED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, CODED: tl.constexpr,
+    SOFTCAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes ``out [splits * B, Hq, Dv]`` and ``lse [splits * B, Hq]``, contiguous; ``scale`` includes log2(e).
 
@@ -209,11 +209,14 @@ def _attend_decode(
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
-    keys are there. ``SHARED``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one
-    KV head. ``QUERIES``: so many heads in a row are the newest tokens of one, which read the keys up to their own.
+    keys are there. ``HEADS``: ``SHARED``, so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys
+    of one KV head; and ``QUERIES``, so many heads in a row are the newest tokens of one, which read the keys up to their
+    own.
 
     Values of int16 are values in e4m3, two dimensions each.
     """
+    SHARED: tl.constexpr = HEADS[0]
+    QUERIES: tl.constexpr = HEADS[1]
     DIM: tl.constexpr = TILE[0]
     VALUE_DIM: tl.constexpr = TILE[1]
     BLOCK_D: tl.constexpr = TILE[2]

@@ -48,7 +48,7 @@ def put_token(
         _put_token[batch * heads, number](
             keys, values, k, v, slots.contiguous(), freed, positions,
             None if positions is None else newest.contiguous(), emptied, *arguments(block_table), found,
-            *keys.stride(), *values.stride(), *k.stride(), *v.stride(), *((0, 0) if freed is None else freed.stride()),
+            *keys.stride(), *values.stride(), k.stride(), v.stride(), *((0, 0) if freed is None else freed.stride()),
             *((0, 0, 0) if positions is None else positions.stride()),
             *((0, 0, 0) if emptied is None else emptied.stride()),
             heads,
@@ -108,8 +108,7 @@ def _give_up(
     tl.store(position_ptr + weakest * position_stride_s, -1, mask=weakest >= 0)
 
 
-_STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "k", "v", "freed", "position", "emptied") for axis in "bh"]
-_STRIDES += ["k_stride_s", "v_stride_s"]
+_STRIDES = [f"{x}_stride_{axis}" for x in ("key", "value", "freed", "position", "emptied") for axis in "bh"]
 
 
 @triton.jit(do_not_specialize=[*_STRIDES, "table_stride", "heads"])
@@ -117,14 +116,14 @@ def _put_token(
     key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, freed_ptr, position_ptr, newest_ptr, emptied_ptr, table_ptr,
     table_stride, found_ptr,
     key_stride_b, key_stride_h, key_stride_s, key_stride_d,
-    value_stride_b, value_stride_h, value_stride_s, value_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
-    v_stride_b, v_stride_h, v_stride_s, v_stride_d, freed_stride_b, freed_stride_h,
+    value_stride_b, value_stride_h, value_stride_s, value_stride_d, k_strides, v_strides,
+    freed_stride_b, freed_stride_h,
     position_stride_b, position_stride_h, position_stride_s, emptied_stride_b, emptied_stride_h, emptied_stride_s,
     heads,
     TAKE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes tokens, a position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the first slots."""
-    row, token = tl.program_id(0), tl.program_id(1)
+    row, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)
     if freed_ptr is not None:
@@ -135,10 +134,10 @@ def _put_token(
             tl.store(at, -1)
     tl.store(found_ptr + row, slot, mask=token == 0)
     slot += token
-    k_ptr += token.to(tl.int64) * k_stride_s
-    v_ptr += token.to(tl.int64) * v_stride_s
-    k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + dims * k_stride_d, mask=dims < DIM)
-    v = tl.load(v_ptr + batch * v_stride_b + head * v_stride_h + dims * v_stride_d, mask=dims < VALUE_DIM)
+    k_ptr += batch * k_strides[0] + head * k_strides[1] + token * k_strides[2]
+    v_ptr += batch * v_strides[0] + head * v_strides[1] + token * v_strides[2]
+    k = tl.load(k_ptr + dims * k_strides[3], mask=dims < DIM)
+    v = tl.load(v_ptr + dims * v_strides[3], mask=dims < VALUE_DIM)
     if BLOCK_SIZE:
         in_block = tl.load(table_ptr + batch * table_stride + slot // BLOCK_SIZE).to(tl.int64)
         key_ptr += in_block * key_stride_b + head * key_stride_h + slot % BLOCK_SIZE * key_stride_s
