@@ -234,7 +234,7 @@ def _answer(
     import foveate
 
     cuda, times = model.device.type == "cuda", _Times(model)
-    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    how = {"max_new_tokens": new, "eos_token_id": -1, "do_sample": False, "pad_token_id": 0}
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with foveate.attached(model, method, dense_below=0, lossless=lossless):

@@ -76,31 +76,39 @@ class Choice(NamedTuple):
         slots = torch.arange(mask.shape[2], dtype=torch.int32, device=mask.device)
         return cls(keys=slots.where(mask, -1), read=mask.sum(-1))
 
-    def with_newest(self, slots: Tensor, number: Tensor, most: int) -> Choice:
-        """The same keys or pages, and the newest of each row.
+    def unpacked(self) -> Choice:
+        """The same keys or pages, with -1 in the places that are not read."""
+        if self.pages is not None and self.counts is not None:
+            pages = self.pages.masked_fill(~first_keys(self.counts, self.pages.shape[2]), -1)
+            return self._replace(pages=pages, counts=None)
+        if self.packed:
+            return self._replace(
+                keys=self.keys.masked_fill(~first_keys(self.read, self.keys.shape[2]), -1), packed=False
+            )
+        return self
+
+    def newest(self, slots: Tensor, number: Tensor, most: int) -> Tensor:
+        """What an :meth:`unpacked` choice lacks to read the newest keys of each row, too: int64 ``[B, 1, n]``.
 
         Args:
             slots: int64 ``[B]``, in use.
-            number: int64 ``[B]``: how many of the last slots are read, too. A choice of pages has the page of the slot
+            number: int64 ``[B]``: how many of the last slots are read. A choice of pages has the page of the slot
                 before them already, so the pages after that one are added.
             most: the largest number that there can be.
         """
+        if self.pages is None:
+            newest = torch.arange(most, device=slots.device)
+            return (slots[:, None] - 1 - newest).where(newest < number[:, None], -1)[:, None]
+        first = (slots - number - 1) // self.page_size + 1
+        pages = first[:, None] + torch.arange(-(-most // self.page_size), device=slots.device)
+        return pages.where(pages * self.page_size < slots[:, None], -1)[:, None]
+
+    def with_newest(self, newest: Tensor, number: Tensor) -> Choice:
+        """An :meth:`unpacked` choice and what :meth:`newest` has found, ``number [B]`` keys."""
+        chosen = self.keys if self.pages is None else self.pages
+        chosen = torch.cat([chosen, newest.to(chosen.dtype).expand(-1, chosen.shape[1], -1)], 2)
         read = self.read + number[:, None]
-        if self.pages is not None:
-            size, pages = self.page_size, self.pages
-            if self.counts is not None:
-                pages = pages.masked_fill(~first_keys(self.counts, pages.shape[2]), -1)
-            first = (slots - number - 1) // size + 1
-            added = first[:, None] + torch.arange(-(-most // size), device=slots.device)
-            added = added.where(added * size < slots[:, None], -1).to(pages.dtype)
-            pages = torch.cat([pages, added[:, None].expand(-1, pages.shape[1], -1)], 2)
-            return self._replace(pages=pages, counts=None, read=read)
-        newest, keys = torch.arange(most, device=slots.device), self.keys
-        newest = (slots[:, None] - 1 - newest).where(newest < number[:, None], -1)
-        if self.packed:
-            keys = keys.masked_fill(~first_keys(self.read, keys.shape[2]), -1)
-        newest = newest.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1)
-        return self._replace(keys=torch.cat([keys, newest], 2), read=read, packed=False)
+        return self._replace(keys=chosen, read=read) if self.pages is None else self._replace(pages=chosen, read=read)
 
     @property
     def reads_all(self) -> bool:

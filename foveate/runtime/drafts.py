@@ -36,6 +36,8 @@ _FORGET = 0.9
 """Weight of earlier cycles in what is known of acceptance, to each cycle after them."""
 _CAPTURES = 2
 """Cycles of a length that are not timed: their passes compile and are captured."""
+_UNTRIED = 0.9
+"""What a length counts that was not tried, since its passes would have to be captured."""
 _TIMED = 5
 """Cycles of a length whose median counts."""
 _TIMED_AGAIN = 256
@@ -65,13 +67,21 @@ class Drafting:
         """
         if not choice.reads_all and choice.keys is None and choice.pages is None:
             raise ValueError("lossless decoding drafts by choices of keys or pages, and this layer's has neither")
-        self._kept, self._lengths = choice, plan.cached("draft", lambda: plan["lengths"].clone())
+        self._kept = choice.unpacked()._replace(readers=choice.readers and choice.readers.unpacked())
+        self._lengths = plan.cached("draft", lambda: plan["lengths"].clone())
 
     def again(self, plan: StepPlan) -> Choice:
         """What the present token reads: the same, and the tokens of the draft since."""
-        kept, newest = self._kept, (plan["counts"], plan["lengths"] - self._lengths, LONGEST - 1)
-        own = kept if kept.reads_all else kept.with_newest(*newest)
-        return own._replace(readers=kept.readers and kept.readers.with_newest(*newest))
+        kept, begun = self._kept, self._lengths
+        number = plan.cached(("drafted", begun), lambda: plan["lengths"] - begun)
+
+        def with_newest(choice: Choice) -> Choice:
+            key = ("newest", begun, choice.page_size, choice.pages is None)
+            newest = plan.cached(key, lambda: choice.newest(plan["counts"], number, LONGEST - 1))
+            return choice.with_newest(newest, number)
+
+        own = kept if kept.reads_all else with_newest(kept)
+        return own._replace(readers=kept.readers and with_newest(kept.readers))
 
 
 def obstacle(method: Method) -> str:
@@ -177,7 +187,7 @@ class DraftLength:
         return number
 
     def learn(self, accepted: int, tried: int) -> None:
-        """End a cycle: how many drafts were accepted, of those looked at, which are the accepted and the first other."""
+        """End a cycle: how many drafts were accepted of those looked at, which are these and the first other."""
         number, took = self._number, self._clock() - self._begun
         if number:
             self._accepted = _FORGET * self._accepted + accepted
@@ -205,9 +215,10 @@ class DraftLength:
         return max(LENGTHS, key=self._rate)
 
     def _rate(self, number: int) -> float:
-        """Tokens a second to be expected of drafts of this length."""
+        """Tokens a second to be expected of drafts of this length; of one that was not tried, somewhat less."""
         share = min(self._accepted / self._tried, 0.999)
-        return (1 - share ** (number + 1)) / (1 - share) / self._took(number)
+        tried = 1 if number in self._seconds else _UNTRIED
+        return tried * (1 - share ** (number + 1)) / (1 - share) / self._took(number)
 
     def _took(self, number: int) -> float:
         """Seconds of a cycle; of a length that was not timed, by what a token of the others takes."""

@@ -88,7 +88,7 @@ def test_answers_are_dense_attentions(spec, length):
             stats.append(foveate.stats(model))
     eager, replayed = stats
     assert replayed.graphs.replayed > 20
-    assert replayed.graphs.captured >= 3
+    assert replayed.graphs.captured >= (2 if length == 1 else 3)
     if length is not True:  # by time, the length is another in each run
         assert replayed.drafts == eager.drafts
         for one, other in zip(eager.layers, replayed.layers):

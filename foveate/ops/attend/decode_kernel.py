@@ -209,9 +209,8 @@ def _attend_decode(
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
-    keys are there. ``HEADS``: ``SHARED``, so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys
-    of one KV head; and ``QUERIES``, so many heads in a row are the newest tokens of one, which read the keys up to their
-    own.
+    keys are there. ``HEADS``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one KV
+    head; and so many are the newest tokens of one head, which read the keys up to their own.
 
     Values of int16 are values in e4m3, two dimensions each.
     """
