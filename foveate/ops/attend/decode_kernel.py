@@ -15,7 +15,16 @@ from foveate.ops.gpu.block_table import arguments, block_size, located, offsets,
 from foveate.ops.gpu.eight_bits import lower, queries_for
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
-from foveate.ops.gpu.tiles import capability, cdiv, decode_tile, multiprocessors, next_power_of_2, split, split_of_row
+from foveate.ops.gpu.tiles import (
+    capability,
+    cdiv,
+    decode_tile,
+    multiprocessors,
+    newest_tile,
+    next_power_of_2,
+    split,
+    split_of_row,
+)
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -132,8 +141,8 @@ def _decode(
     keys = number_of_keys(k, block_table)
     group = num_heads // sets
     narrow = k.dtype == EIGHT_BITS and (how is not None or indices is not None)
-    facts = q.dtype, max(dim, value_dim), group, capability(q.device), block_table is not None, narrow
-    tile, resident = decode_tile(*facts)
+    facts = q.dtype, max(dim, value_dim), group, capability(q.device), block_table is not None
+    tile, resident = decode_tile(*facts, narrow) if queries == 1 else newest_tile(*facts)
     parts, blocks = cdiv(group, tile.block_m), cdiv(number if whole is None else max(number, keys), tile.block_n)
     room = resident * multiprocessors(q.device)
     splits, _ = split(batch * sets * parts, blocks, room)

@@ -100,6 +100,24 @@ def decode_tile(
     return tile, 3
 
 
+@functools.cache
+def newest_tile(dtype: torch.dtype, dim: int, rows: int, capability: int, in_blocks: bool) -> tuple[Tile, int]:
+    """The tile of a pass that verifies drafts, in which the newest tokens of a group's heads share a program.
+
+    A pass over 8 x 32K or 4 x 128K keys of head dim 128 takes 1.00 to 1.04 times one query's with 32 rows and 1.06 to
+    1.14 with 64 on an H200; with the tiles of as many heads 1.05 to 1.20 and 1.18 to 1.39.
+
+    Args:
+        rows: heads of a group times tokens; see :func:`decode_tile` for the others and the result.
+    """
+    tile, resident = decode_tile(dtype, dim, rows, capability, in_blocks, False)
+    if dtype == torch.float32 or capability != 9 or not 64 < dim <= 128 or tile.block_m < 32:
+        return tile, resident
+    if tile.block_m == 32:
+        return tile._replace(block_n=128, num_stages=2), 2
+    return tile._replace(block_n=64, num_stages=3), 2
+
+
 def tile_of_width(tiles: dict[int, Tile], dim: int) -> Tile:
     """The tile of the smallest width that holds ``dim``, of a table by width, ascending."""
     return next(tile for width, tile in tiles.items() if dim <= width)
