@@ -1,5 +1,6 @@
 """The kernels of decoding: what they compile to."""
 
+import functools
 import importlib
 
 import pytest
@@ -59,10 +60,9 @@ def _compile_attention(
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.decode_kernel")
     narrow = stored is not None and bool(kept or indexed)
-    (tile, resident), half = (
-        _tile(kernel.decode_tile, dtype, dim, heads, capability, in_blocks=block_size > 0, narrow=narrow),
-        dtype != "fp32",
-    )
+    tile_for = functools.partial(kernel.decode_tile, narrow=narrow) if queries == 1 else kernel.newest_tile
+    tile, resident = _tile(tile_for, dtype, dim, heads, capability, in_blocks=block_size > 0)
+    half = dtype != "fp32"
     compiled = compile_for(
         capability,
         kernel._attend_decode,
