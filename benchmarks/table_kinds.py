@@ -313,6 +313,30 @@ serving_ranks = Table(
 )
 """What choosing together costs, and whether the ranks choose what one GPU chooses."""
 
+lossless = Table(
+    lambda rows: _lossless_model(rows[0]["case"]),
+    {
+        "rows": lambda row: f"{row['case']['rows']} × {context_length(row['case']['tokens'])} tokens",
+        "task": lambda row: row["case"]["task"],
+        "method": lambda row: f"`{row['case']['method']}`",
+        "a draft": lambda row: row["case"]["draft"],
+        "accepted in a pass": lambda row: number(row["accepted"], 1),
+        "keys read": lambda row: percent(row["keys_read_share"]),
+        "a token, ms": lambda row: number(row["ms"], 1),
+        "dense, ms": lambda row: number(row["baseline_ms"], 1),
+        "dense over lossless": speedup,
+    },
+    apart=lambda row: _lossless_model(row["case"]),
+)
+"""What drafts are worth, and the time of a token beside dense decoding."""
+
+
+def _lossless_model(case: Mapping[str, Any]) -> str:
+    if "accept" not in case:
+        return case["model"]
+    return f"Random weights of the {case['model'].upper()}'s shape, {percent(case['accept'])} of drafts accepted"
+
+
 serving_load = Table(
     lambda rows: (
         f"{rows[0]['case']['model']} in vLLM, {_engine(rows[0]['case'])}: 50th, 90th and 99th percentile (vLLM's own)"

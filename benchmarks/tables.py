@@ -56,6 +56,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "serving": table_kinds.serving,
     "serving-load": table_kinds.serving_load,
     "serving-ranks": table_kinds.serving_ranks,
+    "lossless": table_kinds.lossless,
     "serving-accuracy": table_kinds.serving_accuracy,
     "indexer-parity": csa_tables.indexer_parity,
     "indexer-lengths": csa_tables.indexer_lengths,

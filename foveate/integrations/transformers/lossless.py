@@ -7,6 +7,7 @@ often where processors or criteria look at the tokens so far.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,11 @@ _OF_SCORES_ALONE = (
     "EtaLogitsWarper",
     "InfNanRemoveLogitsProcessor",
 )
-"""Processors that do not look at the tokens so far, so that all positions go through them at once."""
+"""Processors that do not look at the tokens so far."""
+_OF_ANY_ORDER = ("RepetitionPenaltyLogitsProcessor",)
+"""Processors that ask which tokens there are, and not where or how often."""
+_OF_LENGTH = {"MinLengthLogitsProcessor": "min_length", "MinNewTokensLengthLogitsProcessor": "min_new_tokens"}
+"""Processors that ask how many tokens there are: fewer than this attribute says, or not."""
 _ONE_BY_ONE = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance, which calls the model for each token",
     "SynthIDTextWatermarkLogitsProcessor": "SynthID's watermark, which counts the tokens that it is given",
@@ -149,7 +154,7 @@ class Generate(OfModel):
         cache = releases.returned_cache(out)
         rows = _Rows(input_ids, stopping_criteria, generation_config)
         scored = _Scores(logits_processor, rows)
-        scores = scored(out.logits[:, -1:].to(input_ids.device), [[]] * len(rows.tokens))
+        scores = scored(out.logits[:, -1:].to(input_ids.device), input_ids.new_empty(len(input_ids), 0))
         first = _drawn(scores[:, 0], generation_config.do_sample)[0]
         rows.take([[token] for token in first.tolist()])
         _stream(streamer, rows, [1])
@@ -181,11 +186,11 @@ class Generate(OfModel):
         drafts, drawn_from = newest.new_empty(len(newest), 0), []
         for n in range(number):
             logits = passes.draft(drafts[:, -1:] if n else newest[:, None], n)
-            following, share = _drawn(scored(logits, drafts.tolist() if scored.by_tokens else None)[:, 0], sampled)
+            following, share = _drawn(scored(logits, drafts)[:, 0], sampled)
             drafts = torch.cat([drafts, following[:, None]], 1)
             drawn_from.append(share)
         logits = passes.verify(torch.cat([newest[:, None], drafts], 1))
-        scores = scored(logits, drafts.tolist() if scored.by_tokens else None)
+        scores = scored(logits, drafts)
         if not sampled:
             accepted, following = accept_greedy(drafts, scores)
         elif number:
@@ -229,6 +234,8 @@ class _Rows:
         self._pads = any(hasattr(one, "eos_token_id") for one in criteria)
         """Whether rows that have stopped are padded; else they go on until all have stopped."""
         self._others = [one for one in criteria if type(one) not in _PLAIN]
+        self._sent: tuple[int, Tensor] | None = None
+        """How many tokens :meth:`before` has sent to the device, and these."""
 
     @property
     def unfinished(self) -> bool:
@@ -280,6 +287,26 @@ class _Rows:
         ids = self._prompt[row : row + 1]
         return torch.cat([ids, torch.tensor([[*self.tokens[row], *more]], dtype=ids.dtype, device=ids.device)], 1)
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row so far, prompt and padding included."""
+        return [self._prompt.shape[1] + len(one) for one in self.tokens]
+
+    def before(self, drafts: Tensor, number: int) -> Tensor:
+        """For each of ``number`` positions, after the newest token or the last drafts ``[B, k]``, the tokens before it,
+        ``[B, number, n]``. In the place of a token that a row or a position does not have stands its first one again.
+        """
+        count = sum(map(len, self.tokens))
+        if self._sent is None or self._sent[0] != count:
+            longest = max(map(len, self.tokens))
+            lines = [[*one, *one[:1] * (longest - len(one))] for one in self.tokens]
+            self._sent = count, torch.tensor(lines, dtype=torch.long).view(len(lines), -1).to(self._prompt.device)
+        own, tried = self._sent[1], drafts.shape[1]
+        places = torch.arange(tried, device=drafts.device)
+        seen = places < torch.arange(tried - number + 1, tried + 1, device=drafts.device)[:, None]
+        tokens = drafts[:, None].where(seen, own[:, None, :1]) if tried else drafts[:, None].expand(-1, number, -1)
+        ids = torch.cat([self._prompt, own], 1)
+        return torch.cat([ids[:, None].expand(-1, number, -1), tokens], 2)
+
     def sequences(self) -> Tensor:
         """Prompts and tokens, int64 ``[B, n]``; rows that ended early go on with padding."""
         longest = max(map(len, self.tokens))
@@ -293,19 +320,41 @@ class _Scores:
 
     def __init__(self, processors: LogitsProcessorList, rows: _Rows):
         self._processors, self._rows = processors, rows
-        self.by_tokens = any(type(one).__name__ not in _OF_SCORES_ALONE for one in processors)
-        """Whether scores depend on the tokens so far."""
+        names, known = {type(one).__name__ for one in processors}, {*_OF_SCORES_ALONE, *_OF_ANY_ORDER, *_OF_LENGTH}
+        self._at_once = names <= known
+        """Whether all positions go through the processors together."""
+        self._by_tokens = not names.isdisjoint(_OF_ANY_ORDER)
 
-    def __call__(self, logits: Tensor, drafts: Sequence[Sequence[int]] | None) -> Tensor:
-        """``[B, n, V]`` of tokens that follow the last one, or (the last n - 1) drafts after it."""
+    def __call__(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """``[B, n, V]`` of tokens that follow the last one, or (the last n - 1) drafts ``[B, k]`` after it."""
         logits = logits.float()
         if not self._processors:
             return logits
-        if not self.by_tokens:
-            flat = logits.flatten(0, 1)
-            return self._processors(torch.zeros(len(flat), 1, dtype=torch.long, device=flat.device), flat).view_as(
-                logits
-            )
+        if not self._at_once:
+            return self._one_by_one(logits, drafts.tolist())
+        (rows, number), scores = logits.shape[:2], logits.flatten(0, 1)
+        ids = self._rows.before(drafts, number).flatten(0, 1) if self._by_tokens else None
+        for one in self._processors:
+            name = type(one).__name__
+            if name in _OF_ANY_ORDER:
+                scores = _of_positions(one, number)(ids, scores)
+            elif name in _OF_LENGTH:
+                skipped = getattr(one, "prompt_length_to_skip", 0)
+                first = drafts.shape[1] - number + 1 - skipped
+                few = [
+                    length + first + n < getattr(one, _OF_LENGTH[name])
+                    for length in self._rows.lengths()
+                    for n in range(number)
+                ]
+                if any(few):
+                    held_back = one(torch.zeros(len(scores), skipped, dtype=torch.long, device=scores.device), scores)
+                    scores = held_back.where(torch.tensor(few, device=scores.device)[:, None], scores)
+            else:
+                scores = one(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
+        return scores.view(rows, number, -1)
+
+    def _one_by_one(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> Tensor:
+        """Each row and position by itself, with the tokens before it."""
         lines = []
         for row, (own, one) in enumerate(zip(drafts, logits)):
             for n in range(len(one)):
@@ -419,6 +468,16 @@ def _check(
         raise ValueError("a model that decodes losslessly drafts for itself, not for another: attach without lossless")
     if synced_gpus:
         raise ValueError("lossless decoding does not run with synced_gpus, where processes decode in step")
+
+
+def _of_positions(processor: transformers.LogitsProcessor, number: int) -> transformers.LogitsProcessor:
+    """A processor of a batch, for ``number`` positions of each row: some releases tell it how long prompts are."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor):
+        return processor
+    of_positions = copy.copy(processor)
+    of_positions.prompt_ignore_length = ignored.repeat_interleave(number)
+    return of_positions
 
 
 def _ties(scores: Tensor, dtype: torch.dtype) -> Tensor:
