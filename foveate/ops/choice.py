@@ -76,25 +76,35 @@ class Choice(NamedTuple):
         slots = torch.arange(mask.shape[2], dtype=torch.int32, device=mask.device)
         return cls(keys=slots.where(mask, -1), read=mask.sum(-1))
 
-    def unpacked(self) -> Choice:
-        """The same keys or pages, with -1 in the places that are not read."""
-        if self.pages is not None and self.counts is not None:
-            pages = self.pages.masked_fill(~first_keys(self.counts, self.pages.shape[2]), -1)
-            return self._replace(pages=pages, counts=None)
-        if self.packed:
-            return self._replace(
-                keys=self.keys.masked_fill(~first_keys(self.read, self.keys.shape[2]), -1), packed=False
-            )
-        return self
-
-    def newest(self, slots: Tensor, number: Tensor, most: int) -> Tensor:
-        """What an :meth:`unpacked` choice lacks to read the newest keys of each row, too: int64 ``[B, 1, n]``.
+    def for_draft(self, slots: Tensor) -> Choice:
+        """The same keys or pages, with -1 in the places that are not read, and of pages also the newest one.
 
         Args:
             slots: int64 ``[B]``, in use.
-            number: int64 ``[B]``: how many of the last slots are read. A choice of pages has the page of the slot
-                before them already, so the pages after that one are added.
-            most: the largest number that there can be.
+        """
+        if self.packed:
+            keys = self.keys.masked_fill(~first_keys(self.read, self.keys.shape[2]), -1)
+            return self._replace(keys=keys, packed=False)
+        if self.pages is None:
+            return self
+        pages, newest = self.pages, ((slots - 1) // self.page_size)[:, None, None]
+        if self.counts is not None:
+            pages = pages.masked_fill(~first_keys(self.counts, pages.shape[2]), -1)
+        lacks = (pages != newest).all(-1, keepdim=True)
+        pages = torch.cat([pages, newest.to(pages.dtype).where(lacks, -1)], 2)
+        heads = self.read.shape[1]
+        of_heads = lacks.expand(-1, max(heads, lacks.shape[1]), -1).reshape(len(pages), heads, -1).any(-1)
+        read = self.read + of_heads * (slots - newest.view(-1) * self.page_size)[:, None]
+        return self._replace(pages=pages, counts=None, read=read)
+
+    def newest(self, slots: Tensor, number: Tensor, most: int) -> Tensor:
+        """What a choice :meth:`for_draft` lacks to read the tokens of the draft since: int64 ``[B, 1, n]``.
+
+        Args:
+            slots: int64 ``[B]``, in use.
+            number: int64 ``[B]``: how many of the last slots these tokens have. A choice of pages has the page of the
+                slot before them already, so the pages after that one are added.
+            most: the largest number that is possible.
         """
         if self.pages is None:
             newest = torch.arange(most, device=slots.device)
@@ -104,7 +114,7 @@ class Choice(NamedTuple):
         return pages.where(pages * self.page_size < slots[:, None], -1)[:, None]
 
     def with_newest(self, newest: Tensor, number: Tensor) -> Choice:
-        """An :meth:`unpacked` choice and what :meth:`newest` has found, ``number [B]`` keys."""
+        """A choice :meth:`for_draft` and what :meth:`newest` has found, ``number [B]`` keys."""
         chosen = self.keys if self.pages is None else self.pages
         chosen = torch.cat([chosen, newest.to(chosen.dtype).expand(-1, chosen.shape[1], -1)], 2)
         read = self.read + number[:, None]

@@ -28,18 +28,18 @@ from foveate.state.step_plan import StepPlan
 
 LONGEST = 16
 """Most tokens of a draft."""
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, LONGEST)
-"""Lengths of drafts that are chosen among."""
-_FIRST = 4
+LENGTHS = (1, 2, 3, 5, 7, 11, 15)
+"""Lengths of drafts that are chosen among: with one token more, multiples of these fill a kernel's tile."""
+_FIRST = 5
 """The length that is tried first."""
 _FORGET = 0.9
-"""Weight of earlier cycles in what is known of acceptance, to each cycle after them."""
-_CAPTURES = 2
-"""Cycles of a length that are not timed: their passes compile and are captured."""
+"""Factor by which each cycle lowers the weight of earlier cycles in the share of accepted drafts."""
 _UNTRIED = 0.9
-"""What a length counts that was not tried, since its passes would have to be captured."""
+"""Factor of the rate of a length that was not tried, because its passes would have to be captured first."""
+_TRIALS = 3
+"""Cycles that are timed before a length is chosen by its time."""
 _TIMED = 5
-"""Cycles of a length whose median counts."""
+"""How many of the last cycles of a length give its median."""
 _TIMED_AGAIN = 256
 """Cycles after which a pass without a draft is timed again."""
 _RESTS = 64
@@ -67,7 +67,8 @@ class Drafting:
         """
         if not choice.reads_all and choice.keys is None and choice.pages is None:
             raise ValueError("lossless decoding drafts by choices of keys or pages, and this layer's has neither")
-        self._kept = choice.unpacked()._replace(readers=choice.readers and choice.readers.unpacked())
+        readers = choice.readers and choice.readers.for_draft(plan["counts"])
+        self._kept = choice.for_draft(plan["counts"])._replace(readers=readers)
         self._lengths = plan.cached("draft", lambda: plan["lengths"].clone())
 
     def again(self, plan: StepPlan) -> Choice:
@@ -113,7 +114,8 @@ def verified(method: Method, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, 
             with store.as_of(number - 1 - n):
                 method.note_newest(store, q[:, :, n : n + 1])
     store.count_read()
-    attended = ops.attend_newest(q, *store.memory, logits=store.logits(scaling), lengths=store.stored()[1])
+    how = {"logits": store.logits(scaling), "lengths": store.stored()[1], "block_table": store.block_table}
+    attended = ops.attend_newest(q, *store.memory, **how)
     if kind.learn is not Method.learn:
         method.learn(store, ALL, attended)
     return attended.out
@@ -157,8 +159,9 @@ def accept_sampled(drafts: Tensor, drawn_from: Tensor, scores: Tensor) -> tuple[
 class DraftLength:
     """How many tokens a draft has: a fixed number, or the one by which most tokens a second are to be expected.
 
-    What a cycle takes is timed. With a share ``a`` of drafts accepted, those of a length n give ``1 + a + .. + a ** n``
-    tokens (Leviathan et al. 2023, equation 1). Where a pass without a draft gives more, none is made for a while.
+    Cycles are timed. With a share ``a`` of drafts accepted, drafts of a length n give ``1 + a + .. + a ** n`` tokens a
+    cycle (Leviathan et al. 2023, equation 1). Where a pass without a draft gives more tokens a second, no draft is made
+    for a while.
 
     Args:
         fixed: the number; None: the best one.
@@ -169,10 +172,8 @@ class DraftLength:
         self.fixed, self._clock = fixed, clock
         self._accepted, self._tried = 8.0, 10.0
         self._cycles, self._number, self._begun = 0, 0, 0.0
-        self._runs: dict[int, int] = {}
-        """How many cycles there were of each length."""
         self._seconds: dict[int, deque[float]] = {}
-        """What the last ones took, those left out that capture their passes."""
+        """By the length of a draft, how long its last cycles took."""
         self._dense_at = 0
         """The cycle of the last pass without a draft."""
         self._rests = 0
@@ -181,30 +182,33 @@ class DraftLength:
     def next(self, most: int) -> int:
         """Tokens of the next draft, at most ``most``, with which a cycle begins."""
         number = self._wanted() if self.fixed is None else self.fixed
-        if number > most:  # few lengths, since passes of each are captured
-            number = max((one for one in LENGTHS if one <= most), default=0)
+        if number > most:  # a length that was tried is captured already
+            shorter = [one for one in LENGTHS if one <= most]
+            number = max([one for one in shorter if one in self._seconds] or shorter, default=0)
         self._cycles, self._number, self._begun = self._cycles + 1, number, self._clock()
         return number
 
-    def learn(self, accepted: int, tried: int) -> None:
-        """End a cycle: how many drafts were accepted of those looked at, which are these and the first other."""
+    def learn(self, accepted: int, tried: int, steady: bool) -> None:
+        """End a cycle.
+
+        Args:
+            accepted: drafts of all rows.
+            tried: the accepted drafts and the first rejected draft of each row.
+            steady: whether its time counts: no pass was captured, or ran before it is captured.
+        """
         number, took = self._number, self._clock() - self._begun
         if number:
             self._accepted = _FORGET * self._accepted + accepted
             self._tried = _FORGET * self._tried + tried
-        else:
-            self._dense_at = self._cycles
-        self._runs[number] = self._runs.get(number, 0) + 1
-        if self._runs[number] > _CAPTURES:
+        if steady:
             self._seconds.setdefault(number, deque(maxlen=_TIMED)).append(took)
+            self._dense_at = self._dense_at if number else self._cycles
 
     def _wanted(self) -> int:
-        if not any(self._seconds):
+        if not any(number and len(took) >= _TRIALS for number, took in self._seconds.items()):
             return _FIRST
-        if 0 not in self._seconds:
-            return 0
-        if self._cycles - self._dense_at > _TIMED_AGAIN:  # a pass takes longer as the context grows
-            return 0
+        if len(self._seconds.get(0, ())) < _TRIALS or self._cycles - self._dense_at > _TIMED_AGAIN:
+            return 0  # also now and then, for a pass takes longer as the context grows
         if self._rests:
             self._rests -= 1
             return 0
@@ -215,17 +219,18 @@ class DraftLength:
         return max(LENGTHS, key=self._rate)
 
     def _rate(self, number: int) -> float:
-        """Tokens a second to be expected of drafts of this length; of one that was not tried, somewhat less."""
+        """Tokens a second to be expected of drafts of this length."""
         share = min(self._accepted / self._tried, 0.999)
         tried = 1 if number in self._seconds else _UNTRIED
         return tried * (1 - share ** (number + 1)) / (1 - share) / self._took(number)
 
     def _took(self, number: int) -> float:
-        """Seconds of a cycle; of a length that was not timed, by what a token of the others takes."""
+        """Seconds of a cycle; of a length that was not timed, by how long a drafted token of other lengths takes."""
         if number in self._seconds:
             return median(self._seconds[number])
         dense = median(self._seconds[0])
-        return dense + number * median((median(took) - dense) / one for one, took in self._seconds.items() if one)
+        token = median((median(took) - dense) / one for one, took in self._seconds.items() if one)
+        return dense + number * max(token, 0.0)
 
 
 @dataclass

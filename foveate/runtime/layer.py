@@ -356,7 +356,7 @@ class Layer:
 
     def forget(self) -> None:
         """Drop all tokens."""
-        self.store, self.seen, self.pending = None, 0, False
+        self.store, self.seen, self.pending, self.drafting = None, 0, False, None
 
     def take_rows(self, index: Tensor) -> None:
         """Replace the batch by the rows ``index``, int64 ``[B']``, as beam search does."""

@@ -10,7 +10,7 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,11 +75,11 @@ class ReplayedSteps:
         """Specs of the layers' methods."""
         self._layer_groups: list[LayerGroup] = []
         self._room = 0
-        """Steps for which the caches have slots, counted from the last :meth:`_enter`."""
+        """Steps for which the caches have slots: those since the last :meth:`_enter`, and more."""
         self._totals: list[int] = []
-        """For each group, the sum of its rows' lengths at the last :meth:`_enter`."""
+        """For each group, the sum of its rows' lengths, without the steps since the last :meth:`_enter`."""
         self._longest: list[int] = []
-        """For each group, the tokens in its fullest row at that time."""
+        """For each group, the tokens in its fullest row, without these steps."""
 
     def __call__(
         self,
@@ -102,8 +102,7 @@ class ReplayedSteps:
             options: its other inputs; a change discards the recordings.
             written: returns other tensors that a step writes to in place, such as recurrent states.
             kind: what steps with the same launches have in common.
-            after: the kind of the step that leaves tensors which this one reads; None: there is none. This one is
-                captured only once that one is.
+            after: a kind whose tensors this step reads, and which is captured before it; None: it reads none.
 
         Raises:
             CaptureError: when the step cannot be captured; nothing has run then.
@@ -128,8 +127,8 @@ class ReplayedSteps:
         return out
 
     def take_back(self, layers: Sequence[Layer], tokens: Sequence[int]) -> None:
-        """Remove the last so many tokens of each row, by methods that hold no state of them; the numbers of rows stay
-        where they are."""
+        """Remove the last ``tokens[b]`` tokens of row b, of which methods hold no state. Row numbers that are on the
+        device stay there."""
         if not self._ready(layers):
             for layer in layers:
                 layer.take_back(tokens)
@@ -144,7 +143,7 @@ class ReplayedSteps:
             layer.count_columns(numbers[group])
 
     def _decode(self, one: _Kind, layers: Sequence[Layer], run: Callable[..., Any], after: Hashable) -> Any:
-        waits = after is not None and self._kinds[after].recording is None
+        waits = after is not None and (after not in self._kinds or self._kinds[after].recording is None)
         if one.recording is None and (waits or not one.warm):
             out = self._run(one, layers, run)
             one.warm = True
@@ -184,6 +183,11 @@ class ReplayedSteps:
         for name, x in inputs.items():
             one.inputs[name].copy_(x)
         return one
+
+    def forget(self, kinds: Iterable[Hashable]) -> None:
+        """Drop the recordings of these kinds, and what they read and wrote."""
+        for kind in kinds:
+            self._kinds.pop(kind, None)
 
     def _discard(self) -> None:
         """Drop the recordings."""

@@ -235,8 +235,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self._advance(1, appended)
 
     def write_verified(self, k: Tensor, v: Tensor) -> None:
-        """Add one token to every row, and write the keys and values of its last n tokens, of which the others are there
-        already; only for methods that never evict.
+        """Count one token more in every row, and write the keys and values of its last n tokens over what is there; the
+        n - 1 tokens before the new one are counted already. Only for methods that never evict and keep no state.
 
         Args:
             k, v: ``[B, Hkv, n, D(v)]``.
@@ -245,7 +245,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             self.reserve(max(self._rows["counts"]) + 1)
             self._advance(1, 1)
         first = self.plan.per_row(operator.sub, k.shape[2], of="counts")
-        self._put(first, None, k, v, None)
+        put_token(self.tensors["keys"], self.tensors["values"], k, v, first)
 
     # Captured steps
 
@@ -324,12 +324,11 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     def _put(
         self, slots: Tensor, freed: Tensor | None, k: Tensor, v: Tensor, newest: Tensor | None, take: bool = False
     ) -> None:
-        """Write tokens of each row, see :func:`foveate.ops.put_token`, and zero the channels of their slots."""
+        """Write one token of each row, see :func:`foveate.ops.put_token`, and zero the slot's channels."""
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
         own["emptied"] = None if first is None else self.tensors[first]
         own |= {"freed": freed, "take": take}
         slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
-        for n in range(k.shape[2]):
-            self._clear_channels(slot + n if n else slot, done=None if n else first)
+        self._clear_channels(slot, done=first)

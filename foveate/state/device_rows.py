@@ -105,10 +105,10 @@ class DeviceRows:
         now = self.plan
 
         def earlier() -> StepPlan:
-            numbers = dict(zip(self.names, self.numbers)) | dict(zip(NAMES[:3], self.numbers[:3] - tokens))
+            numbers = {name: now[name] - tokens if name in NAMES[:3] else now[name] for name in self.names}
             return StepPlan(numbers, self.device, self._constants)
 
-        self.plan = now.cached(("before", tokens), earlier)
+        self.plan = now.cached(("before", tokens), earlier) if tokens else now
         try:
             yield
         finally:
@@ -128,7 +128,8 @@ class DeviceRows:
 
     @property
     def decoded(self) -> int:
-        """Tokens decoded since the prompt, the same number in every row, known on the host."""
+        """Tokens decoded since the prompt in the first row, known on the host. Rows have the same number, except in
+        lossless decoding, whose methods do not ask."""
         return self._rows["lengths"][0] + self.steps - self._rows["prompt"][0]
 
     def held(self) -> Tensor:

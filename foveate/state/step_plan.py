@@ -42,7 +42,8 @@ class StepPlan:
 
     @property
     def decoded(self) -> int:
-        """Tokens decoded since the prompt, the same number in every row; not of a captured step."""
+        """Tokens decoded since the prompt in the first row; not of a captured step. Rows have the same number, except
+        in lossless decoding, whose methods do not ask."""
         return self._numbers["lengths"][0] - self._numbers["prompt"][0]
 
     def __getitem__(self, name: str) -> Tensor:

@@ -102,11 +102,12 @@ def test_passes_are_replayed(spec, sampled):
     assert stats.graphs.replayed > 3 * one_by_one.drafts.cycles // len(answers)
 
 
-def test_a_cache_that_grows_between_passes_is_captured_anew(dense):
+@pytest.mark.parametrize("length", [3, True])
+def test_a_cache_that_grows_between_passes_is_captured_anew(length):
     """Within a draft and between drafts, as recordings name the memory that they read."""
     model = tiny_model()
     expected = generate(model, new=200)
-    attachment = foveate.attach(model, FEW, lossless=3)
+    attachment = foveate.attach(model, FEW, lossless=length)
     attachment.graphs.recorder, room = record, 5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "ROOM", room)
@@ -162,14 +163,14 @@ def test_families(name):
     assert foveate.stats(model).drafts.accepted > 0
 
 
-@pytest.mark.parametrize("length", [True, 6])
-def test_rows_end_where_dense_ones_end(length, dense):
+@pytest.mark.parametrize(("length", "recorder"), [(True, None), (6, None), (6, record)])
+def test_rows_end_where_dense_ones_end(length, recorder, dense):
     """At one of several tokens, each row at its own, and at stop strings."""
     model = tiny_model()
     written = dense[:, BATCH["input_ids"].shape[1] :]
     ends = [int(written[0, 7]), int(written[1, 21])]
     expected = generate(model, eos_token_id=ends)
-    foveate.attach(model, FEW, lossless=length)
+    foveate.attach(model, FEW, lossless=length).graphs.recorder = recorder
     found = generate(model, eos_token_id=ends)
     assert torch.equal(found, expected)
     assert found.shape[1] < dense.shape[1] or bool((found[:, -1] == 0).any())
@@ -286,6 +287,23 @@ def test_a_method_of_one_s_own_drafts(dense):
     assert foveate.stats(model).drafts.drafted > 0
 
 
+@dataclass(frozen=True)
+class NoKey(ReadsChosen):
+    name: ClassVar[str] = "no_key"
+
+    def choose(self, cache, q, scaling):
+        return torch.zeros(len(q), cache.geometry.num_kv_heads, cache.used, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("recorder", [None, record])
+def test_a_choice_of_no_key_is_told(recorder):
+    """Of a method of one's own, whether or not passes are replayed."""
+    model = tiny_model()
+    foveate.attach(model, NoKey(), lossless=4).graphs.recorder = recorder
+    with pytest.raises(ValueError, match="NoKey.choose chose no key for KV head 0 of row 0"):
+        generate(model)
+
+
 def test_short_contexts_are_not_drafted_in_and_copies_count_anew(dense):
     model = tiny_model()
     foveate.attach(model, FEW, lossless=4, dense_below=10_000)
@@ -357,8 +375,8 @@ class Streamer:
         self.ended = True
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_gets_every_token_once_and_the_cache_goes_on(rows):
+@pytest.mark.parametrize(("rows", "recorder"), [(1, None), (3, None), (3, record)])
+def test_a_streamer_gets_every_token_once_and_the_cache_goes_on(rows, recorder):
     """A second turn on the cache of the first is dense attention's, too."""
     model, some = tiny_model(), {name: x[:rows] for name, x in BATCH.items()}
 
@@ -372,7 +390,7 @@ def test_a_streamer_gets_every_token_once_and_the_cache_goes_on(rows):
 
     foveate.attach(model, "dense")
     expected = turns(model)
-    foveate.attach(model, FEW, lossless=5)
+    foveate.attach(model, FEW, lossless=5).graphs.recorder = recorder
     streamer = Streamer() if rows == 1 else None
     found = turns(model, streamer)
     assert all(map(torch.equal, found, expected))

@@ -13,7 +13,7 @@ from foveate.methods import ReadsChosen
 from foveate.ops import Choice
 from foveate.runtime.capture import move_to_device, step
 from foveate.runtime.drafts import (
-    LONGEST,
+    LENGTHS,
     Drafting,
     DraftLength,
     accept_greedy,
@@ -28,9 +28,10 @@ DIM, HEADS, KV_HEADS = 16, 6, 2
 
 
 def again(choice, slots, number, most):
-    """The choice, and so many of the last slots of each row."""
-    unpacked, slots, number = choice.unpacked(), torch.tensor(slots), torch.tensor(number)
-    return unpacked.with_newest(unpacked.newest(slots, number, most), number)
+    """The choice of the first token of a draft, and the last ``number`` slots of each row."""
+    slots, number = torch.tensor(slots), torch.tensor(number)
+    kept = choice.for_draft(slots - number)
+    return kept.with_newest(kept.newest(slots, number, most), number)
 
 
 def sets(rows):
@@ -54,19 +55,25 @@ def test_a_draft_reads_its_choice_again_and_its_own_tokens(packed):
     [(9, 1, {0, 2}), (8, 1, {0}), (9, 2, {0, 2}), (12, 4, {0, 2}), (13, 6, {0, 2, 3}), (13, 1, {0, 3})],
 )
 def test_a_draft_reads_the_pages_that_it_has_begun(slots, number, expected):
-    """Of four tokens each. The page of the token before the draft's second is read anyway."""
-    pages = torch.tensor([[[0, -1]]], dtype=torch.int32)
-    choice = Choice(pages=pages, page_size=4, counts=torch.tensor([1]), read=torch.tensor([[4]]))
-    found = again(choice, [slots], [number], 7)
-    assert sets(found.pages) == [[expected]]
-    assert found.counts is None
-    assert found.read.tolist() == [[4 + number]]
+    """Of four tokens each, that of its first token included, whether that token reads it or not."""
+    first = slots - number - 1
+    for own in (-1, first // 4):
+        pages = torch.tensor([[[0, own]]], dtype=torch.int32)
+        read = torch.tensor([[4 if own < 0 else 4 + first % 4 + 1]])
+        choice = Choice(pages=pages, page_size=4, counts=torch.tensor([2]), read=read)
+        found = again(choice, [slots], [number], 7)
+        assert sets(found.pages) == [[expected | {first // 4}]]
+        assert found.pages[found.pages >= 0].unique().numel() == int((found.pages >= 0).sum())
+        assert found.counts is None
+        assert found.read.tolist() == [[4 + first % 4 + 1 + number]]
 
 
 def test_pages_beyond_the_count_of_a_row_are_not_read_again():
     pages = torch.tensor([[[0, 1]], [[0, 1]]], dtype=torch.int32)
     choice = Choice(pages=pages, page_size=4, counts=torch.tensor([2, 1]), read=torch.tensor([[8], [4]]))
-    assert sets(again(choice, [8, 8], [1, 1], 1).pages) == [[{0, 1}], [{0}]]
+    assert sets(again(choice, [7, 7], [1, 1], 1).pages) == [[{0, 1}], [{0, 1}]]
+    choice = choice._replace(pages=torch.tensor([[[1, 0]], [[1, 0]]], dtype=torch.int32))
+    assert sets(again(choice, [7, 7], [1, 1], 1).pages) == [[{0, 1}], [{1}]]
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -101,10 +108,10 @@ def test_which_methods_draft():
     assert obstacle(methods.parse("sparq")).startswith(state)
 
 
-class SumOfNewest(ReadsChosen):
-    """Keeps the newest token's number, to see which tokens it has been told of."""
+class KeyPlusOne(ReadsChosen):
+    """Keeps one more than the first number of each key, to see of which tokens it was told."""
 
-    name: ClassVar[str] = "sum_of_newest"
+    name: ClassVar[str] = "key_plus_one"
 
     def copies(self, keys):
         return {"copy": keys[..., :1] + 1}
@@ -117,7 +124,7 @@ class SumOfNewest(ReadsChosen):
 @pytest.mark.parametrize("lengths", [[5, 5], [9, 5]])
 def test_a_verifying_pass_writes_over_its_drafts(lengths, captured):
     """And counts one token more; what methods keep of each token is made anew."""
-    generator, method, n = torch.Generator().manual_seed(0), SumOfNewest(), 4
+    generator, method, n = torch.Generator().manual_seed(0), KeyPlusOne(), 4
     geometry = Geometry(HEADS, KV_HEADS, DIM, DIM)
     store = SlotCache(geometry, 2, torch.float32, torch.device("cpu"), method.channels(geometry))
     store.reserve(16)
@@ -177,7 +184,7 @@ def test_sampled_tokens_are_distributed_as_the_verifying_pass_says(apart):
         assert chi < 23.5, place  # four degrees of freedom
 
 
-def lengths_of(cycles, share, seconds, most=100, fixed=None):
+def lengths_of(cycles, share, seconds, most=100, fixed=None, steady=lambda cycle: True):
     """The lengths of drafts of which a share is accepted, in cycles that take ``seconds(length, cycle)``."""
     now, found = [0.0], []
     length = DraftLength(fixed, clock=lambda: now[0])
@@ -187,6 +194,7 @@ def lengths_of(cycles, share, seconds, most=100, fixed=None):
         length.learn(
             1000 * sum(share**i for i in range(1, number + 1)),
             1000 * sum(share**i for i in range(number)),
+            steady(cycle),
         )
         found.append(number)
     return found
@@ -194,26 +202,48 @@ def lengths_of(cycles, share, seconds, most=100, fixed=None):
 
 @pytest.mark.parametrize(
     ("share", "token", "expected"),
-    [(0.95, 0.1, LONGEST), (0.9, 0.4, 4), (0.5, 0.15, 2), (0.6, 0.7, 0), (0.9, 0.95, 0), (0.2, 0.5, 0)],
+    [(0.95, 0.1, 15), (0.9, 0.4, 5), (0.4, 0.1, 2), (0.6, 0.7, 0), (0.9, 0.95, 0), (0.2, 0.5, 0)],
 )
 def test_drafts_are_as_long_as_pays(share, token, expected):
     """By time, where a pass over all keys takes 1 and a token of a draft a part of that."""
     found = lengths_of(200, share, lambda number, cycle: 1 + token * number)
-    assert found[:6] == [4, 4, 4, 0, 0, 0]
+    assert found[:6] == [5, 5, 5, 0, 0, 0]
     assert collections.Counter(found[50:]).most_common(1)[0][0] == expected
     if not expected:
         assert 1 <= sum(map(bool, found[50:])) <= 4, "one is tried now and then"
 
 
-def test_a_pass_without_a_draft_is_timed_again():
-    """As a context grows, drafts that did not pay begin to, and the other way round."""
-    grows = lengths_of(1200, 0.9, lambda number, cycle: (1 if cycle < 100 else 4) + 0.95 * number)
-    shrinks = lengths_of(1200, 0.9, lambda number, cycle: (4 if cycle < 100 else 1) + 0.95 * number)
-    assert [bool(found[at]) for found in (grows, shrinks) for at in (90, -1)] == [False, True, True, False]
+@pytest.mark.parametrize("growth", [10**9, 150])
+def test_a_pass_without_a_draft_is_timed_again(growth):
+    """As a context grows, drafts that did not pay begin to, and the other way round; cycles that capture their passes
+    take longer and do not count."""
+
+    def steady(cycle):
+        return cycle % growth > 1
+
+    def both(before, after):
+        def seconds(number, cycle):
+            usual = (before if cycle < 100 else after) + 0.95 * number
+            return usual if steady(cycle) else 2.5 * usual
+
+        return lengths_of(1500, 0.9, seconds, steady=steady)
+
+    for found, expected in ((both(1, 4), [0, 1]), (both(4, 1), [1, 0])):
+        assert [round(sum(map(bool, some)) / len(some)) for some in (found[60:100], found[-300:])] == expected
 
 
 def test_a_draft_ends_where_the_answer_does():
     assert lengths_of(9, 0.9, lambda number, cycle: 1.0, most=3) == [3, 3, 3, 0, 0, 0, 3, 3, 3]
     assert lengths_of(2, 0.9, lambda number, cycle: 1.0, fixed=7) == [7, 7]
-    assert lengths_of(2, 0.9, lambda number, cycle: 1.0, fixed=7, most=5) == [4, 4]
+    assert lengths_of(2, 0.9, lambda number, cycle: 1.0, fixed=7, most=6) == [5, 5]
     assert lengths_of(2, 0.9, lambda number, cycle: 1.0, most=0) == [0, 0]
+    length = DraftLength(16)
+    length.learn(1, 1, True) if length.next(16) else None
+    assert [length.next(most) for most in (15, 2)] == [15, 2]
+
+
+def test_a_slow_pass_without_a_draft_does_not_make_drafts_free():
+    """One of its three timings is three times as long, or all are longer than those of drafts."""
+    for slow in ((3, 1, 1), (3, 3, 3)):
+        found = lengths_of(30, 0.5, lambda number, cycle, slow=slow: 1.0 if number else slow[cycle % 3])
+        assert set(found) <= {0, *LENGTHS}

@@ -77,7 +77,7 @@ def attach(
         gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
             the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
         lossless: `generate` writes what dense attention writes (docs/guide/lossless.md): the method drafts tokens, and
-            dense passes verify them. True: drafts as long as they are likely to be accepted; or their length, 1 to 16.
+            dense passes verify them. True: drafts as long as pays, by time; or their length, 1 to 16.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:

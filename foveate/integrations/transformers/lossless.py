@@ -2,7 +2,7 @@
 
 Each row of a batch accepts as many drafts as dense attention would have written, so rows hold different numbers of
 tokens. The model is given positions and no mask. A cycle waits for the device once, to read what was accepted, and more
-often where processors or criteria look at the tokens so far.
+often where processors look at the order of the tokens so far.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Lossless:
     """That an attached model decodes losslessly, and what that has done."""
 
     length: int | None
-    """Tokens of a draft; None: as many as are likely to be accepted."""
+    """Tokens of a draft; None: as many as pay, see :class:`DraftLength`."""
     use: DraftUse = field(default_factory=DraftUse)
     before: Any = None
     """What the model itself had as ``generate``; None: nothing."""
@@ -158,13 +158,13 @@ class Generate(OfModel):
         first = _drawn(scores[:, 0], generation_config.do_sample)[0]
         rows.take([[token] for token in first.tolist()])
         _stream(streamer, rows, [1])
-        passes = _Passes(model, self.attachment, cache, {**model_kwargs, "input_ids": input_ids})
+        passes = _Passes(model, self.attachment, cache, model_kwargs.get("position_ids"), input_ids.device)
         length = DraftLength(lossless.length)
         with model._optimize_model_for_decode(), passes.whole():
             while rows.unfinished:
                 number = length.next(0 if passes.short() else rows.most_left() - 1)
                 taken, accepted = self._cycle(passes, rows, scored, number, generation_config.do_sample, lossless.use)
-                length.learn(sum(accepted), sum(min(one + 1, number) for one in accepted))
+                length.learn(sum(accepted), sum(min(one + 1, number) for one in accepted), passes.steady())
                 _stream(streamer, rows, taken)
         if streamer is not None:
             streamer.end()
@@ -248,7 +248,7 @@ class _Rows:
 
     def newest(self, device: torch.device) -> Tensor:
         """The last token of each row, int64 ``[B]``."""
-        return torch.tensor([one[-1] for one in self.tokens], device=device)
+        return on_device(tuple(one[-1] for one in self.tokens), device)
 
     def take(self, tokens: Sequence[Sequence[int]]) -> list[int]:
         """Add tokens to the rows that go on, up to where each ends; returns how many each has got."""
@@ -370,26 +370,46 @@ class _Scores:
 class _Passes:
     """Decoding passes of the model over its cache, whose rows hold different numbers of tokens."""
 
-    def __init__(self, model: transformers.PreTrainedModel, attachment: Attachment, cache: Cache, given: Mapping):
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        attachment: Attachment,
+        cache: Cache,
+        positions: Tensor | None,
+        device: torch.device,
+    ):
         self._model, self._attachment, self._cache, self._layers = model, attachment, cache, cache.layers
-        self._positioned = releases.takes(model, "position_ids")
+        self._positioned, self.device = releases.takes(model, "position_ids"), device
         self._lengths = list(self._layers[0].store.lengths)
-        positions, self.device = given.get("position_ids"), given["input_ids"].device
         first = torch.tensor(self._lengths, device=self.device)
         self._first = first if positions is None else first.copy_(positions[:, -1] + 1)
         """The position of each row's newest token, which the cache does not hold yet, int64 ``[B]``."""
-        self._verified = 0
+        self._verified, self._short, self._steady = 0, True, True
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """All passes as one change of the cache: if it is interrupted, drafts may be left, and the cache is refused."""
-        with self._cache.phase.change(), self._cache.phase.step():
-            yield
+        try:
+            with self._cache.phase.change(), self._cache.phase.step():
+                yield
+        finally:  # the next answer checks what its first draft chooses, in a pass that is not replayed
+            for layer in self._layers:
+                layer.drafting = None
+            if self._cache.steps is not None:
+                self._cache.steps.forget((_FIRST, _DRAFT))
 
     def short(self) -> bool:
         """Whether the context is so short that a layer reads it whole: within a draft no layer begins to choose."""
-        able = (layer for layer in self._layers if layer.method.sparse_from_tokens is not None)
-        return any(layer.decodes_densely(max(self._lengths) + 1) for layer in able)
+        if self._short:
+            able = (layer for layer in self._layers if layer.method.sparse_from_tokens is not None)
+            self._short = any(layer.decodes_densely(max(self._lengths) + 1) for layer in able)
+        return self._short
+
+    def steady(self) -> bool:
+        """Whether all passes since the last call ran as they will run from now on: none was captured, or ran to warm up
+        before it is captured."""
+        steady, self._steady = self._steady, True
+        return steady
 
     def draft(self, ids: Tensor, number: int) -> Tensor:
         """Logits ``[B, 1, V]`` after one token of each row, which is number ``number`` of its draft."""
@@ -432,17 +452,23 @@ class _Passes:
         return True
 
     def _run(self, ids: Tensor, number: int, **kind: Hashable) -> Tensor:
-        """Logits of tokens of which the first has so many of the draft before it; ``kind``: see `ReplayedSteps`."""
+        """Logits of ``ids [B, n]``, which come after ``number`` tokens of a draft; ``kind``: see `ReplayedSteps`."""
         given, options = {"input_ids": ids}, {"use_cache": True, "return_dict": True}
         if self._positioned:
             given["position_ids"] = self._first[:, None] + torch.arange(
                 number, number + ids.shape[1], device=self.device
             )
-        if can_replay(self._model, self._attachment, self._cache, given):
+        checked = kind["kind"] is _FIRST and any(layer.first_step for layer in self._layers)  # runs by itself
+        if not checked and can_replay(self._model, self._attachment, self._cache, given):
+            use = self._attachment.graphs.use
+            replayed_before, captured_before = use.replayed, use.captured
             try:
-                return replayed(self._model, self._cache, given, options, **kind).logits.to(self.device)
+                logits = replayed(self._model, self._cache, given, options, **kind).logits
+                self._steady &= (use.replayed, use.captured) == (replayed_before + 1, captured_before)
+                return logits.to(self.device)
             except CaptureError as error:
                 self._attachment.graphs.broke(error)
+        self._steady &= not checked
         return self._model(**given, **options, **{releases.CACHE: self._cache}).logits.to(self.device)
 
 

@@ -20,7 +20,7 @@ from foveate.ops.dispatch import dispatch
 
 attend = dispatch(decode.attend, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_indices = dispatch(decode.attend_indices, "foveate.ops.attend.decode_kernel", decode.check_indices)
-attend_newest = dispatch(newest.attend_newest, "foveate.ops.attend.decode_kernel", decode.check_attend)
+attend_newest = dispatch(newest.attend_newest, "foveate.ops.attend.decode_kernel", newest.check_newest)
 attend_pages = dispatch(decode.attend_pages, "foveate.ops.attend.decode_kernel", decode.check_pages)
 attend_pooled = dispatch(pooled.attend_pooled, "foveate.ops.attend.decode_kernel", decode.check_attend)
 attend_selected = dispatch(selected.attend_selected, "foveate.ops.attend.selected_kernel")

@@ -55,7 +55,7 @@ def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mas
 def attend_newest(q, k, v, *, logits, lengths=None, block_table=None):
     """See :func:`foveate.ops.attend.newest.attend_newest` and :func:`attend`.
 
-    The tokens of a KV head's group share a program as its heads do, so that a key is read once for all of them.
+    The tokens of a KV head's group share a program as its heads do: up to 64 heads times tokens read a key once.
     """
     batch, num_heads, queries, dim = q.shape
     logits = logits if logits.sinks is None else logits._replace(sinks=logits.sinks.repeat_interleave(queries))
@@ -218,8 +218,9 @@ def _attend_decode(
 
     ``PAGE_SIZE``, where it is not 0: ``chosen`` holds pages of so many keys, ``number`` counts the keys of all its
     places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the first
-    keys are there. ``HEADS``: so many heads in a row, of the ``num_kv_heads`` that choose here, read the keys of one KV
-    head; and so many are the newest tokens of one head, which read the keys up to their own.
+    keys are there. ``HEADS`` is ``(SHARED, QUERIES)``: of the ``num_kv_heads`` heads that choose here,
+    ``SHARED`` in a row read the keys of one KV head, and each head has ``QUERIES`` newest tokens, which read the keys
+    up to their own.
 
     Values of int16 are values in e4m3, two dimensions each.
     """

@@ -3,10 +3,22 @@
 import torch
 from torch import Tensor
 
+from foveate.ops._math import on_host
 from foveate.ops.attend.attended import Attended
-from foveate.ops.attend.decode import attend
-from foveate.ops.block_table import BlockTable, in_one_piece
+from foveate.ops.attend.decode import attend, check_attend
+from foveate.ops.block_table import BlockTable, in_one_piece, number_of_keys
 from foveate.ops.logits import Logits
+
+
+def check_newest(q, k, v, *, logits, lengths=None, block_table=None):
+    """Raise for arguments of :func:`attend_newest` that cannot be."""
+    check_attend(q, k, v, logits=logits, lengths=lengths, block_table=block_table)
+    number = number_of_keys(k, block_table)
+    if lengths is not None and lengths.dim() != 1:
+        raise ValueError(f"lengths must be [{len(q)}], not {list(lengths.shape)}")
+    least = int(lengths.min()) if lengths is not None and on_host(lengths) and len(lengths) else number
+    if least < q.shape[2]:
+        raise ValueError(f"a row has {least} keys, fewer than its {q.shape[2]} newest tokens")
 
 
 def attend_newest(
@@ -26,10 +38,14 @@ def attend_newest(
         q: ``[B, Hq, n, D]``.
         k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``, the keys and values of these tokens included.
         logits, block_table: see :func:`attend`.
-        lengths: int ``[B]``: only the first so many keys of a row are there, at least n; None: all are.
+        lengths: int ``[B]``: how many keys each row has, at least n; None: all.
 
     Returns:
         ``out [B, Hq, n, Dv]``.
+
+    Raises:
+        ValueError: as :func:`attend`, for lengths of another shape, and for fewer keys than tokens (lengths on a GPU
+            are not looked at).
     """
     k, v = in_one_piece(q, block_table, k, v)
     length, number = q.shape[2], k.shape[2]

@@ -105,7 +105,8 @@ def newest_tile(dtype: torch.dtype, dim: int, rows: int, capability: int, in_blo
     """The tile of a pass that verifies drafts, in which the newest tokens of a group's heads share a program.
 
     A pass over 8 x 32K or 4 x 128K keys of head dim 128 takes 1.00 to 1.04 times one query's with 32 rows and 1.06 to
-    1.14 with 64 on an H200; with the tiles of as many heads 1.05 to 1.20 and 1.18 to 1.39.
+    1.14 with 64 on an H200. With the tiles that :func:`decode_tile` has for as many heads, it takes 1.05 to 1.20 and
+    1.18 to 1.39 times one query's.
 
     Args:
         rows: heads of a group times tokens; see :func:`decode_tile` for the others and the result.

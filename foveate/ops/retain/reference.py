@@ -151,7 +151,12 @@ def put_token(
 
     Returns:
         int64 ``[B, Hkv]``: the slots that were written, the first of several.
+
+    Raises:
+        ValueError: for several tokens with ``freed``, ``positions`` or ``emptied``.
     """
+    if k.shape[2] > 1 and not (freed is positions is emptied is None):
+        raise ValueError(f"{k.shape[2]} tokens of a row go to its next slots, with nothing beside keys and values")
     slot = slots[:, None].expand(-1, keys.shape[1])
     if freed is not None:
         slot = torch.where(freed >= 0, freed, slot)

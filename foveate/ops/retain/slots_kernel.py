@@ -40,6 +40,8 @@ def put_token(
         batch = len(k)
     if (k.dtype, v.dtype) != (keys.dtype, values.dtype) or (positions is not None and newest.dtype != positions.dtype):
         raise ValueError(f"a token in {k.dtype} and {v.dtype} for memory in {keys.dtype} and {values.dtype}")
+    if number > 1 and not (freed is positions is emptied is None):
+        raise ValueError(f"{number} tokens of a row go to its next slots, with nothing beside keys and values")
     if k.shape != (batch, heads, number, dim) or v.shape != (batch, heads, number, value_dim):
         raise ValueError(f"a token of k {tuple(k.shape)}, v {tuple(v.shape)} does not fit memory {tuple(keys.shape)}")
     freed = None if freed is None else freed.contiguous() if not take else freed
