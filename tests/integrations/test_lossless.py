@@ -102,6 +102,16 @@ def test_passes_are_replayed(spec, sampled):
     assert stats.graphs.replayed > 3 * one_by_one.drafts.cycles // len(answers)
 
 
+def test_only_cycles_of_replayed_passes_are_timed(monkeypatch):
+    """The first one checks what its draft chooses, the second one warms up, and the third one is captured."""
+    steady, learn = [], DraftLength.learn
+    monkeypatch.setattr(DraftLength, "learn", lambda self, *given: steady.append(given[-1]) or learn(self, *given))
+    model = tiny_model()
+    foveate.attach(model, FEW, lossless=4).graphs.recorder = record
+    generate(model)
+    assert steady[:4] == [False, False, False, True]
+
+
 @pytest.mark.parametrize("length", [3, True])
 def test_a_cache_that_grows_between_passes_is_captured_anew(length):
     """Within a draft and between drafts, as recordings name the memory that they read."""
