@@ -3,11 +3,11 @@
     python -m benchmarks.lossless --model models/smollm2-135m --out runs/lossless.jsonl --case 2048x1
     python -m benchmarks.lossless --shape 8b --accept 0.91 --out runs/lossless.jsonl --case 32768x8
 
-Each row of a batch is a prompt of about so many tokens of a task: a part of a novel to be summarised, code to be
-explained, or entries of a JSON object to be repeated. Answers are greedy and have --new tokens. For each method and
-length of draft a row of the file has the drafts accepted in a pass, the share of an answer's tokens before the first
-that dense decoding does not write, the share of keys that passes read, and milliseconds of a token of each row over
-those of dense decoding by foveate in the same run. Passes before the graphs are captured are left out.
+A case is a prompt's number of tokens and the rows of a batch. The prompts of a task are parts of a novel to be
+summarised, code to be explained, or entries of a JSON object to be repeated. Answers are greedy and have --new tokens.
+For each method and length of draft a row of the file has the drafts accepted in a pass, the part of an answer that
+equals the dense answer up to their first difference, the share of keys that passes read, and milliseconds of a token
+over the milliseconds of dense decoding by foveate in the same run. Passes before the graphs are captured do not count.
 
 --shape: random weights of that shape, for times; its drafts are accepted with the probability --accept instead of by
 what they are worth.

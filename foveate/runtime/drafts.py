@@ -3,8 +3,8 @@
 A cycle has a draft of k tokens and one verifying pass. The first token of a draft chooses as in any decode step. The
 others read the same keys again, and the draft's own tokens. The verifying pass reads the last accepted token and the k
 drafts in one go, each with all keys before it, and stores their keys and values in place of the draft's. So the cache
-holds what dense decoding leaves in it. Accepted are the drafts before the first that differs from dense attention's own
-answer, or, where tokens are sampled, those of the rule of Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1). One
+holds what dense decoding leaves in it. Greedy decoding accepts the drafts before the first one that differs from dense
+attention's own token; sampling accepts them by the rule of Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1). One
 token more follows from the verifying pass itself.
 """
 
@@ -29,7 +29,7 @@ from foveate.state.step_plan import StepPlan
 LONGEST = 16
 """Most tokens of a draft."""
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)
-"""Lengths of drafts that are chosen among: with one token more, multiples of these fill a kernel's tile."""
+"""Lengths among which time decides. With one token more they fill the tiles of :func:`foveate.ops.attend_newest`."""
 _FIRST = 5
 """The length that is tried first."""
 _FORGET = 0.9

@@ -343,9 +343,9 @@ class Layer:
                 store.save(target)
 
     def take_back(self, tokens: Sequence[int]) -> None:
-        """Remove the last so many decoded tokens of each row, by a method that holds no state of them.
+        """Remove the last ``tokens[b]`` decoded tokens of row b; the method keeps no state of tokens.
 
-        Rows may then hold different numbers of decoded tokens: the columns are those of the row that holds the most.
+        Rows may then hold different numbers of decoded tokens. The row with the most tokens gives the columns.
         """
         self.store.truncate(tokens)
         self.count_columns(self.store.rows)

@@ -31,8 +31,8 @@ class Phase:
     draft: int | None = None
     """In lossless decoding, the number of the token of a draft that the pass in progress reads, from 0; else None."""
     verifying: bool = False
-    """Whether the pass in progress verifies a draft: its tokens, of which the last one is new, read all keys before
-    them."""
+    """Whether the pass in progress verifies a draft: only its last token is new, and each token reads all keys before
+    it."""
     layout: tuple[Tensor, dict[tuple[int, int], list[Tensor] | None]] | None = None
     """The mask of the last call of :meth:`rows`, and what was read from it, for the other layers."""
     forward: dict[Hashable, Any] = field(default_factory=dict)

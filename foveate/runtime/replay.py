@@ -127,7 +127,7 @@ class ReplayedSteps:
         return out
 
     def take_back(self, layers: Sequence[Layer], tokens: Sequence[int]) -> None:
-        """Remove the last ``tokens[b]`` tokens of row b, of which methods hold no state. Row numbers that are on the
+        """Remove the last ``tokens[b]`` tokens of row b. The methods keep no state of tokens, and row numbers on the
         device stay there."""
         if not self._ready(layers):
             for layer in layers:

@@ -22,7 +22,7 @@ NAMES = ("lengths", "counts", "live", "prompt")
 
 
 def before(rows: dict[str, list[int]], tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Row numbers before the last so many tokens of each row."""
+    """Row numbers without the last ``tokens[b]`` tokens of row b."""
     return rows | {name: list(map(operator.sub, rows[name], tokens)) for name in NAMES[:3]}
 
 
@@ -101,7 +101,7 @@ class DeviceRows:
 
     @contextmanager
     def as_of(self, tokens: int) -> Iterator[None]:
-        """Within the block :attr:`plan` is that of the step before the last ``tokens`` tokens of every row."""
+        """Within the block :attr:`plan` describes the step that came ``tokens`` tokens earlier in every row."""
         now = self.plan
 
         def earlier() -> StepPlan:
@@ -168,7 +168,7 @@ class DeviceRows:
     # After a step
 
     def take_back(self, tokens: Sequence[int]) -> None:
-        """Remove the last so many tokens of each row, without a host sync; only of a method that never evicts."""
+        """Remove the last ``tokens[b]`` tokens of row b, without a host sync; only for methods that never evict."""
         self._rows = before(self._rows, tokens)
         self.numbers[:3].sub_(self._pinned(tokens).to(self.device, non_blocking=True))
 

@@ -120,7 +120,7 @@ class RowNumbers:
 
     @contextmanager
     def as_of(self, tokens: int) -> Iterator[None]:
-        """Within the block :attr:`plan` is that of the step before the last ``tokens`` tokens of every row."""
+        """Within the block :attr:`plan` describes the step that came ``tokens`` tokens earlier in every row."""
         step = self.device_state and self._step
         if step is not None:
             with step.as_of(tokens):

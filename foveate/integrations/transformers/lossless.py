@@ -42,9 +42,9 @@ _OF_SCORES_ALONE = (
 )
 """Processors that do not look at the tokens so far."""
 _OF_ANY_ORDER = ("RepetitionPenaltyLogitsProcessor",)
-"""Processors that ask which tokens there are, and not where or how often."""
+"""Processors that ask which tokens a row holds, and not where or how often."""
 _OF_LENGTH = {"MinLengthLogitsProcessor": "min_length", "MinNewTokensLengthLogitsProcessor": "min_new_tokens"}
-"""Processors that ask how many tokens there are: fewer than this attribute says, or not."""
+"""Processors that only compare a row's number of tokens with the attribute of this name."""
 _ONE_BY_ONE = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance, which calls the model for each token",
     "SynthIDTextWatermarkLogitsProcessor": "SynthID's watermark, which counts the tokens that it is given",
@@ -62,7 +62,7 @@ class Lossless:
     """That an attached model decodes losslessly, and what that has done."""
 
     length: int | None
-    """Tokens of a draft; None: as many as pay, see :class:`DraftLength`."""
+    """Tokens of a draft; None: :class:`DraftLength` chooses the length by time."""
     use: DraftUse = field(default_factory=DraftUse)
     before: Any = None
     """What the model itself had as ``generate``; None: nothing."""
@@ -230,7 +230,7 @@ class _Rows:
         """Whether rows that have stopped are padded; else they go on until all have stopped."""
         self._others = [one for one in criteria if type(one) not in _PLAIN]
         self._sent: tuple[int, Tensor] | None = None
-        """How many tokens :meth:`before` has sent to the device, and these."""
+        """The number of tokens when :meth:`before` last sent the answers to the device, and the answers there."""
 
     @property
     def unfinished(self) -> bool:
@@ -287,8 +287,10 @@ class _Rows:
         return [self._prompt.shape[1] + len(one) for one in self.tokens]
 
     def before(self, drafts: Tensor, number: int) -> Tensor:
-        """For each of ``number`` positions, after the newest token or the last drafts ``[B, k]``, the tokens before it,
-        ``[B, number, n]``. In the place of a token that a row or a position does not have stands its first one again.
+        """The tokens before each of ``number`` positions, int64 ``[B, number, n]``.
+
+        The first position follows the newest token or one of the drafts ``[B, k]``, and the last position follows the
+        last draft. Shorter lines repeat the first token of the row's answer.
         """
         count = sum(map(len, self.tokens))
         if self._sent is None or self._sent[0] != count:

@@ -18,7 +18,7 @@ from foveate.runtime import CaptureError
 from foveate.state.step_plan import on_device
 
 _FIRST, _DRAFT = "first of a draft", "of a draft"
-"""Kinds of steps: the one that chooses, and those that read its choice again."""
+"""Kinds of steps: a draft's first token chooses keys, and its later tokens read the same keys again."""
 
 
 class Passes:
@@ -83,7 +83,7 @@ class Passes:
             self._cache.phase.verifying = False
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Keep the first so many of each row's tokens of the last verifying pass."""
+        """Keep the first ``kept[b]`` tokens that the last verifying pass read in row b."""
         back = [self._verified - number for number in kept]
         if (steps := self._cache.steps) is not None:
             steps.take_back(self._layers, back)
