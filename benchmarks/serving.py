@@ -10,9 +10,14 @@ the time to the first token of a request alone, and the share of keys that was r
 little memory is left out, and named. With --kv-cache-dtype fp8 both hold keys and values in eight bits. Which model
 runner vLLM uses stands in the row; VLLM_USE_V2_MODEL_RUNNER=0 in the environment chooses the first. With --ranks the
 model is spread over as many GPUs, by NCCL's all-reduce.
+
+With --lossless the method drafts so many tokens and vLLM's attention verifies them; times are of a token then, the mean
+over the tokens of a step. Random weights have no text to write, so that --accept gives the share of drafts that are
+accepted, each after the one before.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -60,8 +65,10 @@ SHAPES = {
     },
 }
 BASELINE = "vllm"
-WARM, ROOM = 16, 2048
+WARM, ROOM = 16, 4096
 """Steps before those that are timed; tokens that a request may generate."""
+_USUAL = {"ranks": 1, "dense_below": None, "lossless": 0, "accept": None}
+"""What a row's case names only where it is otherwise."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -77,6 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--kv-cache-dtype", action="append", choices=("auto", "fp8"), help="of vLLM, by default auto; or both"
     )
+    parser.add_argument(
+        "--lossless", action="append", type=int, help="tokens of a draft that is verified, 0 for none; by default 0"
+    )
+    parser.add_argument("--accept", type=float, help="of --lossless: the share of drafts that are accepted by lot")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="times that a first token is timed")
     parser.add_argument("--memory", type=float, default=0.94, help="share of the GPU's memory")
@@ -88,13 +99,16 @@ def main(arguments: list[str] | None = None) -> None:
         name = "tiny" if given.tiny else given.shape
         job = {"model": given.model or written(Path(folder), name, cases), "dummy": given.model is None}
         job |= {"cases": cases, "steps": given.steps, "repeats": given.repeats, "memory": given.memory}
-        job |= {"ranks": given.ranks, "dense_below": given.dense_below}
+        job |= {"ranks": given.ranks, "dense_below": given.dense_below, "accept": given.accept}
+        lengths = given.lossless or [0]
+        job |= {"longest_draft": max(lengths)}
         name = Path(given.model).name if given.model else f"{name}-shape"
         methods = [settled(given.model, method) if given.model else method for method in methods]
         for dtype in given.kv_cache_dtype or ["auto"]:
             job |= {"kv_cache_dtype": dtype}
             own = run(job | {"method": None})
-            for method in methods:
+            for method, length in itertools.product(methods, lengths):
+                job |= {"lossless": length}
                 found = run(job | {"method": method})
                 rows = [_row(name, method, job, case, found[case], own[case]) for case in found if case in own]
                 measurements.write(given.out, rows)
@@ -148,7 +162,7 @@ def _row(
             "batch": batch,
             "kv_cache_dtype": job["kv_cache_dtype"],
             "runner": found["runner"],
-            **{key: job[key] for key, usual in (("ranks", 1), ("dense_below", None)) if job[key] != usual},
+            **{key: job[key] for key, usual in _USUAL.items() if job[key] != usual},
         },
         "cuda" if found["device"] == "cuda" else "cpu",
         found["ms"],
@@ -159,15 +173,18 @@ def _row(
         first_token_ms=found["first_token_ms"],
         baseline_first_token_ms=own["first_token_ms"],
         keys_read_share=found["keys_read_share"],
+        **({"tokens_a_step": found["tokens_a_step"]} if job["lossless"] else {}),
     )
     return row
 
 
 def _line(row: dict[str, Any]) -> str:
     case = row["case"]
-    times = f"{row['ms']:8.2f} ms a step, {row['speedup']:.2f} times as fast as {row['baseline']}"
+    times = f"{row['ms']:8.2f} ms a token, {row['speedup']:.2f} times as fast as {row['baseline']}"
     first = f"first token {row['first_token_ms']:.0f} ms ({row['baseline_first_token_ms']:.0f})"
     engine = f"{case['kv_cache_dtype']}, {case['runner']}, {case.get('ranks', 1)} GPUs"
+    if "lossless" in case:
+        engine += f", drafts of {case['lossless']}, {row['tokens_a_step']:.2f} tokens a step"
     return f"{case['tokens']:7} x {case['batch']:<3} {case['method']} ({engine}): {times}; {first}"
 
 
@@ -192,10 +209,22 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
     if job["method"] is not None:
         settings = {"method": job["method"]}
         settings |= {} if job.get("dense_below") is None else {"dense_below": job["dense_below"]}
+        if length := job.get("lossless"):
+            settings["lossless"] = True
+            how |= {"async_scheduling": True, "speculative_config": _drafts(job, length)}
         how |= {"attention_backend": "CUSTOM", "additional_config": {"foveate": settings}}
     elif cuda:
         how |= {"attention_backend": "FLASH_ATTN"}
     return LLM(model=job["model"], **how)
+
+
+def _drafts(job: dict[str, Any], length: int) -> dict[str, Any]:
+    """vLLM's options for drafts of the model itself."""
+    drafts = {"method": "draft_model", "model": job["model"], "num_speculative_tokens": length}
+    if (share := job.get("accept")) is None:
+        return drafts
+    rates = [share ** (number + 1) for number in range(length)]
+    return drafts | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
 
 
 def runner_of(llm: Any) -> str:
@@ -215,17 +244,18 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     room = config.cache_config.num_gpu_blocks * config.cache_config.block_size
     found = {}
     for tokens, batch in job["cases"]:
-        needed = batch * (tokens + WARM + job["steps"])
+        needed = batch * (tokens + (WARM + job["steps"]) * (1 + job["longest_draft"]))
         if needed > room:
             print(f"{tokens} x {batch}: {needed} tokens need more memory than there is, {room}", file=sys.stderr)
             continue
         before = _keys(llm)
         first = [_decode(llm, tokens, 1, 0)[0] for _ in range(job["repeats"])]
-        steps = _decode(llm, tokens, batch, WARM + job["steps"])[1][WARM:]
+        _, steps, tokens_a_step = _decode(llm, tokens, batch, job["steps"])
         read, available = (after - now for after, now in zip(_keys(llm), before))
         found[f"{tokens}x{batch}"] = {
-            "ms": sorted(steps)[len(steps) // 2],
-            "ms_all": sum(steps) / len(steps),
+            "ms": sorted(steps)[len(steps) // 2] / tokens_a_step,
+            "ms_all": sum(steps) / len(steps) / tokens_a_step,
+            "tokens_a_step": tokens_a_step,
             "first_token_ms": min(first),
             "keys_read_share": read / available if available else None,
             "peak_bytes": None if job["ranks"] > 1 else torch.cuda.max_memory_allocated() if cuda else 0,
@@ -235,8 +265,9 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _decode(llm: Any, tokens: int, batch: int, steps: int) -> tuple[float, list[float]]:
-    """Milliseconds to the first token of the first request, and of each step in which all requests decode."""
+def _decode(llm: Any, tokens: int, batch: int, steps: int) -> tuple[float, list[float], float]:
+    """Milliseconds to the first token of the first request, those of so many steps in which all requests decode, and
+    the tokens that a request has gained in one of these."""
     import torch
     from vllm import SamplingParams
 
@@ -247,21 +278,21 @@ def _decode(llm: Any, tokens: int, batch: int, steps: int) -> tuple[float, list[
     for name in names:
         ids = torch.randint(3, 500, (tokens,), generator=generator).tolist()
         engine.add_request(name, {"prompt_token_ids": ids}, sampling)
-    first, times, started = None, [], set()
-    before = time.perf_counter()
-    while len(times) < steps or first is None:
+    first, ended, written = None, [], {}
+    while first is None or len(ended) < steps + (WARM if steps else 0):
         outs = engine.step()
         now = time.perf_counter()
-        started |= {out.request_id for out in outs if out.outputs[0].token_ids}
-        if first is None and started:
+        written |= {out.request_id: len(out.outputs[0].token_ids) for out in outs}
+        if first is None and any(written.values()):
             first = 1000 * (now - start)
-        elif len(started) == batch and outs:
-            times.append(1000 * (now - before))
-        before = now
+        elif len(written) == batch and all(written.values()) and outs:
+            ended.append((now, sum(written.values()) / batch))
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    return first, times
+    timed = ended[WARM - 1 :]
+    times = [1000 * (after[0] - before[0]) for before, after in itertools.pairwise(timed)]
+    return first, times, (timed[-1][1] - timed[0][1]) / len(times) if times else 0.0
 
 
 def _keys(llm: Any) -> tuple[float, float]:

@@ -34,6 +34,13 @@ def serve(
         float | None,
         typer.Option(help="Share of decode steps that are also run densely and compared.", show_default=False),
     ] = None,
+    lossless: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft this many tokens by the method and verify them densely: answers are those of dense attention.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print the plan, and start nothing.")] = False,
 ) -> None:
     """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
@@ -44,7 +51,7 @@ def serve(
         raise ValueError(f"--method is given {len(method)} times ({', '.join(method)}): leave all but one out")
     environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
     quiet()
-    arguments = launch.arguments_of(model, *method, dense_below, context.args, audit)
+    arguments = launch.arguments_of(model, *method, dense_below, context.args, audit, lossless)
     for line in launch.startup_summary(launch.checked(arguments)):
         typer.echo(line)
     typer.echo(shlex.join(launch.command(arguments)))

@@ -20,6 +20,7 @@ from foveate import ops
 from foveate.methods import Method, replay_obstacle, sparse_prompt
 from foveate.ops import Choice, Logits
 from foveate.runtime.decode import decode
+from foveate.runtime.drafts import Drafting
 from foveate.runtime.policy import SHORT_SEQUENCE, pays_from
 from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
 from foveate.state.borrowed import EngineCache
@@ -116,6 +117,10 @@ class EngineSteps:
         self._step: tuple[DeviceRows, Tensor, int, bool] | None = None
         """Of the present step: row numbers, block table, bound, and whether it may have rows that are read whole."""
         self._audit: Audited | None = None
+        self._drafts: dict[tuple[int, bool], dict[int, Drafting]] = {}
+        """By number of rows and whether steps are captured: what layers chose for the last draft, by layer."""
+        self._drafting: dict[int, Drafting] | None = None
+        """Of the present step, which is one of a draft; None: it is none."""
 
     def _first_sparse(self, dense_below: int | str, geometry: Geometry | None) -> int:
         """Tokens from which a step is sparse."""
@@ -151,6 +156,7 @@ class EngineSteps:
         prompts: Sequence[bool] | None = None,
         dense: Sequence[bool] | None = None,
         launched: bool = False,
+        draft: int | None = None,
     ) -> None:
         """Start a step.
 
@@ -166,10 +172,16 @@ class EngineSteps:
                 then. None: no row.
             launched: whether an engine that replays other steps as graphs launches this one's kernels from the host.
                 Such a step is dense: launching the selection kernels can cost more than reading every key.
+            draft: of a token that lossless decoding drafts, how many of its draft come before it; None: it is no draft.
+                What the first token of a draft reads, the others read again, see :mod:`foveate.runtime.drafts`. Drafts
+                are not counted.
         """
-        self._begin(lengths, block_table, bound, prompts, dense)
+        self._begin(lengths, block_table, bound, prompts, dense, draft, captured=False)
         number = len(lengths) if rows is None else rows
-        self.dense = self._sparse_from > 0 and (launched or self._is_short(bound, number))
+        if not draft:  # a draft stays what its first token was
+            self.dense = self._sparse_from > 0 and (launched or self._is_short(bound, number))
+        if draft is not None:
+            return
         decoding, totals = len(tokens), self.totals
         totals.steps += decoding > 0
         totals.rows += decoding
@@ -196,7 +208,7 @@ class EngineSteps:
             self._count_on_device()
         self._read.add_(read)
 
-    def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int) -> None:
+    def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int, draft: int | None = None) -> None:
         """Start a step that an engine captures for so many rows; none of it is counted.
 
         Replays follow a :meth:`begin` of as many rows, which writes the buffers that the graph reads and may find any
@@ -206,8 +218,11 @@ class EngineSteps:
         Args:
             lengths, block_table: as of :meth:`begin`.
             bound: the longest row that a replay may have.
+            draft: as of :meth:`begin`. The step after the first token of a draft serves all later ones. It reads what
+                the last captured step of as many rows with draft 0 has written, which must have been replayed before,
+                so that there is something to read.
         """
-        self._begin(lengths, block_table, bound, [True] * len(lengths), None)
+        self._begin(lengths, block_table, bound, [True] * len(lengths), None, draft, captured=True)
         self.dense = False
 
     def _begin(
@@ -217,8 +232,11 @@ class EngineSteps:
         bound: int,
         prompts: Sequence[bool] | None,
         dense: Sequence[bool] | None,
+        draft: int | None,
+        captured: bool,
     ) -> None:
         number = len(lengths)
+        self._drafting = None if draft is None else self._draft(number, draft, captured)
         if self._read is None:
             self._count_on_device()
         if number not in self._rows:
@@ -229,6 +247,13 @@ class EngineSteps:
         step.begin_of(lengths, live=prompts, sparse=whole)
         self._step = (step, block_table, bound, some_whole)
         self._forward.clear()
+
+    def _draft(self, number: int, draft: int, captured: bool) -> dict[int, Drafting]:
+        """By layer, what is read again after the first token of a draft of so many rows."""
+        if not draft:
+            choosing = (layer for layer, method in self.methods.items() if method.role.reads_choice_of is None)
+            self._drafts[number, captured] = {layer: Drafting() for layer in choosing}
+        return self._drafts[number, captured]
 
     def _count_on_device(self) -> None:
         """Allocate the counters, in the first step: an engine that sleeps may drop what it allocates with its blocks.
@@ -312,7 +337,9 @@ class EngineSteps:
         store.enter(rows, block_table, bound, out)
         dense = self._dense(method)
         try:
-            attended, choice = decode(method, store, q, logits.scaling, dense=dense, need_lse=self._audit is not None)
+            how = {"dense": dense, "need_lse": self._audit is not None}
+            drafting = None if self._drafting is None else self._drafting.get(layer)
+            attended, choice = decode(method, store, q, logits.scaling, **how, drafting=drafting)
             found = attended.out
             if self._audit is not None and attended.lse is not None and not choice.reads_all:
                 found = self._audited(method, store, q, logits, attended.lse, choice)
@@ -357,7 +384,7 @@ class EngineSteps:
             self._forward.clear()
 
     def _finish(self, layer: int) -> None:
-        if layer == self._last:
+        if layer == self._last and self._drafting is None:
             self._step[0].tally.flush()
 
     def keys_read(self) -> Tensor:

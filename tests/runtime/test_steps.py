@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foveate import methods
 from foveate.methods import base
 from foveate.ops import BlockTable, Choice, Logits, Rest, attend, dispatch
-from foveate.runtime import EngineSteps, Layer, Phase
+from foveate.runtime import EngineSteps, Layer, Phase, drafts
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
 from tests.served import LAYERS, SPECS, of_layers
@@ -21,6 +21,8 @@ PROMPTS, STEPS = (37, 5, 21), 9
 SCALING = DIM**-0.5
 GEOMETRY = Geometry(HEADS, KV_HEADS, DIM, DIM)
 OF_PAGES = SPECS[-4:]
+OBSTACLES = {spec: next(filter(None, map(drafts.obstacle, of_layers(spec).values())), "") for spec in SPECS}
+"""Why a method does not draft."""
 
 
 class Engine:
@@ -52,8 +54,11 @@ class Engine:
             steps.written(n, HEADS, self.memory[n, ..., :DIM], self.memory[n, ..., DIM:], slots)
 
 
-def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4), dense=None):
-    """Outputs of both, ``[steps, layers, requests, Hq, D]``, and the steps with the layers that read the same."""
+def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4), dense=None, draft=None):
+    """Outputs of both, ``[steps, layers, requests, Hq, D]``, and the steps with the layers that read the same.
+
+    ``draft``: steps are those of drafts of so many tokens.
+    """
     engine, logits = Engine(padding), Logits(SCALING, sinks, softcap)
     steps = EngineSteps(of_layers(spec), torch.device("cpu"), dense_below)
     phases = [Phase(prompt_end=length) for length in PROMPTS]
@@ -74,6 +79,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4
         now = []
         for row, phase in enumerate(phases):
             phase.forward.clear()
+            phase.draft = step % draft if draft else None
             outs = []
             for n, layer in enumerate(own[row]):
                 layer.announce(1)
@@ -81,7 +87,8 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4
             now.append(torch.stack(outs))
         expected.append(torch.stack(now, 1)[:, :, 0, :, 0])
         tokens = engine.lengths[engine.real].tolist()
-        steps.begin(engine.lengths, engine.table, bound or max(tokens), tokens, len(PROMPTS), dense=dense)
+        how = {"dense": dense, "draft": step % draft if draft else None}
+        steps.begin(engine.lengths, engine.table, bound or max(tokens), tokens, len(PROMPTS), **how)
         queries = torch.full((LAYERS, engine.rows, HEADS, 1, DIM), 3.0)
         queries[:, engine.real] = q
         outs = []
@@ -105,6 +112,22 @@ def test_outputs_are_those_of_layers_over_their_own_memory(spec):
     assert float(steps.keys_read()) == pytest.approx(counted)
     assert steps.totals.keys_available == sum(layer.counters.keys_available for row in own for layer in row)
     assert (steps.totals.steps, steps.totals.rows, steps.totals.dense_rows) == (STEPS, 3 * STEPS, 0)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "dense" and not OBSTACLES[spec]])
+def test_drafts_read_again_what_their_first_token_chose(spec):
+    expected, found, steps, own = run(spec, draft=4)
+    torch.testing.assert_close(found, expected)
+    assert float(steps.keys_read()) == 0 and steps.totals.rows == 0, "drafts are not counted"
+    anew = run(spec)[1]
+    assert torch.equal(found[::4], anew[::4]) and not torch.equal(found[1::4], anew[1::4])
+
+
+def test_a_draft_stays_dense_or_sparse_as_it_began():
+    """A bound between the lengths of its tokens would let readers begin to ask for a choice that was not made."""
+    longest = PROMPTS[0] + 2
+    found = run(SPECS[0], dense_below=3 * longest, draft=4)[1]
+    assert torch.isfinite(found).all()
 
 
 @pytest.mark.parametrize("spec", SPECS)

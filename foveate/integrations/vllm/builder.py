@@ -21,6 +21,7 @@ from foveate.integrations.vllm.settings import (
     layer_methods,
     served,
     settings_of,
+    wants_lossless,
 )
 from foveate.ops import Logits
 from foveate.ops.block_table import EIGHT_BITS
@@ -85,9 +86,10 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
         ranks.check_alike({"settings": f"{settings}", **shared})
     steps = EngineSteps(chosen, device, settings.dense_below, geometries[min(chosen)], ranks)
     _log.info("foveate: %d layers decode by %s", len(chosen), settings.method.spec)
-    cache, speculates = vllm_config.cache_config, vllm_config.speculative_config is not None
+    cache, lossless = vllm_config.cache_config, wants_lossless(vllm_config)
+    chooses = lossless or vllm_config.speculative_config is None
     for index, geometry in geometries.items():  # before memory is given to others
-        if index in own and chosen[index].channels(geometry) and not speculates:
+        if index in own and chosen[index].channels(geometry) and chooses:
             number = (cache.num_gpu_blocks or 0) * cache.block_size // block_size
             shape = (number, geometry.num_kv_heads, block_size, geometry.head_dim)
             dtype = EIGHT_BITS if cache.cache_dtype in FP8 else model.dtype
@@ -123,6 +125,10 @@ class StepBuilder:
     reorder_batch_threshold = 1
     speculates = False
     """Whether rows bring drafted tokens: several tokens of a row, which vLLM's own attention reads at once."""
+    lossless = False
+    """Whether foveate drafts them."""
+    draft: int | None = None
+    """Of a batch of tokens that foveate drafts, how many tokens of the draft come before; None: a batch of vLLM's."""
 
     def prepare(self, vllm_config: Any, layer_names: list[str], device: torch.device, block_size: int) -> None:
         self.steps = engine_steps(vllm_config, layer_names, device, block_size)
@@ -134,10 +140,11 @@ class StepBuilder:
                 audit.install()
         self.longest, self.dtype = vllm_config.model_config.max_model_len, vllm_config.model_config.dtype
         self.speculates = vllm_config.speculative_config is not None
-        if self.speculates and self.steps is not None:
+        self.lossless = wants_lossless(vllm_config)
+        if self.speculates and not self.lossless and self.steps is not None:
             _warn_once(f"foveate: {ALL_DENSE}")
-        self.warm: set[int] = set()
-        """Numbers of rows for which the layers have run once."""
+        self.warm: set[tuple[int, int | None]] = set()
+        """Numbers of rows, and of drafted tokens before, for which the layers have run once."""
         self.largest_graph = 0
         """The most rows of a step that vLLM replays as a whole; 0 where it replays none."""
         layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
@@ -151,16 +158,17 @@ class StepBuilder:
         """
         if self.steps is None:
             return None
-        if self.speculates:
+        if self.speculates and self.draft is None:
             self.meter.update()
             self.steps.count_dense(verifying_rows(common))
-            return None
+            return self.verifying_step(common)
         found = decoding_rows(common, requests.dense_rows())
         if not found.rows:
             return Step(self.steps, common.slot_mapping, 0, None)
-        self.meter.update()
+        if self.draft is None:
+            self.meter.update()
         how = {"bound": found.bound, "tokens": found.tokens, "rows": found.real}
-        how |= {"prompts": found.prompts, "dense": found.dense}
+        how |= {"prompts": found.prompts, "dense": found.dense, "draft": self.draft}
         mixed = found.rows < common.num_reqs
         how["launched"] = self.largest_graph > 0 and (mixed or found.rows > self.largest_graph)
         self.steps.begin(common.seq_lens[: found.rows], common.block_table_tensor[: found.rows], **how)
@@ -173,16 +181,23 @@ class StepBuilder:
         """Start a step that vLLM captures next; None when nothing is foveate's. Of ``common`` the memory counts."""
         if self.steps is None:
             return None
-        if self.speculates:
-            return None
+        if self.speculates and self.draft is None:
+            return self.verifying_step(common)
         number = common.num_reqs
         step, rows = Step(self.steps, common.slot_mapping, number, None), common.seq_lens[:number]
-        self.steps.begin_capture(rows, common.block_table_tensor, self.longest)
-        if number not in self.warm:  # idle ranks of data parallelism ask again at each step
-            self.warm.add(number)
+        begin = functools.partial(
+            self.steps.begin_capture, rows, common.block_table_tensor, self.longest, draft=self.draft
+        )
+        begin()
+        if (number, self.draft) not in self.warm:  # idle ranks of data parallelism ask again at each step
+            self.warm.add((number, self.draft))
             self.run_once(step)
-            self.steps.begin_capture(rows, common.block_table_tensor, self.longest)
+            begin()
         return step
+
+    def verifying_step(self, common: Any) -> Step | None:
+        """The step of a batch that vLLM attends to alone, of which foveate's own drafts need the pages' summaries."""
+        return Step(self.steps, common.slot_mapping, 0, None) if self.lossless else None
 
     def run_once(self, step: Step) -> None:
         """Run the layers of a step on queries of zeros: kernels are compiled and loaded before a capture.

@@ -27,6 +27,7 @@ from foveate.integrations.vllm.settings import (
     check_audit,
     check_early,
     check_folder,
+    check_lossless,
     check_options,
     facts_of,
     methods_of,
@@ -35,6 +36,7 @@ from foveate.integrations.vllm.settings import (
 )
 from foveate.methods import Method
 from foveate.runtime import SHORT_SEQUENCE, pays_from
+from foveate.runtime.drafts import LONGEST
 from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
@@ -52,7 +54,12 @@ _log = logging.getLogger("vllm.foveate")
 
 
 def arguments_of(
-    model: str, method: str, dense_below: int | None, options: Sequence[str], audit: float | None = None
+    model: str,
+    method: str,
+    dense_below: int | None,
+    options: Sequence[str],
+    audit: float | None = None,
+    lossless: int | None = None,
 ) -> list[str]:
     """The arguments of ``vllm serve`` that serve a model by a method.
 
@@ -61,6 +68,7 @@ def arguments_of(
         method: a spec, or a ``.json`` file.
         dense_below, audit: see :class:`Settings`; None: as the method or the file says.
         options: vLLM's own.
+        lossless: tokens of the drafts that the method makes, and dense attention verifies; None: no drafts.
 
     Raises:
         ValueError: for a method or file that cannot be, for options that are not the user's to give, and without vLLM.
@@ -70,10 +78,12 @@ def arguments_of(
     for option in options:
         if (name := _plain(option)) in _OURS:
             raise ValueError(f"{name} is given by foveate serve; leave it out")
-    more = {"dense_below": dense_below, "audit": audit}
+    more = {"dense_below": dense_below, "audit": audit, "lossless": None if lossless is None else True}
     more = {name: value for name, value in more.items() if value is not None}
     given = {"method": method, **more} if more else method
     settings = settings_of({"foveate": given})
+    if lossless is not None:
+        options = [*_drafting(model, lossless, options), *options]
     _check_there(model)
     if Path(model).is_dir() and not _OTHERWISE & {_plain(option).lstrip("-").replace("-", "_") for option in options}:
         check_folder(settings, Path(model))
@@ -81,6 +91,24 @@ def arguments_of(
         raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
     config = json.dumps({"foveate": given})
     return [model, "--attention-backend", "CUSTOM", "--additional-config", config, *options]
+
+
+def _drafting(model: str, length: int, options: Sequence[str]) -> list[str]:
+    """vLLM's options for drafts of the model itself.
+
+    Raises:
+        ValueError: for a length that cannot be, and for options that are not the user's to give then.
+    """
+    if not 1 <= length <= LONGEST:
+        raise ValueError(f"--lossless must be the length of a draft, 1 to {LONGEST} tokens, not {length}")
+    theirs = ("--speculative-config", "-sc", *(f"--spec-{name}" for name in ("method", "model", "tokens")))
+    for option in options:
+        if (name := _plain(option)) in theirs:
+            raise ValueError(f"{name} is given by --lossless; leave one of them out")
+    drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": length}
+    drafts["draft_sample_method"] = "probabilistic"  # requests with a temperature accept more
+    waits = any(_plain(option).endswith("async-scheduling") for option in options)
+    return ["--speculative-config", json.dumps(drafts), *([] if waits else ["--async-scheduling"])]
 
 
 def command(arguments: Sequence[str]) -> list[str]:
@@ -155,10 +183,14 @@ def startup_summary(config: Any) -> list[str]:
     ranks = config.parallel_config.tensor_parallel_size
     geometry = geometry_of(facts, ranks)
     speculates = config.speculative_config is not None
-    dense = f"every step: {ALL_DENSE}" if speculates else _dense(settings, methods, geometry, ranks)
+    every = speculates and not settings.lossless
+    dense = f"every step: {ALL_DENSE}" if every else _dense(settings, methods, geometry, ranks)
     lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense}"]
-    if speculates:
+    if every:
         return lines
+    if settings.lossless:
+        length = config.speculative_config.num_speculative_tokens
+        lines.append(f"lossless: the method drafts {length} tokens, and dense attention verifies them")
     if settings.audit:
         lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
     choosing = [method for method in methods.values() if method.role.chooses]
@@ -232,6 +264,8 @@ def check_parsed(parsed: Any, changed: Collection[str]) -> Settings | None:
     check_options(asked)
     if settings.audit:
         check_audit(asked)
+    if settings.lossless:
+        check_lossless(asked, {})
     if Path(parsed.model).is_dir() and not _OTHERWISE.intersection(changed):
         check_folder(settings, Path(parsed.model), strict=False, asked=asked)
     return settings
@@ -245,6 +279,9 @@ def asked_of_command(parsed: Any) -> Asked:
     return Asked(
         speculation=(given.get("method") or named) if speculative else None,
         drafts_by_foveate=str(given.get("attention_backend", "")).upper() == "CUSTOM",
+        drafts_by_itself=(given.get("model") or parsed.spec_model) == parsed.model,
+        draft_tokens=given.get("num_speculative_tokens") or parsed.spec_tokens or 0,
+        lora=parsed.enable_lora,
         tensor_parallel_size=parsed.tensor_parallel_size,
         pipeline_parallel_size=parsed.pipeline_parallel_size,
         decode_context_parallel_size=parsed.decode_context_parallel_size,

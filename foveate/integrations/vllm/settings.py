@@ -25,7 +25,8 @@ from foveate.methods import Method, check_artefacts, check_made_for, make
 from foveate.methods.auto import Auto
 from foveate.methods.handed_on import check_heads
 from foveate.methods.spec import SETTING
-from foveate.runtime import check_dense_below
+from foveate.runtime import check_dense_below, drafts
+from foveate.runtime.drafts import LONGEST
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
 from foveate.state.borrowed import EngineCache
@@ -64,6 +65,9 @@ class Settings:
     """See :class:`~foveate.runtime.EngineSteps`."""
     audit: float = 0.0
     """Share of decode steps that are also run densely, see :mod:`foveate.integrations.vllm.audit`."""
+    lossless: bool = False
+    """Whether the method only drafts tokens, which dense attention verifies, see
+    :mod:`foveate.integrations.vllm.lossless`."""
 
     def settled(self, shape: Mapping[str, Any], facts: Callable[[], Mapping[str, Any]]) -> Settings:
         """With the method of one model; ``auto`` becomes one that can be served.
@@ -126,7 +130,19 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
     audit = given.get("audit", 0.0)
     if isinstance(audit, bool) or not isinstance(audit, (int, float)) or not 0 <= audit <= 1:
         raise ValueError(f"foveate: audit must be a share of the decode steps, 0 to 1, not {audit!r}")
-    return Settings(make(given["method"]), below, float(audit))
+    lossless = given.get("lossless", False)
+    if not isinstance(lossless, bool):
+        raise ValueError(
+            f"foveate: lossless must be true or false, not {lossless!r}; vLLM's num_speculative_tokens is "
+            "the length of a draft"
+        )
+    return Settings(make(given["method"]), below, float(audit), lossless)
+
+
+def wants_lossless(vllm_config: Any) -> bool:
+    """Whether an engine is to decode losslessly by foveate; False where foveate has no settings."""
+    given = vllm_config.additional_config
+    return isinstance(given, Mapping) and "foveate" in given and settings_of(given).lossless
 
 
 def served(vllm_config: Any) -> Settings:
@@ -159,8 +175,11 @@ def check_early(vllm_config: Any) -> None:
     """Raise ValueError, before weights are loaded, for what can be known by then: see the other functions."""
     check_engine(vllm_config)
     asked = asked_of(vllm_config)
-    if settings_of(vllm_config.additional_config).audit:
+    settings = settings_of(vllm_config.additional_config)
+    if settings.audit:
         check_audit(asked)
+    if settings.lossless:
+        check_lossless(asked, methods_of(vllm_config))
     check_summaries(asked, methods_of(vllm_config).values(), geometry_of(facts_of(vllm_config.model_config)))
 
 
@@ -183,6 +202,14 @@ class Asked:
     """The method of speculative decoding; an empty string where vLLM has to find it out."""
     drafts_by_foveate: bool = False
     """Whether a draft model is given foveate's own attention backend."""
+    drafts_by_itself: bool = False
+    """Whether the draft model is the served model."""
+    draft_tokens: int = 0
+    """Tokens of a draft."""
+    first_runner: bool = False
+    """Model runner V1."""
+    lora: bool = False
+    multimodal: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -213,6 +240,11 @@ def asked_of(vllm_config: Any) -> Asked:
     return Asked(
         speculation=None if speculation is None else getattr(speculation, "method", None) or "",
         drafts_by_foveate=getattr(getattr(speculation, "attention_backend", None), "name", None) == "CUSTOM",
+        drafts_by_itself=getattr(speculation, "model", None) == model.model,
+        draft_tokens=getattr(speculation, "num_speculative_tokens", 0) or 0,
+        first_runner=not second,
+        lora=vllm_config.lora_config is not None,
+        multimodal=getattr(model, "is_multimodal_model", False),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         decode_context_parallel_size=parallel.decode_context_parallel_size,
@@ -278,6 +310,28 @@ def check_audit(asked: Asked) -> None:
         "speculative decoding, whose steps are dense: leave audit out": asked.speculation is not None,
     }
     _refuse(refused, "audit with ")
+
+
+def check_lossless(asked: Asked, methods: Mapping[int, Method]) -> None:
+    """Raise ValueError where foveate cannot draft for a model, or not in this engine.
+
+    Args:
+        methods: of the layers, by index.
+    """
+    how = "serve by `foveate serve --lossless 8`, or give --speculative-config as that prints it"
+    refused = {
+        f"without drafts of the model itself: {how}": asked.speculation != "draft_model" or not asked.drafts_by_itself,
+        f"drafts of {asked.draft_tokens} tokens: give 1 to {LONGEST}": not 1 <= asked.draft_tokens <= LONGEST,
+        "model runner V1: set VLLM_USE_V2_MODEL_RUNNER=1": asked.first_runner,
+        "LoRA, because drafts would be of other adapters: leave --enable-lora out": asked.lora,
+        "models that read more than tokens: leave lossless out": asked.multimodal,
+        "data parallelism, whose ranks step together: leave lossless out": asked.data_parallel_size > 1,
+    }
+    _refuse(refused, "lossless decoding with ")
+    for layer, method in methods.items():
+        copies = "it copies the keys of its rows" if method.replay and method.replay.copies_keys else ""
+        if reason := drafts.obstacle(method) or copies:
+            raise ValueError(f"foveate does not support lossless decoding by {method.name} (layer {layer}): {reason}")
 
 
 def check_summaries(asked: Asked, methods: Iterable[Method], geometry: Geometry) -> None:

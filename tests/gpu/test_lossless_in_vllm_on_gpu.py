@@ -1,0 +1,39 @@
+"""Lossless decoding within vLLM on a GPU, whose graphs hold the drafts that choose keys and those that read them again."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from tests.integrations.test_in_vllm import FULL, NEW, PAGES, PROMPTS, SMALL, folder, run  # noqa: F401
+
+pytestmark = pytest.mark.gpu
+ENGINE = {"dtype": "bfloat16", "enforce_eager": False, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.1}
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+def served(folder, spec, **more):  # noqa: F811
+    how = {"environment": ENVIRONMENT, "times": 2, **ENGINE, **more}
+    return run(folder, spec, **how if spec is not None else how | {"attention_backend": "FLASH_ATTN"})
+
+
+def same(one, other):
+    """The share of tokens before the first that differs: in bf16 two tokens may tie."""
+    pairs = [pair for both in zip(one["tokens"], other["tokens"]) for pair in zip(*both)]
+    return sum(next((n for n, (a, b) in enumerate(zip(*pair)) if a != b), NEW) for pair in pairs) / NEW / len(pairs)
+
+
+@pytest.mark.parametrize(("spec", "graphs", "waits"), [(SMALL, True, False), (SMALL, False, True), (PAGES, True, True)])
+def test_tokens_are_vllms_own(folder, spec, graphs, waits):  # noqa: F811
+    speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
+    how = {"speculative_config": speculation, "async_scheduling": waits, "enforce_eager": not graphs}
+    own = served(folder, None)
+    found = served(folder, {"method": spec, "lossless": True, "dense_below": 0}, **how)
+    whole = served(folder, {"method": FULL, "lossless": True, "dense_below": 0}, **how)
+    assert same(found, own) > 0.9 and same(whole, own) > 0.9
+    (few, drafted), (all_, of_all) = (
+        [one["counts"][f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft")] for one in (found, whole)
+    )
+    assert drafted > len(PROMPTS) and 0.02 < few / drafted < all_ / of_all
+    assert all_ / of_all > 0.85, "drafts that read all keys are dense attention's tokens but for ties"
