@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
             case |= {"new": given.new, "method": method, "draft": draft}
             case |= {"accept": given.accept} if given.shape else {}
             case |= {"yarn": given.yarn} if given.yarn else {}
-            equal = None if given.shape else sum(map(_alike, answers, dense)) / rows
+            equal = None if given.shape else alike(answers, dense)
             row = _row(case, model.device.type, found, baseline["ms"], equal)
             measurements.write(given.out, [row])
             shown = ("case", "accepted", "equal", "ms", "baseline_ms", "speedup")
@@ -115,9 +115,12 @@ def _row(
     return measurements.speed_row("lossless", case, device, found["ms"], (BASELINE, own_ms), equal=equal, **more)
 
 
-def _alike(one: list[int], other: list[int]) -> float:
-    """The share of two answers before their first difference."""
-    return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), len(one)) / len(one)
+def alike(answers: list[list[int]], others: list[list[int]]) -> float:
+    """The share of answers before their first difference from others, the mean over answers."""
+    pairs = [list(zip(*both)) for both in zip(answers, others)]
+    return sum(next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) / len(pair) for pair in pairs) / len(
+        pairs
+    )
 
 
 def _loaded(folder: Path, yarn: float | None) -> tuple[Any, Any]:
@@ -183,14 +186,14 @@ def _batch(tokenizer: Any, task: str, tokens: int, rows: int, model: Any) -> dic
     if tokenizer is None:
         ids = torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
         return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
-    prompts_ = [_prompt(tokenizer, *prompts()[task](row), tokens) for row in range(rows)]
+    prompts_ = [prompt(tokenizer, *prompts()[task](row), tokens) for row in range(rows)]
     longest = max(map(len, prompts_))
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts_])
     mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts_])
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
-def _prompt(tokenizer: Any, text: str, question: str, length: int) -> list[int]:
+def prompt(tokenizer: Any, text: str, question: str, length: int) -> list[int]:
     """Token ids of a chat that asks about the first ``length`` tokens of a text, less what the question takes."""
     length -= 40 + len(tokenizer(question).input_ids)
     cut = tokenizer.decode(tokenizer(text[: 6 * length]).input_ids[:length])

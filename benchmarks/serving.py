@@ -1,7 +1,7 @@
 """What decoding by a method gives a server: vLLM with foveate's plugin beside vLLM's own FlashAttention, in one run.
 
-    python benchmarks/serving.py --out runs/serving.jsonl
-    python benchmarks/serving.py --tiny --out runs/tiny.jsonl     # on a CPU: does it run?
+    python -m benchmarks.serving --out runs/serving.jsonl
+    python -m benchmarks.serving --tiny --out runs/tiny.jsonl     # on a CPU: does it run?
 
 Needs vLLM (docs/guide/serve.md). The model has the shape of Llama-3.1-8B and random weights, or is the folder --model.
 An engine at a time runs in a process of its own. A case is so many requests of so many tokens: their prompts are read
@@ -13,7 +13,8 @@ model is spread over as many GPUs, by NCCL's all-reduce.
 
 With --lossless the method drafts so many tokens and vLLM's attention verifies them; times are of a token then, the mean
 over the tokens of a step. Random weights have no text to write, so that --accept gives the share of drafts that are
-accepted, each after the one before.
+accepted, each after the one before. With --task a --model writes answers about real texts, see
+benchmarks/lossless.py, and a row tells which part of them equals those of vLLM's own.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import lossless
 from foveate.integrations.transformers import model_folder
 from foveate.lab.results import measurements
 from foveate.methods import parse
@@ -65,9 +67,10 @@ SHAPES = {
     },
 }
 BASELINE = "vllm"
+PROGRAM = ("-m", "benchmarks.serving")
 WARM, ROOM = 16, 4096
 """Steps before those that are timed; tokens that a request may generate."""
-_USUAL = {"ranks": 1, "dense_below": None, "lossless": 0, "accept": None}
+_USUAL = {"ranks": 1, "dense_below": None, "lossless": 0, "accept": None, "task": None}
 """What a row's case names only where it is otherwise."""
 
 
@@ -88,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--lossless", action="append", type=int, help="tokens of a draft that is verified, 0 for none; by default 0"
     )
     parser.add_argument("--accept", type=float, help="of --lossless: the share of drafts that are accepted by lot")
+    parser.add_argument("--task", choices=lossless.prompts(), help="of --model: what prompts are; by default random")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="times that a first token is timed")
     parser.add_argument("--memory", type=float, default=0.94, help="share of the GPU's memory")
@@ -99,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         name = "tiny" if given.tiny else given.shape
         job = {"model": given.model or written(Path(folder), name, cases), "dummy": given.model is None}
         job |= {"cases": cases, "steps": given.steps, "repeats": given.repeats, "memory": given.memory}
-        job |= {"ranks": given.ranks, "dense_below": given.dense_below, "accept": given.accept}
+        job |= {"ranks": given.ranks, "dense_below": given.dense_below, "accept": given.accept, "task": given.task}
         lengths = given.lossless or [0]
         job |= {"longest_draft": max(lengths)}
         name = Path(given.model).name if given.model else f"{name}-shape"
@@ -116,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
                     print(_line(row), flush=True)
 
 
-def run(job: dict[str, Any], program: Sequence[str] = (__file__,)) -> dict[str, dict[str, Any]]:
+def run(job: dict[str, Any], program: Sequence[str] = PROGRAM) -> dict[str, dict[str, Any]]:
     """What an engine's process has measured, by case."""
     command = [sys.executable, *program, "--measure"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
@@ -174,6 +178,7 @@ def _row(
         baseline_first_token_ms=own["first_token_ms"],
         keys_read_share=found["keys_read_share"],
         **({"tokens_a_step": found["tokens_a_step"]} if job["lossless"] else {}),
+        **({"equal": lossless.alike(found["answers"], own["answers"])} if job["task"] else {}),
     )
     return row
 
@@ -249,13 +254,15 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
             print(f"{tokens} x {batch}: {needed} tokens need more memory than there is, {room}", file=sys.stderr)
             continue
         before = _keys(llm)
-        first = [_decode(llm, tokens, 1, 0)[0] for _ in range(job["repeats"])]
-        _, steps, tokens_a_step = _decode(llm, tokens, batch, job["steps"])
+        prompts = _prompts(job, tokens, batch)
+        first = [_decode(llm, prompts[:1], 0)[0] for _ in range(job["repeats"])]
+        _, steps, tokens_a_step, answers = _decode(llm, prompts, job["steps"])
         read, available = (after - now for after, now in zip(_keys(llm), before))
         found[f"{tokens}x{batch}"] = {
             "ms": sorted(steps)[len(steps) // 2] / tokens_a_step,
             "ms_all": sum(steps) / len(steps) / tokens_a_step,
             "tokens_a_step": tokens_a_step,
+            "answers": answers if job["task"] else None,
             "first_token_ms": min(first),
             "keys_read_share": read / available if available else None,
             "peak_bytes": None if job["ranks"] > 1 else torch.cuda.max_memory_allocated() if cuda else 0,
@@ -265,34 +272,46 @@ def measure(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _decode(llm: Any, tokens: int, batch: int, steps: int) -> tuple[float, list[float], float]:
-    """Milliseconds to the first token of the first request, those of so many steps in which all requests decode, and
-    the tokens that a request has gained in one of these."""
+def _prompts(job: dict[str, Any], tokens: int, batch: int) -> list[list[int]]:
+    """Ids of the prompts of a case."""
     import torch
+
+    if job["task"] is None:
+        generator = torch.Generator().manual_seed(tokens)
+        return [torch.randint(3, 500, (tokens,), generator=generator).tolist() for _ in range(batch)]
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
+    return [lossless.prompt(tokenizer, *lossless.prompts()[job["task"]](row), tokens) for row in range(batch)]
+
+
+def _decode(llm: Any, prompts: list[list[int]], steps: int) -> tuple[float, list[float], float, list[list[int]]]:
+    """Milliseconds to the first token of the first request; those of so many steps in which all requests decode, the
+    tokens that a request gains in one of these, and the answers so far."""
     from vllm import SamplingParams
 
-    engine, generator = llm.llm_engine, torch.Generator().manual_seed(tokens)
+    engine, batch = llm.llm_engine, len(prompts)
     sampling = SamplingParams(temperature=0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
-    names = [f"{tokens}-{batch}-{number}-{time.monotonic_ns()}" for number in range(batch)]
+    names = [f"{len(prompts[0])}-{batch}-{number}-{time.monotonic_ns()}" for number in range(batch)]
     start = time.perf_counter()
-    for name in names:
-        ids = torch.randint(3, 500, (tokens,), generator=generator).tolist()
+    for name, ids in zip(names, prompts):
         engine.add_request(name, {"prompt_token_ids": ids}, sampling)
-    first, ended, written = None, [], {}
+    first, ended, answers = None, [], {}
     while first is None or len(ended) < steps + (WARM if steps else 0):
         outs = engine.step()
         now = time.perf_counter()
-        written |= {out.request_id: len(out.outputs[0].token_ids) for out in outs}
-        if first is None and any(written.values()):
+        answers |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}
+        if first is None and any(answers.values()):
             first = 1000 * (now - start)
-        elif len(written) == batch and all(written.values()) and outs:
-            ended.append((now, sum(written.values()) / batch))
+        elif len(answers) == batch and all(answers.values()) and outs:
+            ended.append((now, sum(map(len, answers.values()))))
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
     timed = ended[WARM - 1 :]
     times = [1000 * (after[0] - before[0]) for before, after in itertools.pairwise(timed)]
-    return first, times, (timed[-1][1] - timed[0][1]) / len(times) if times else 0.0
+    tokens_a_step = (timed[-1][1] - timed[0][1]) / len(times) / batch if times else 0.0
+    return first, times, tokens_a_step, [answers.get(name, []) for name in names]
 
 
 def _keys(llm: Any) -> tuple[float, float]:
@@ -300,7 +319,7 @@ def _keys(llm: Any) -> tuple[float, float]:
     from foveate.integrations.vllm import published
 
     time.sleep(1)  # it publishes twice a second, before a step, what it had counted by the one before
-    _decode(llm, 16, 1, 4)
+    _decode(llm, [list(range(3, 19))], 4)
 
     found = {one.name: one.samples[0].value for one in published.Collector().collect()}
     return found.get("foveate:keys_read", 0.0), found.get("foveate:keys_available", 0.0)

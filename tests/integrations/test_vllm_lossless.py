@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.integrations.test_in_vllm import (  # noqa: E402
+from tests.integrations.test_in_vllm import (
     BY_PAGES,
     CHUNKS,
     FULL,
