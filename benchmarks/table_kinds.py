@@ -284,9 +284,30 @@ serving = Table(
         "first token, s": lambda row: number(row["first_token_ms"] / 1000, 2),
         "vLLM's": lambda row: number(row["baseline_first_token_ms"] / 1000, 2),
     },
+    rows=lambda rows: [row for row in rows if "lossless" not in row["case"]],
     apart=lambda row: (row["case"]["model"], _engine(row["case"])),
 )
 """What decoding by a method gives a server, beside its own attention."""
+
+serving_lossless = Table(
+    lambda rows: f"{rows[0]['case']['model']} in vLLM, {_engine(rows[0]['case'])}, {_drafts(rows[0]['case'])}",
+    {
+        "requests": lambda row: f"{row['case']['batch']} × {context_length(row['case']['tokens'])} tokens",
+        "method": lambda row: f"`{row['case']['method']}`",
+        "a draft": lambda row: str(row["case"]["lossless"]),
+        "tokens a pass": lambda row: number(row["tokens_a_step"], 2),
+        "a token, ms": lambda row: number(row["ms"], 2),
+        "vLLM's own": lambda row: number(row["baseline_ms"], 2),
+        "times as fast": lambda row: f"{row['speedup']:.2f}",
+    },
+    rows=lambda rows: [row for row in rows if "lossless" in row["case"]],
+    apart=lambda row: (row["case"]["model"], _engine(row["case"]), _drafts(row["case"])),
+)
+"""What drafts that vLLM verifies give a server, beside its own attention."""
+
+
+def _drafts(case: Mapping[str, Any]) -> str:
+    return f"{percent(case['accept'])} of drafts accepted" if "accept" in case else f"answers about {case['task']}"
 
 
 def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
@@ -326,14 +347,35 @@ lossless = Table(
         "dense, ms": lambda row: number(row["baseline_ms"], 1),
         "dense over lossless": speedup,
     },
+    rows=lambda rows: [row for row in rows if row["case"]["draft"] != OF_ACCEPTANCE],
     apart=lambda row: _lossless_model(row["case"]),
 )
 """What drafts are worth, and the time of a token beside dense decoding."""
 
+OF_ACCEPTANCE = "8"
+"""The length of the drafts of which acceptance is compared by task, context and method."""
+
+
+def lossless_accepted(rows: Sequence[Row]) -> str:
+    """Accepted drafts of a length, by task and context, with a column for each method; dense over lossless behind."""
+    shown = [row for row in rows if row["case"]["draft"] == OF_ACCEPTANCE]
+
+    def table(own: Sequence[Row]) -> str:
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for row in own:
+            case = row["case"]
+            line = cells.setdefault((f"{case['rows']} × {context_length(case['tokens'])} tokens", case["task"]), {})
+            line[f"`{case['method']}`"] = f"{number(row['accepted'], 1)} ({speedup(row)})"
+        return pivot(["rows", "task"], cells, dict.fromkeys(name for line in cells.values() for name in line))
+
+    groups = grouped(shown, lambda row: row["case"]["model"])
+    title = f"accepted of drafts of {OF_ACCEPTANCE} tokens (dense over lossless)"
+    return "\n\n".join(titled(f"{model}, {title}", own, table(own)) for model, own in groups.items())
+
 
 def _lossless_model(case: Mapping[str, Any]) -> str:
     if "accept" not in case:
-        return case["model"]
+        return f"{case['model']}, real text" + (f", YaRN by {case['yarn']:g}" if "yarn" in case else "")
     return f"Random weights of the {case['model'].upper()}'s shape, {percent(case['accept'])} of drafts accepted"
 
 

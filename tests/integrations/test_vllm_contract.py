@@ -63,8 +63,18 @@ CLASSES = {
     ("config/vllm.py", "VllmConfig"): [
         *("additional_config", "model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config"),
         *("attention_config", "compilation_config", "speculative_config", "kv_transfer_config", "load_config"),
-        "use_v2_model_runner",
+        *("use_v2_model_runner", "_get_v2_model_runner_unsupported_features"),
     ],
+    # what drafts for lossless decoding (drafter.py)
+    ("v1/worker/gpu/spec_decode/speculator.py", "DraftModelSpeculator"): [
+        *("load_draft_model", "set_attn", "init_cudagraph_manager", "capture", "propose", "load_model"),
+        *("max_num_reqs", "num_speculative_steps", "input_buffers", "idx_mapping", "temperature", "seeds"),
+        *("draft_tokens", "draft_logits", "_copy_request_inputs", "sample_draft", "vllm_config", "device"),
+    ],
+    ("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager"): ["capture", "needs_capture", "dispatch", "run_fullgraph"],
+    ("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor"): ["cg_mode", "num_tokens", "num_reqs"],
+    ("v1/worker/gpu/block_table.py", "BlockTables"): ["compute_slot_mappings", "input_block_tables"],
+    ("v1/worker/gpu/input_batch.py", "InputBuffers"): ["input_ids", "positions", "query_start_loc", "seq_lens"],
     ("config/attention.py", "AttentionConfig"): ["backend"],
     ("config/cache.py", "CacheConfig"): ["block_size", "num_gpu_blocks", "cache_dtype"],
     ("config/scheduler.py", "SchedulerConfig"): ["max_num_seqs"],
@@ -76,7 +86,9 @@ CLASSES = {
         *("static_forward_context", "cudagraph_capture_sizes", "cudagraph_mode"),
     ],
     ("config/compilation.py", "CUDAGraphMode"): ["FULL", "decode_mode", "has_full_cudagraphs"],
-    ("config/speculative.py", "SpeculativeConfig"): ["method"],
+    ("config/speculative.py", "SpeculativeConfig"): [
+        *("method", "model", "num_speculative_tokens", "draft_sample_method", "uses_draft_model"),
+    ],
     ("config/load.py", "LoadConfig"): ["download_dir"],
     ("config/model.py", "ModelConfig"): [
         *("hf_text_config", "use_mla", "is_mm_prefix_lm", "dtype", "max_model_len", "revision", "model"),
@@ -127,7 +139,26 @@ CALLED = [
         ["attn_metadata", "num_tokens", "cudagraph_runtime_mode", "batch_descriptor", "slot_mapping", "is_padding"],
     ),
     ("v1/worker/gpu/attn_utils.py", "build_slot_mappings_by_layer", ["slot_mappings", "kv_cache_config"]),
+    (
+        "v1/worker/gpu/attn_utils.py",
+        "build_attn_metadata",
+        [
+            *("attn_groups", "num_reqs", "num_tokens", "query_start_loc_gpu", "query_start_loc_cpu", "max_query_len"),
+            *("seq_lens", "max_seq_len", "block_tables", "slot_mappings", "kv_cache_config", "is_prefilling"),
+            "seq_lens_cpu_upper_bound",
+        ],
+    ),
+    ("v1/worker/gpu/spec_decode/__init__.py", "init_speculator", ["vllm_config", "device"]),
 ]
+
+DRAFTED = [
+    (
+        "prepare_inputs_to_capture",
+        *("num_reqs", "num_tokens", "model_state", "input_buffers", "block_tables", "attn_groups", "kv_cache_config"),
+    ),
+    ("dispatch", "self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras"),
+]
+"""Functions of runner V2's graphs that drafts give arguments by position."""
 
 
 REQUESTS = [
@@ -225,13 +256,34 @@ def test_requests_are_checked_and_told_before_metadata_is_built(path, name, begu
 
 
 @pytest.mark.parametrize(("path", "name", "taken"), CALLED)
-def test_functions_that_an_audit_calls_take_what_it_gives(path, name, taken):
+def test_functions_that_audits_and_drafts_call_take_what_they_give(path, name, taken):
     (one,) = [one for one in tree(path).body if getattr(one, "name", "") == name]
     if isinstance(one, ast.ClassDef):
         names = [field.target.id for field in one.body if isinstance(field, ast.AnnAssign)]
     else:
         names = [argument.arg for argument in one.args.args]
     assert set(taken) <= set(names)
+
+
+@pytest.mark.parametrize("expected", DRAFTED, ids=lambda expected: expected[0])
+def test_arguments_that_drafts_give_by_position(expected):
+    """And others by name, or not at all."""
+    name, *taken = expected
+    nodes = ast.walk(tree("v1/worker/gpu/cudagraph_utils.py"))
+    (one,) = [one for one in nodes if isinstance(one, ast.FunctionDef) and one.name == name]
+    names = [argument.arg for argument in one.args.args]
+    assert names[: len(taken)] == taken
+    required = names[len(taken) : len(names) - len(one.args.defaults)]
+    assert required == [name for name in ("full_cudagraph",) if name in names]
+
+
+def test_model_runner_v2_drafts_after_it_has_sampled():
+    """By the speculator's own arguments, with what the last pass left in the block tables."""
+    calls = [one for one in ast.walk(tree("v1/worker/gpu/model_runner.py")) if isinstance(one, ast.Call)]
+    (proposed,) = [one for one in calls if ast.unparse(one.func) == "self.speculator.propose" and one.args]
+    given = ["input_batch", "attn_metadata", "slot_mappings_by_layer", "spec_hidden_states", "aux_hidden_states"]
+    given += ["num_sampled", "num_rejected", "self.req_states.last_sampled_tokens"]
+    assert [ast.unparse(one) for one in proposed.args][: len(given)] == given
 
 
 @pytest.mark.parametrize(("path", "argument"), PASSED)

@@ -77,6 +77,21 @@ def test_auto_becomes_what_can_be_served(folder, installed):
     assert line == "method: pages:weighted=false"
 
 
+def test_drafts_of_the_model_itself_are_asked_for(folder, installed):
+    found = launch.arguments_of(folder, KASCADE, None, ["--port", "1"], lossless=4)
+    options = dict(zip(found[1::2], found[2::2]))
+    drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4}
+    assert json.loads(options["--speculative-config"]) == drafts | {"draft_sample_method": "probabilistic"}
+    assert json.loads(options["--additional-config"]) == {"foveate": {"method": KASCADE, "lossless": True}}
+    assert found[-3:] == ["--async-scheduling", "--port", "1"]
+    assert "--async-scheduling" not in launch.arguments_of(folder, KASCADE, None, ["--no-async-scheduling"], lossless=4)
+    with pytest.raises(ValueError, match="--lossless must be the length of a draft, 1 to 16 tokens, not 17"):
+        launch.arguments_of(folder, KASCADE, None, [], lossless=17)
+    for option in ("--speculative-config={}", "--spec-model", "--speculative_config.method"):
+        with pytest.raises(ValueError, match="is given by --lossless; leave one of them out"):
+            launch.arguments_of(folder, KASCADE, None, [option], lossless=4)
+
+
 def test_the_model_comes_first():
     found = CliRunner().invoke(app, ["serve", "--max-model-len", "8192", "model"])
     assert "the model comes first, then options: not '--max-model-len'" in found.output
@@ -156,6 +171,7 @@ DEFAULTS = {
     "decode_context_parallel_size": 1,
     "dtype": "auto",
     "enable_dbo": False,
+    "enable_lora": False,
     "enforce_eager": False,
     "kv_cache_dtype": "auto",
     "kv_offloading_size": None,
@@ -197,6 +213,7 @@ PAGES = "pages:weighted=false,page_size=12"
         ({"method": PAGES, "kv_transfer_config": object()}, "pages with a KV connector or KV offloading"),
         ({"method": PAGES, "enable_dbo": True}, "pages with microbatches"),
         ({"method": {"method": KASCADE, "audit": 0.1}, "data_parallel_size": 2}, "audit with data parallelism"),
+        ({"method": {"method": KASCADE, "lossless": True}}, "lossless decoding with drafts of another model, or none"),
         ({"tensor_parallel_size": 3}, "chooses for each of the 2 KV heads, .*take 2 ranks at most"),
         ({"model": "/no/such/folder"}, "/no/such/folder: no such folder"),
         ({"model": "no/such/folder"}, "no/such/folder: no such folder"),

@@ -15,14 +15,18 @@ from foveate.integrations.vllm import releases, settings
 from foveate.integrations.vllm.builder import keys_and_values, largest_graph
 from foveate.integrations.vllm.settings import (
     Asked,
+    asked_of,
     check_audit,
     check_early,
     check_engine,
+    check_lossless,
     check_options,
     layer_methods,
     served,
     settings_of,
+    wants_lossless,
 )
+from foveate.methods import make
 from foveate.state import Geometry
 from tests.helpers import CONFIGS
 
@@ -36,8 +40,10 @@ def engine(spec=KASCADE, **changes):
         additional_config={"foveate": spec},
         speculative_config=None,
         kv_transfer_config=None,
+        lora_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         model_config=SimpleNamespace(
+            model="nowhere",
             use_mla=False,
             is_multimodal_model=False,
             enable_prompt_embeds=False,
@@ -203,6 +209,54 @@ def test_other_drafters_are_refused():
         check_options(Asked(speculation="draft_model", drafts_by_foveate=True))
     with pytest.raises(ValueError, match="audit with speculative decoding, whose steps are dense"):
         check_audit(Asked(speculation="ngram"))
+
+
+LOSSLESS = {"speculation": "draft_model", "drafts_by_itself": True, "draft_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"speculation": None}, "drafts of another model, or none: serve by `foveate serve --lossless 8`"),
+        ({"speculation": "ngram"}, "drafts of another model, or none"),
+        ({"drafts_by_itself": False}, "drafts of another model, or none"),
+        ({"draft_tokens": 17}, "drafts of 17 tokens: give 1 to 16"),
+        ({"first_runner": True}, "model runner V1: set VLLM_USE_V2_MODEL_RUNNER=1"),
+        ({"lora": True}, "LoRA, .*: leave --enable-lora out"),
+        ({"multimodal": True}, "models that read more than tokens"),
+        ({"data_parallel_size": 2}, "data parallelism"),
+    ],
+)
+def test_where_foveate_does_not_draft(changes, why):
+    check_lossless(Asked(**LOSSLESS), {})
+    with pytest.raises(ValueError, match=f"foveate does not support lossless decoding with {why}"):
+        check_lossless(Asked(**LOSSLESS | changes), {})
+
+
+@pytest.mark.parametrize(("spec", "why"), [("lessismore", "it copies the keys"), ("h2o", "it evicts tokens")])
+def test_methods_that_do_not_draft(spec, why):
+    with pytest.raises(ValueError, match=rf"does not support lossless decoding by {spec} \(layer 3\): {why}"):
+        check_lossless(Asked(**LOSSLESS), {3: make(spec)})
+    check_lossless(Asked(**LOSSLESS), {3: make("kascade"), 4: make("pages:weighted=false")})
+
+
+def test_an_engine_s_own_drafts_are_known():
+    """By the model that it is given as its draft model; without them it is refused before weights are loaded."""
+    given = {"method": KASCADE, "lossless": True}
+    drafts = SimpleNamespace(method="draft_model", model="a/model", num_speculative_tokens=4)
+    config = engine(given, speculative_config=drafts, use_v2_model_runner=True, model_config__model="a/model")
+    asked = asked_of(config)
+    assert (asked.drafts_by_itself, asked.draft_tokens, asked.first_runner, asked.lora) == (True, 4, False, False)
+    assert wants_lossless(config)
+    assert not wants_lossless(engine())
+    assert not wants_lossless(SimpleNamespace(additional_config={}))
+    drafts.model = "another/model"
+    assert not asked_of(config).drafts_by_itself
+
+
+def test_whether_to_draft_is_true_or_false():
+    with pytest.raises(ValueError, match="lossless must be true or false, not 8; vLLM's num_speculative_tokens is the"):
+        settings_of({"foveate": {"method": KASCADE, "lossless": 8}})
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def check_lossless(asked: Asked, methods: Mapping[int, Method]) -> None:
     """
     how = "serve by `foveate serve --lossless 8`, or give --speculative-config as that prints it"
     refused = {
-        f"without drafts of the model itself: {how}": asked.speculation != "draft_model" or not asked.drafts_by_itself,
+        f"drafts of another model, or none: {how}": asked.speculation != "draft_model" or not asked.drafts_by_itself,
         f"drafts of {asked.draft_tokens} tokens: give 1 to {LONGEST}": not 1 <= asked.draft_tokens <= LONGEST,
         "model runner V1: set VLLM_USE_V2_MODEL_RUNNER=1": asked.first_runner,
         "LoRA, because drafts would be of other adapters: leave --enable-lora out": asked.lora,
