@@ -166,7 +166,7 @@ def _row(
             "batch": batch,
             "kv_cache_dtype": job["kv_cache_dtype"],
             "runner": found["runner"],
-            **{key: job[key] for key, usual in _USUAL.items() if job[key] != usual},
+            **unusual(job),
         },
         "cuda" if found["device"] == "cuda" else "cpu",
         found["ms"],
@@ -181,6 +181,11 @@ def _row(
         **({"equal": lossless.alike(found["answers"], own["answers"])} if job["task"] else {}),
     )
     return row
+
+
+def unusual(job: dict[str, Any]) -> dict[str, Any]:
+    """What a row's case names of a job besides."""
+    return {key: job[key] for key, usual in _USUAL.items() if job.get(key, usual) != usual}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ Needs vLLM (docs/guide/serve.md). The model is that of `serving.py`. An engine r
 rate and --seed, --requests arrive at random times, with prompts of --least to --most tokens, evenly spread by the
 logarithm, and --new tokens to generate. Times count from a request's arrival, waiting included. A row has their
 percentiles, the number of requests that failed, and by how much the process's memory has grown during the pass. A first
-pass, which is not measured, compiles kernels and uses every block of the KV cache.
+pass, which is not measured, compiles kernels and uses every block of the KV cache. --lossless and --accept are those of
+`serving.py`.
 """
 
 import argparse
@@ -48,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, help="tokens to generate")
     parser.add_argument("--rows", type=int, help="requests that the engine runs at a time")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of both engines")
+    parser.add_argument("--lossless", type=int, default=0, help="tokens of a draft that is verified, 0 for none")
+    parser.add_argument("--accept", type=float, help="of --lossless: the share of drafts that are accepted by lot")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     given = parser.parse_args(arguments)
     measurements.check_out(given.out, "serving-load")
@@ -60,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = given.model or serving.written(Path(folder), shape, [(job["most"] + job["new"], 1)])
         name = Path(given.model).name if given.model else f"{shape}-shape"
         job |= {"model": model, "dummy": given.model is None, "memory": given.memory, "seeds": given.seed or [1]}
-        job |= {"kv_cache_dtype": given.kv_cache_dtype}
+        job |= {"kv_cache_dtype": given.kv_cache_dtype, "lossless": given.lossless, "accept": given.accept}
         own = serving.run(job | {"method": None}, PROGRAM)
         for method in given.method or METHODS:
             found = serving.run(job | {"method": method}, PROGRAM)
@@ -82,7 +85,7 @@ def _row(
         raise RuntimeError(f"vLLM ran {method} by model runner {found['runner']}, its own by {own['runner']}")
     case = dict(zip(("rate", "seed"), arrivals))
     case |= {key: job[key] for key in ("requests", "least", "most", "new", "rows", "kv_cache_dtype")}
-    case |= {"runner": found.pop("runner")}
+    case |= {"runner": found.pop("runner")} | serving.unusual(job)
     device = found.pop("device")
     return measurements.speed_row(
         "serving-load",

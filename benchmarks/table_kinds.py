@@ -269,7 +269,10 @@ def _engine(case: Mapping[str, Any]) -> str:
     eight_bits = ", both with keys and values in fp8" if case["kv_cache_dtype"] == "fp8" else ""
     ranks = f", over {case['ranks']} GPUs" if "ranks" in case else ""
     bound = f", dense below {case['dense_below']:,} tokens" if "dense_below" in case else ""
-    return f"model runner {case['runner'].upper()}{ranks}{eight_bits}{bound}"
+    drafts = (
+        f", lossless by drafts of {case['lossless']}, {_drafts(case)}" if "rate" in case and "lossless" in case else ""
+    )
+    return f"model runner {case['runner'].upper()}{ranks}{eight_bits}{bound}{drafts}"
 
 
 serving = Table(
@@ -307,7 +310,9 @@ serving_lossless = Table(
 
 
 def _drafts(case: Mapping[str, Any]) -> str:
-    return f"{percent(case['accept'])} of drafts accepted" if "accept" in case else f"answers about {case['task']}"
+    if "accept" in case:
+        return f"{percent(case['accept'])} of drafts accepted"
+    return f"answers about {case['task']}" if "task" in case else "random prompts"
 
 
 def _percentiles(kind: str, scale: float) -> Callable[[Row], str]:
