@@ -67,13 +67,20 @@ class KeepsByScore(Method):
         """Tokens that a KV head keeps of a row of this length."""
         return budget(self.top_k, length, max(self.min_k, self.sinks)) + self.window
 
+    def _checked_scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        scores, wanted = self.scores(cache, scaling), list(cache.positions.shape)
+        if scores is not None and list(getattr(scores, "shape", ())) != wanted:
+            given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"{type(self).__name__}.scores returned {given}; return a number for each slot, {wanted}")
+        return scores
+
     def keep(self, cache: SlotCache, scores: Tensor, allowed: int) -> Tensor:
         """Slots to keep of more than ``allowed`` ones by their :meth:`scores`: int64 ``[B, Hkv, K]``."""
         return keep_heavy(cache, scores, allowed, self.window, self.sinks)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         allowed = self.allowed(cache.lengths[0])
-        scores = self.scores(cache, scaling) if cache.used > allowed else None
+        scores = self._checked_scores(cache, scaling) if cache.used > allowed else None
         return None if scores is None else self.keep(cache, scores, allowed)
 
     @property
@@ -88,7 +95,7 @@ class KeepsByScore(Method):
         evict_weakest(cache, lambda positions: self._weakest(cache, positions, scaling), self._over, self.window)
 
     def _weakest(self, cache: SlotCache, positions: Tensor, scaling: float) -> Tensor:
-        scores = self.scores(cache, scaling)
+        scores = self._checked_scores(cache, scaling)
         return scores.masked_fill(positions < self.sinks, torch.inf) if self.sinks else scores
 
     def _over(self, live: Number, length: Number) -> bool | Tensor:

@@ -13,6 +13,7 @@ import foveate
 from foveate import methods
 from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.layers import CacheLayer
+from foveate.lab.recorded import record
 from foveate.runtime import offload, replay
 from foveate.state import host_memory, offloaded
 from foveate.state.offloaded import OffloadedCache
@@ -20,7 +21,6 @@ from foveate.state.transfers import Transfers
 from tests.combinations import in_turn
 from tests.families import RECURRENT, family
 from tests.helpers import FAMILIES, cached, left_padded, repetitive, returned_cache, tiny_model
-from tests.recorded import record
 
 SPECS = {
     "pages": "pages:top_k=24,page_size=4",

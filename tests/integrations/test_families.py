@@ -16,10 +16,10 @@ from foveate.integrations.transformers import hooks
 from foveate.integrations.transformers.releases import ReleaseError
 from foveate.integrations.transformers.support import forgets
 from foveate.lab.evaluation.calibration.similarity import Similarity
+from foveate.lab.recorded import record
 from foveate.methods import SharedPrompt
 from tests.families import FAMILIES, KINDS, RECURRENT, family
 from tests.helpers import cached, generate, left_padded, prepare, returned_cache, tokens
-from tests.recorded import record
 from tests.selection import in_full
 from tests.state_machine import error_of
 

@@ -10,6 +10,7 @@ import torch
 import foveate
 from foveate import methods
 from foveate.integrations.transformers.decode_calls import DecodeCall
+from foveate.lab.recorded import record
 from foveate.runtime import ReplayedSteps
 from tests.combinations import in_turn
 from tests.helpers import (
@@ -24,7 +25,6 @@ from tests.helpers import (
     tiny_model,
     tokens,
 )
-from tests.recorded import record
 
 SPECS = [
     methods.make(name, **methods.get(name).about.small_budget).spec

@@ -10,11 +10,11 @@ import torch
 
 import foveate
 from foveate import methods
+from foveate.lab.recorded import record
 from foveate.runtime import ReplayedSteps, capture, handover, replay
 from foveate.runtime.layer import Layer
 from foveate.state import SlotCache
 from tests.helpers import cached, tiny_model, tokens
-from tests.recorded import record
 
 STOPS = [torch.OutOfMemoryError, KeyboardInterrupt]
 REFUSED = "was interrupted, so its layers may hold different tokens; start a new cache"

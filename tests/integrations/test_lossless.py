@@ -20,13 +20,13 @@ import foveate
 from foveate.integrations.transformers import lossless
 from foveate.integrations.transformers.releases import CACHE
 from foveate.integrations.transformers.support import cache_layers
+from foveate.lab.recorded import record
 from foveate.methods import ReadsChosen
 from foveate.runtime import replay
 from foveate.runtime.drafts import DraftLength
 from foveate.state import storage
 from tests.families import FAMILIES, family
 from tests.helpers import cached, left_padded, of_release, tiny_model
-from tests.recorded import record
 
 SPECS = [
     "kascade:top_k=8,min_k=4,anchors=2",

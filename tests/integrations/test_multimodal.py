@@ -10,9 +10,9 @@ import transformers
 
 import foveate
 from foveate import methods
+from foveate.lab.recorded import record
 from tests.helpers import cached, fingerprint, generate, left_padded, returned_cache, tokens
 from tests.multimodal import IMAGE, IMAGES, WRAPPERS, with_image, wrapper
-from tests.recorded import record
 
 METHODS = ["luka", "kascade"]
 """A wrapper's text model is a family of tests/integrations/test_families.py, which has more."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from foveate import methods
+from foveate.lab.recorded import record
 from foveate.ops import BlockTable, Logits, attend
 from foveate.runtime import EngineSteps
-from tests.recorded import record
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 

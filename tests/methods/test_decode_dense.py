@@ -8,10 +8,11 @@ from matrix import PROMPT, VARIANTS, Driver, Tokens, close, deal, each
 
 import foveate
 from foveate import methods
+from foveate.lab.recorded import record
 from foveate.runtime import EngineSteps, layer, policy, replay
 from foveate.state import Geometry
 from tests.helpers import generate, tiny_model, tokens
-from tests.recorded import Replayed, record
+from tests.recorded import Replayed
 
 EVER = 1 << 40
 DENSE = [(name, method) for name, method in VARIANTS if method.sparse_from_tokens is not None]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.recorded import record
+from foveate.lab.recorded import record
 from tests.served import BATCHES, LAYERS, LOGITS, LONGEST, ROWS, SPECS, Served
 
 

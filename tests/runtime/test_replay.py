@@ -5,8 +5,9 @@ import torch
 from matrix import LENGTHS, PROMPT, VARIANTS, Driver, Tokens, assert_same_state, close, deal, each, each_in_turn, padded
 
 from foveate import methods
+from foveate.lab.recorded import record
 from foveate.runtime import replay
-from tests.recorded import Replayed, record
+from tests.recorded import Replayed
 
 pytestmark = pytest.mark.usefixtures("little_room")
 RECORDED = [(name, method) for name, method in VARIANTS if not methods.replay_obstacle(method)]

@@ -3,7 +3,7 @@
 import typer
 
 from foveate.lab.bench.commands import app as bench
-from foveate.lab.cli import asking, chat, doctor, fetching, report
+from foveate.lab.cli import asking, chat, checking, doctor, fetching, report
 from foveate.lab.report.commands import app as plot
 
 app = typer.Typer()
@@ -11,6 +11,7 @@ for _command in (
     doctor.doctor,
     asking.generate,
     chat.chat,
+    checking.check,
     asking.compare,
     asking.calibrate,
     asking.tune,

@@ -1,0 +1,181 @@
+"""`foveate check`: methods of foveate pass, and each mistake that an author may make is named."""
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import foveate
+from foveate.cli import app
+from foveate.lab import check as checks
+from foveate.lab.check import check
+from foveate.methods import REGISTRY, About, Channel, KeepsByScore, ReadsChosen, names, register, setting
+from foveate.ops import Choice
+
+FEW = ["kascade", "snapkv", "luka"]
+"""One that selects, one that evicts, one that keeps summaries."""
+
+
+@pytest.fixture
+def mine():
+    """Makes methods known, until the test ends."""
+    before = dict(REGISTRY)
+    yield register
+    for name in set(REGISTRY) - set(before):
+        del REGISTRY[name]
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in FEW else pytest.mark.full) for one in names()])
+def test_methods_of_foveate_pass(name):
+    found = check(name)
+    assert found.passed, str(found)
+    assert {line.name for line in found.lines} == {"hooks", *checks._CHECKS}
+
+
+def chooses(**changes):
+    class Chooses(ReadsChosen):
+        """The newest eight keys, chosen rightly."""
+
+        name = "chooses"
+        about = About("nowhere", full_budget={"top_k": 1000})
+        top_k: int = setting(8, "newest keys that are read")
+
+        def choose(self, cache, q, scaling):
+            return cache.positions >= cache.plan["lengths"][:, None, None] - self.top_k
+
+    for name, value in changes.items():
+        setattr(Chooses, name, value)
+    return Chooses
+
+
+def keeps(**changes):
+    class Keeps(KeepsByScore):
+        """The prompt's keys of the largest norm, kept rightly."""
+
+        name = "keeps"
+        about = About("nowhere", small_budget={"top_k": 12, "window": 8})
+        min_k = 0
+
+        def scores(self, cache, scaling):
+            return cache.keys.float().norm(dim=-1)
+
+    for name, value in changes.items():
+        setattr(Keeps, name, value)
+    return Keeps
+
+
+def test_a_method_of_ones_own_passes(mine):
+    found = check(mine(chooses()).name)
+    assert found.passed, str(found)
+    hooks = found.lines[0]
+    assert "reads 11 % of the keys" in hooks.text
+
+
+def of_the_first_row(self, cache, q, scaling):
+    return cache.positions >= cache.lengths[0] - 8
+
+
+def kept_in_the_method(self, cache, q, scaling):
+    self.__dict__.setdefault("seen", []).append(1)
+    newest = cache.positions >= cache.plan["lengths"][:, None, None] - 4
+    return newest | (cache.positions % 3 == len(self.seen) // 3 % 3)
+
+
+@pytest.mark.parametrize(
+    ("hook", "line", "why"),
+    [
+        (
+            lambda self, cache, q, s: torch.zeros(1, 1, cache.used, dtype=torch.bool),
+            "hooks",
+            "chose no key for KV head 0",
+        ),
+        (
+            lambda self, cache, q, s: q.sum() * cache.keys.sum(-1),
+            "hooks",
+            "choose returned torch.float32; return a bool",
+        ),
+        (
+            lambda self, cache, q, s: torch.ones(len(q), q.shape[1], cache.used, dtype=torch.bool),
+            "hooks",
+            r"a mask \[1, 6, 62\]; return one that broadcasts to \[1, 2, 62\]",
+        ),
+        (lambda self, cache, q, s: torch.tensor([0, 1, 2]), "hooks", "torch.int64; return a bool mask"),
+        (lambda self, cache, q, s: [0, 1], "hooks", "returned a list"),
+        (lambda self, cache, q, s: Choice(keys=torch.zeros(1, 2, 3).int()), "hooks", "a Choice without read"),
+        (of_the_first_row, "padded batch", "rows have numbers of their own|chose no key for KV head 0 of row"),
+        (kept_in_the_method, "copied cache", "keeps state in the method"),
+    ],
+    ids=["nothing", "floats", "query heads", "indices", "list", "no count", "first row", "in the method"],
+)
+def test_what_a_choice_gets_wrong_is_named(mine, hook, line, why):
+    found = {one.name: one for one in check(mine(chooses(choose=hook)).name).lines}
+    assert found[line].outcome == "failed"
+    assert re.search(why, found[line].text), found[line].text
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        (lambda self, cache, s: cache.keys.float().norm(dim=-1).mean(1), "scores"),
+        (lambda self, cache, s: cache.keys.float().norm(dim=-1) * float("nan"), "scores"),
+    ],
+    ids=["no heads", "NaN"],
+)
+def test_what_scores_get_wrong_is_named(mine, scores, why):
+    found = check(mine(keeps(scores=scores)).name)
+    assert found.lines[0].outcome == "failed"
+    assert why in found.lines[0].text
+    assert len(found.lines) == 1, "what follows would fail alike"
+
+
+def test_a_full_budget_that_is_none_and_notes_of_one_piece_are_told(mine):
+    def observe(self, cache, q, attended, scaling):
+        cache.channel("votes").copy_(cache.keys.float().norm(dim=-1) * q.shape[2] * attended.out.float().mean())
+
+    assert check(mine(keeps()).name).passed
+    wrong = keeps(
+        name="votes",
+        about=About("nowhere", small_budget={"top_k": 12, "window": 8}, full_budget={"top_k": 9, "window": 2}),
+        channels=lambda self, geometry: {"votes": Channel()},
+        observe=observe,
+        scores=lambda self, cache, scaling: cache.channel("votes"),
+    )
+    found = {one.name: one for one in check(mine(wrong).name).lines}
+    assert "with its full budget (votes:" in found["full budget"].text
+    assert found["prompt in pieces"].outcome == "failed"
+
+
+def test_a_model_of_ones_own_is_checked_and_left_as_it_was(mine):
+    model = checks.tiny(1)
+    before = [one.clone() for one in model.parameters()]
+    assert check(mine(chooses()).name, model).passed
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
+    assert getattr(model, "foveate", None) is None
+    foveate.attach(model, "dense")
+    with pytest.raises(ValueError, match="the model has a method already"):
+        check("dense", model)
+
+
+def test_the_command_tells_each_line_and_ends_with_one_where_a_check_failed(tmp_path, mine):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from foveate.methods import About, ReadsChosen, register\n"
+        "@register\n"
+        "class Recent(ReadsChosen):\n"
+        '    """The newest eight."""\n'
+        '    name = "recent8"\n'
+        '    about = About("nowhere")\n'
+        "    def choose(self, cache, q, scaling):\n"
+        "        return cache.positions >= cache.lengths[0] - 8\n",
+        encoding="utf-8",
+    )
+    found = CliRunner().invoke(app, ["check", "--import", str(file), "--method", "recent8", "--json"])
+    lines = {line["name"]: line for line in json.loads(found.output)}
+    assert (found.exit_code, lines["padded batch"]["outcome"]) == (1, "failed")
+    assert lines["copied cache"]["outcome"] == "passed"
+    found = CliRunner().invoke(app, ["check", "--method", "streaming"])
+    assert found.exit_code == 0
+    assert found.output.startswith("streaming")
+    assert "passed  padded batch" in found.output
