@@ -19,7 +19,7 @@ from foveate.lab.check import check
 from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.rows import ROW_FIELDS
-from foveate.methods import base
+from foveate.methods import base, spec
 from tests import tiny
 from tests.matrix import PROMPT, Driver, Tokens
 
@@ -118,6 +118,7 @@ def test_every_method_has_its_line(methods_of_package):
 def test_the_method_that_the_guide_prints_is_one(monkeypatch):
     """And `foveate check` says of it what the page prints."""
     monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
     page = (GUIDE / "extend.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {}
@@ -133,7 +134,7 @@ def test_the_method_that_the_guide_prints_is_one(monkeypatch):
         assert held[head].tolist() == [*range(4), *shortest, *range(PROMPT - 8, PROMPT)]
     driver.feed(tokens[PROMPT:])
     assert float(driver.layer.counters.keys_read) == 21
-    assert f"{method.spec}\n{check('short_keys')}\n" in page
+    assert f"{method.spec}\n{check(method)}\n" in page
 
 
 def test_packages_are_named_without_the_host_of_a_registry():
