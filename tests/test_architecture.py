@@ -51,9 +51,9 @@ LAYERS_OF_STATE = (
 """The same of ``foveate.state``."""
 
 LAYERS_OF_LAB = (
-    ("results",),
+    ("results", "recorded"),
     ("evaluation",),
-    ("report",),
+    ("report", "checks", "comparing"),
     ("bench",),
     ("cli", "lm_eval", "lm_eval_model"),
 )

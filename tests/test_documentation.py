@@ -15,7 +15,7 @@ from foveate import methods
 from foveate.errors import DataError
 from foveate.integrations.transformers import releases
 from foveate.integrations.vllm import settings
-from foveate.lab.check import check
+from foveate.lab.checks import check
 from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.rows import ROW_FIELDS

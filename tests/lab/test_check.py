@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import foveate
 from foveate.cli import app
-from foveate.lab import check as checks
-from foveate.lab.check import check
+from foveate.lab import checks
+from foveate.lab.checks import check
 from foveate.methods import REGISTRY, About, Channel, KeepsByScore, ReadsChosen, names, register, setting
 from foveate.ops import Choice
 

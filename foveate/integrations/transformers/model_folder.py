@@ -37,10 +37,16 @@ def model_facts(folder: Path) -> dict[str, Any]:
     for name in _NUMBERS:
         if isinstance(value := text.get(name), (str, float, bool)):
             raise UserError(f"{folder / 'config.json'}: {name} must be a whole number, not {value!r}")
+    return architecture(config.get("model_type"), decoder)
+
+
+def architecture(model_type: str | None, decoder: Any) -> dict[str, Any]:
+    """The same of a decoder's configuration."""
+    text = decoder.to_dict()
     heads = text.get("num_attention_heads")
     hidden = text.get("hidden_size")
     facts = {
-        "model_type": config.get("model_type"),
+        "model_type": model_type,
         "layers": text.get("num_hidden_layers"),
         "hidden_size": hidden,
         "heads": heads,

@@ -25,7 +25,7 @@ def check(
     imported: Import = None,
 ) -> None:
     """Check that a method gives the same alone and in batches, whole and in pieces, copied, saved and captured."""
-    from foveate.lab import check as checks
+    from foveate.lab import checks
     from foveate.lab.evaluation.runner import parse_method
 
     quiet()

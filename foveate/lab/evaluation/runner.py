@@ -22,12 +22,13 @@ import torch
 import foveate
 from foveate.cli import imports
 from foveate.errors import DataError, UserError, check_seed, check_text, require
-from foveate.integrations.transformers import loading, model_folder
+from foveate.integrations.transformers import model_folder
 from foveate.io import circumstances, outfile
 from foveate.io.digest import digest
 from foveate.lab.evaluation import costs, decoding, generation
 from foveate.lab.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary
+from foveate.lab.evaluation.sources import InFolder, InMemory
 from foveate.lab.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.lab.results import resultfile
 from foveate.lab.results.rows import ROW_SCHEMA, ordered
@@ -63,9 +64,27 @@ class Comparison:
     device: str = "auto"
     share_prompt: bool = True
     imports: tuple[Path, ...] = ()
+    loaded: InMemory | None = None
+    """The model and its tokenizer in memory, which `model` only names; None: they are in the folder `model`."""
+
+    @property
+    def source(self) -> InFolder | InMemory:
+        """Where the model comes from."""
+        return self.loaded or InFolder(self.model)
 
     def command(self, method: Any) -> str:
-        """The command line that makes the row of one method of these, paths shortened to their last names."""
+        """The command line that makes the row of one method of these, paths shortened to their last names.
+
+        Of a model in memory the call in Python.
+        """
+        if self.loaded is not None:
+            specs = [other.spec for other in self.methods if other.name == "dense"] + [method.spec]
+            settings = ",".join(f"{key}={value}" for key, value in self.task.settings().items())
+            how = {"limit": self.limit, "batch_size": self.batch_size, "seed": self.seed}
+            how |= {} if self.share_prompt else {"share_prompt": False}
+            options = ", ".join(f"{name}={value!r}" for name, value in how.items())
+            what = f"lab.task({f'{self.task.name}:{settings}'!r}, {self.data.name!r}), {list(dict.fromkeys(specs))!r}"
+            return f"lab.compare(model, tokenizer, {what}, {options})"
         parts = ["foveate compare", *(f"--import {shlex.quote(file.name)}" for file in self.imports)]
         parts += [f"--model {self.model.name}", *self.task.arguments()]
         parts += [] if self.data == self.task.own_data else [f"--data {self.data.name}"]
@@ -139,21 +158,19 @@ def prepare(plan: Comparison) -> Prepared:
         raise UserError(
             "--fidelity compares with dense attention, which is not among the methods; leave one of them out"
         )
-    facts = model_folder.model_facts(plan.model)
-    device = loading.choose_device(plan.device)
-    plan = dataclasses.replace(
-        plan, model=plan.model.resolve(), device=device, dtype=loading.choose_dtype(plan.dtype, plan.model, device)
-    )
-    methods = (
-        one if isinstance(one, NativeModel) else model_folder.method_for(plan.model, one) for one in plan.methods
-    )
+    source = plan.source
+    facts = source.facts()
+    dtype, device = source.kind(plan.dtype, plan.device)
+    path = plan.model if plan.loaded else plan.model.resolve()
+    plan = dataclasses.replace(plan, model=path, device=device, dtype=dtype)
+    methods = (one if isinstance(one, NativeModel) else source.settled(one) for one in plan.methods)
     plan = dataclasses.replace(plan, methods=tuple({_method_key(one): one for one in methods}.values()))
     files = plan.task.files(plan.data)
     settings = plan.task.settings()
     asked = sum(settings.get(name, 0) for name in ("length", "continuation", "max_new_tokens"))
     what = f"task '{plan.task.name}' (prompt and answer) needs"
     model_folder.check_positions(asked, facts, what)
-    tokenizer = loading.load_tokenizer(plan.model)
+    tokenizer = source.tokenizer()
     items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
     model_folder.check_positions(max(item.positions for item in items), facts, what)
     run = {
@@ -163,7 +180,7 @@ def prepare(plan: Comparison) -> Prepared:
         "limit": plan.limit,
         "seed": plan.seed,
         "model": plan.model.name,
-        "weights": model_folder.model_digest(plan.model),
+        "weights": source.digest(),
         "data": digest(files),
         "items": items_digest(items),
         "dtype": plan.dtype,
@@ -184,8 +201,12 @@ def prepare(plan: Comparison) -> Prepared:
     return Prepared(plan, tokenizer, items, run, rows, kept)
 
 
-def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> list[dict[str, Any]]:
+def run(
+    prepared: Prepared, progress: Progress = lambda method, items: None, answered: list[Record] | None = None
+) -> list[dict[str, Any]]:
     """Answers what is missing, writes the rows and returns them: those of earlier runs first, then the new ones.
+
+    ``answered`` gets what makes up the new rows, answers among it.
 
     Killed at any moment, it loses at most the batch in flight. Raises `UserError` if a method cannot be applied to the
     model, before any item is answered, and for an item whose predictions are not finite.
@@ -213,6 +234,8 @@ def run(prepared: Prepared, progress: Progress = lambda method, items: None) -> 
         rows = list(prepared.rows)
         for method in missing:
             own = [records[_method_key(method), group[0].id] for group in groups]
+            if answered is not None:
+                answered += own
             rows.append(_row(prepared, method, own, next((row for row in rows if row["method"] == "dense"), None)))
         finished = {_row_key(row) for row in rows}
         resultfile.write_rows(plan.out, rows, keep_partial=any(key not in finished for key, _ in records))
@@ -226,7 +249,7 @@ class _Examiner:
         plan = self._plan = prepared.plan
         self._dense = next((method for method in plan.methods if method.name == "dense"), None)
         self._tokenizer = prepared.tokenizer
-        self._model = loading.load_model(plan.model, plan.dtype, plan.device)
+        self._model = plan.source.model(plan.dtype, plan.device)
         self._memory = circumstances.PeakMemory(plan.device)
         self._commit = circumstances.commit()
         item = prepared.items[0]
@@ -348,7 +371,7 @@ def _row(prepared: Prepared, method: Any, records: Sequence[Record], dense: dict
             "spec": method.spec,
             "settings": foveate.methods.settings_of(method),
             "model": plan.model.name,
-            "architecture": model_folder.model_facts(plan.model),
+            "architecture": plan.source.facts(),
             "task": task.name,
             "task_settings": task.settings(),
             "split": task.split,

@@ -1,0 +1,187 @@
+"""Methods compared on a model in memory: `foveate compare` as a function of Python."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foveate.errors import UserError, of_extra
+from foveate.lab.evaluation import runner, tasks
+from foveate.lab.evaluation.metrics import Interval, paired_bootstrap
+from foveate.lab.evaluation.sources import InMemory
+from foveate.lab.evaluation.tasks.base import Task
+from foveate.lab.evaluation.tasks.fidelity import Fidelity
+from foveate.lab.results import resultfile
+from foveate.methods import Method
+
+
+class Asked(NamedTuple):
+    """A task, and where its items come from."""
+
+    task: Task
+    data: Path
+
+
+def task(spec: str, data: str | Path | None = None, **settings: Any) -> Asked:
+    """A task of `foveate compare`.
+
+    Args:
+        spec: a name, or a name with settings, such as ``"niah:length=4096"``.
+        data: the folder with its files (docs/guide/data.md); None: of a task that brings its own.
+        settings: more of the task's settings.
+
+    Raises:
+        UserError: for an unknown task or setting, and where files are needed.
+    """
+    found = tasks.parse(spec, **settings)
+    if (data := found.own_data if data is None else data) is None:
+        raise UserError(f"task '{found.name}' reads files: give their folder as data (docs/guide/data.md)")
+    return Asked(found, Path(data))
+
+
+def documents(path: str | Path, **settings: Any) -> Asked:
+    """Your own texts and questions: a file, or a folder of them, as task ``documents`` reads it."""
+    return task("documents", path, **settings)
+
+
+def compare(
+    model: Any,
+    tokenizer: Any,
+    asked: Asked,
+    methods: Sequence[str | Method],
+    *,
+    limit: int = 100,
+    batch_size: int = 1,
+    seed: int = 0,
+    share_prompt: bool = True,
+    out: str | Path | None = None,
+    progress: runner.Progress | None = None,
+) -> Run:
+    """Compare methods on the items of a task. Dense attention is always among them.
+
+    Args:
+        model: as :func:`foveate.attach` takes it: loaded, quantised, with an adapter of PEFT, or compiled; without a
+            method.
+        tokenizer: of the model.
+        asked: of :func:`task` or :func:`documents`. Where the documents hold no answers, methods go along those that
+            dense attention gives.
+        methods: specs or methods.
+        limit: items at most.
+        batch_size: items answered at once.
+        seed: of the items and of the intervals.
+        share_prompt: whether each prompt is read once for all methods that read prompts densely.
+        out: a file for the rows, those of `foveate compare`; an interrupted comparison goes on there. None: no file.
+        progress: called with a method's spec and the number of items that it has answered.
+
+    Raises:
+        UserError: for a method that does not exist or does not fit the model, before any item is answered; for data
+            that are missing, items longer than the model, and a file of other rows.
+    """
+    if getattr(model, "foveate", None) is not None:
+        raise UserError("the model has a method already: call foveate.detach(model) first")
+    chosen, _ = runner.parse_methods([one if isinstance(one, str) else one.spec for one in methods])
+    given = Fidelity(of=asked.task) if asked.task.needs_dense(asked.data) else asked.task
+    loaded = InMemory(model, tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl" if out is None else Path(out)
+        plan = runner.Comparison(
+            Path(loaded.name),
+            given,
+            asked.data,
+            chosen,
+            limit,
+            path,
+            batch_size,
+            seed,
+            share_prompt=share_prompt,
+            loaded=loaded,
+        )
+        prepared, records = runner.prepare(plan), []
+        rows = runner.run(prepared, progress or (lambda method, items: None), records)
+    return Run(given, rows, [item.id for item in prepared.items], records)
+
+
+class Run:
+    """A finished comparison.
+
+    Args:
+        task: with its metrics, by which methods are compared.
+        rows: a row for each method, dense attention's first.
+        ids: of the items, in order.
+        records: of each method and batch that this call has answered.
+    """
+
+    def __init__(
+        self, task: Task, rows: Sequence[Mapping[str, Any]], ids: Sequence[str], records: Sequence[Mapping[str, Any]]
+    ):
+        self.task, self.rows, self._ids, self._records = task, list(rows), list(ids), list(records)
+
+    def row(self, method: str | Method) -> Mapping[str, Any]:
+        """The row of a method, by its spec, or by its name where only one has that name.
+
+        Raises:
+            UserError: for a method that was not compared, or a name that several have.
+        """
+        given = method if isinstance(method, str) else method.spec
+        found = [row for row in self.rows if row["spec"] == given] or [
+            row for row in self.rows if given in (row["method"], row["spec"].partition(":")[0])
+        ]
+        if not found:
+            found = [row for row in self.rows if row["spec"] == runner.parse_method(given).spec]
+        if len(found) != 1:
+            specs = ", ".join(row["spec"] for row in self.rows)
+            raise UserError(f"{given} is {'not' if not found else 'more than one'} of what was compared: {specs}")
+        return found[0]
+
+    def difference(self, method: str | Method, other: str | Method = "dense", metric: str | None = None) -> Interval:
+        """By how much a method scores above another on the same items, with the paired 95 % interval.
+
+        Args:
+            metric: one of the task's; None: its main one, in points.
+
+        Raises:
+            UserError: as :meth:`row`, and for an unknown metric.
+        """
+        name = metric or self.task.main
+        if name not in self.task.metrics:
+            raise UserError(f"metric must be one of {', '.join(self.task.metrics)}, not {name!r}")
+        sides = ({key: np.array(one) for key, one in self.row(of)["item_values"].items()} for of in (method, other))
+        return paired_bootstrap(self.task.metrics[name], *sides, seed=self.rows[0]["seed"])
+
+    def items(self) -> list[dict[str, Any]]:
+        """A line for each method and item that this call has answered: its id, the answer, what it scores and costs.
+
+        Times, keys read and bytes are of the item's batch.
+        """
+        found = []
+        for record in self._records:
+            first = self._ids.index(record["first"])
+            costs = {name: record[name] for name in ("prefill_ms", "decode_ms_per_token", "peak_bytes")}
+            costs |= {name: record["stats"].get(name) for name in ("keys_read_share", "resident_bytes")}
+            for place, (values, text) in enumerate(zip(record["values"], record["texts"])):
+                found.append({"method": record["spec"], "item": self._ids[first + place], "answer": text})
+                found[-1] |= values | costs
+        return found
+
+    def frame(self) -> Any:
+        """:meth:`items` as a pandas DataFrame. Raises `UserError` where pandas is missing."""
+        return of_extra("pandas", "report", "data frames need").DataFrame(self.items())
+
+    def save(self, path: str | Path) -> None:
+        """Write the rows to a new file, as `foveate compare` does. Raises `UserError` where none can be written."""
+        if (path := Path(path)).exists():
+            raise UserError(f"{path}: is there already; choose another name")
+        resultfile.write_rows(path, self.rows, keep_partial=False)
+
+    def __str__(self) -> str:
+        lines = [f"{self.task.name}, n = {self.rows[0]['n']}: {self.task.main} [95 %], difference from dense"]
+        width = max(len(row["spec"]) for row in self.rows)
+        for row in self.rows:
+            score = f"{row['score']:6.1f} [{row['low']:.1f}, {row['high']:.1f}]"
+            apart = f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
+            lines.append(f"{row['spec']:{width}}  {score}  {apart if row['method'] != 'dense' else ''}".rstrip())
+        return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""`lab.compare` on a model in memory gives the rows of `foveate compare`, and answers by item."""
+
+import json
+
+import pytest
+
+import foveate
+from foveate import lab
+from foveate.errors import UserError
+from foveate.integrations.transformers import loading
+from foveate.lab.evaluation import runner, tasks
+from foveate.lab.report.rows import read
+
+SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8", "luka:page_size=8,tail=8"]
+COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit", "command", "run")
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    return loading.load_model(tiny_folder, "float32", "cpu"), loading.load_tokenizer(tiny_folder)
+
+
+@pytest.fixture
+def asked(sample):
+    return lab.task("perplexity:continuation=12", sample, length=60)
+
+
+def test_rows_are_those_of_the_command(loaded, asked, sample, tiny_folder, tmp_path):
+    found = lab.compare(*loaded, asked, SPECS, limit=3, batch_size=2, out=tmp_path / "memory.jsonl")
+    methods, _ = runner.parse_methods(SPECS)
+    task = tasks.parse("perplexity:continuation=12", length=60)
+    plan = runner.Comparison(tiny_folder, task, sample, methods, 3, tmp_path / "folder.jsonl", batch_size=2)
+    expected = runner.run(runner.prepare(plan))
+    assert len(found.rows) == len(expected) == 4
+    for one, other in zip(found.rows, expected):
+        assert {name: x for name, x in one.items() if name not in COSTS} == {
+            name: x for name, x in other.items() if name not in COSTS
+        }
+        differ = {name for name in one["run"] if one["run"][name] != other["run"][name]}
+        assert differ == {"weights"}
+    assert read([tmp_path / "memory.jsonl"])[1]["command"].startswith(
+        "lab.compare(model, tokenizer, lab.task('perplexity:"
+    )
+    again = lab.compare(*loaded, asked, SPECS, limit=3, batch_size=2, out=tmp_path / "memory.jsonl")
+    assert again.rows == found.rows
+    assert again.items() == [], "nothing was left to answer"
+
+
+def test_methods_are_compared_item_by_item(loaded, asked):
+    done = []
+    run = lab.compare(*loaded, asked, SPECS, limit=3, progress=lambda method, items: done.append((method, items)))
+    assert sum(items for _, items in done) == 4 * 3
+    pair = run.difference(SPECS[0])
+    row = run.row("h2o")
+    assert (pair.value, pair.low, pair.high) == (row["diff_to_dense"], row["diff_low"], row["diff_high"])
+    between = run.difference(SPECS[1], SPECS[2])
+    assert between.value == pytest.approx(run.row(SPECS[1])["score"] - run.row(SPECS[2])["score"])
+    assert run.row(foveate.methods.parse(SPECS[1])) is run.row(SPECS[1])
+    lines = run.items()
+    assert [line["item"] for line in lines[:3]] == [line["item"] for line in lines[3:6]]
+    assert {line["method"] for line in lines} == {"dense", *SPECS}
+    frame = run.frame()
+    assert len(frame) == 12
+    assert frame.groupby("method").keys_read_share.mean()["dense"] == 1.0
+    assert str(run).splitlines()[0].startswith("perplexity, n = 3")
+
+
+def test_a_file_of_ones_own_and_a_saved_run(loaded, tmp_path):
+    data = tmp_path / "qa.jsonl"
+    pairs = [
+        {"context": f"The code of door {n} is {n * 7}. " * 20, "question": "?", "answer": str(n)} for n in range(3)
+    ]
+    data.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    run = lab.compare(*loaded, lab.documents(data, max_new_tokens=4, length=512), ["streaming:window=20"], limit=2)
+    assert run.rows[0]["task"] == "documents"
+    run.save(tmp_path / "rows.jsonl")
+    assert [row["spec"] for row in read([tmp_path / "rows.jsonl"])] == ["dense", "streaming:window=20"]
+    with pytest.raises(UserError, match="is there already; choose another name"):
+        run.save(tmp_path / "rows.jsonl")
+
+
+def test_mistakes_are_told_before_an_item_is_answered(loaded, asked):
+    model, tokenizer = loaded
+    with pytest.raises(UserError, match="unknown method 'h2p'"):
+        lab.compare(model, tokenizer, asked, ["h2p"], limit=2)
+    with pytest.raises(UserError, match="task 'niah' reads files: give their folder as data"):
+        lab.task("niah")
+    run = lab.compare(model, tokenizer, asked, SPECS, limit=2)
+    with pytest.raises(UserError, match="luka is more than one of what was compared: dense, h2o"):
+        run.row("luka")
+    with pytest.raises(UserError, match="snapkv is not of what was compared"):
+        run.difference("snapkv")
+    with pytest.raises(UserError, match=r"metric must be one of .*, not 'f2'"):
+        run.difference("h2o", metric="f2")
+    foveate.attach(model, "dense")
+    try:
+        with pytest.raises(UserError, match="the model has a method already"):
+            lab.compare(model, tokenizer, asked, SPECS)
+    finally:
+        foveate.detach(model)
