@@ -231,6 +231,7 @@ def engine(job: dict[str, Any], **how: Any) -> Any:
 def _drafts(job: dict[str, Any], length: int) -> dict[str, Any]:
     """vLLM's options for drafts of the model itself."""
     drafts = {"method": "draft_model", "model": job["model"], "num_speculative_tokens": length}
+    drafts |= {"draft_sample_method": "probabilistic"}
     if (share := job.get("accept")) is None:
         return drafts
     rates = [share ** (number + 1) for number in range(length)]
@@ -303,6 +304,8 @@ def _decode(llm: Any, prompts: list[list[int]], steps: int) -> tuple[float, list
         engine.add_request(name, {"prompt_token_ids": ids}, sampling)
     first, ended, answers = None, [], {}
     while first is None or len(ended) < steps + (WARM if steps else 0):
+        if not engine.has_unfinished_requests():
+            raise RuntimeError(f"requests of {ROOM} tokens ended before {steps} steps were timed: give fewer --steps")
         outs = engine.step()
         now = time.perf_counter()
         answers |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}

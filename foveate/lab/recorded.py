@@ -58,6 +58,10 @@ class RecordedOps(TorchDispatchMode):
                 for old, new in zip(
                     given, [again] if isinstance(again, torch.Tensor) else _tensors(again), strict=True
                 ):
+                    if old.shape != new.shape:
+                        raise RuntimeError(
+                            f"{func} gave {list(old.shape)} where it was recorded, and {list(new.shape)}"
+                        )
                     old.copy_(new)
 
 

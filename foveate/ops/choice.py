@@ -83,8 +83,9 @@ class Choice(NamedTuple):
             slots: int64 ``[B]``, in use.
         """
         if self.packed:
-            keys = self.keys.masked_fill(~first_keys(self.read, self.keys.shape[2]), -1)
-            return self._replace(keys=keys, packed=False)
+            keys = _of_one_head(self.keys) if self.read.shape[1] == 1 else self.keys
+            keys = keys.masked_fill(~first_keys(self.read, keys.shape[2]), -1)
+            return self._replace(keys=keys.expand_as(self.keys), packed=False)
         if self.pages is None:
             return self
         pages, newest = self.pages, ((slots - 1) // self.page_size)[:, None, None]
@@ -115,8 +116,10 @@ class Choice(NamedTuple):
 
     def with_newest(self, newest: Tensor, number: Tensor) -> Choice:
         """A choice :meth:`for_draft` and what :meth:`newest` has found, ``number [B]`` keys."""
-        chosen = self.keys if self.pages is None else self.pages
+        every = self.keys if self.pages is None else self.pages
+        chosen = _of_one_head(every)
         chosen = torch.cat([chosen, newest.to(chosen.dtype).expand(-1, chosen.shape[1], -1)], 2)
+        chosen = chosen.expand(-1, every.shape[1], -1)
         read = self.read + number[:, None]
         return self._replace(keys=chosen, read=read) if self.pages is None else self._replace(pages=chosen, read=read)
 
@@ -128,6 +131,11 @@ class Choice(NamedTuple):
     def to(self, device: torch.device) -> Choice:
         """The same choice with ``keys`` and ``read`` on a device; what else it has stays where it is."""
         return self._replace(keys=self.keys.to(device), read=self.read.to(device))
+
+
+def _of_one_head(chosen: Tensor) -> Tensor:
+    """``[B, 1, K]`` of what all heads share in memory, ``[B, H, K]``; else all."""
+    return chosen[:, :1] if chosen.stride(1) == 0 else chosen
 
 
 ALL = Choice()

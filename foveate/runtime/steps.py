@@ -117,8 +117,8 @@ class EngineSteps:
         self._step: tuple[DeviceRows, Tensor, int, bool] | None = None
         """Of the present step: row numbers, block table, bound, and whether it may have rows that are read whole."""
         self._audit: Audited | None = None
-        self._drafts: dict[tuple[int, bool], dict[int, Drafting]] = {}
-        """By number of rows and whether steps are captured: what layers chose for the last draft, by layer."""
+        self._drafts: dict[int, dict[int, Drafting]] = {}
+        """What layers chose for the last draft, by layer: of captured steps by number of rows, of others at 0."""
         self._drafting: dict[int, Drafting] | None = None
         """Of the present step, which is one of a draft; None: it is none."""
 
@@ -250,10 +250,11 @@ class EngineSteps:
 
     def _draft(self, number: int, draft: int, captured: bool) -> dict[int, Drafting]:
         """By layer, what is read again after the first token of a draft of so many rows."""
+        number = number if captured else 0
         if not draft:
             choosing = (layer for layer, method in self.methods.items() if method.role.reads_choice_of is None)
-            self._drafts[number, captured] = {layer: Drafting() for layer in choosing}
-        return self._drafts[number, captured]
+            self._drafts[number] = {layer: Drafting() for layer in choosing}
+        return self._drafts[number]
 
     def _count_on_device(self) -> None:
         """Allocate the counters, in the first step: an engine that sleeps may drop what it allocates with its blocks.

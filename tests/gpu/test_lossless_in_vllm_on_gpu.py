@@ -21,6 +21,7 @@ def served(folder, spec, **more):  # noqa: F811
 def same(one, other):
     """The share of tokens before the first that differs: in bf16 two tokens may tie."""
     pairs = [pair for both in zip(one["tokens"], other["tokens"]) for pair in zip(*both)]
+    assert {len(answer) for pair in pairs for answer in pair} == {NEW}
     return sum(next((n for n, (a, b) in enumerate(zip(*pair)) if a != b), NEW) for pair in pairs) / NEW / len(pairs)
 
 

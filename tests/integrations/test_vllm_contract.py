@@ -46,7 +46,14 @@ CLASSES = {
     ],
     ("v1/worker/gpu/model_runner.py", "ExecuteModelState"): ["hidden_states"],
     ("v1/worker/gpu/input_batch.py", "InputBatch"): [
-        *("input_ids", "positions", "is_padding", "num_tokens_after_padding", "req_ids"),
+        *("input_ids", "positions", "is_padding", "num_tokens_after_padding", "req_ids", "num_reqs", "seq_lens"),
+        *(
+            "idx_mapping",
+            "num_computed_tokens_np",
+            "num_scheduled_tokens",
+            "prefill_len_np",
+            "seq_lens_cpu_upper_bound",
+        ),
     ],
     # the ranks of a tensor parallelism (ranks.py)
     ("distributed/parallel_state.py", "GroupCoordinator"): [
@@ -284,6 +291,13 @@ def test_model_runner_v2_drafts_after_it_has_sampled():
     given = ["input_batch", "attn_metadata", "slot_mappings_by_layer", "spec_hidden_states", "aux_hidden_states"]
     given += ["num_sampled", "num_rejected", "self.req_states.last_sampled_tokens"]
     assert [ast.unparse(one) for one in proposed.args][: len(given)] == given
+
+
+def test_drafts_are_drawn_by_noise_of_their_own():
+    """vLLM gives it to them, or foveate, see ``releases.own_noise``."""
+    salted = "_DRAFT_NOISE_SALT" in (ROOT / "v1/worker/gpu/sample/gumbel.py").read_text(encoding="utf-8")
+    speculator = (ROOT / "v1/worker/gpu/spec_decode/speculator.py").read_text(encoding="utf-8")
+    assert salted != ("                positions + 1,\n" in speculator)
 
 
 @pytest.mark.parametrize(("path", "argument"), PASSED)

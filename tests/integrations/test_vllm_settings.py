@@ -223,7 +223,9 @@ LOSSLESS = {"speculation": "draft_model", "drafts_by_itself": True, "draft_token
         ({"draft_tokens": 17}, "drafts of 17 tokens: give 1 to 16"),
         ({"first_runner": True}, "model runner V1: set VLLM_USE_V2_MODEL_RUNNER=1"),
         ({"lora": True}, "LoRA, .*: leave --enable-lora out"),
-        ({"multimodal": True}, "models that read more than tokens"),
+        ({"second_reads_more": True}, "a model that reads more than tokens"),
+        ({"recurrent": True}, "recurrent layers, whose states drafts would advance"),
+        ({"kv_transfer": True}, "a KV connector"),
         ({"data_parallel_size": 2}, "data parallelism"),
     ],
 )
@@ -244,14 +246,35 @@ def test_an_engine_s_own_drafts_are_known():
     """By the model that it is given as its draft model; without them it is refused before weights are loaded."""
     given = {"method": KASCADE, "lossless": True}
     drafts = SimpleNamespace(method="draft_model", model="a/model", num_speculative_tokens=4)
-    config = engine(given, speculative_config=drafts, use_v2_model_runner=True, model_config__model="a/model")
+    custom = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"))
+    how = {"attention_config": custom, "load_config": SimpleNamespace(download_dir=None)}
+    how |= {"model_config__model": "a/model", "model_config__revision": None}
+    config = engine(given, speculative_config=drafts, use_v2_model_runner=True, **how)
     asked = asked_of(config)
     assert (asked.drafts_by_itself, asked.draft_tokens, asked.first_runner, asked.lora) == (True, 4, False, False)
     assert wants_lossless(config)
-    assert not wants_lossless(engine())
-    assert not wants_lossless(SimpleNamespace(additional_config={}))
+    assert not wants_lossless(engine(**how))
+    custom.backend.name = "FLASH_ATTN"
+    assert not wants_lossless(config), "settings of a backend that is not used"
     drafts.model = "another/model"
     assert not asked_of(config).drafts_by_itself
+
+
+def test_a_file_that_the_environment_names_may_ask_for_drafts(tmp_path, monkeypatch):
+    (path := tmp_path / "foveate.json").write_text(json.dumps({"method": KASCADE, "lossless": True}), encoding="utf-8")
+    monkeypatch.setenv("FOVEATE_METHOD", str(path))
+    custom = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"))
+    assert wants_lossless(SimpleNamespace(additional_config={}, attention_config=custom))
+
+
+def test_a_model_is_the_same_by_its_name_and_by_the_folder_that_the_hub_keeps(tmp_path, monkeypatch):
+    """vLLM replaces the one by the other where it is offline."""
+    (cached := tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(settings, "try_to_load_from_cache", lambda name, *more, **where: str(cached))
+    drafts = SimpleNamespace(method="draft_model", model="a/model", num_speculative_tokens=4)
+    how = {"load_config": SimpleNamespace(download_dir=None), "model_config__revision": None}
+    config = engine(speculative_config=drafts, model_config__model=str(tmp_path), **how)
+    assert asked_of(config).drafts_by_itself
 
 
 def test_whether_to_draft_is_true_or_false():

@@ -149,13 +149,31 @@ def test_a_full_budget_that_is_none_and_notes_of_one_piece_are_told(mine):
 
 def test_a_model_of_ones_own_is_checked_and_left_as_it_was(mine):
     model = checks.tiny(1)
-    before = [one.clone() for one in model.parameters()]
+    before, state = [one.clone() for one in model.parameters()], torch.random.get_rng_state()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     assert check(mine(chooses()).name, model).passed
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
+    assert bool((model.lm_head.weight.grad == 1).all())
+    checks.tiny(2)
+    assert torch.equal(torch.random.get_rng_state(), state)
     assert getattr(model, "foveate", None) is None
     foveate.attach(model, "dense")
     with pytest.raises(ValueError, match="the model has a method already"):
         check("dense", model)
+
+
+def test_what_no_layer_of_vllm_serves_and_logits_that_are_no_numbers_are_told(mine):
+    (served,) = [line for line in check("quest:page_size=8,top_k=16").lines if line.name == "vLLM"]
+    assert "keeps state beside the keys" in served.text
+
+    def broken_alone(self, cache, q, scaling):
+        if cache.batch_size == 1 and cache.lengths[0] > 70 and cache.lengths[0] < 75:
+            cache.values.fill_(float("nan"))
+        return cache.positions >= 0
+
+    found = {line.name: line for line in check(mine(chooses(choose=broken_alone)).name).lines}
+    assert found["hooks"].outcome == "failed"
+    assert "no numbers" in found["hooks"].text
 
 
 def test_the_command_tells_each_line_and_ends_with_one_where_a_check_failed(tmp_path, mine):

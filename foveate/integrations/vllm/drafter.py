@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, prepare_inputs_
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from foveate.integrations.vllm import releases
+from foveate.ops.dispatch import runs_kernel
 
 
 class Drafter(DraftModelSpeculator):
@@ -29,13 +30,23 @@ class Drafter(DraftModelSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
-        self.longest = vllm_config.model_config.max_model_len
         self.number = torch.zeros(1, dtype=torch.int64, device=device)
         """How many tokens of the present draft come before the present one."""
         self.starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
         self.starts_on_device = self.starts.to(device)
-        self.graphs: Sequence[CudaGraphManager] = ()
-        """By kind."""
+        self.choosing_graphs: CudaGraphManager | None = None
+        self.reading_graphs: CudaGraphManager | None = None
+        """None: drafts have one token. vLLM drops both after it has measured their memory, and has them made anew."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, which vLLM may lower after the drafter is made."""
+        return self.vllm_config.model_config.max_model_len
+
+    @property
+    def builders(self) -> list[Any]:
+        """Those of foveate's backend, which the verifying passes use, too."""
+        return [group.get_metadata_builder(0) for groups in self.attn_groups for group in groups]
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         return target_model
@@ -48,21 +59,20 @@ class Drafter(DraftModelSpeculator):
         target_input_buffers: Any,
         target_attn_groups: Sequence[Sequence[Any]],
     ) -> None:
-        """Take what verifying passes attend by, whose builders are of foveate's backend."""
+        """Take what verifying passes attend by."""
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
         self.attn_groups = target_attn_groups
-        self.builders = [group.get_metadata_builder(0) for groups in target_attn_groups for group in groups]
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and runs_kernel("attend_indices")
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        kinds = range(min(self.num_speculative_steps, 2))
-        self.graphs = [CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1) for _ in kinds]
+        made = functools.partial(CudaGraphManager, self.vllm_config, self.device, mode, decode_query_len=1)
+        self.choosing_graphs, self.reading_graphs = made(), made() if self.num_speculative_steps > 1 else None
 
     @torch.inference_mode()
     def capture(self) -> None:
-        for kind, graphs in enumerate(self.graphs):
-            if graphs.needs_capture():
+        for kind, graphs in enumerate((self.choosing_graphs, self.reading_graphs)):
+            if graphs is not None and graphs.needs_capture():
                 graphs.capture(functools.partial(self.capturable, kind), f"Capturing drafts, {kind + 1} of 2")
 
     def capturable(self, kind: int, batch: Any, warmup: bool) -> Callable[[Any], None]:
@@ -72,7 +82,7 @@ class Drafter(DraftModelSpeculator):
             batch: vLLM's description of a batch, by which graphs are found.
         """
         if kind:  # reads what the first token has chosen
-            self.graphs[0].run_fullgraph(batch)
+            self.choosing_graphs.run_fullgraph(batch)
         rows, tokens = batch.num_reqs or batch.num_tokens, batch.num_tokens
         given = (self.model_state, self.input_buffers, self.block_tables, self.attn_groups, self.kv_cache_config)
         with self.drafting(kind):
@@ -106,6 +116,7 @@ class Drafter(DraftModelSpeculator):
         seeds: Tensor,
         *more: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **others: Any,
     ) -> Tensor:
         """Draft tokens after the newest one of each row, int64 ``[B, k]``; arguments are those of vLLM's speculators.
@@ -115,9 +126,13 @@ class Drafter(DraftModelSpeculator):
             num_sampled: int ``[B]``; 0 for a row whose prompt goes on, which drafts after its next token.
             num_rejected: int ``[B]``: how many of the pass's last tokens the row does not keep.
             last_sampled, next_prefill_tokens: by the row's place in vLLM's table of requests.
+            num_speculative_tokens: how many are wanted; None: as many as configured. Where the prompts of all rows go
+                on, nobody asks for their drafts.
         """
         rows, buffers = input_batch.num_reqs, self.input_buffers
-        if dummy_run:
+        wanted = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        read = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        if dummy_run or not wanted or bool((read < input_batch.prefill_len_np).all()):
             return self.draft_tokens[:rows]
         self._copy_request_inputs(rows, input_batch.idx_mapping, temperature, seeds)
         places, held = input_batch.idx_mapping.long(), input_batch.seq_lens[:rows] - num_rejected[:rows]
@@ -128,12 +143,12 @@ class Drafter(DraftModelSpeculator):
         buffers.seq_lens.zero_()
         buffers.seq_lens[:rows] = (held + 1).clamp_max(self.longest)
         torch.clamp(self.starts_on_device, max=rows, out=buffers.query_start_loc)
-        batch = self.graphs[0].dispatch(rows, rows, 1, 0)
-        for number in range(self.num_speculative_steps):
+        batch = self.choosing_graphs.dispatch(rows, rows, 1, 0)
+        for number in range(wanted):
             self.number.fill_(number)
             metadata, slots = self.metadata(input_batch, number, batch.num_reqs or rows, batch.num_tokens)
             if batch.cg_mode == CUDAGraphMode.FULL:
-                self.graphs[min(number, 1)].run_fullgraph(batch)
+                (self.reading_graphs if number else self.choosing_graphs).run_fullgraph(batch)
             else:
                 self.draft(rows, batch.num_tokens, metadata, slots)
         return self.draft_tokens[:rows]
@@ -186,7 +201,8 @@ class Drafter(DraftModelSpeculator):
             )
         positions, lengths = buffers.positions[:rows], buffers.seq_lens[:rows]
         of_requests = (self.idx_mapping[:rows], self.temperature, self.seeds)
-        drawn = self.sample_draft(hidden[:rows], positions, *of_requests, self.number[0], self.draft_logits)
+        noise = positions + releases.own_noise()  # by which a draft is drawn, and no later token
+        drawn = self.sample_draft(hidden[:rows], noise, *of_requests, self.number[0], self.draft_logits)
         self.draft_tokens[:rows].index_copy_(1, self.number, drawn[:, None].to(self.draft_tokens.dtype))
         buffers.input_ids[:rows] = drawn
         positions.add_(1).clamp_(max=self.longest - 1)

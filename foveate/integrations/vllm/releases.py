@@ -39,3 +39,12 @@ def check() -> None:
 def capturing_one_token() -> dict[str, Any]:
     """Options of runner V2's ``prepare_inputs_to_capture`` for a graph of one token a row."""
     return {} if installed() == "0.26" else {"full_cudagraph": True, "max_query_len": 1}
+
+
+def own_noise() -> int:
+    """What drafts add to the position that vLLM draws them by, so that no other token is drawn by the same noise.
+
+    vLLM 0.26 draws the token after a draft by the noise of the draft's own position. Later releases give drafts noise
+    of their own.
+    """
+    return 1 << 30 if installed() == "0.26" else 0

@@ -140,9 +140,19 @@ def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:
 
 
 def wants_lossless(vllm_config: Any) -> bool:
-    """Whether an engine is to decode losslessly by foveate; False where foveate has no settings."""
-    given = vllm_config.additional_config
-    return isinstance(given, Mapping) and "foveate" in given and settings_of(given).lossless
+    """Whether an engine is to decode losslessly by foveate; False where foveate is not its attention backend."""
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    return getattr(backend, "name", None) == "CUSTOM" and settings_of(vllm_config.additional_config).lossless
+
+
+def _folder_of(name: str, **where: Any) -> Path:
+    """The folder of a model, which is a path or a name of the hub whose files are here; else the name as a path."""
+    folder = Path(name)
+    if not folder.exists():
+        with contextlib.suppress(HFValidationError):
+            cached = try_to_load_from_cache(name, "config.json", **where)
+            folder = Path(cached).parent if isinstance(cached, str) else folder
+    return folder
 
 
 def served(vllm_config: Any) -> Settings:
@@ -150,12 +160,7 @@ def served(vllm_config: Any) -> Settings:
     settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
 
     def facts() -> dict[str, Any]:
-        folder = Path(model.model)
-        if not folder.exists():  # a name of the hub, or of another place
-            where = {"cache_dir": vllm_config.load_config.download_dir, "revision": model.revision}
-            with contextlib.suppress(HFValidationError):
-                cached = try_to_load_from_cache(model.model, "config.json", **where)
-                folder = Path(cached).parent if isinstance(cached, str) else folder
+        folder = _folder_of(model.model, cache_dir=vllm_config.load_config.download_dir, revision=model.revision)
         weights = [] if vllm_config.lora_config else _weights(folder, choosing_layers(model.hf_text_config))
         return facts_of(model) | {"weights": weights}
 
@@ -209,7 +214,6 @@ class Asked:
     first_runner: bool = False
     """Model runner V1."""
     lora: bool = False
-    multimodal: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -240,11 +244,10 @@ def asked_of(vllm_config: Any) -> Asked:
     return Asked(
         speculation=None if speculation is None else getattr(speculation, "method", None) or "",
         drafts_by_foveate=getattr(getattr(speculation, "attention_backend", None), "name", None) == "CUSTOM",
-        drafts_by_itself=getattr(speculation, "model", None) == model.model,
+        drafts_by_itself=_drafts_by_itself(vllm_config),
         draft_tokens=getattr(speculation, "num_speculative_tokens", 0) or 0,
         first_runner=not second,
         lora=vllm_config.lora_config is not None,
-        multimodal=getattr(model, "is_multimodal_model", False),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         decode_context_parallel_size=parallel.decode_context_parallel_size,
@@ -261,6 +264,15 @@ def asked_of(vllm_config: Any) -> Asked:
         mm_prefix=getattr(model, "is_mm_prefix_lm", False),
         second_reads_more=second and (model.is_multimodal_model or model.enable_prompt_embeds),
     )
+
+
+def _drafts_by_itself(vllm_config: Any) -> bool:
+    """Whether an engine's draft model is its own, by the same name or the same folder."""
+    drafts, model = getattr(vllm_config.speculative_config, "model", None), vllm_config.model_config
+    if drafts is None or drafts == model.model:
+        return drafts is not None
+    where = {"cache_dir": vllm_config.load_config.download_dir, "revision": model.revision}
+    return _folder_of(drafts, **where) == _folder_of(model.model, **where)
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -324,7 +336,9 @@ def check_lossless(asked: Asked, methods: Mapping[int, Method]) -> None:
         f"drafts of {asked.draft_tokens} tokens: give 1 to {LONGEST}": not 1 <= asked.draft_tokens <= LONGEST,
         "model runner V1: set VLLM_USE_V2_MODEL_RUNNER=1": asked.first_runner,
         "LoRA, because drafts would be of other adapters: leave --enable-lora out": asked.lora,
-        "models that read more than tokens: leave lossless out": asked.multimodal,
+        "a model that reads more than tokens: leave lossless out": asked.second_reads_more,
+        "recurrent layers, whose states drafts would advance: leave lossless out": asked.recurrent,
+        "a KV connector, which would be handed drafted keys: leave lossless out": asked.kv_transfer,
         "data parallelism, whose ranks step together: leave lossless out": asked.data_parallel_size > 1,
     }
     _refuse(refused, "lossless decoding with ")
