@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from foveate.errors import UserError, of_extra
-from foveate.lab.evaluation import runner, tasks
+import foveate
+from foveate.errors import UserError, of_extra, require
+from foveate.lab.evaluation import generation, lens, runner, tasks
 from foveate.lab.evaluation.metrics import Interval, paired_bootstrap
 from foveate.lab.evaluation.sources import InMemory
-from foveate.lab.evaluation.tasks.base import Task
+from foveate.lab.evaluation.tasks.base import Item, Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
 from foveate.lab.results import resultfile
 from foveate.methods import Method
@@ -58,6 +59,7 @@ def compare(
     batch_size: int = 1,
     seed: int = 0,
     share_prompt: bool = True,
+    recall: int = 0,
     out: str | Path | None = None,
     progress: runner.Progress | None = None,
 ) -> Run:
@@ -74,6 +76,9 @@ def compare(
         batch_size: items answered at once.
         seed: of the items and of the intervals.
         share_prompt: whether each prompt is read once for all methods that read prompts densely.
+        recall: of how many of the first items it is measured, too, which share of exact attention, over all tokens so
+            far, the tokens hold that a method reads; of tasks whose answers are generated. Prompts are read once more
+            for each method, by PyTorch's references, and the first eight decoded tokens count.
         out: a file for the rows, those of `foveate compare`; an interrupted comparison goes on there. None: no file.
         progress: called with a method's spec and the number of items that it has answered.
 
@@ -83,6 +88,7 @@ def compare(
     """
     if getattr(model, "foveate", None) is not None:
         raise UserError("the model has a method already: call foveate.detach(model) first")
+    require(recall >= 0, "recall", "a number of items, or 0", recall)
     chosen, _ = runner.parse_methods([one if isinstance(one, str) else one.spec for one in methods])
     given = Fidelity(of=asked.task) if asked.task.needs_dense(asked.data) else asked.task
     loaded = InMemory(model, tokenizer)
@@ -102,7 +108,24 @@ def compare(
         )
         prepared, records = runner.prepare(plan), []
         rows = runner.run(prepared, progress or (lambda method, items: None), records)
-    return Run(given, rows, [item.id for item in prepared.items], records)
+    few = prepared.items[:recall]
+    recalls = {method.spec: _recalls(model, tokenizer, method, few) for method in prepared.plan.methods if few}
+    return Run(given, rows, [item.id for item in prepared.items], records, recalls)
+
+
+def _recalls(model: Any, tokenizer: Any, method: Any, items: Sequence[Item]) -> list[dict[int, float] | None]:
+    """The recall of each item by layer, the mean over steps and KV heads; None where no token was decoded alone."""
+    found = []
+    for item in items:
+        with foveate.attached(model, method, dense_below=0, cuda_graph=False), lens.recording(model) as recorder:
+            generation.run_batch(model, tokenizer, [item])
+            found.append(lens.of_layers(recorder.recall()) if recorder.decoded else None)
+    return found
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    found = list(numbers)
+    return sum(found) / len(found)
 
 
 class Run:
@@ -113,12 +136,19 @@ class Run:
         rows: a row for each method, dense attention's first.
         ids: of the items, in order.
         records: of each method and batch that this call has answered.
+        recalls: by spec, of the first items by layer.
     """
 
     def __init__(
-        self, task: Task, rows: Sequence[Mapping[str, Any]], ids: Sequence[str], records: Sequence[Mapping[str, Any]]
+        self,
+        task: Task,
+        rows: Sequence[Mapping[str, Any]],
+        ids: Sequence[str],
+        records: Sequence[Mapping[str, Any]],
+        recalls: Mapping[str, Sequence[Mapping[int, float] | None]],
     ):
         self.task, self.rows, self._ids, self._records = task, list(rows), list(ids), list(records)
+        self._recalls = recalls
 
     def row(self, method: str | Method) -> Mapping[str, Any]:
         """The row of a method, by its spec, or by its name where only one has that name.
@@ -165,7 +195,21 @@ class Run:
             for place, (values, text) in enumerate(zip(record["values"], record["texts"])):
                 found.append({"method": record["spec"], "item": self._ids[first + place], "answer": text})
                 found[-1] |= values | costs
+                layers = self._recalls.get(record["spec"], ())[first + place : first + place + 1]
+                found[-1] |= {"recall": _mean(layers[0].values())} if layers and layers[0] else {}
         return found
+
+    def recall(self, method: str | Method) -> dict[int, float]:
+        """By layer, which share of exact attention the tokens hold that a method reads: the mean over items, steps and
+        KV heads, 0 to 1; see ``recall`` of :func:`compare`.
+
+        Raises:
+            UserError: as :meth:`row`, and where no recall was measured.
+        """
+        found = [one for one in self._recalls.get(self.row(method)["spec"], ()) if one]
+        if not found:
+            raise UserError("no recall was measured: compare with recall=4, say, on a task whose answers are generated")
+        return {layer: _mean(one[layer] for one in found) for layer in found[0]}
 
     def frame(self) -> Any:
         """:meth:`items` as a pandas DataFrame. Raises `UserError` where pandas is missing."""

@@ -65,18 +65,39 @@ def test_methods_are_compared_item_by_item(loaded, asked):
     assert str(run).splitlines()[0].startswith("perplexity, n = 3")
 
 
-def test_a_file_of_ones_own_and_a_saved_run(loaded, tmp_path):
+@pytest.fixture
+def doors(tmp_path):
+    """Questions about three texts."""
     data = tmp_path / "qa.jsonl"
-    pairs = [
-        {"context": f"The code of door {n} is {n * 7}. " * 20, "question": "?", "answer": str(n)} for n in range(3)
-    ]
+    texts = [f"The code of door {n} is {n * 7}. " * 20 for n in range(3)]
+    pairs = [{"context": text, "question": "Which?", "answer": "7"} for text in texts]
     data.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
-    run = lab.compare(*loaded, lab.documents(data, max_new_tokens=4, length=512), ["streaming:window=20"], limit=2)
+    return data
+
+
+def test_a_file_of_ones_own_and_a_saved_run(loaded, doors, tmp_path):
+    run = lab.compare(*loaded, lab.documents(doors, max_new_tokens=4, length=512), ["streaming:window=20"], limit=2)
     assert run.rows[0]["task"] == "documents"
     run.save(tmp_path / "rows.jsonl")
     assert [row["spec"] for row in read([tmp_path / "rows.jsonl"])] == ["dense", "streaming:window=20"]
     with pytest.raises(UserError, match="is there already; choose another name"):
         run.save(tmp_path / "rows.jsonl")
+
+
+def test_recall_tells_which_layer_misses_what(loaded, asked, doors):
+    """Dense attention reads all; what evicts little of the attention holds more of it than what evicts much."""
+    small, large = "streaming:window=8,sinks=2", "streaming:window=60"
+    run = lab.compare(*loaded, lab.documents(doors, max_new_tokens=6, length=512), [small, large], limit=3, recall=2)
+    assert run.recall("dense") == pytest.approx({0: 1.0, 1: 1.0}, abs=1e-3)
+    little, much = run.recall(small), run.recall(large)
+    assert all(0 < little[layer] < much[layer] < 1 for layer in (0, 1))
+    lines = [line for line in run.items() if line["method"] == large]
+    assert sum(line["recall"] for line in lines[:2]) / 2 == pytest.approx(sum(much.values()) / 2)
+    assert "recall" not in lines[2]
+    with pytest.raises(UserError, match="no recall was measured: compare with recall=4"):
+        lab.compare(*loaded, asked, [], limit=1, recall=1).recall("dense")
+    with pytest.raises(UserError, match="recall must be a number of items, or 0"):
+        lab.compare(*loaded, asked, [], limit=1, recall=-1)
 
 
 def test_mistakes_are_told_before_an_item_is_answered(loaded, asked):

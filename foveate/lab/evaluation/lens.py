@@ -41,6 +41,11 @@ class Recorder:
         self._mass: dict[tuple[int, int], Tensor] = {}
         """By step and layer, exact attention to each token, fp32 ``[Hkv, L]``: the mean over the heads of a group."""
 
+    @property
+    def decoded(self) -> bool:
+        """Whether a token was decoded."""
+        return bool(self._found)
+
     def layers(self) -> list[dict[str, Any]]:
         """The layers, as :func:`foveate.lab.results.lens.write` takes them."""
         methods = {index: policy.method for index, policy in self._attachment.policies.items()}
