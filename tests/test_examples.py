@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from foveate.lab.report.markdown import context_length
+from foveate.methods import base, spec
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,15 @@ def run(name: str, *arguments) -> list[str]:
     with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", command):
         runpy.run_path(command[0], run_name="__main__")
     return printed.getvalue().splitlines()
+
+
+def test_a_method_of_ones_own_is_checked_and_compared(model, monkeypatch):
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
+    said = run("new_method.py", "--model", model, "--tokens", 512, "--items", 2)
+    assert any(line.startswith("passed  padded batch") for line in said)
+    assert any(line.startswith("long_values over snapkv: ") for line in said)
+    assert any(line.startswith("it reads ") and "least in layer" in line for line in said)
 
 
 def test_every_example_is_explained_and_run():
