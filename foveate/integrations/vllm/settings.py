@@ -145,10 +145,11 @@ def wants_lossless(vllm_config: Any) -> bool:
     return getattr(backend, "name", None) == "CUSTOM" and settings_of(vllm_config.additional_config).lossless
 
 
-def _folder_of(name: str, **where: Any) -> Path:
+def _folder_of(name: str, vllm_config: Any) -> Path:
     """The folder of a model, which is a path or a name of the hub whose files are here; else the name as a path."""
     folder = Path(name)
     if not folder.exists():
+        where = {"cache_dir": vllm_config.load_config.download_dir, "revision": vllm_config.model_config.revision}
         with contextlib.suppress(HFValidationError):
             cached = try_to_load_from_cache(name, "config.json", **where)
             folder = Path(cached).parent if isinstance(cached, str) else folder
@@ -160,7 +161,7 @@ def served(vllm_config: Any) -> Settings:
     settings, model = settings_of(vllm_config.additional_config), vllm_config.model_config
 
     def facts() -> dict[str, Any]:
-        folder = _folder_of(model.model, cache_dir=vllm_config.load_config.download_dir, revision=model.revision)
+        folder = _folder_of(model.model, vllm_config)
         weights = [] if vllm_config.lora_config else _weights(folder, choosing_layers(model.hf_text_config))
         return facts_of(model) | {"weights": weights}
 
@@ -271,8 +272,7 @@ def _drafts_by_itself(vllm_config: Any) -> bool:
     drafts, model = getattr(vllm_config.speculative_config, "model", None), vllm_config.model_config
     if drafts is None or drafts == model.model:
         return drafts is not None
-    where = {"cache_dir": vllm_config.load_config.download_dir, "revision": model.revision}
-    return _folder_of(drafts, **where) == _folder_of(model.model, **where)
+    return _folder_of(drafts, vllm_config) == _folder_of(model.model, vllm_config)
 
 
 def check_engine(vllm_config: Any) -> None:
