@@ -192,7 +192,8 @@ class Generate(OfModel):
             accepted, following = accept_sampled(drafts, torch.stack(drawn_from, 1), scores)
         else:
             accepted, following = newest.new_zeros(len(newest)), _drawn(scores[:, 0], True)[0]
-        near = _ties(scores, logits.dtype) if not sampled else torch.zeros_like(scores[..., 0])
+        verifies = number and not sampled  # a pass over one token is what dense decoding runs
+        near = _ties(scores, logits.dtype) if verifies else scores.new_zeros(scores.shape[:2])
         here = torch.cat([drafts, following[:, None]], 1).scatter(1, accepted[:, None], following[:, None])
         at_once = torch.cat([here, accepted[:, None], near.long()], 1).tolist()  # waits for the device
         tokens = [line[: line[number + 1] + 1] for line in at_once]

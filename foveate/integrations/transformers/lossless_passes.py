@@ -85,9 +85,9 @@ class Passes:
     def keep(self, kept: Sequence[int]) -> None:
         """Keep the first ``kept[b]`` tokens that the last verifying pass read in row b."""
         back = [self._verified - number for number in kept]
-        if (steps := self._cache.steps) is not None:
+        if (steps := self._cache.steps) is not None and any(back):
             steps.take_back(self._layers, back)
-        else:
+        elif any(back):
             for layer in self._layers:
                 layer.take_back(back)
         self._lengths = list(map(operator.add, self._lengths, kept))
