@@ -11,10 +11,10 @@ little memory is left out, and named. With --kv-cache-dtype fp8 both hold keys a
 runner vLLM uses stands in the row; VLLM_USE_V2_MODEL_RUNNER=0 in the environment chooses the first. With --ranks the
 model is spread over as many GPUs, by NCCL's all-reduce.
 
-With --lossless the method drafts so many tokens and vLLM's attention verifies them; times are of a token then, the mean
-over the tokens of a step. Random weights have no text to write, so that --accept gives the share of drafts that are
-accepted, each after the one before. With --task a --model writes answers about real texts, see
-benchmarks/lossless.py, and a row tells which part of them equals those of vLLM's own.
+With --lossless 4 the method drafts four tokens and vLLM's attention verifies them. A row's times are then of a token: a
+step's, over the tokens that it gives. Random weights have no text to write, so --accept gives the share of drafts that
+are accepted. With --task a --model answers about real texts (benchmarks/lossless.py), and a row has the share of the
+answers that equals vLLM's own.
 """
 
 import argparse
@@ -292,8 +292,8 @@ def _prompts(job: dict[str, Any], tokens: int, batch: int) -> list[list[int]]:
 
 
 def _decode(llm: Any, prompts: list[list[int]], steps: int) -> tuple[float, list[float], float, list[list[int]]]:
-    """Milliseconds to the first token of the first request; those of so many steps in which all requests decode, the
-    tokens that a request gains in one of these, and the answers so far."""
+    """Milliseconds to the first token of the first request, milliseconds of each timed step (in which all requests
+    decode), the tokens that a request gains in such a step, and the answers so far."""
     from vllm import SamplingParams
 
     engine, batch = llm.llm_engine, len(prompts)

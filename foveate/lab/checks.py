@@ -1,8 +1,8 @@
 """Does a method hold what every method promises? An author's own method, on a tiny model or on the author's.
 
 The same answers are asked for in different ways: a row alone and in a padded batch, a prompt whole and in pieces, a
-cache that is copied, saved, cropped or reordered. Where they differ, the method has missed something that one of its
-hooks is given, and the line of the check tells what that usually is.
+cache that is copied, saved, cropped or reordered. Where they differ, a hook has missed something, and the line of
+the check says what that usually is.
 """
 
 from __future__ import annotations
@@ -116,15 +116,16 @@ class _Given:
         """int64 ``[B, n]``: prompts of ``PROMPT`` tokens, and what follows."""
 
     @contextmanager
-    def attached(self, method: Method | None = None) -> Iterator[None]:
-        with foveate.attached(self.model, method or self.method, dense_below=0, cuda_graph=False):
-            yield
+    def attached(self, method: Method | None = None, cuda_graph: bool | str = False) -> Iterator[Any]:
+        """Within it another method, or the same anew, is attached."""
+        with foveate.attached(self.model, method or self.method, dense_below=0, cuda_graph=cuda_graph) as attachment:
+            yield attachment
 
     def cache(self, tokens: int = PROMPT) -> Any:
         return foveate.Cache(self.model, tokens)
 
     def feed(self, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits ``[B, n, V]`` of tokens after those that the cache has seen.
+        """Logits ``[B, n, V]`` of tokens that follow what the cache holds.
 
         Args:
             mask: bool ``[B, N]`` of all tokens so far, where rows are padded.
@@ -144,8 +145,8 @@ class _Given:
         return torch.cat(outs, 1)
 
     def run(self, rows: Sequence[int] = (0,), more: int = STEPS) -> tuple[Any, Tensor]:
-        """A cache after the prompts of some rows and as many steps, and the logits of the steps, with the prompt's
-        last."""
+        """A cache that holds the prompts of some rows and ``more`` tokens each, and the logits of these tokens after
+        the logits of the prompt's last one."""
         ids, cache = self.ids[list(rows)], self.cache()
         outs = [self.feed(cache, ids[:, :PROMPT])[:, -1:]]
         outs += [self.steps(cache, ids[:, PROMPT : PROMPT + more])] if more else []
@@ -193,12 +194,12 @@ def _full_budget(given: _Given) -> str | None:
     declared = given.method.about.full_budget
     if declared is None:
         return _Told("no full budget is declared: with about=About(..., full_budget={...}) it is compared with dense")
-    with foveate.attached(given.model, "dense"):
-        expected = given.run()[1]
-    foveate.detach(given.model)
     whole = make(given.method.name, **declared)
-    foveate.attach(given.model, whole, dense_below=0, cuda_graph=False)
-    given.compare(given.run()[1], expected, f"with its full budget ({whole.spec}) it is not dense attention")
+    with given.attached(make("dense")):
+        expected = given.run()[1]
+    with given.attached(whole):
+        found = given.run()[1]
+    given.compare(found, expected, f"with its full budget ({whole.spec}) it is not dense attention")
     return None
 
 
@@ -337,23 +338,18 @@ def _saved(given: _Given) -> str | None:
 def _captured(given: _Given) -> str | None:
     if reason := replay_obstacle(given.method):
         return _Told(f"decode steps are not captured in CUDA graphs: {reason}")
-    foveate.detach(given.model)
     how = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     how |= {"return_dict_in_generate": True, "output_logits": True}
-    found = []
-    for captured in (False, True):
-        foveate.attach(given.model, given.method, dense_below=0, cuda_graph="auto" if captured else False)
-        graphs = given.model.foveate.graphs
-        if given.model.device.type != "cuda":
-            graphs.recorder = record
-        ids = given.ids[:2, :PROMPT]
-        found.append(given.model.generate(ids, attention_mask=torch.ones_like(ids), **how))
-        replayed = graphs.use.replayed
-        if not captured:
-            foveate.detach(given.model)
-    if not replayed:
+    ids, outs = given.ids[:2, :PROMPT], []
+    for cuda_graph in (False, "auto"):
+        with given.attached(cuda_graph=cuda_graph) as attachment:
+            graphs = attachment.graphs
+            if given.model.device.type != "cuda":
+                graphs.recorder = record
+            outs.append(given.model.generate(ids, attention_mask=torch.ones_like(ids), **how))
+    if not graphs.use.replayed:
         raise _MissedError(f"no step was replayed: {graphs.use.reason}")
-    one, two = (torch.stack(out.logits, 1).float() for out in found)
+    one, two = (torch.stack(out.logits, 1).float() for out in outs)
     given.compare(
         two,
         one,

