@@ -127,6 +127,7 @@ def run(job: dict[str, Any], program: Sequence[str] = PROGRAM) -> dict[str, dict
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     if job.get("ranks", 1) > 1:  # this process may have used CUDA, which a fork does not survive
         environment |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment |= {"CUDA_VISIBLE_DEVICES": str(job["gpu"])} if "gpu" in job else {}
     done = subprocess.run(
         command, input=json.dumps(job), env=environment, stdout=subprocess.PIPE, text=True, check=False
     )

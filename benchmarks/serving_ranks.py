@@ -1,28 +1,33 @@
 """Tensor parallelism over two GPUs: do the ranks choose what one GPU chooses, and what does choosing together cost?
 
     python -m benchmarks.serving_ranks --out runs/ranks.jsonl            # keys that an anchor chooses, and its time
-    python -m benchmarks.serving_ranks --tokens --out runs/ranks.jsonl   # answers of an engine (needs vLLM)
+    python -m benchmarks.serving_ranks --tokens --model DIR --out runs/ranks.jsonl   # answers (needs vLLM)
 
 Keys: an anchor of the 8B's shape scores random keys in bf16, all heads on one GPU, or half of the heads on each of two
 GPUs, which sum their scores by NCCL before they choose. A row has milliseconds of scoring and choosing in a CUDA graph,
 the same without the sum as its baseline, the bytes that are summed, and the share of the chosen keys that one GPU
 chooses, too.
 
-Tokens: a random model of eight KV heads continues prompts greedily, with one GPU and with two, by vLLM's own attention
-and by a method that reads a tenth of the keys. A row has the share of tokens that both give before they first differ
-(``baseline_agreement`` of vLLM's own), and milliseconds of a generated token, prompts included, over vLLM's own.
+Tokens: a model continues passages of a novel greedily, with one GPU and with two, by vLLM's own attention and by a
+method that reads a tenth of the keys; both engines of one GPU run at once. A row has the share of tokens that both give
+before they first differ (``baseline_agreement`` of vLLM's own), and milliseconds of a generated token of two GPUs,
+prompts included, over vLLM's own. Without ``--model`` the model is random, of eight KV heads, and so are its prompts.
 """
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks import serving
+from foveate.io import reading
+from foveate.lab.evaluation.tasks import probes
 from foveate.lab.results import measurements
 
 PROGRAM = ("-m", "benchmarks.serving_ranks")
@@ -30,7 +35,7 @@ CASES = ["65536x1", "65536x4", "32768x8", "16384x16"]
 """Tokens and requests."""
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 RANKS, SHARE = 2, 0.1
-METHOD = "kascade:top_k=0.1,min_k=64,anchors=4"
+METHOD, OF_MODELS = "kascade:top_k=0.1,min_k=64,anchors=4", "kascade:top_k=0.1"
 PROMPTS, LENGTH, NEW = 48, 3000, 32
 
 
@@ -39,9 +44,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--case", action="append", help=f"by default {', '.join(CASES)}")
     parser.add_argument("--tokens", action="store_true", help="compare answers of engines instead")
+    parser.add_argument("--model", type=Path, help="with --tokens: a model's folder")
     given = parser.parse_args(arguments)
     measurements.check_out(given.out, "serving-ranks")
-    rows = [_answers()] if given.tokens else _keys([tuple(map(int, case.split("x"))) for case in given.case or CASES])
+    if given.model is not None and not given.tokens:
+        raise SystemExit("--model needs --tokens: keys are random")
+    rows = (
+        [_answers(given.model)]
+        if given.tokens
+        else _keys([tuple(map(int, case.split("x"))) for case in given.case or CASES])
+    )
     measurements.write(given.out, rows)
     for row in rows:
         print(json.dumps({key: row[key] for key in ("case", "ms", "baseline_ms", "agreement", "summed_bytes")}))
@@ -138,16 +150,21 @@ def _timed(run: Any) -> float:
 # Tokens
 
 
-def _answers() -> dict[str, Any]:
+def _answers(model: Path | None) -> dict[str, Any]:
+    method = METHOD if model is None else serving.settled(model, OF_MODELS)
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder))
-        job = {"model": folder, "dummy": False, "memory": 0.5, "dense_below": 0}
-        found = {}
-        for method in (None, METHOD):
-            one, two = (serving.run(job | {"method": method, "ranks": ranks}, PROGRAM) for ranks in (1, RANKS))
-            found[method] = two | {"agreement": statistics.mean(map(_common, one["tokens"], two["tokens"]))}
-    own, ours = found[None], found[METHOD]
-    case = {"what": "tokens", "method": METHOD, "prompts": PROMPTS, "length": LENGTH, "new": NEW}
+        if model is None:
+            _write(Path(folder))
+        job = {"model": str(model or folder), "dummy": False, "memory": 0.5, "dense_below": 0}
+        job["prompts"] = _random() if model is None else _read(model)
+        of_one = [job | {"method": one, "ranks": 1, "gpu": gpu} for gpu, one in enumerate((None, method))]
+        with ThreadPoolExecutor() as both:
+            ones = list(both.map(lambda one: serving.run(one, PROGRAM), of_one))
+        twos = [serving.run(job | {"method": one, "ranks": RANKS}, PROGRAM) for one in (None, method)]
+    agreement = [statistics.mean(map(_common, one["tokens"], two["tokens"])) for one, two in zip(ones, twos)]
+    own, ours = ({**two, "agreement": share} for two, share in zip(twos, agreement))
+    case = {"what": "tokens", "method": method, "prompts": PROMPTS, "length": LENGTH, "new": NEW}
+    case |= {} if model is None else {"model": model.resolve().name}
     row = _row(case, ours["device"], ours["ms"], own["ms"], ours["agreement"], 0)
     return row | {"baseline": serving.BASELINE, "baseline_agreement": own["agreement"]}
 
@@ -155,6 +172,22 @@ def _answers() -> dict[str, Any]:
 def _common(one: list[int], two: list[int]) -> float:
     """The share of tokens before the first that differs."""
     return next((n for n, (a, b) in enumerate(zip(one, two)) if a != b), len(one)) / len(one)
+
+
+def _random() -> list[list[int]]:
+    """Prompts of random tokens."""
+    rng = random.Random(1)
+    return [[rng.randrange(3, 4096) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+
+
+def _read(model: Path) -> list[list[int]]:
+    """Passages of the novel that comes with foveate, each from another place."""
+    import transformers
+
+    (novel,) = reading.read_novels(probes.TEXT)
+    ids = transformers.AutoTokenizer.from_pretrained(model)(novel.text, add_special_tokens=False)["input_ids"]
+    starts = [n * (len(ids) - LENGTH) // (PROMPTS - 1) for n in range(PROMPTS)]
+    return [ids[start : start + LENGTH] for start in starts]
 
 
 def _write(folder: Path) -> None:
@@ -180,11 +213,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     llm = serving.engine(job, max_model_len=LENGTH + NEW, max_num_seqs=16)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 4096, (LENGTH,), generator=generator).tolist() for _ in range(PROMPTS)]
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
-    outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    outs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
     ms = 1000 * (time.perf_counter() - start) / (PROMPTS * NEW)
     tokens = [list(out.outputs[0].token_ids) for out in outs]
     return {"tokens": tokens, "ms": ms, "device": "cuda" if torch.cuda.is_available() else "cpu"}

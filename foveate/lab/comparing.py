@@ -59,6 +59,7 @@ def compare(
     batch_size: int = 1,
     seed: int = 0,
     share_prompt: bool = True,
+    dense_below: int | str = 0,
     recall: int = 0,
     out: str | Path | None = None,
     progress: runner.Progress | None = None,
@@ -76,6 +77,8 @@ def compare(
         batch_size: items answered at once.
         seed: of the items and of the intervals.
         share_prompt: whether each prompt is read once for all methods that read prompts densely.
+        dense_below: as of :func:`foveate.attach`; with 0 methods are as sparse in short contexts as in long ones, and
+            with "auto" steps are what `attach` and the server make of them.
         recall: of how many of the first items it is measured, too, which share of exact attention, over all tokens so
             far, the tokens hold that a method reads; of tasks whose answers are generated. Prompts are read once more
             for each method, by PyTorch's references, and the first eight decoded tokens count.
@@ -105,6 +108,7 @@ def compare(
             batch_size,
             seed,
             share_prompt=share_prompt,
+            dense_below=dense_below,
             loaded=loaded,
         )
         prepared, records = runner.prepare(plan), []

@@ -12,7 +12,7 @@ from foveate.lab.evaluation import runner, tasks
 from foveate.lab.report.rows import read
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8", "luka:page_size=8,tail=8"]
-COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit", "command", "run")
+COSTS = ("prefill_ms", "decode_ms_per_token", "request_ms", "peak_bytes", "commit", "command", "run")
 
 
 @pytest.fixture(scope="module")

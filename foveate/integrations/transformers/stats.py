@@ -89,6 +89,7 @@ class Stats:
         }
         return (offloaded if self.host_bytes else {}) | {
             "decode_steps": max((layer.decode_steps for layer in handled), default=0),
+            "dense_steps": max((layer.dense_steps for layer in handled), default=0),
             "keys_read_share": read / available if available else 1.0,
             "keys_read_per_step": read / len(handled) if handled else 0.0,
             "kv_bytes_per_step": sum(layer.kv_bytes_per_step for layer in handled),

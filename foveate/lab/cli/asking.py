@@ -158,6 +158,13 @@ def compare(
     share_prompt: Annotated[
         bool, typer.Option(help="Read each prompt once for all methods that are dense in prefill; else time each.")
     ] = True,
+    dense_below: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of all sequences together, below which decode steps read everything; auto: as attach and the "
+            "server do. By default short prompts, too, tell what a method loses."
+        ),
+    ] = "0",
     fidelity: Annotated[
         bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
     ] = False,
@@ -182,7 +189,8 @@ def compare(
         chosen_task = Fidelity(of=chosen_task)
     chosen, added = parse_methods(method or [])
     quiet()
-    how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()))
+    below = int(dense_below) if dense_below.isdecimal() else dense_below
+    how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()), below)
     prepared = prepare(Comparison(model, chosen_task, data, chosen, limit, out, *how))
     if method and added:
         say("dense runs too: every row is compared with it")

@@ -27,6 +27,7 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "resident_bytes": max(one["resident_bytes"] for one in stats),
         "cache_peak_bytes": None if None in peaks else max(peaks),
         "decode_steps": int(sum(one["decode_steps"] for one in stats)),
+        "dense_steps": int(sum(one.get("dense_steps", 0) for one in stats)),
         **{
             counter: sum(one.get(counter, 0) for one in stats)
             for counter in ("tokens_evicted", "pages_refined", "indices_reused")
@@ -35,6 +36,7 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "notes": list(dict.fromkeys(note for one in stats for note in one["notes"])),
         "prefill_ms": _median(batch["prefill_ms"] for batch in batches),
         "decode_ms_per_token": _median(batch["decode_ms_per_token"] for batch in batches),
+        "request_ms": _median(batch.get("request_ms") for batch in batches),
         "timing": _joined(batch["timing"] for batch in batches),
         "peak_bytes": max(batch["peak_bytes"] for batch in batches),
         "peak_kind": _joined(batch["peak_kind"] for batch in batches),

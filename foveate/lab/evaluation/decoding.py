@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from foveate.errors import UserError
 from foveate.integrations.transformers import releases
+from foveate.integrations.transformers.attachment import Attachment
+from foveate.integrations.transformers.decode_calls import DecodeCall
 from foveate.lab.evaluation.tasks.base import Item
 
 
@@ -39,8 +43,13 @@ class Paused:
 
 
 def decode(model: PreTrainedModel, paused: Paused, chooser: Greedy | Along, clock: Clock | None = None) -> torch.Tensor:
-    """Ids [B, prompt and answer]: `generate`'s decoding loop, step for step, from a cache that holds the prompt."""
+    """Ids [B, prompt and answer]: `generate`'s decoding loop, step for step, from a cache that holds the prompt.
+
+    As in `generate`, the steps of an attached model are replays of CUDA graphs where they can be.
+    """
     ids, kwargs = paused.ids, dict(paused.kwargs)
+    attachment = getattr(model, "foveate", None)
+    step = DecodeCall(model, attachment) if isinstance(attachment, Attachment) else model
     out = CausalLMOutputWithPast(logits=paused.logits, **{releases.CACHE: paused.cache})
     with model._optimize_model_for_decode():
         while True:
@@ -51,7 +60,7 @@ def decode(model: PreTrainedModel, paused: Paused, chooser: Greedy | Along, cloc
             if chooser.ended(ids):
                 return ids
             kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-            out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)
+            out = step(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)
 
 
 class Greedy:
@@ -162,3 +171,10 @@ class Clock:
     def elapsed_ms(self) -> float:
         """From the first tick to the last."""
         return 1e3 * (self._ticks[-1] - self._ticks[0])
+
+    def step_ms(self, steps: int) -> float:
+        """Of one of so many steps: the median if there was a tick between any two, which leaves the recording of CUDA
+        graphs out; else the mean."""
+        if len(self._ticks) != steps + 1:
+            return self.elapsed_ms / steps
+        return 1e3 * statistics.median(end - start for start, end in itertools.pairwise(self._ticks))

@@ -34,10 +34,14 @@ _TARGET_BLOCK = 64  # teacher-forced tokens a call: bounds the logits, [B, 64, v
 
 @dataclasses.dataclass
 class Batch:
-    """A batch's outputs, one per item, and its times (ms). `cache` keeps the model's cache alive for its statistics."""
+    """A batch's outputs, one per item, and its times (ms). `cache` keeps the model's cache alive for its statistics.
+
+    `request_ms` is of prompt and answer, with all that was done once; None of a batch decoded along given answers.
+    """
 
     outputs: list[Output]
     prefill_ms: float | None
+    request_ms: float | None
     decode_ms_per_token: float | None
     decode_steps: int
     timing: str
@@ -86,15 +90,18 @@ class Prompt:
         for each of them, one after the other; otherwise once. Raises `UserError` for predictions that are not finite.
         """
         cache = self.cache.branch(model) if shared else self.cache
-        clock = Clock(model.device)
+        clock, whole = Clock(model.device), Clock(model.device)
+        whole.tick()
         if along is None:
             (outputs, steps), timing = self._follow(model, cache, clock), self.timing
         else:
             outputs, steps, timing = self._compare(model, cache, along), along.tokens.shape[1] - 1, ALONG
+        whole.tick()
         return Batch(
             outputs=outputs,
             prefill_ms=None if shared else self.prefill_ms,
-            decode_ms_per_token=clock.elapsed_ms / steps if steps and along is None else None,
+            request_ms=self.prefill_ms + whole.elapsed_ms if along is None else None,
+            decode_ms_per_token=clock.step_ms(steps) if steps and along is None else None,
             decode_steps=steps,
             timing=timing + (SHARED if shared else ""),
             cache=cache,

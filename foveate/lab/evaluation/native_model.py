@@ -27,9 +27,14 @@ class NativeModel:
         return {}
 
 
-def applied(model: nn.Module, method: Any) -> AbstractContextManager[Any]:
-    """The model under a method for the length of a ``with`` block; unchanged under :class:`NativeModel`."""
-    return nullcontext() if isinstance(method, NativeModel) else foveate.attached(model, method, dense_below=0)
+def applied(model: nn.Module, method: Any, dense_below: int | str = 0) -> AbstractContextManager[Any]:
+    """The model under a method for the length of a ``with`` block; unchanged under :class:`NativeModel`.
+
+    `dense_below`: as of :func:`foveate.attach`, but that methods which evict have no such bound.
+    """
+    if isinstance(method, NativeModel):
+        return nullcontext()
+    return foveate.attached(model, method, dense_below=dense_below)
 
 
 def summary(model: nn.Module, method: Any, batch: Batch) -> dict[str, Any]:
@@ -38,6 +43,7 @@ def summary(model: nn.Module, method: Any, batch: Batch) -> dict[str, Any]:
         return foveate.stats(model).summary()
     return {
         "decode_steps": batch.decode_steps,
+        "dense_steps": 0,
         "keys_read_share": None,
         "keys_read_per_step": None,
         "kv_bytes_per_step": None,

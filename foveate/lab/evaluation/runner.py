@@ -32,6 +32,7 @@ from foveate.lab.evaluation.sources import InFolder, InMemory
 from foveate.lab.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.lab.results import resultfile
 from foveate.lab.results.rows import ROW_SCHEMA, ordered
+from foveate.runtime import check_dense_below
 
 _EXAMPLES = 8  # items whose answers go into the rows
 _EXAMPLE_CHARS = 200
@@ -49,7 +50,9 @@ class Comparison:
 
     `share_prompt`: methods that are dense in prefill share one reading of each prompt; without it each reads the prompt
     itself, which times its prefill. Nothing else differs. `imports`: files that define methods, which have run
-    (:func:`foveate.cli.imports.run`); rows of other versions of them belong to another run.
+    (:func:`foveate.cli.imports.run`); rows of other versions of them belong to another run. `dense_below`: as of
+    :func:`foveate.attach`; 0, so that short prompts tell of methods, too, or "auto", so that steps are as they are for
+    those who call `attach` or serve.
     """
 
     model: Path
@@ -64,6 +67,7 @@ class Comparison:
     device: str = "auto"
     share_prompt: bool = True
     imports: tuple[Path, ...] = ()
+    dense_below: int | str = 0
     loaded: InMemory | None = None
     """The model and its tokenizer in memory, which `model` only names; None: they are in the folder `model`."""
 
@@ -82,6 +86,7 @@ class Comparison:
             settings = ",".join(f"{key}={value}" for key, value in self.task.settings().items())
             how = {"limit": self.limit, "batch_size": self.batch_size, "seed": self.seed}
             how |= {} if self.share_prompt else {"share_prompt": False}
+            how |= {"dense_below": self.dense_below} if self.dense_below else {}
             options = ", ".join(f"{name}={value!r}" for name, value in how.items())
             what = f"lab.task({f'{self.task.name}:{settings}'!r}, {self.data.name!r}), {list(dict.fromkeys(specs))!r}"
             return f"lab.compare(model, tokenizer, {what}, {options})"
@@ -92,7 +97,8 @@ class Comparison:
         parts += [f"--method {shlex.quote(spec)}" for spec in dict.fromkeys(specs)]
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
         parts += [f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
-        return " ".join(parts if self.share_prompt else [*parts, "--no-share-prompt"])
+        parts += [] if self.share_prompt else ["--no-share-prompt"]
+        return " ".join(parts + ([f"--dense-below {self.dense_below}"] if self.dense_below else []))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +155,10 @@ def prepare(plan: Comparison) -> Prepared:
     for name in ("limit", "batch_size"):
         require(getattr(plan, name) >= 1, name.replace("_", "-"), "at least 1", getattr(plan, name))
     check_seed(plan.seed)
+    try:
+        check_dense_below(plan.dense_below)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     for method in plan.methods:
         check_text(plan.command(method), f"the command of method {method.name}, which its row holds,")
     outfile.check(plan.out)
@@ -187,6 +197,7 @@ def prepare(plan: Comparison) -> Prepared:
         "device": device,
         "batch_size": plan.batch_size,
         **({"imports": list(map(imports.identity, plan.imports))} if plan.imports else {}),
+        **({"dense_below": plan.dense_below} if plan.dense_below else {}),
     }
     rows = resultfile.read_rows(plan.out, run)
     kept = resultfile.read_partial(plan.out, run)
@@ -266,7 +277,7 @@ class _Examiner:
         one_token = all(len(text.target_ids) < 2 for item in prepared.items for text in item.texts)
         for method in methods:
             try:
-                with applied(self._model, method) as attachment:
+                with applied(self._model, method, plan.dense_below) as attachment:
                     generation.run_batch(self._model, self._tokenizer, [cut])
                 if item.texts and one_token and attachment is not None and attachment.decodes_alone:
                     raise UserError(
@@ -316,7 +327,7 @@ class _Examiner:
         """What a method makes of a prompt that was read for several at once, with this peak, or that it reads."""
         torch.manual_seed(self._plan.seed)
         shared = prompt is not None
-        with applied(self._model, method):
+        with applied(self._model, method, self._plan.dense_below):
             self._memory.start()
             prompt = prompt or generation.read_prompt(self._model, self._tokenizer, items)
             batch = prompt.decode(self._model, shared=shared, along=trace)
@@ -336,6 +347,7 @@ class _Examiner:
             "texts": [self._plan.task.said(item, output) for item, output in zip(items, batch.outputs)],
             "prefill_ms": batch.prefill_ms,
             "decode_ms_per_token": batch.decode_ms_per_token,
+            "request_ms": batch.request_ms,
             "timing": batch.timing,
             "peak_bytes": peak,
             "peak_kind": peak_kind,
@@ -388,6 +400,7 @@ def _row(prepared: Prepared, method: Any, records: Sequence[Record], dense: dict
             "diff_high": difference.high,
             **costs.add_up(records),
             "batch_size": plan.batch_size,
+            "dense_below": plan.dense_below,
             "dtype": plan.dtype,
             "device": circumstances.device_name(plan.device),
             "versions": circumstances.versions(),

@@ -65,6 +65,7 @@ _TEXT: Kind = ("a text", lambda value: isinstance(value, str))
 _TEXTS: Kind = ("a list of texts", _all(list, _TEXT[1]))
 _NUMBER: Kind = ("a finite number", _is_number)
 _MAYBE: Kind = ("a finite number or null", lambda value: value is None or _is_number(value))
+_BOUND: Kind = ("a whole number, or 'auto'", lambda value: value == "auto" or type(value) is int)
 _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _LIST: Kind = ("a list", lambda value: isinstance(value, list))
 _COLUMNS: Kind = ("an object of lists of finite numbers", _all(dict, _are_numbers, 1))
@@ -96,6 +97,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "resident_bytes": _NUMBER,  # of keys, values and state after an answer, all layers, the largest batch
     "cache_peak_bytes": _MAYBE,  # the most that the method's cache held at once, the largest batch; none if not known
     "decode_steps": _NUMBER,  # decode steps taken
+    "dense_steps": _NUMBER,  # of them, those that read everything because contexts were short (`dense_below`)
     "tokens_evicted": _NUMBER,  # tokens that the method dropped
     "pages_refined": _NUMBER,  # pages that the method looked into
     "indices_reused": _NUMBER,  # decode steps that reused another layer's selection
@@ -103,10 +105,12 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "notes": _TEXTS,  # what the method has to say, such as layers that it left as they are
     "prefill_ms": _MAYBE,  # of a batch's prompt, median; none where it was read for several methods at once
     "decode_ms_per_token": _MAYBE,  # of a decode step (a token of every sequence in the batch), median
+    "request_ms": _MAYBE,  # of a batch, prompt and answer, median; a shared prompt counts for each method
     "timing": _TEXT,  # 'generate', or 'teacher-forced': fed in blocks, no speed; both also ', shared prompt'
     "peak_bytes": _NUMBER,  # the largest memory in use while answering
     "peak_kind": _TEXT,  # what peak_bytes counts; a shared prompt's memory is that of all its methods
     "batch_size": _NUMBER,  # sequences answered at once
+    "dense_below": _BOUND,  # tokens of all sequences below which decode steps read everything, or "auto": attach's rule
     "dtype": _TEXT,  # the model's number format
     "device": _TEXT,  # the device's name
     "versions": _OBJECT,  # versions of Python and the libraries

@@ -139,3 +139,31 @@ def test_what_is_refused(data, tokenizer):
     numbers.write_text("[]")
     with pytest.raises(UserError, match="holds no records to ask"):
         tasks.parse("longproc", split="countdown_0.5k").items(data, tokenizer, 1, 0)
+
+
+@pytest.mark.parametrize("split", ["tom_tracking_0.5k", "countdown_0.5k"])
+def test_a_length_puts_a_passage_of_a_novel_before_what_is_asked(data, tokenizer, split):
+    (data / "books").mkdir()
+    (data / "books" / "novel.txt").write_text("It was a long road. " * 400)
+    short = tasks.parse("longproc", split=split).items(data, tokenizer, 2, 0)
+    long = tasks.parse("longproc", split=split, length=600).items(data, tokenizer, 2, 0)
+    for one, other in zip(short, long):
+        assert 582 <= len(other.prompt_ids) <= 600
+        (asked,), (whole,) = one.prompt, other.prompt
+        passage, _, rest = whole["content"].partition("\n\n---\n\n")
+        assert rest == asked["content"]
+        assert "It was a long road." in passage
+        assert (other.answers, other.meta, other.max_new_tokens) == (one.answers, one.meta, one.max_new_tokens)
+    assert "length" not in tasks.parse("longproc", split=split).settings()
+
+
+def test_a_length_needs_novels_that_fill_it(data, tokenizer):
+    task = tasks.parse("longproc", length=600)
+    with pytest.raises(DataError, match="no novels found"):
+        task.items(data, tokenizer, 1, 0)
+    (data / "books").mkdir()
+    (data / "books" / "novel.txt").write_text("It was a short road.")
+    with pytest.raises(UserError, match="a length of 600 needs more text"):
+        task.items(data, tokenizer, 1, 0)
+    with pytest.raises(UserError, match="length must be at least 0, got -1"):
+        tasks.parse("longproc", length=-1)

@@ -129,7 +129,8 @@ def test_metrics():
         ({"top_p": 0.9}, "samples and top_p need a temperature above 0"),
         ({"temperature": "hot"}, "temperature must be of type float, got 'hot'"),
         ({"split": "aime25"}, "unknown split 'aime25'. Did you mean 'aime24'?"),
-        ({"length": 100}, "unknown setting 'length'"),
+        ({"length": -1}, "length must be at least 0, got -1"),
+        ({"width": 100}, "unknown setting 'width'"),
     ],
 )
 def test_what_cannot_be(problems, tokenizer, settings, message):
@@ -179,3 +180,13 @@ def test_the_command_line_runs_it(tiny_folder, problems, tmp_path):
     texts = [[example["answer"] for example in row["examples"]] for row in (dense, streaming)]
     assert len(set(texts[0])) == 6
     assert texts[0] != texts[1]
+
+
+def test_a_length_puts_a_passage_of_a_novel_before_the_problem(problems, tokenizer, tmp_path):
+    (tmp_path / "aime").symlink_to(problems / "aime")
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "novel.txt").write_text("It was a long road. " * 400)
+    one, other = (make(tmp_path, tokenizer, limit=1, **more)[0] for more in ({}, {"length": 500}))
+    assert 485 <= len(other.prompt_ids) <= 500
+    assert other.prompt[0] == one.prompt[0]
+    assert other.prompt[1]["content"].endswith(f"\n\n---\n\n{one.prompt[1]['content']}")

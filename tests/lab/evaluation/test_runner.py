@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -11,15 +12,17 @@ from foveate.calibration import Calibration
 from foveate.errors import DataError, UserError
 from foveate.integrations.transformers import loading
 from foveate.integrations.transformers.facts import kv_heads, model_facts
+from foveate.integrations.transformers.graphs import Graphs
 from foveate.lab.evaluation import generation, runner, tasks
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
+from foveate.lab.recorded import record
 from foveate.lab.results import resultfile
 from foveate.lab.results.rows import ROW_FIELDS
 from tests import tiny
 from tests.helpers import ONE_OF_EACH
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8"]
-COSTS = ("prefill_ms", "decode_ms_per_token", "peak_bytes", "commit")
+COSTS = ("prefill_ms", "decode_ms_per_token", "request_ms", "peak_bytes", "commit")
 SHARED = ("timing", "peak_kind", "command")
 """What tells, beside the costs, whether a row's prompts were shared."""
 
@@ -446,3 +449,46 @@ def test_kept_values_are_those_of_their_batch(plan, damage, fault):
     path.write_text(f"{header}\n{json.dumps(record)}\n", encoding="utf-8")
     with pytest.raises(DataError, match=rf"rows\.jsonl\.partial: {fault}"):
         runner.prepare(plan)
+
+
+def test_steps_are_dense_below_the_bound_that_is_asked_for(plan):
+    methods, _ = runner.parse_methods(["kascade:top_k=8,min_k=1,anchors=1"])
+    task = tasks.parse("wikisalad:max_new_tokens=6")
+    rows = {}
+    for bound in (0, 10**6):
+        out = plan.out.with_name(f"{bound}.jsonl")
+        one = dataclasses.replace(plan, methods=methods, task=task, out=out, limit=2, dense_below=bound)
+        dense, row = runner.run(runner.prepare(one))
+        assert (dense["dense_below"], dense["dense_steps"]) == (bound, 0)
+        assert row["command"].endswith(f" --dense-below {bound}") == bool(bound)
+        rows[bound] = row
+    assert rows[0]["dense_steps"] == 0
+    assert rows[0]["keys_read_share"] < 1
+    assert rows[10**6]["dense_steps"] == rows[10**6]["decode_steps"] > 0
+    assert rows[10**6]["keys_read_share"] == 1
+    assert rows[10**6]["diff_to_dense"] == 0
+    with pytest.raises(UserError, match="another run"):
+        runner.prepare(dataclasses.replace(one, dense_below=0))
+    with pytest.raises(UserError, match="dense_below must be a number of tokens, at least 0, or 'auto', not 'soon'"):
+        runner.prepare(dataclasses.replace(one, dense_below="soon"))
+
+
+def test_answers_are_replayed_as_in_generate(plan, monkeypatch):
+    """On a CPU by the stand-in for CUDA graphs; steps that are run one by one give the same rows."""
+    uses = []
+
+    class Replayed(Graphs):
+        def __init__(self, mode):
+            super().__init__(mode)
+            self.recorder = record
+            uses.append(self.use)
+
+    methods, _ = runner.parse_methods(["kascade:top_k=8,min_k=1,anchors=1", "pages:top_k=0.2"])
+    plan = dataclasses.replace(plan, task=tasks.parse("wikisalad:max_new_tokens=12"), methods=methods, limit=2)
+    expected = runner.run(runner.prepare(plan))
+    monkeypatch.setattr(sys.modules[foveate.attach.__module__], "Graphs", Replayed)
+    found = runner.run(runner.prepare(dataclasses.replace(plan, out=plan.out.with_name("replayed.jsonl"))))
+    assert [row["item_values"] for row in found] == [row["item_values"] for row in expected]
+    shares = [row["keys_read_share"] for row in expected]
+    assert [row["keys_read_share"] for row in found] == pytest.approx(shares, rel=1e-4)  # counted in float32
+    assert sum(use.replayed for use in uses) > 3 * 2 * 5

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import DataError
+from foveate.hybrids.training.haystack import Library
 from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
+from foveate.lab.evaluation.tasks.after_novel import length_setting, lengthened, novels_of
 from foveate.lab.evaluation.tasks.base import Item, Output, Task, some
 
 _LONGEST = {"0.5k": 1024, "2k": 3072, "8k": 9216}
@@ -43,9 +45,10 @@ class LongProc(Task):
     splits = _SPLITS
     metrics = {"exact": Mean("exact"), "partial": Mean("partial"), "answer_tokens": Mean("answer_tokens", scale=1.0)}
     main = "exact"
-    least = {"max_new_tokens": 1}
+    least = {"max_new_tokens": 1, "length": 0}
 
     max_new_tokens: int = 0  # longest answer; 0: 1024, 3072 or 9216, by the split
+    length: int = length_setting()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens == 0:
@@ -61,10 +64,12 @@ class LongProc(Task):
         return [
             reading.find_data_file(folder, f"{self.split}.json", "a list of LongProc's records", _SOURCE),
             reading.find_data_file(folder, f"{self._kind}.prompts.yaml", "LongProc's prompt", f"{_SOURCE}{self._kind}"),
+            *(reading.novel_files(data) if self.length else ()),
         ]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
-        path, template = self.files(data)
+        path, template, *_ = self.files(data)
+        library = novels_of(data, self.length)
         records = reading.read_json(path)
         if not isinstance(records, list):
             raise DataError(f"{path}: expected a list of records, got {type(records).__name__}")
@@ -80,7 +85,9 @@ class LongProc(Task):
         asked = records[: len(records) - len(shown)][:limit]
         some(asked, "records to ask", path)
         prompt = _template(template, _PLACES[self._kind])
-        return [self._item(tokenizer, number, record, prompt, shown) for number, record in enumerate(asked)]
+        return [
+            self._item(tokenizer, number, record, prompt, shown, library, seed) for number, record in enumerate(asked)
+        ]
 
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         (reference,) = item.answers
@@ -90,7 +97,14 @@ class LongProc(Task):
         return {"exact": float(right), "partial": same / len(wanted), "answer_tokens": float(output.tokens)}
 
     def _item(
-        self, tokenizer: Any, number: int, record: Mapping[str, Any], prompt: str, shown: list[Mapping[str, Any]]
+        self,
+        tokenizer: Any,
+        number: int,
+        record: Mapping[str, Any],
+        prompt: str,
+        shown: list[Mapping[str, Any]],
+        library: Library | None,
+        seed: int,
     ) -> Item:
         if self._kind == "countdown":
             examples = "\n\n".join(
@@ -101,7 +115,9 @@ class LongProc(Task):
         else:
             text = prompt.format(story=record["story"], question=record["question"])
             reference, meta = record["solution"], {}
-        return self.posed(tokenizer, f"{number}", ({"role": "user", "content": text},), answers=(reference,), meta=meta)
+        key = f"{self.name}/{self.split}/{seed}/{number}"
+        asked = lengthened(tokenizer, [{"role": "user", "content": text}], library, self.length, key)
+        return self.posed(tokenizer, f"{number}", asked, answers=(reference,), meta=meta)
 
 
 def _template(path: Path, places: tuple[str, ...]) -> str:

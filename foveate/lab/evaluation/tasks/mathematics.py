@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError, of_extra, require
+from foveate.hybrids.training.haystack import Library
 from foveate.io import reading
 from foveate.lab.evaluation.metrics import Mean
 from foveate.lab.evaluation.tasks import register
+from foveate.lab.evaluation.tasks.after_novel import length_setting, lengthened, novels_of
 from foveate.lab.evaluation.tasks.base import Item, Output, Sampling, Task, some
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -35,12 +37,13 @@ class Mathematics(Task):
     splits = tuple(_LONGEST)
     metrics = {"correct": Mean("correct"), "answer_tokens": Mean("answer_tokens", scale=1.0)}
     main = "correct"
-    least = {"max_new_tokens": 1, "samples": 1}
+    least = {"max_new_tokens": 1, "samples": 1, "length": 0}
 
     max_new_tokens: int = 0  # longest answer; 0: 1024 for math500, 8192 for aime24
     samples: int = 1  # answers to each problem
     temperature: float = 0.0  # of the samples; 0: greedy
     top_p: float = 1.0  # share of the mass that tokens are drawn from
+    length: int = length_setting()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens == 0:
@@ -54,18 +57,19 @@ class Mathematics(Task):
     def files(self, data: Path) -> list[Path]:
         content = "a JSON object a line, with texts 'question' and 'answer'"
         folder = reading.subfolder(data, "aime")
-        return [reading.find_data_file(folder, f"{self.split}.jsonl", content, _SOURCES[self.split])]
+        problems = reading.find_data_file(folder, f"{self.split}.jsonl", content, _SOURCES[self.split])
+        return [problems, *(reading.novel_files(data) if self.length else ())]
 
     def items(self, data: Path, tokenizer: Any, limit: int, seed: int) -> list[Item]:
         _math_verify()
-        (path,) = self.files(data)
+        path, library = self.files(data)[0], novels_of(data, self.length)
         problems = [
             tuple(reading.field(record, name, str, f"{path}:{line}") for name in ("question", "answer"))
             for line, record in reading.read_jsonl(path)
         ]
         some(problems, "problems", path)
         return [
-            self._item(tokenizer, f"{number}/{sample}", *problem, seed)
+            self._item(tokenizer, f"{number}/{sample}", *problem, seed, library)
             for number, problem in enumerate(problems[:limit])
             for sample in range(self.samples)
         ]
@@ -73,9 +77,11 @@ class Mathematics(Task):
     def grade(self, item: Item, output: Output) -> dict[str, float]:
         return {"correct": float(is_right(output.text, item.answers[0])), "answer_tokens": float(output.tokens)}
 
-    def _item(self, tokenizer: Any, name: str, question: str, answer: str, seed: int) -> Item:
-        prompt = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": question})
-        drawn = Sampling(self.temperature, self.top_p, f"{self.name}/{self.split}/{seed}/{name}")
+    def _item(self, tokenizer: Any, name: str, question: str, answer: str, seed: int, library: Library | None) -> Item:
+        key = f"{self.name}/{self.split}/{seed}/{name}"
+        posed = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        prompt = lengthened(tokenizer, posed, library, self.length, key)
+        drawn = Sampling(self.temperature, self.top_p, key)
         return self.posed(tokenizer, name, prompt, answers=(answer,), sampling=drawn if self.temperature else None)
 
 
