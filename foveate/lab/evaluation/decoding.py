@@ -77,7 +77,7 @@ class Greedy:
     def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The next token, [B], of the ids so far, [B, n], and the logits, [B, vocabulary]."""
         if self.logits is not None:
-            self.logits.append(logits)
+            self.logits.append(logits.clone())  # the next replay writes to the same memory
         self.finite &= logits.amax(-1).isfinite() | (self._unfinished == 0)
         token = self._pick(self._paused.processors(ids, logits.float()))
         return token.where(self._unfinished > 0, self._paused.pad) if self._has_ends else token

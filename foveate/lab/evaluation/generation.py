@@ -53,7 +53,7 @@ def run_batch(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> 
     return read_prompt(model, tokenizer, items).decode(model)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read_prompt(model: PreTrainedModel, tokenizer: Any, items: Sequence[Item]) -> Prompt:
     """The first half of :func:`run_batch`."""
     return (_Texts if items[0].texts else _Questions)(model, tokenizer, items)
@@ -82,7 +82,7 @@ class Prompt:
     cache: Any
     prefill_ms: float
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, model: PreTrainedModel, shared: bool = False, along: Trace | None = None) -> Batch:
         """What follows the prompts: the model's own answers, or what it makes of those in `along`.
 
@@ -179,7 +179,7 @@ class _Questions(Prompt):
             return dataclasses.replace(self._paused, cache=cache)
         return self._read(model, *self._asked, cache)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def trace(self, model: PreTrainedModel, shared: bool = False) -> Trace:
         paused = self._ask(model, self.cache.branch(model) if shared else self.cache)
         chooser = self._chooser(paused, keep=True)
@@ -187,7 +187,7 @@ class _Questions(Prompt):
         check_finite(model, self._items, chooser.finite)
         return Trace(ids[:, self._width :], chooser.lengths, chooser.logits)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def divergence(self, model: PreTrainedModel, trace: Trace, shared: bool = False) -> torch.Tensor:
         paused = self._ask(model, self.cache.branch(model) if shared else self.cache)
         of_prompt, steps = kl(trace.logits[0], paused.logits[:, -1]), trace.tokens.shape[1] - 1

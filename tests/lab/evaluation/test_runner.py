@@ -473,7 +473,8 @@ def test_steps_are_dense_below_the_bound_that_is_asked_for(plan):
         runner.prepare(dataclasses.replace(one, dense_below="soon"))
 
 
-def test_answers_are_replayed_as_in_generate(plan, monkeypatch):
+@pytest.mark.parametrize("along", [False, True])
+def test_answers_are_replayed_as_in_generate(plan, monkeypatch, along):
     """On a CPU by the stand-in for CUDA graphs; steps that are run one by one give the same rows."""
     uses = []
 
@@ -484,11 +485,15 @@ def test_answers_are_replayed_as_in_generate(plan, monkeypatch):
             uses.append(self.use)
 
     methods, _ = runner.parse_methods(["kascade:top_k=8,min_k=1,anchors=1", "pages:top_k=0.2"])
-    plan = dataclasses.replace(plan, task=tasks.parse("wikisalad:max_new_tokens=12"), methods=methods, limit=2)
+    task = tasks.parse("wikisalad:max_new_tokens=12")
+    plan = dataclasses.replace(plan, task=Fidelity(of=task) if along else task, methods=methods, limit=2)
     expected = runner.run(runner.prepare(plan))
     monkeypatch.setattr(sys.modules[foveate.attach.__module__], "Graphs", Replayed)
     found = runner.run(runner.prepare(dataclasses.replace(plan, out=plan.out.with_name("replayed.jsonl"))))
-    assert [row["item_values"] for row in found] == [row["item_values"] for row in expected]
+    assert [row["examples"] for row in found] == [row["examples"] for row in expected]
+    for one, other in zip(found, expected):
+        for name, values in one["item_values"].items():
+            assert values == pytest.approx(other["item_values"][name], abs=1e-5)
     shares = [row["keys_read_share"] for row in expected]
     assert [row["keys_read_share"] for row in found] == pytest.approx(shares, rel=1e-4)  # counted in float32
     assert sum(use.replayed for use in uses) > 3 * 2 * 5
