@@ -7,36 +7,25 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foveate.lab.report.markdown import context_length
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-LIGHT, DARK = ("#0969da", "#bc4c00", "#1a7f37", "#8250df"), ("#4493f8", "#f0883e", "#3fb950", "#ab7df8")
-"""Colours of batches."""
-
-
-def of_batches(colours: Sequence[str]) -> str:
-    rule = "  .b{0} .line, .b{0} .dot {{ stroke: {1}; }} .b{0} .full, .b{0} text {{ fill: {1}; }}"
-    return "\n".join(rule.format(*of) for of in enumerate(colours))
-
-
-STYLE = f"""
-  text {{ font: 13px system-ui, sans-serif; fill: #1f2328; }}
-  .head {{ font-weight: 600; font-size: 15px; }} .small {{ font-size: 11px; fill: #59636e; }}
-  .read {{ fill: #0969da; }} .kept {{ fill: #d0d7de; }} .gone {{ fill: none; stroke: #d0d7de; stroke-dasharray: 2 2; }}
-  .grid {{ stroke: #d0d7de; }} .line {{ fill: none; stroke-width: 2; }} .dense {{ stroke-dasharray: 5 4; }}
-  .dot {{ stroke-width: 2; }} .ring {{ fill: #ffffff; }}
-{of_batches(LIGHT)}
-  @media (prefers-color-scheme: dark) {{
-  text {{ fill: #f0f6fc; }} .small {{ fill: #9198a1; }} .read {{ fill: #4493f8; }} .kept {{ fill: #3d444d; }}
-  .gone {{ stroke: #3d444d; }} .grid {{ stroke: #2a313c; }} .ring {{ fill: #0d1117; }}
-{of_batches(DARK)}
-  }}
+STYLE = """
+  text { font: 14px system-ui, sans-serif; fill: #1f2328; }
+  .head { font-weight: 600; font-size: 15px; } .small { font-size: 12px; fill: #59636e; }
+  .read { fill: #0969da; } .seen { fill: #9ec5f4; } .kept { fill: #d0d7de; }
+  .gone { fill: none; stroke: #d0d7de; stroke-dasharray: 2 2; } .tie { stroke: #0969da; stroke-dasharray: 2 2; }
+  @media (prefers-color-scheme: dark) {
+  text { fill: #f0f6fc; } .small { fill: #9198a1; } .read { fill: #4493f8; } .seen { fill: #1f4b85; }
+  .kept { fill: #3d444d; } .gone { stroke: #3d444d; } .tie { stroke: #4493f8; }
+  }
 """
 
 
@@ -51,16 +40,16 @@ def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
 
 # What is read
 
-TOKENS = 40
-CHOSEN = ((0, 1, 9, 10, 11, 26, 38, 39), (0, 1, 17, 18, 26, 27, 39, 40))
+TOKENS = 32
+CHOSEN = ((0, 1, 9, 10, 11, 22, 30, 31), (0, 1, 15, 16, 22, 23, 31, 32))
 """Tokens that a selecting method reads in two steps: an illustration, not a measurement."""
-KEPT = (0, 1, 9, 10, 11, 17, 26, 32, 38, 39)
+KEPT = (0, 1, 9, 10, 11, 15, 22, 26, 30, 31)
 """Tokens that an evicting method keeps when the prompt ends."""
 
 
 def what_is_read() -> str:
     """Three ways to attend to a prompt in two successive decode steps: which tokens are read, kept, and gone."""
-    left, cell, gap = 236, 14, 16
+    left, cell, gap = 256, 12, 14
     ways: list[tuple[str, str, Callable[[int, int], str]]] = [
         ("dense", "reads everything", lambda step, token: "read"),
         ("selecting", "keeps everything, reads some", lambda step, token: "read" if token in CHOSEN[step] else "kept"),
@@ -81,7 +70,7 @@ def what_is_read() -> str:
                 size = f'width="{cell}" height="{cell}" rx="2"'
                 parts.append(f'<rect x="{left + gap * token}" y="{y}" {size} class="{kind(step, token)}"/>')
     for place, (kind, words) in enumerate((("read", "read"), ("kept", "in memory, not read"), ("gone", "gone"))):
-        x = left + (0, 80, 240)[place]
+        x = left + (0, 70, 245)[place]
         parts.append(f'<rect x="{x}" y="238" width="{cell}" height="{cell}" rx="2" class="{kind}"/>')
         parts.append(text(x + 22, 250, words))
     title = "What dense, selecting and evicting attention read of a prompt in two decode steps"
@@ -144,66 +133,113 @@ def panels() -> list[Panel]:
     ]
     calibrated = 'kascade:calibration="shipped:qwen2.5-coder-1.5b-instruct"'
     return [
-        Panel("8B shape, vLLM, H200", "10 uncalibrated anchors, random weights", points(served, "tokens")),
         Panel(
-            "8B shape, generate, H200",
-            "10 uncalibrated anchors, random weights",
-            points(of("recommended-times", "llama-3.1-8b", "kascade:anchors=10"), "context"),
+            "Llama-3.1-8B's shape in vLLM 0.26",
+            "random weights, 8 KV heads, kascade:anchors=10; NVIDIA H200, November 2026",
+            points(served, "tokens"),
         ),
         Panel(
-            "1.5B, generate, H200",
-            "10 calibrated anchors, 2 KV heads",
+            "Qwen2.5-Coder-1.5B in Transformers",
+            "its own weights, 2 KV heads, kascade with its calibration; NVIDIA H200, November 2026",
             points(of("recommended-times", "qwen2.5-coder-1.5b-instruct", calibrated), "context"),
         ),
     ]
 
 
 def whole_model() -> str:
-    """A decode step's time against the tokens of a sequence, dense (dashed) and by `kascade`, a colour a batch."""
-    wide, high, top, apart = 236, 210, 62, 62
-    found, parts = panels(), []
-    batches = sorted({point.batch for panel in found for point in panel.points})
-    colour = {1: 0, 4: 1, 8: 2, 16: 3, 32: 3}
-    for place, panel in enumerate(found):
-        left = 36 + place * (wide + apart)
-        most = 5 * math.ceil(max(point.dense for point in panel.points) / 5)
-
-        def at(tokens: int, ms: float, left: int = left, most: int = most) -> tuple[float, float]:
-            x = left + wide * (math.log2(tokens) - 11) / 6  # 2K to 128K
-            return x, top + high * (1 - ms / most)
-
-        parts += [text(left, 18, panel.title, "head"), text(left, 38, panel.facts, "small")]
-        for ms in range(0, most + 1, 5):
-            _, y = at(2048, ms)
-            parts.append(f'<line x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-            parts.append(text(left - 6, y + 4, str(ms), "small", "end"))
-        for power in range(11, 18, 2):
-            x, y = at(2**power, 0)
-            parts.append(text(x, y + 18, f"{2 ** (power - 10)}K", "small", "middle"))
-        for batch in batches:
-            own = [point for point in panel.points if point.batch == batch]
-            if not own:
-                continue
-            parts.append(f'<g class="b{colour[batch]}">')
-            for name, kinds in (("dense", ("line dense", "dot ring")), ("method", ("line", "dot full"))):
-                places = [at(point.tokens, getattr(point, name)) for point in own]
-                parts.append(
-                    f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" class="{kinds[0]}"/>'
-                )
-                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" class="{kinds[1]}"/>' for x, y in places]
-            x, y = at(own[-1].tokens, own[-1].dense)
-            words = f"{batch} sequence{'s' if batch > 1 else ''}"
-            parts += [text(min(x, left + wide - 34), y - 10, words, "", "middle"), "</g>"]
-    bottom = top + high + 44
-    parts.append(text(36, bottom, "ms a decode step, whole model, against the tokens of each sequence"))
-    parts += ['<g class="b0">', f'<line x1="520" x2="556" y1="{bottom - 4}" y2="{bottom - 4}" class="line dense"/>']
-    parts += [f'<circle cx="538" cy="{bottom - 4}" r="3.5" class="dot ring"/>', "</g>", text(564, bottom, "dense")]
-    parts += ['<g class="b0">', f'<line x1="640" x2="676" y1="{bottom - 4}" y2="{bottom - 4}" class="line"/>']
-    parts += [f'<circle cx="658" cy="{bottom - 4}" r="3.5" class="dot full"/>', "</g>", text(684, bottom, "kascade")]
-    return svg(36 + 3 * wide + 2 * apart + 16, bottom + 12, "A decode step's time, dense and by kascade", parts)
+    """A decode step's time, dense and by `kascade`: a pair of bars for each number of sequences and tokens."""
+    left, wide, high, apart = 118, 330, 13, 40
+    parts, y = [], 0
+    for panel in panels():
+        parts += [text(0, y + 16, panel.title, "head"), text(0, y + 36, panel.facts, "small")]
+        y += 52
+        most = max(max(point.dense, point.method) for point in panel.points)
+        for point in panel.points:
+            parts.append(text(left - 12, y + 17, f"{point.batch} × {context_length(point.tokens)}", "", "end"))
+            for bar, (ms, kind) in enumerate(((point.dense, "kept"), (point.method, "read"))):
+                top, length = y + bar * high, wide * ms / most
+                parts.append(f'<rect x="{left}" y="{top}" width="{length:.1f}" height="{high - 1}" class="{kind}"/>')
+            times = f"{point.dense:.1f} → {point.method:.1f} ms"
+            parts.append(text(left + wide + 14, y + 17, times))
+            parts.append(text(left + wide + 190, y + 17, f"{point.dense / point.method:.2f}×", "head", "end"))
+            y += apart
+        y += 14
+    parts += [
+        f'<rect x="{left}" y="{y}" width="{high}" height="{high}" class="kept"/>',
+        text(left + 20, y + 11, "dense"),
+    ]
+    parts += [f'<rect x="{left + 90}" y="{y}" width="{high}" height="{high}" class="read"/>']
+    parts += [
+        text(left + 110, y + 11, "kascade"),
+        text(left + 190, y + 11, "a decode step of the whole model", "small"),
+    ]
+    title = "Milliseconds of a decode step of a whole model, dense and by kascade, by sequences and tokens of each"
+    return svg(left + wide + 200, y + 22, title, parts)
 
 
-PICTURES = {"what-is-read.svg": what_is_read, "whole-model.svg": whole_model}
+# How two methods work
+
+LAYERS = (("layer 7", "anchor"), ("layer 8", ""), ("layer 9", ""), ("layer 10", "anchor"), ("layer 11", ""))
+"""A piece of a model: illustrations, not measurements."""
+OF_ANCHORS = ((0, 5, 6, 17, 26, 31), (0, 9, 17, 18, 25, 31))
+PAGES, OF_PAGES = 8, (0, 3, 5, 7)
+
+
+def how_kascade_works() -> str:
+    """Anchor layers score all keys and choose; the layers after them read what was chosen."""
+    left, cell, gap, tokens = 150, 12, 15, 32
+    parts, chosen = [], -1
+    for row, (name, kind) in enumerate(LAYERS):
+        y = 10 + 40 * row
+        chosen += kind == "anchor"
+        parts += [text(0, y + 11, name), text(70, y + 11, kind, "small")]
+        for token in range(tokens):
+            read = token in OF_ANCHORS[chosen]
+            shade = "read" if read else "seen" if kind else "kept"
+            parts.append(
+                f'<rect x="{left + gap * token}" y="{y}" width="{cell}" height="{cell}" rx="2" class="{shade}"/>'
+            )
+        if not kind:
+            for token in OF_ANCHORS[chosen]:
+                x = left + gap * token + cell / 2
+                parts.append(f'<line x1="{x:g}" x2="{x:g}" y1="{y - 27}" y2="{y - 1}" class="tie"/>')
+    y = 10 + 40 * len(LAYERS) + 6
+    for x, shade, words in ((0, "seen", "scored"), (90, "read", "chosen and read"), (240, "kept", "not read")):
+        parts += [f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="2" class="{shade}"/>']
+        parts.append(text(x + 20, y + 11, words))
+    title = "kascade: an anchor layer scores all keys and chooses some, which the layers after it read"
+    return svg(left + gap * tokens, y + 22, title, parts)
+
+
+def how_pages_work() -> str:
+    """Every layer scores summaries of pages, and reads the pages that promise most."""
+    left, cell, gap, tokens = 150, 12, 15, 32
+    each, parts = tokens // PAGES, []
+    parts += [text(0, 27, "summaries"), text(0, 81, "keys and values")]
+    for number in range(PAGES):
+        x, wide = left + gap * each * number, gap * each - 3
+        shade = "read" if number in OF_PAGES else "seen"
+        parts.append(f'<rect x="{x}" y="16" width="{wide - 4}" height="{cell + 2}" rx="3" class="{shade}"/>')
+        middle = x + wide / 2 - 2
+        if number in OF_PAGES:
+            parts.append(f'<line x1="{middle:g}" x2="{middle:g}" y1="34" y2="66" class="tie"/>')
+    for token in range(tokens):
+        shade = "read" if token // each in OF_PAGES else "kept"
+        parts.append(f'<rect x="{left + gap * token}" y="70" width="{cell}" height="{cell}" rx="2" class="{shade}"/>')
+    y = 106
+    for x, shade, words in ((0, "seen", "scored"), (90, "read", "chosen and read"), (240, "kept", "not read")):
+        parts += [f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="2" class="{shade}"/>']
+        parts.append(text(x + 20, y + 11, words))
+    title = "pages: each layer scores a summary of every page, and reads the pages that promise most"
+    return svg(left + gap * tokens, y + 22, title, parts)
+
+
+PICTURES = {
+    "what-is-read.svg": what_is_read,
+    "whole-model.svg": whole_model,
+    "how-kascade-works.svg": how_kascade_works,
+    "how-pages-work.svg": how_pages_work,
+}
 
 
 def main() -> None:

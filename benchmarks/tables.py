@@ -22,6 +22,7 @@ from benchmarks import (
     age,
     calibration_table,
     csa_tables,
+    end_to_end_table,
     hybrid_tables,
     hybrid_task_tables,
     layer_tables,
@@ -48,6 +49,7 @@ WHOLE: Mapping[str, Callable[[], str]] = {
 """Tables of no result file, by their marks."""
 KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "summary": summary_table.summary,
+    "end-to-end": end_to_end_table.table,
     "differences": table_kinds.differences,
     "paired": table_kinds.paired,
     "by-task": table_kinds.by_task,
