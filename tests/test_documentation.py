@@ -18,7 +18,7 @@ from foveate.integrations.vllm import settings
 from foveate.lab.checks import check
 from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
-from foveate.lab.results.rows import ROW_FIELDS
+from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS
 from foveate.methods import base, spec
 from tests import tiny
 from tests.matrix import PROMPT, Driver, Tokens
@@ -88,7 +88,11 @@ def test_result_rows_have_the_fields_that_they_must(path):
             assert row["old"]["commit"] != row["commit"]
         else:
             assert (
-                KINDS[row["kind"]] if "kind" in row else set(needed(row)) if "bench" in row else ROW_FIELDS.keys()
+                KINDS[row["kind"]]
+                if "kind" in row
+                else set(needed(row))
+                if "bench" in row
+                else ROW_FIELDS.keys() - LATER_FIELDS
             ) <= row.keys()
         assert row["commit"] != "unknown"
         assert not row["commit"].endswith("-dirty")
@@ -152,9 +156,8 @@ def test_every_extra_has_its_line():
     assert all(f"| `{name}` |" in page for name in extras)
 
 
-def test_the_readme_is_one_page():
+def test_the_readme_leads_to_all_documents_and_to_questions():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(readme.splitlines()) <= 120
     assert {"](docs/README.md)", "](docs/guide/questions.md)"} <= set(re.findall(r"\]\([^)#]*\)", readme))
 
 

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks import readme_figures
+from benchmarks import readme_figures, tables
 
 
 @pytest.mark.parametrize("name", readme_figures.PICTURES)
@@ -16,49 +16,64 @@ def test_pictures_are_those_of_the_result_files(name):
     assert "prefers-color-scheme: dark" in committed
 
 
-def test_each_row_of_a_whole_model_has_its_two_points():
+def test_each_row_of_a_whole_model_has_its_two_bars():
     panels = readme_figures.panels()
     assert [[(point.batch, point.tokens) for point in panel.points] for panel in panels] == [
         [(1, 8192), (1, 131072), (8, 32768), (16, 8192), (16, 16384)],
-        [(1, 32768), (1, 131072), (4, 131072), (8, 32768), (32, 8192)],
         [(1, 32000), (1, 131072), (4, 131072), (8, 32000), (32, 8192)],
     ]
-    drawn = len(re.findall("<circle", readme_figures.whole_model()))
-    assert drawn == 2 * sum(len(panel.points) for panel in panels) + 2  # and the legend
+    drawn = readme_figures.whole_model()
+    assert len(re.findall("<rect", drawn)) == 2 * sum(len(panel.points) for panel in panels) + 2  # and the legend
+    assert re.findall(r">([\d.]+)×<", drawn) == [factor(point) for panel in panels for point in panel.points]
 
 
-def test_the_readme_has_the_times_of_a_whole_model_that_the_rows_have():
-    """The factors that the README gives."""
-    _, shape, small = (
-        {(point.batch, point.tokens): point for point in panel.points} for panel in readme_figures.panels()
-    )
-    readme = (readme_figures.ROOT / "README.md").read_text(encoding="utf-8")
-    at_32k, at_128k, small_32k, small_128k = map(
-        factor, (shape[1, 32768], shape[1, 131072], small[1, 32000], small[1, 131072])
-    )
-    assert (
-        f"`kascade` has {at_32k} at 32K tokens and {at_128k} at 128K, the 1.5B with its two KV heads {small_32k} and"
-        f" {small_128k}." in readme
-    )
-    one = {
-        row["case"]["method"].partition(":")[0]: f"{row['speedup']:.2f}"
-        for row in readme_figures.rows("recommended-times")
-        if (row["case"].get("weights"), row["case"]["batch"], row["case"]["context"]) == ("trained", 1, 32000)
-    }
-    assert (
-        f"the 1.5B has {one['kascade']} times at 32K under `kascade`, {one['pages']} under `pages`, {one['lte']} under"
-        " `lte`." in readme
-    )
-    found = [
-        row
-        for row in readme_figures.rows("recommended-times")
-        if row["case"]["level"] == "model" and row["case"]["model"] == "llama-3.1-8b" and row["case"]["batch"] == 8
+README = (readme_figures.ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_has_the_times_of_the_server_that_the_rows_have():
+    shape, small = ({(point.batch, point.tokens): point for point in panel.points} for panel in readme_figures.panels())
+    drafts = {}
+    for row in readme_figures.rows("serving"):
+        if "lossless" in row["case"]:
+            place = row["case"]["batch"], row["case"]["tokens"]
+            drafts[place] = max(drafts.get(place, 0), round(row["speedup"], 2))
+    for words, place in (
+        ("8 requests of 32K tokens decode", (8, 32768)),
+        ("one request of 128K tokens decodes", (1, 131072)),
+        ("one request of 8K tokens decodes", (1, 8192)),
+    ):
+        point = shape[place]
+        lossless = f"{drafts[place]}×" if place in drafts else ""
+        line = f"| {words} | {point.dense:.1f} ms | {point.method:.1f} ms, {factor(point)}× | {lossless} |"
+        assert line.replace("|  |", "| |") in README
+    assert f"| 4 requests of 128K tokens decode | | | {drafts[4, 131072]}× |" in README
+    assert f"With one sequence of 32,000 tokens the 1.5B is {factor(small[1, 32000])} times as fast" in README
+    loads = [
+        row for row in readme_figures.rows("serving-load") if (row["case"]["rate"], row["case"]["seed"]) == (0.5, 1)
     ]
-    eight = {row["case"]["method"].partition(":")[0]: f"{row['speedup']:.2f}" for row in found}
-    assert len(eight) == len(found)
-    table = re.findall(r"^\| `(\w+).*\| (\d\.\d\d) \|", readme, re.MULTILINE)
-    assert {name for name, _ in table} == eight.keys() - {"dense", "transformers-sdpa"}
-    assert all(said == eight[name] for name, said in table)
+    loads = [row for row in loads if row["case"]["model"] == "llama-3.1-8b-shape"]
+    loads = [row for row in loads if (row["case"]["runner"], row["case"]["kv_cache_dtype"]) == ("v2", "auto")]
+    (fast,), (exact,) = ([row for row in loads if bool(row["case"].get("lossless")) == kind] for kind in (False, True))
+    assert (
+        f"{fast['baseline_ms']:.1f} ms | {fast['ms']:.1f} ms, {fast['speedup']:.2f}× | {exact['speedup']:.2f}× |"
+        in README
+    )
+    own, ours = (exact[name][0] / 1000 for name in ("baseline_first_token_ms", "first_token_ms"))
+    assert f"it waits {ours:.2f} s instead of {own:.2f}." in README
+
+
+def test_the_readme_has_the_points_and_times_of_the_same_run():
+    lines = tables.marked(["benchmarks/results/end-to-end.jsonl", "end-to-end"]).splitlines()
+    made = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    for name in ("`dense`", "`kascade`", "`pages`", "`snapkv:top_k=0.25`"):
+        *points, token, faster, _, _, cache = made[name]
+        time = f"{float(token):.1f} ms" + (f", {faster}" if faster else "")
+        shown = ["³" if point.startswith("dense in") else point for point in points]
+        assert f"| {name} | {' | '.join(shown)} | {time} | {cache} |" in README
+    assert made["`luka`"][0] == "dense in 100 % of the steps"
+    sooner = made["`kascade`"][-2]
+    assert f"are {sooner.rstrip('×').rpartition('–')[2]} times as fast with `kascade`" in README
+    assert {one[-3].partition("–")[0] for one in made.values()} - {"–", ""} <= {"6.0", "6.1"}, "takes 6 s"
 
 
 def factor(point):

@@ -123,6 +123,8 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "examples": _LIST,  # the first items: id, gold answers, what the method said
 }
 """The fields of a result row, in their order. In shares of keys what is scored, of keys and summaries, counts, too."""
+LATER_FIELDS = frozenset({"dense_steps", "request_ms", "dense_below"})
+"""Fields that older rows lack, whose steps were never dense because of short contexts."""
 _STATS: Mapping[str, Kind] = {
     **dict.fromkeys(("keys_read_per_step", "keys_read_share", "kv_bytes_per_step"), _MAYBE),
     **dict.fromkeys(("decode_steps", "resident_bytes"), _NUMBER),
