@@ -64,7 +64,8 @@ def test_the_readme_has_the_times_of_the_server_that_the_rows_have():
 
 def test_the_readme_has_the_points_and_times_of_the_same_run():
     lines = tables.marked(["benchmarks/results/end-to-end.jsonl", "end-to-end"]).splitlines()
-    made = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    made = {name: rest for name, *rest in cells}
     for name in ("`dense`", "`kascade`", "`pages`", "`snapkv:top_k=0.25`"):
         *points, token, faster, _, _, cache = made[name]
         time = f"{float(token):.1f} ms" + (f", {faster}" if faster else "")
