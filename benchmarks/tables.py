@@ -27,6 +27,7 @@ from benchmarks import (
     hybrid_task_tables,
     layer_tables,
     paper_table,
+    protocol,
     recheck,
     reference_tables,
     summary_table,
@@ -109,6 +110,7 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
         rows = of_cases(rows, conditions)
     elif "spec" in rows[0] and "cell" not in rows[0]:
         rows, _ = once(chosen(all_spelled(rows), conditions))
+        rows = protocol.checked(rows)
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)
             sys.stderr.writelines(f"{line}\n" for line in notes)

@@ -1,0 +1,52 @@
+"""The table of points and speed of the same run."""
+
+import json
+
+import pytest
+
+from benchmarks import end_to_end_table, tables
+from foveate.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def rows():
+    path = tables.ROOT / "benchmarks/results/end-to-end.jsonl"
+    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+
+
+def cells(rows):
+    lines = [line for line in end_to_end_table.table(rows).splitlines() if line.startswith("|")]
+    return {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
+
+
+def test_a_line_has_points_by_task_and_what_they_cost(rows):
+    some = [row for row in rows if row["task"] == "hotpotqa"]
+    dense, ours = (next(row for row in some if row["method"] == name) for name in ("dense", "kascade"))
+    found = cells(some)
+    assert found["method"][0] == "hotpotqa dev, n = 112"
+    assert found["`dense`"][:2] == [f"{dense['score']:.1f}", f"{dense['decode_ms_per_token']:.2f}"]
+    points, token, faster, request, sooner, cache = found["`kascade`"]
+    assert points == f"+{ours['diff_to_dense']:.1f} [{ours['diff_low']:.1f}, +{ours['diff_high']:.1f}]"
+    assert token == f"{ours['decode_ms_per_token']:.2f}"
+    assert faster == f"{dense['decode_ms_per_token'] / ours['decode_ms_per_token']:.2f}×"
+    assert (request, sooner) == (
+        f"{ours['request_ms'] / 1000:.1f}",
+        f"{dense['request_ms'] / ours['request_ms']:.2f}×",
+    )
+    assert cache == f"{ours['resident_bytes'] / 16e9:.2f} GB"
+
+
+def test_a_row_whose_steps_were_dense_tells_nothing_of_its_method(rows):
+    found = cells(rows)
+    assert found["`luka`"][:4] == ["dense in 100 % of the steps"] * 4
+    assert found["`luka`"][4:8] == ["–"] * 4
+    assert found["`pages`"][3] == "dense in 25 % of the steps"
+    assert "–" not in found["`pages`"]
+
+
+def test_rows_of_other_bounds_and_older_rows_are_refused(rows):
+    with pytest.raises(UserError, match="rows of different --dense-below are not compared"):
+        end_to_end_table.table([*rows[:-1], rows[-1] | {"dense_below": 0}])
+    older = {name: value for name, value in rows[0].items() if name != "request_ms"}
+    with pytest.raises(UserError, match="rows without the time of a request"):
+        end_to_end_table.table([older])
