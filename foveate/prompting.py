@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foveate.errors import UserError
@@ -22,26 +22,42 @@ _IS_MARK = re.compile(f"[{chr(_MARK)}-{chr(_MARK + 0xFFFD)}]")
 _TRIED = 2000
 """Characters at the end of a text on which continuations are tried."""
 _CONTINUATIONS = (*"aA1._(é的\u0301\t\n ", " a", "  a", "'s", "\n\na", "\n a")
-# Templates that print the day would make a prompt depend on the clock; those that can think aloud are asked not to.
-_TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
+COMPARABLE: Mapping[str, Any] = {"date_string": "26 Jul 2024", "enable_thinking": False}
+"""What chat templates are given where methods are compared: a prompt depends on no clock, and models that can think
+aloud answer at once."""
 
 
-def encode(tokenizer: Any, prompt: Prompt, answer_prefix: str = "") -> list[int]:
+def template_settings(thinking: bool | None = None, date: str | None = None) -> dict[str, Any]:
+    """What a chat template is given outside of comparisons: nothing but what was asked for, so that it writes what it
+    writes by default.
+
+    Args:
+        thinking: whether the model is to think aloud before it answers, in templates that know ``enable_thinking``.
+        date: the day, in the template's own spelling, in templates that know ``date_string``.
+    """
+    given = {"enable_thinking": thinking, "date_string": date}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def encode(
+    tokenizer: Any, prompt: Prompt, answer_prefix: str = "", template: Mapping[str, Any] = COMPARABLE
+) -> list[int]:
     """Token ids of a prompt, `[L]`.
 
     Messages go through the tokenizer's chat template, if it has one, and the answer prefix follows the generation
     prompt; without a template their contents are joined by empty lines, and the prefix follows after a space. Raw text
     gets the tokenizer's beginning-of-text token, if it uses one, and never an end token. What messages of the user or
     the system hold that is written as a special token stays text, with a warning; in raw text it is the token.
+    `template` goes to the chat template.
     """
-    text = render(tokenizer, prompt)
+    text = render(tokenizer, prompt, template)
     if not isinstance(prompt, str) and tokenizer.chat_template:
         return encode_text(tokenizer, text + answer_prefix)
     text = f"{text} {answer_prefix}" if answer_prefix else text
     return leading_ids(tokenizer) + encode_text(tokenizer, text)
 
 
-def render(tokenizer: Any, prompt: Prompt) -> str:
+def render(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any] = COMPARABLE) -> str:
     """The text that :func:`encode` makes tokens of, for :func:`encode_text`; without a chat template it lacks the first
     token. Special tokens that messages of the user or the system spell out are marked by characters of private use.
 
@@ -53,7 +69,9 @@ def render(tokenizer: Any, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     prompt = _marked(tokenizer, prompt)
-    return _chat(tokenizer, prompt) if tokenizer.chat_template else "\n\n".join(one["content"] for one in prompt)
+    return (
+        _chat(tokenizer, prompt, template) if tokenizer.chat_template else "\n\n".join(one["content"] for one in prompt)
+    )
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -167,7 +185,7 @@ def _marked_text(tokenizer: Any, text: str) -> str:
     return text
 
 
-def _chat(tokenizer: Any, messages: Sequence[Message]) -> str:
+def _chat(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
     from jinja2 import TemplateError
 
     ways = [list(messages)]
@@ -176,7 +194,7 @@ def _chat(tokenizer: Any, messages: Sequence[Message]) -> str:
         ways.append([{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest])
     for way in ways:
         try:
-            text = tokenizer.apply_chat_template(way, tokenize=False, add_generation_prompt=True, **_TEMPLATE_SETTINGS)
+            text = tokenizer.apply_chat_template(way, tokenize=False, add_generation_prompt=True, **template)
         except TemplateError as error:
             refusal = str(error)
         except Exception as error:  # what a program that is no template runs into

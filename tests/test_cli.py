@@ -131,8 +131,9 @@ def test_a_method_of_the_users_own_file_is_compared(model, out, tmp_path):
 def test_generate_answers_and_says_what_was_read(model, tmp_path):
     (tmp_path / "prompt.txt").write_text("Call me Ishmael. " * 20, encoding="utf-8")
     arguments = ["generate", "--model", model, "--max-new-tokens", 9, "--prompt-file", tmp_path / "prompt.txt"]
-    dense, h2o = call(*arguments), call(*arguments, "--method", "h2o:top_k=4,window=8")
+    dense, h2o = (call(*arguments, "--method", method) for method in ("dense", "h2o:top_k=4,window=8"))
     assert dense.exit_code == h2o.exit_code == 0
+    assert call(*arguments).stderr.startswith("pages · "), "what attach would choose without a calibration"
     assert dense.stdout.strip()
     assert dense.stdout != h2o.stdout
     assert "8 decode steps · 100.0 % of the keys read" in dense.stderr
@@ -141,6 +142,8 @@ def test_generate_answers_and_says_what_was_read(model, tmp_path):
     chat = call("generate", "--model", model, "--prompt", "Call me", "--chat", "--max-new-tokens", 2)
     assert chat.exit_code == 0
     assert "3 prompt tokens" not in chat.stderr
+    refused = call("generate", "--model", model, "--prompt", "Call me", "--thinking")
+    assert "--thinking and --date are for chat templates: give --chat, too" in refused.stderr
 
 
 def test_compare_from_items_to_table(model, out):

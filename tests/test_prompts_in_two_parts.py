@@ -70,7 +70,7 @@ TEXTS = PIECES.map("".join).filter(str.strip)
 @example("a\n\n", "\n\nb")
 def test_whole_prompts_begin_with_the_ids_of_the_opening(kind, document, question):
     tokenizer = made(kind)
-    opening = conversation._opening(tokenizer, document.strip())
+    opening = conversation._opening(tokenizer, document.strip(), {})
     whole = conversation._encode(tokenizer, render(tokenizer, [conversation._user(document.strip(), question)]))
     message = f"{document.strip()}\n\n{question}"
     prompt = [{"role": "user", "content": message}] if tokenizer.chat_template else message

@@ -12,7 +12,7 @@ from foveate.errors import UserError
 from foveate.hybrids.models import presets
 from foveate.integrations.transformers import conversation, loading
 from foveate.integrations.transformers.support import forgets
-from foveate.prompting import encode
+from foveate.prompting import encode, template_settings
 from tests import tiny
 from tests.families import RECURRENT, family
 from tests.helpers import cached
@@ -72,7 +72,7 @@ def plainly(model, tokenizer, document=DOCUMENT, read=0, most=8):
 
 
 def document_tokens(tokenizer):
-    return len(conversation._opening(tokenizer, DOCUMENT.strip()))
+    return len(conversation._opening(tokenizer, DOCUMENT.strip(), {}))
 
 
 @pytest.mark.parametrize("template", [tiny.TEMPLATE, None])
@@ -212,3 +212,37 @@ def test_questions_that_change_the_documents_tokens_are_read_whole(method):
         ids = torch.tensor([tokenizer.encode(f"{DOCUMENT[:150].strip()}\n\n{asked[1]}")])
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         assert answers[1] == tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :].tolist())
+
+
+TOLD = (
+    "{% for one in messages %}{{ one.content }}{% endfor %}"
+    "<{{ date_string | default('today') }}{{ ' thinks' if enable_thinking | default(true) else '' }}>"
+)
+"""A template that knows the day and whether the model thinks aloud, with defaults of its own."""
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        ({}, "<today thinks>"),
+        ({"thinking": False}, "<today>"),
+        ({"thinking": True, "date": "1 May 2026"}, "<1 May 2026 thinks>"),
+    ],
+)
+def test_templates_write_what_they_do_by_default_or_what_is_asked_for(loaded, monkeypatch, given, end):
+    """Where methods are compared they think never, and the day is fixed."""
+    model, tokenizer = loaded
+    tokenizer.chat_template = TOLD
+    seen = []
+    real = conversation._generate
+    monkeypatch.setattr(
+        conversation,
+        "_generate",
+        lambda model, tokenizer, ids, *more, **options: (
+            seen.append(tokenizer.decode(ids)) or real(model, tokenizer, ids, *more, **options)
+        ),
+    )
+    foveate.ask(model, tokenizer, DOCUMENT, ["Why?"], max_new_tokens=2, **given)
+    conversation.Conversation(model, tokenizer, "", 2, template_settings(**given)).answer("Why?")
+    assert [text.endswith(f"Why?{end}") for text in seen] == [True, True]
+    assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "Why?"}])).endswith("Why?<26 Jul 2024>")

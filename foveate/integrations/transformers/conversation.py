@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from foveate.prompting import (
     leading_ids,
     pad_token,
     render,
+    template_settings,
 )
 
 _CHUNK = 8192
@@ -42,6 +43,8 @@ def ask(
     *,
     max_new_tokens: int = 128,
     kept: str | Path | None = None,
+    thinking: bool | None = None,
+    date: str | None = None,
     **options: Any,
 ) -> list[str]:
     """Answer several questions about one document, which is read once, before any question is known.
@@ -60,6 +63,10 @@ def ask(
         max_new_tokens: of an answer, which may end before.
         kept: a file for the reading. If it is there, it is read instead of the document; else it is written
             (:func:`foveate.save_cache`), which takes an attached method.
+        thinking: whether the model thinks aloud before it answers, for chat templates that know ``enable_thinking``
+            (Qwen 3's); None: as the template does by default.
+        date: the day that a chat template writes which knows ``date_string`` (Llama 3's), in its spelling; None: as the
+            template does by default, which may be today.
         options: further arguments of `generate`; answers are greedy if they do not say otherwise.
 
     Returns:
@@ -78,8 +85,9 @@ def ask(
         check_text(text, what)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    opening = _opening(tokenizer, document.strip())
-    prompts = [_encode(tokenizer, render(tokenizer, [_user(document.strip(), one)])) for one in questions]
+    template, document = template_settings(thinking, date), document.strip()
+    opening = _opening(tokenizer, document, template)
+    prompts = [_encode(tokenizer, render(tokenizer, [_user(document, one)], template)) for one in questions]
     needed, most = max(map(len, prompts), default=0) + max_new_tokens, _positions(model)
     if most and needed > most:
         raise UserError(
@@ -108,7 +116,10 @@ def _kept(model: torch.nn.Module, ids: list[int], path: str | Path | None) -> An
         cache = load_cache(model, path)
         known = cache.ids.read(cache.get_seq_length())
         if known is None or known.tolist() != [ids]:
-            raise UserError(f"kept={str(path)!r} is of another document; name another file, or remove it")
+            raise UserError(
+                f"kept={str(path)!r} is of another document, or of another day where the chat template writes it (date "
+                "sets it); name another file, or remove it"
+            )
         return cache
     if path is not None and forgets(model):
         raise UserError(f"kept={str(path)!r}: layers of {type(model).__name__} cannot continue a cache; leave it out")
@@ -130,10 +141,18 @@ class Conversation:
         tokenizer: the model's, with a chat template.
         document: opens the first turn; empty: there is none.
         max_new_tokens: of an answer.
+        template: what the chat template is given (:func:`foveate.prompting.template_settings`).
     """
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Any, document: str, max_new_tokens: int):
-        self._model, self._tokenizer = _unwrapped(model), tokenizer
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        document: str,
+        max_new_tokens: int,
+        template: Mapping[str, Any] | None = None,
+    ):
+        self._model, self._tokenizer, self._template = _unwrapped(model), tokenizer, dict(template or {})
         self._document, self._most = document.strip(), max_new_tokens
         self._turns: list[Message] = []
         self.read_again = 0
@@ -150,7 +169,7 @@ class Conversation:
 
     def read(self) -> int:
         """Read the document before a question is known; returns the number of its tokens."""
-        self._held = _Read("", _opening(self._tokenizer, self._document))
+        self._held = _Read("", _opening(self._tokenizer, self._document, self._template))
         self._check(self.tokens + self._most)
         self._cache, self._begun = _read(self._model, self._held.ids), self.tokens
         return self.tokens
@@ -162,7 +181,7 @@ class Conversation:
             streamer: of Transformers, gets the answer's tokens as they come.
         """
         user = self._user(question)
-        text = render(self._tokenizer, [*self._turns, user])
+        text = render(self._tokenizer, [*self._turns, user], self._template)
         ids = self._held.then(self._tokenizer, text)
         self._check(len(ids) + self._most)
         if self._turns and forgets(self._model):
@@ -246,9 +265,9 @@ def _user(document: str, question: str) -> Message:
     return {"role": "user", "content": f"{document}\n\n{question}" if document else question}
 
 
-def _opening(tokenizer: Any, document: str) -> list[int]:
+def _opening(tokenizer: Any, document: str, template: Mapping[str, Any]) -> list[int]:
     """The ids before a question about a document, whatever it is."""
-    text = render(tokenizer, [_user(document, _QUESTION)]).rpartition(_QUESTION)[0]
+    text = render(tokenizer, [_user(document, _QUESTION)], template).rpartition(_QUESTION)[0]
     return _first(tokenizer) + encode_opening(tokenizer, text)
 
 

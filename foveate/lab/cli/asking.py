@@ -26,16 +26,29 @@ Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face m
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
 ]
+Thinking = Annotated[
+    bool | None,
+    typer.Option(
+        help="Whether the model thinks aloud first, in chat templates that know it; else as they do by default."
+    ),
+]
+Day = Annotated[
+    str | None, typer.Option("--date", help="The day in chat templates that write it; else as they do by default.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 
 
 def generate(
     model: Model,
-    method: Annotated[str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3".')] = "dense",
+    method: Annotated[
+        str, typer.Option(help='Such as h2o or "luka:page_size=16,top_k=3"; auto: what attach would choose.')
+    ] = "auto",
     prompt: Annotated[str | None, typer.Option(help="The prompt's text.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file with it (.txt, .xz).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    thinking: Thinking = None,
+    date: Day = None,
     lens: Annotated[
         Path | None,
         typer.Option(
@@ -75,7 +88,7 @@ def generate(
     from foveate.lab.evaluation import generation
     from foveate.lab.evaluation import lens as recorded
     from foveate.lab.report import terminal
-    from foveate.prompting import encode
+    from foveate.prompting import encode, template_settings
 
     quiet()
     facts = model_folder.model_facts(model)
@@ -84,7 +97,10 @@ def generate(
     tokenizer = loading.load_tokenizer(model)
     if chat and not tokenizer.chat_template:
         raise UserError(f"{model}: the tokenizer has no chat template; leave --chat away")
-    ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text)
+    if not chat and (thinking is not None or date is not None):
+        raise UserError("--thinking and --date are for chat templates: give --chat, too")
+    template = template_settings(thinking, date)
+    ids = encode(tokenizer, [{"role": "user", "content": text}] if chat else text, template=template)
     model_folder.check_positions(len(ids) + max_new_tokens, facts, "prompt and answer need")
     if lens is not None and len(ids) > recorded.MOST_TOKENS:
         raise UserError(f"the lens takes prompts of {recorded.MOST_TOKENS:,} tokens at most, this one has {len(ids):,}")

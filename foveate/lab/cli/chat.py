@@ -18,14 +18,18 @@ from foveate.cli.progress import INTERRUPTED
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.errors import UserError, check_text, require
-from foveate.lab.cli.asking import Device, Dtype, Model
+from foveate.lab.cli.asking import Day, Device, Dtype, Model, Thinking
 
 
 def chat(
     model: Model,
-    method: Annotated[str, typer.Option(help='Such as pages or "luka:page_size=16".')] = "dense",
+    method: Annotated[
+        str, typer.Option(help='Such as pages or "luka:page_size=16"; auto: what attach would choose.')
+    ] = "auto",
     file: Annotated[Path | None, typer.Option(help="A document to talk about (.txt, .md, .xz).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    thinking: Thinking = None,
+    date: Day = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     imported: Import = None,
@@ -39,6 +43,7 @@ def chat(
     from foveate.io.reading import read_text
     from foveate.lab.evaluation.runner import parse_method
     from foveate.lab.report import terminal
+    from foveate.prompting import template_settings
 
     require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
     chosen = parse_method(method)
@@ -55,7 +60,7 @@ def chat(
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 end no conversation
 
     with foveate.attached(network, chosen) as attachment:
-        talk = Conversation(network, tokenizer, text, max_new_tokens)
+        talk = Conversation(network, tokenizer, text, max_new_tokens, template_settings(thinking, date))
         if text:
             with notes.status(f"reading {file}"):
                 read = talk.read()
