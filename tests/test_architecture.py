@@ -55,7 +55,7 @@ LAYERS_OF_LAB = (
     ("evaluation",),
     ("report", "checks", "comparing"),
     ("bench",),
-    ("cli", "lm_eval", "lm_eval_model"),
+    ("cli", "lm_eval", "lm_eval_model", "stepping"),
 )
 """The same of ``foveate.lab``."""
 
