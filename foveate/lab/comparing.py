@@ -12,7 +12,8 @@ import numpy as np
 import foveate
 from foveate.errors import UserError, of_extra, require
 from foveate.lab.evaluation import generation, lens, runner, tasks
-from foveate.lab.evaluation.metrics import Interval, paired_bootstrap
+from foveate.lab.evaluation.metrics import Interval
+from foveate.lab.evaluation.paired import paired
 from foveate.lab.evaluation.sources import InMemory
 from foveate.lab.evaluation.tasks.base import Item, Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
@@ -185,7 +186,7 @@ class Run:
         if name not in self.task.metrics:
             raise UserError(f"metric must be one of {', '.join(self.task.metrics)}, not {name!r}")
         sides = ({key: np.array(one) for key, one in self.row(of)["item_values"].items()} for of in (method, other))
-        return paired_bootstrap(self.task.metrics[name], *sides, seed=self.rows[0]["seed"])
+        return paired(self.task.metrics[name], *sides, seed=self.rows[0]["seed"])
 
     def items(self) -> list[dict[str, Any]]:
         """A line for each method and item that this call has answered: its id, the answer, what it scores and costs.

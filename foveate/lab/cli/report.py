@@ -19,10 +19,10 @@ def report(
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Instead: a table of the rows as CSV.", callback=announce)] = None,
 ) -> None:
-    """Print rows of results as Markdown tables."""
+    """Print rows of results as Markdown tables, and what comparisons show."""
     from foveate.errors import DataError, UserError
     from foveate.lab.report import rows
-    from foveate.lab.report.tables.general import tables
+    from foveate.lab.report.tables.general import tables, verdicts
     from foveate.lab.results import lens
 
     if out is not None or csv is not None:
@@ -43,6 +43,6 @@ def report(
     for file in files:
         found = rows.read_any(file)
         try:
-            typer.echo(tables(found) + "\n")
+            typer.echo("\n\n".join(filter(None, (tables(found), verdicts(found)))) + "\n")
         except (KeyError, TypeError) as error:
             raise DataError(f"{file}: rows that make no table ({error} is missing or malformed)") from None

@@ -26,8 +26,9 @@ from foveate.integrations.transformers import model_folder
 from foveate.io import circumstances, outfile
 from foveate.io.digest import digest
 from foveate.lab.evaluation import costs, decoding, generation
-from foveate.lab.evaluation.metrics import Interval, columns, estimate, paired_bootstrap
+from foveate.lab.evaluation.metrics import Interval, columns, estimate
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary
+from foveate.lab.evaluation.paired import paired
 from foveate.lab.evaluation.sources import InFolder, InMemory
 from foveate.lab.evaluation.tasks.base import Item, Option, Task, items_digest
 from foveate.lab.results import resultfile
@@ -374,7 +375,7 @@ def _row(prepared: Prepared, method: Any, records: Sequence[Record], dense: dict
         difference, dense_score = Interval(0.0, 0.0, 0.0), main.value
     else:
         theirs = {key: np.array(column) for key, column in dense["item_values"].items()}
-        difference, dense_score = paired_bootstrap(aggregate, values, theirs, plan.seed), dense["score"]
+        difference, dense_score = paired(aggregate, values, theirs, plan.seed), dense["score"]
     texts = [text for record in records for text in record["texts"]]
     prompt_tokens = sum(len(item.prompt_ids) for item in items) / len(items)
     return ordered(

@@ -12,6 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from foveate.lab.evaluation.verdict import judge
 from foveate.lab.report.lines import split_of
 from foveate.lab.report.markdown import NONE, context_length, number, percent
 from foveate.lab.report.rows import Row
@@ -51,10 +52,17 @@ class Comparison:
             dropped.append(_worded(gone))
         yield Text(_title(self._rows[0]), style="bold")
         yield table
+        if said := self._verdict():
+            yield Text(said, overflow="fold")
         for line in _footnotes(self._rows, self._names, columns):
             yield Text(line, style=_DIM, overflow="fold")
         if dropped:
             yield Text(f"no room for {', '.join(dropped)}: foveate report shows all of the file", style=_DIM)
+
+    def _verdict(self) -> str:
+        """What the rows show, with the names that the table gives to methods."""
+        names = {id(row): name for row, name in zip(self._rows, self._names)}
+        return judge(self._rows, named=lambda row: names[id(row)]).words
 
     def _table(self, columns: Mapping[str, Sequence[Text | str]]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=0)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from foveate.errors import UserError
+from foveate.lab.evaluation import verdict
 from foveate.lab.evaluation.tasks.niah import DEPTHS, depth_of
 from foveate.lab.report import lines
-from foveate.lab.report.markdown import context_length, difference, made_beside, made_with, percent
+from foveate.lab.report.markdown import context_length, made_beside, made_with, percent
 from foveate.lab.report.plots.decode import COLORS, LEVELS, WORDS, of_step
 from foveate.lab.report.plots.frontier import BUDGETS, is_dense
 from foveate.lab.report.rows import Row, grouped
@@ -75,35 +76,27 @@ def frontier(rows: Sequence[Row]) -> list[dict[str, Any]]:
         entries.sort(key=lambda entry: not entry["best"])
         dense = next(filter(is_dense, some), None)
         panel = {"title": title, "metric": next(iter(some[0]["metrics"])), "dense_score": some[0]["dense_score"]}
-        panel["verdict"] = verdict(some)
+        panel["verdict"] = _verdict(some)
         panel |= {"dense": None if dense is None else [dense["low"], dense["high"]], "lines": entries}
         panels.append(panel | {"commits": made_beside(title, some)})
     return panels
 
 
-def verdict(rows: Sequence[Row]) -> dict[str, Any]:
-    """Which methods of a comparison are within a point of dense attention, and which of them reads least.
-
-    Returns ``words`` for the cheapest, and ``within``: spec, difference, keys read and whether the whole interval is
-    within the point, of each such method, those that read less first. Empty without dense rows or points to count.
-    """
-    dense = next(filter(is_dense, rows), None)
-    if dense is None or not general.counts_points(dense):
-        return {"words": "", "within": []}
-    others = [row for row in rows if not is_dense(row) and row["kv_bytes_per_step"] is not None]
-    within = sorted((row for row in others if row["diff_to_dense"] >= -1), key=lambda row: row["kv_bytes_per_step"])
-    beside = f"dense attention ({dense['score']:.1f}, n = {dense['n']:,})"
-    if not within:
-        return {"words": f"No method is within a point of {beside}.", "within": []}
-    sure = [row for row in within if row["diff_low"] >= -1]
-    first = (sure or within)[0]
-    words = f"Within a point of {beside}, {first['spec']} reads least: {percent(first['keys_read_share'])} of the keys"
-    words += f", {difference(first)} points. "
-    many = {0: "No method is", 1: "One method is"}.get(len(sure), f"{len(sure)} methods are")
-    words += f"{many} within it with the whole 95 % interval"
-    words += f", {len(within) - len(sure)} more by the value alone." if len(within) > len(sure) else "."
-    entries = [[row["spec"], difference(row), percent(row["keys_read_share"]), row in sure] for row in within]
-    return {"words": words, "within": entries}
+def _verdict(rows: Sequence[Row]) -> dict[str, Any]:
+    """The verdict on a comparison as the page shows it: ``words``, and ``within`` for a table of all methods that may
+    be within a point: spec, difference, keys read, and whether it is shown or how many items it needs."""
+    found = verdict.judge(rows)
+    within = [
+        [
+            one.row["spec"],
+            verdict.points(one.difference),
+            percent(one.row["keys_read_share"]),
+            "yes" if one.shown else f"no: needs about {one.needed:,} items",
+        ]
+        for one in found.judged
+        if one.shown or one.needed is not None
+    ]
+    return {"words": found.words, "within": within}
 
 
 def _undominated(rows: Sequence[Row]) -> set[str]:

@@ -124,11 +124,11 @@ function choosePanel() {
 function drawWithin(methods) {
   at("within").hidden = methods.length < 2;
   const table = make("table"), head = make("tr");
-  head.append(...["method", "Δ to dense [95 %]", "keys read", "whole interval"].map((name) => make("th", name, { scope: "col" })));
-  table.append(head, ...methods.map(([spec, points, share, sure]) => {
+  head.append(...["method", "Δ to dense [95 %]", "keys read", "shown within a point"].map((name) => make("th", name, { scope: "col" })));
+  table.append(head, ...methods.map(([spec, points, share, shown]) => {
     const line = make("tr"), name = make("td");
     name.append(fill(make("code"), spec));
-    line.append(name, ...[points, share, sure ? "yes" : "no"].map((text) => make("td", text)));
+    line.append(name, ...[points, share, shown].map((text) => make("td", text)));
     return line;
   }));
   at("within").querySelector("div").replaceChildren(table);

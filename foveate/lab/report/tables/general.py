@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foveate.lab.evaluation.verdict import judge
 from foveate.lab.report.lines import split_of
 from foveate.lab.report.markdown import (
     NONE,
@@ -39,9 +40,19 @@ def lines(rows: Sequence[Row]) -> Lines:
     return _lines(rows[0])(rows)
 
 
-def counts_points(row: Row) -> bool:
-    """Whether a row's score is one of answers, 0 to 100."""
-    return _lines(row) is _comparison
+def verdicts(rows: Sequence[Row]) -> str:
+    """What the comparisons among some rows show, a paragraph for each; those of several in one table begin with the
+    circumstances in which they differ. Empty where there is nothing to judge.
+    """
+    found = []
+    for words, group in alike([row for row in rows if "bench" not in row]):
+        apart = grouped(group, lambda row: (str(row["task_settings"]), row["seed"], row["run"].get("items")))
+        for (settings, seed, items), some in apart.items():
+            latest = {row["spec"]: row for row in some}
+            if said := judge(list(latest.values())).words:
+                own = f", seed {seed}, items {items}, {settings}" * (len(apart) > 1)
+                found.append(f"{words}{own}: {said}")
+    return "\n\n".join(found)
 
 
 def _lines(row: Row) -> Callable[[Sequence[Row]], Lines]:
