@@ -15,7 +15,7 @@ from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.integrations.transformers import loading
 from foveate.io import circumstances
-from foveate.lab.evaluation import generation, lens, runner, tasks
+from foveate.lab.evaluation import generation, lens, runner, tasks, verdict
 from foveate.lab.report import page, terminal
 from foveate.lab.report.markdown import context_length
 
@@ -56,6 +56,7 @@ def main() -> None:
             look(model, prepared, specs[name], file)
     page.write(files, given.out / "read.html")
     print(story(given.model.name, prepared.items[0], rows))
+    print(wrapped(shown(rows)))
     print(wrapped(speed()))
     print("What next: foveate methods; foveate chat --model DIR --file TEXT --method auto")
     print(f"What two of them read, token by token: {given.out / 'read.html'}")
@@ -81,6 +82,12 @@ def story(model: str, item, rows: list[dict]) -> str:
     )
     legend += "far that is read for a token of the answer. memory: keys and values that are kept."
     return "\n".join([*lines, "", wrapped(legend)])
+
+
+def shown(rows: list[dict]) -> str:
+    """What these few questions show, which is mostly that they are few."""
+    names = {row["spec"]: name for name, row in zip(METHODS, rows, strict=True)}
+    return verdict.judge(rows, named=lambda row: names[row["spec"]]).words
 
 
 def wrapped(text: str) -> str:

@@ -3,7 +3,7 @@
 A method loses less the more it reads, so the least share that keeps the answers is bracketed for each; methods that can
 no longer become the cheapest are left. Settings are tried on the task's split `tune` and chosen there; what the best
 ones lose is then measured on `test`. Each trial is a row of `compare`, so that a search which was interrupted goes on.
-What these items cannot tell, or what gains nothing, is not recommended.
+What the held-back items do not show to be within the loss allowed, or what gains nothing, is not recommended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from foveate.cli import imports
 from foveate.errors import UserError, require, unknown
 from foveate.io import outfile
+from foveate.lab.evaluation import verdict
+from foveate.lab.evaluation.paired import least_items, least_loss
 from foveate.lab.evaluation.runner import Comparison, Progress, parse_method, prepare, run
 from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
@@ -39,7 +41,8 @@ _FALLING = 0.7  # a loss falls about as this power of the share (measured with `
 _FAILURES = (ValueError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model; a user's own method may raise anything."""
 _TOGETHER, _CONFIRMED = 4, 6
-"""Trials of a run after the first, and the cheapest ones that are measured on held-back data at most."""
+"""Trials of a run after the first, and trials that are measured on held-back data at most: the cheapest that keep the
+answers, and as many that lose least, because held-back data have to show it."""
 _GAIN = 0.95
 """A setting that costs more than this share of what dense attention costs gains nothing: times differ by chance."""
 _ITEMS, _TIMED = 20, 3
@@ -58,7 +61,8 @@ class Plan:
     objective: str = OBJECTIVES[0]  # is to be small: time of a token and sequence, or what stays in memory
     calibration: Path | None = None  # of `foveate calibrate`, with which kascade is among the methods
     limit: int | None = None
-    """Items of each split at most; None: as many as tell a loss of `max_loss`, or 20 of dense attention's answers."""
+    """Items of each split at most; None: of `tune` as many as tell a loss of `max_loss`, of `test` as many as can show
+    it (:func:`foveate.lab.evaluation.paired.least_items`), or 20 of dense attention's answers each."""
     minutes: float = 15.0  # no trial starts after so many, but for the first of each method
     batch_size: int = 1
     seed: int = 0
@@ -83,6 +87,14 @@ class Plan:
         """The file of a split's rows."""
         return self.out.with_name(f"{self.out.stem}.{split}.jsonl")
 
+    def items(self, split: str) -> int:
+        """Items of a split at most."""
+        if self.limit is not None:
+            return self.limit
+        if self.task.needs_dense(self.data):
+            return _ITEMS
+        return least_items(self.max_loss) if split == "test" else math.ceil(100 / self.max_loss)
+
     @property
     def methods(self) -> dict[str, str]:
         """The specs that are searched, by method, with places for the share and the file of a calibration."""
@@ -104,6 +116,7 @@ class Trial:
     spec: str
     cost: float  # in the objective's unit, see :func:`cost_of`
     loss: float  # points below dense attention
+    most: float  # the upper end of the loss's 95 % interval, which is what the items show
     row: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
 
 
@@ -111,14 +124,13 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
     """Searches, writes the best setting and returns it, as measured on the held-back split.
 
     Raises `UserError` where there is nothing to recommend: dense attention scores no more than may be lost, the items
-    are too few to tell the loss, or no setting that keeps it costs less than dense attention; else as `compare`.
+    are too few to show the loss, or no setting that costs less than dense attention is shown to keep it; else as
+    `compare`.
     """
     outfile.check(plan.out)
     if not plan.task.needs_dense(plan.data):
-        plan = dataclasses.replace(plan, limit=math.ceil(100 / plan.max_loss) if plan.limit is None else plan.limit)
         for split in ("tune", "test"):
             _check_number(plan, len(prepare(_comparison(plan, split, ["dense"])).items), "items", split)
-    plan = dataclasses.replace(plan, limit=_ITEMS if plan.limit is None else plan.limit)
     begun, dense = time.monotonic(), None
     tried: dict[str, dict[float, Trial]] = {name: {} for name in plan.methods}
     failed: set[str] = set()
@@ -145,11 +157,6 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
             break
     measured = (one for of_method in tried.values() for one in of_method.values())
     chosen = _confirmed(plan, [one for one in measured if one.cost <= _GAIN * dense.cost], say)
-    if chosen is None:
-        raise UserError(
-            f"nothing is gained: no setting that costs at most {_GAIN:.0%} of dense attention loses no more than "
-            f"{plan.max_loss:g} points on both halves; {plan.out} is not written"
-        )
     _write(plan, chosen)
     return chosen
 
@@ -157,23 +164,29 @@ def search(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Trial:
 def _dense(plan: Plan, split: str) -> Trial:
     """Dense attention on a split. Raises `UserError` if what may be lost cannot be told by these items."""
     found = _measure(plan, split, "dense")
-    if found.row["score"] <= plan.max_loss:
-        raise UserError(
-            f"dense attention itself scores {found.row['score']:.1f} of 100 points on split '{split}': methods that "
-            f"answer nothing would lose no more than the {plan.max_loss:g} that may be lost; ask what the model can do"
-        )
+    if nothing := verdict.nothing_to_lose(found.row, plan.max_loss):
+        raise UserError(f"split '{split}': {nothing[0].lower()}{nothing[1:]}")
     if "tokens" in found.row["item_values"]:  # of dense attention's answers
         _check_number(plan, round(sum(found.row["item_values"]["tokens"])), "tokens of answers", split)
     return found
 
 
 def _check_number(plan: Plan, number: int, what: str, split: str) -> None:
-    if number * plan.max_loss < 100:
-        raise UserError(
-            f"{number} {what} of split '{split}' do not tell a loss of {plan.max_loss:g} points: each is worth "
-            f"{100 / number:.3g}; at least {math.ceil(100 / plan.max_loss)} do: give more documents, a larger --limit, "
-            f"or --max-loss {math.ceil(1000 / number) / 10:g}"
-        )
+    """Raises `UserError` if nothing on a split can be told from a loss above the one allowed: on `tune`, where settings
+    are chosen by what they lose, and on `test`, where the interval has to show it."""
+    most = plan.max_loss
+    if split == "test" and number < least_items(most):
+        why = f"do not show a loss of at most {most:g} points, even where no answer differs"
+        least, loss = least_items(most), least_loss(number)
+    elif number * most < 100:
+        why = f"do not tell a loss of {most:g} points: each is worth {100 / number:.3g}"
+        least, loss = math.ceil(100 / most), 100 / number
+    else:
+        return
+    raise UserError(
+        f"{number} {what} of split '{split}' {why}; at least {least} do: give more documents, a larger --limit, or "
+        f"--max-loss {math.ceil(10 * loss) / 10:g}"
+    )
 
 
 def _promising(
@@ -245,26 +258,49 @@ def _spec(plan: Plan, name: str, share: float) -> str:
     return plan.methods[name].format(share=float(f"{share:.2g}"), file=file)
 
 
-def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial | None:
-    """The cheapest of the best trials that keeps what it may lose on held-back data, and gains there; None if none."""
+def _confirmed(plan: Plan, tried: list[Trial], say: Callable[[str], None]) -> Trial:
+    """The cheapest of the best trials that held-back data show to keep what it may lose, and that gains there.
+
+    Raises `UserError` where none does, with how near the nearest came and how many items would show it.
+    """
     kept = sorted((one for one in tried if one.loss <= plan.max_loss), key=lambda one: one.cost)
-    _run_jointly(plan, "test", [one.spec for one in kept[:_CONFIRMED]], say)
+    safest = sorted(kept[_CONFIRMED // 2 :], key=lambda one: one.loss)[: _CONFIRMED - _CONFIRMED // 2]
+    kept = sorted([*kept[: _CONFIRMED // 2], *safest], key=lambda one: one.cost)
+    _run_jointly(plan, "test", [one.spec for one in kept], say)
     dense = _dense(plan, "test") if kept else None
-    for one in kept[:_CONFIRMED]:
+    gaining = []
+    for one in kept:
         again = _measure(plan, "test", one.spec)
         say(f"on held-back data {one.spec}: {_words(plan, again)}")
-        if again.loss <= plan.max_loss and again.cost <= _GAIN * dense.cost:
-            return again
-    return None
+        if again.cost <= _GAIN * dense.cost:
+            if again.most <= plan.max_loss:
+                return again
+            gaining.append(again)
+    words = f"no setting that costs at most {_GAIN:.0%} of dense attention loses no more than {plan.max_loss:g} points"
+    open_ones = [one for one in gaining if one.loss < plan.max_loss]
+    if not open_ones:
+        raise UserError(f"nothing is gained: {words} on both halves; {plan.out} is not written")
+    nearest = min(open_ones, key=lambda one: one.most)
+    needed = verdict.compared(nearest.row, dense.row, plan.max_loss).needed
+    raise UserError(
+        f"nothing is shown: {words} on held-back data by its whole 95 % interval. {nearest.spec} is nearest, and loses "
+        f"{nearest.loss:.1f} points or up to {nearest.most:.1f} (n = {nearest.row['n']}): give "
+        f"{f'about {needed:,} items' if needed else 'more items'} to each split, or --max-loss "
+        f"{math.ceil(10 * nearest.most) / 10:g}; {plan.out} is not written"
+    )
 
 
 def _measure(plan: Plan, split: str, spec: str) -> Trial:
     """A setting's row, made now or by an earlier search."""
     specs, name = list(dict.fromkeys(("dense", spec))), parse_method(spec).spec
-    row = _rows(plan, split, specs)[name]
+    rows = _rows(plan, split, specs)
+    row = rows[name]
+    beside = None if spec == "dense" else verdict.compared(row, rows["dense"], plan.max_loss).difference
     if _untimed(plan, row):
         row = row | {"decode_ms_per_token": _times(plan, split, specs)[name]["decode_ms_per_token"]}
-    return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], row)
+    if beside is not None:  # rows of an earlier version may hold another interval
+        row = row | {"diff_low": beside.low, "diff_high": beside.high}
+    return Trial(spec, cost_of(row, plan.objective), 0 - row["diff_to_dense"], 0 - row["diff_low"], row)
 
 
 def _untimed(plan: Plan, row: Mapping[str, Any]) -> bool:
@@ -273,7 +309,7 @@ def _untimed(plan: Plan, row: Mapping[str, Any]) -> bool:
 
 def _times(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Rows of a few items that methods answer by themselves: their times, where answers were dense attention's."""
-    limit = min(plan.limit, _TIMED * plan.batch_size)
+    limit = min(plan.items(split), _TIMED * plan.batch_size)
     return _rows(dataclasses.replace(plan, limit=limit), split, specs, timed=True)
 
 
@@ -294,7 +330,7 @@ def _comparison(plan: Plan, split: str, specs: Sequence[str], timed: bool = Fals
     task = Fidelity(of=task) if not timed and task.needs_dense(plan.data) else task
     out, methods = plan.rows(f"{split}-times" if timed else split), tuple(map(parse_method, specs))
     how = (plan.batch_size, plan.seed, plan.dtype, plan.device)
-    return Comparison(plan.model, task, plan.data, methods, plan.limit, out, *how, imports=plan.imports)
+    return Comparison(plan.model, task, plan.data, methods, plan.items(split), out, *how, imports=plan.imports)
 
 
 def cost_of(row: Mapping[str, Any], objective: str) -> float:

@@ -90,7 +90,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "ceiling": _NUMBER,  # the best score that a reader of the prompts could reach, 0..100
     "dense_score": _NUMBER,  # that of full attention on the same items; of a model that ran as it is, alone, its own
     "diff_to_dense": _NUMBER,  # score - dense_score
-    "diff_low": _NUMBER,  # lower end of its 95 % paired interval: exact of up to 1,000 zeros and ones, else a bootstrap's
+    "diff_low": _NUMBER,  # lower end of its 95 % paired interval: exact of up to 1,000 items of 0 or 1, else bootstrap
     "diff_high": _NUMBER,  # its upper end
     "keys_read_share": _maybe_in(4.0),  # keys read in decode over those of full attention, 0..1; none of method 'own'
     "kv_bytes_per_step": _MAYBE,  # keys and values read in a decode step, a sequence, all layers; none of method 'own'

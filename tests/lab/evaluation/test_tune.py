@@ -97,7 +97,7 @@ def losing(monkeypatch, loss, fixed=0.0, runs=False):
             asked.append(spec)
         name, share = spec.split(":top_k=") if spec != "dense" else ("dense", 1)
         lost = 0.0 if name == "dense" else loss(name, float(share))
-        return tune.dataclasses.replace(measured(plan, split, spec), loss=lost, cost=fixed + float(share))
+        return tune.dataclasses.replace(measured(plan, split, spec), loss=lost, most=lost, cost=fixed + float(share))
 
     monkeypatch.setattr(tune, "_measure", found)
     monkeypatch.setattr(tune, "_check_number", lambda *given: None)
@@ -129,7 +129,9 @@ def test_settings_that_lose_more_on_held_back_data_are_passed_over(plan, monkeyp
 
     def unlucky(plan, split, spec):
         found = measured(plan, split, spec)
-        return tune.dataclasses.replace(found, loss=9.0) if split == "test" and spec.endswith("0.02") else found
+        return (
+            tune.dataclasses.replace(found, loss=9.0, most=9.0) if split == "test" and spec.endswith("0.02") else found
+        )
 
     monkeypatch.setattr(tune, "_measure", unlucky)
     assert tune.search(plan(max_loss=1.0)).spec.endswith("top_k=0.04")
@@ -168,6 +170,31 @@ def test_what_gains_on_one_half_alone_is_not_recommended(plan, monkeypatch):
     monkeypatch.setattr(tune, "_measure", even)
     with pytest.raises(UserError, match="nothing is gained"):
         tune.search(plan(max_loss=1.0))
+
+
+def test_nothing_is_recommended_that_held_back_data_do_not_show(plan, monkeypatch):
+    losing(monkeypatch, lambda name, share: 0.0)
+    measured = tune._measure
+
+    def unsure(plan, split, spec):
+        found = measured(plan, split, spec)
+        row = found.row | {"diff_to_dense": -0.5, "diff_low": -3.0, "diff_high": 2.0, "n": 100}
+        return tune.dataclasses.replace(found, loss=0.5, most=3.0, row=row) if split == "test" else found
+
+    monkeypatch.setattr(tune, "_measure", unsure)
+    said = r"nothing is shown: .* is nearest, and loses 0\.5 points or up to 3\.0 \(n = 100\): give about 2,500 items"
+    with pytest.raises(UserError, match=said + r" to each split, or --max-loss 3; .*foveate\.json is not written"):
+        tune.search(plan(max_loss=1.0))
+    assert not plan().out.exists()
+
+
+def test_as_many_items_are_held_back_as_can_show_the_loss(plan, tmp_path, monkeypatch):
+    task = tasks.parse("documents", split="tune", length=64, max_new_tokens=3)
+    asked = plan(max_loss=10.0, limit=None)
+    asked = tune.dataclasses.replace(asked, task=task, data=questions(tmp_path / "many.jsonl", 60))
+    assert (asked.items("tune"), asked.items("test")) == (10, 36)
+    with pytest.raises(UserError, match=r"\d+ items of split 'test' do not show a loss of at most 10 points.* 36 do"):
+        tune.search(asked)
 
 
 def test_no_search_goes_on_after_its_time(plan, monkeypatch):
@@ -248,8 +275,8 @@ def test_too_few_tokens_for_the_loss_are_refused(plan):
 def test_where_dense_attention_answers_nothing_there_is_nothing_to_lose(plan, tmp_path):
     task = tasks.parse("documents", split="tune", length=64, max_new_tokens=3)
     data = questions(tmp_path / "many.jsonl", 60)
-    asked = tune.dataclasses.replace(plan(max_loss=10.0, limit=10), task=task, data=data)
-    with pytest.raises(UserError, match=r"dense attention itself scores 0.0 of 100 points on split 'tune'"):
+    asked = tune.dataclasses.replace(plan(max_loss=20.0, limit=20), task=task, data=data)
+    with pytest.raises(UserError, match=r"split 'tune': dense attention answers none of 20 items, so they compare"):
         tune.search(asked)
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.errors import DataError, UserError
+from foveate.lab.evaluation import verdict
 from foveate.lab.evaluation.tasks.niah import DEPTHS
 from foveate.lab.report import page
 from foveate.lab.report.markdown import context_length
@@ -268,44 +269,40 @@ def test_each_table_has_dense_once(niah, tmp_path):
     assert all(spelled(row)["spec"] in "".join(made.cells) for row in rows)
 
 
-def compared(spec, difference, low, read, n=500):
-    more = {"method": spec, "spec": spec, "n": n, "task": "niah", "score": 90 + difference, "settings": {}}
-    return more | {
-        "diff_to_dense": difference,
-        "diff_low": low,
-        "diff_high": difference + 1,
-        "kv_bytes_per_step": 1000.0 * read,
-        "keys_read_share": read,
-    }
-
-
-def test_the_verdict_names_what_is_within_a_point_and_what_of_it_reads_least():
-    dense, near = compared("dense", 0.0, 0.0, 1.0), compared("luka", -0.5, -0.9, 0.2)
-    rows = [dense, near, compared("pages", -0.8, -1.4, 0.1), compared("tova", -3.0, -4.0, 0.05)]
-    said = charts.verdict(rows)
-    assert said["words"] == (
-        "Within a point of dense attention (90.0, n = 500), luka reads least: 20.0 % of the keys, -0.5 [-0.9, +0.5] "
-        "points. One method is within it with the whole 95 % interval, 1 more by the value alone."
-    )
-    assert said["within"] == [
-        ["pages", "-0.8 [-1.4, +0.2]", "10.0 %", False],
-        ["luka", "-0.5 [-0.9, +0.5]", "20.0 %", True],
-    ]
-    alone = charts.verdict([dense, rows[2]])["words"]
-    assert alone.startswith("Within a point of dense attention (90.0, n = 500), pages reads least")
-    assert "No method is within it with the whole" in alone
-    none = {"words": "No method is within a point of dense attention (90.0, n = 500).", "within": []}
-    assert charts.verdict([dense, rows[3]]) == none
-    assert charts.verdict(rows[1:]) == charts.verdict([row | {"task": "perplexity"} for row in rows])
-    assert charts.verdict(rows[1:]) == {"words": "", "within": []}
-
-
 def test_the_verdict_is_on_the_page(niah, tmp_path):
     page.write([written(tmp_path / "a.jsonl", niah)], tmp_path / "page.html")
     made = Page(tmp_path / "page.html")
     panels = made.data["frontier"]
     assert all(panel["verdict"]["words"].startswith(("Within a point", "No method")) for panel in panels)
+    for panel, (_, rows) in zip(panels, charts.comparisons([spelled(row) for row in niah])):
+        assert panel["verdict"]["words"] == verdict.judge(rows).words
+        assert len(panel["verdict"]["within"]) <= len(rows) - 1
+        assert all(re.fullmatch(r"yes|no: needs about [\d,]+ items", one[3]) for one in panel["verdict"]["within"])
     assert 'at("verdict").textContent = panel.verdict.words' in made.scripts[-1][1]
+
+
+def test_where_dense_attention_answers_nothing_the_page_and_the_tables_recommend_nothing(niah, tmp_path):
+    nothing = {
+        "score": 0.0,
+        "low": 0.0,
+        "high": 60.2,
+        "dense_score": 0.0,
+        "n": 4,
+        "item_values": {"string_match": [0.0] * 4},
+    }
+    nothing |= {"metrics": {"string_match": {"value": 0.0, "low": 0.0, "high": 60.2}}}
+    nothing |= {"diff_to_dense": 0.0, "diff_low": 0.0, "diff_high": 0.0}
+    rows = written(tmp_path / "a.jsonl", [row | nothing for row in niah if row["length"] == niah[0]["length"]])
+    page.write([rows], tmp_path / "page.html")
+    (panel,) = Page(tmp_path / "page.html").data["frontier"]
+    assert panel["verdict"]["words"].startswith(
+        "Dense attention answers none of 4 items, so they compare nothing: take"
+    )
+    assert panel["verdict"]["within"] == []
+    printed = call(rows)
+    assert printed.exit_code == 0, printed.output
+    assert printed.output.count("Dense attention answers none of 4 items") == 1
+    assert "reads least" not in printed.output
 
 
 def test_the_newest_table_of_each_task_is_open_and_the_first_task_too(niah, tmp_path):
