@@ -145,35 +145,38 @@ def items_needed(difference: Interval, n: int, loss: float, squares: float | Non
 
 @functools.lru_cache(maxsize=4096)
 def _lower(n: int, won: int, lost: int) -> float:
-    """The lower limit of the share won less the share lost, -1 to 1."""
-    tail = _Tail(n, won, lost)
-    middle = math.asin(math.sqrt(won / n))
-    near = np.clip(middle + np.linspace(-2, 3, 25) / math.sqrt(n), 0, math.pi / 2)
-    angles = np.unique(np.concatenate([np.linspace(0, math.pi / 2, 33), near]))
-    found = _limits(tail, angles, 12)
-    place = int(found.argmin())
-    left, right = angles[max(place - 1, 0)], angles[min(place + 1, len(angles) - 1)]
-    for _ in range(2):
-        finer = np.linspace(left, right, 9)
-        found = _limits(tail, finer, 24)
-        place = int(found.argmin())
-        left, right = finer[max(place - 1, 0)], finer[min(place + 1, len(finer) - 1)]
-    return float(found.min())
+    """The lower limit of the share won less the share lost, -1 to 1: the smallest difference with a tail above 2.5 %.
 
-
-def _limits(tail: _Tail, angles: np.ndarray, steps: int) -> np.ndarray:
-    """The smallest difference for each share won, by bisection of the share lost; 1 where there is none.
-
-    `angles` `[G]`: the share won is the square of their sine.
+    It is looked for over the share of pairs that differ, and where nothing is won, which is a corner of that search.
     """
-    won = np.sin(angles) ** 2
-    low, high = np.zeros_like(won), 1 - won
-    possible = tail(won, low) > _TAIL
+    tail, low, high = _Tail(n, won, lost), 0.0, 1.0
+    angle = math.asin(math.sqrt((won + lost) / n))
+    near = np.clip(angle + np.linspace(-2, 3, 16) / math.sqrt(n), 0, math.pi / 2)
+    angles = np.unique(np.concatenate([np.linspace(0, math.pi / 2, 29), near]))
+    found = _smallest(tail, np.sin(angles) ** 2, 10)
+    best = np.argsort(found, kind="stable")[:3]
+    finer = [np.linspace(angles[max(one - 1, 0)], angles[min(one + 1, len(angles) - 1)], 7) for one in best]
+    finer = np.unique(np.concatenate([angles[best], *finer]))
+    smallest, nothing = float(_smallest(tail, np.sin(finer) ** 2, 22).min()), np.zeros(1)
+    if tail(nothing, nothing)[0] <= _TAIL:
+        return smallest
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(nothing, nothing + middle)[0] > _TAIL else (low, middle)
+    return min(-high, smallest)
+
+
+def _smallest(tail: _Tail, differ: np.ndarray, steps: int) -> np.ndarray:
+    """The smallest difference for each share that differs `[G]`, by bisection of the share won among these pairs; 1
+    where there is none."""
+    weights = tail.weights(differ)
+    low, high = np.zeros_like(differ), np.ones_like(differ)
+    possible = tail.weighted(weights, high) > _TAIL
     for _ in range(steps):
         middle = (low + high) / 2
-        above = tail(won, middle) > _TAIL
-        low, high = np.where(above, middle, low), np.where(above, high, middle)
-    return np.where(possible, won - high, 1.0)
+        above = tail.weighted(weights, middle) > _TAIL
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return np.where(possible, (2 * low - 1) * differ, 1.0)
 
 
 class _Tail:
@@ -205,12 +208,20 @@ class _Tail:
     def __call__(self, won: np.ndarray, lost: np.ndarray) -> np.ndarray:
         """Probabilities `[G]` for shares won and lost, each `[G]`."""
         differ = won + lost
-        share = np.divide(won, differ, out=np.full_like(won, 0.5), where=differ > 0)[:, None]
+        share = np.divide(won, differ, out=np.full_like(differ, 0.5), where=differ > 0)
+        return self.weighted(self.weights(differ), share)
+
+    def weights(self, differ: np.ndarray) -> np.ndarray:
+        """The probability of each number of pairs that differ, `[G, n + 1]`, by their share `[G]`."""
+        log_differ = np.log(np.maximum(differ, _SMALLEST))[:, None]
+        log_same = np.log(np.maximum(1 - differ, _SMALLEST))[:, None]
+        return np.exp(self._log_ways + self._pairs * log_differ + (self._n - self._pairs) * log_same)
+
+    def weighted(self, weights: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """Probabilities `[G]` for :meth:`weights` and the share won of the pairs that differ, `[G]`."""
+        share = share[:, None]
         log_share, log_other = np.log(np.maximum(share, _SMALLEST)), np.log(np.maximum(1 - share, _SMALLEST))
         at_edge = np.exp(self._edge_ways + self._edge * log_share + (self._pairs[:-1] - self._edge) * log_other)
         change = np.where(self._rises, share - 1, share) * at_edge * self._possible
-        of_pairs = np.concatenate([np.full_like(share, self._first), self._first + change.cumsum(axis=1)], axis=1)
-        log_differ = np.log(np.maximum(differ, _SMALLEST))[:, None]
-        log_same = np.log(np.maximum(1 - differ, _SMALLEST))[:, None]
-        weights = np.exp(self._log_ways + self._pairs * log_differ + (self._n - self._pairs) * log_same)
+        of_pairs = np.concatenate([np.zeros_like(share), change.cumsum(axis=1)], axis=1) + self._first
         return (weights * of_pairs).sum(axis=1)
