@@ -14,7 +14,7 @@ from foveate.errors import DataError, UserError, unknown
 from foveate.io.reading import read_jsonl
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.resultfile import method_of
-from foveate.lab.results.rows import ROW_FIELDS, check_row, each_once
+from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS, check_row, each_once
 
 Row = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
@@ -74,7 +74,7 @@ def read_any(file: Path) -> list[Row]:
 
     def check(row: Any, where: str) -> None:
         if not isinstance(row, dict) or "bench" not in row:
-            check_row(row, ROW_FIELDS, where)
+            check_row(row, ROW_FIELDS.keys() - LATER_FIELDS, where)
             return
         missing = [name for name in needed(row) if name not in row]
         if missing or not isinstance(row["case"], dict):
