@@ -143,6 +143,9 @@ def test_the_demo_is_a_story_of_one_screen(model, tmp_path):
         for one in measured
         if one["case"]["level"] == "model" and one["case"]["method"].startswith("kascade")
     )
+    assert text.count("Dense attention answers none of 4 items, so they compare nothing: ") == (
+        found["dense"][3] == "0"
+    )
     picture = Path(said[-1].rpartition(" ")[2])
     assert picture == out / "read.html"
     assert picture.read_text(encoding="utf-8").count('"kind": "lens of foveate"') == 2

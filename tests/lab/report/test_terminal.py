@@ -44,6 +44,9 @@ def row(spec="dense", **more):
     }
 
 
+LESS = {"kv_bytes_per_step": 1_000_000.0, "keys_read_share": 0.1}
+
+
 def printed(renderable, width=WIDTH):
     stream = io.StringIO()
     Console(file=stream, width=width, highlight=False).print(renderable)
@@ -97,6 +100,18 @@ def test_the_method_comes_first_and_whole_and_other_columns_give_way(width, gone
     told = f"no room for {', '.join(gone)}: foveate report shows all"
     assert (told in " ".join(text.split())) == bool(gone)
     assert "luka#1,luka#2:sliding-windowlayersstayastheyare" in joined
+
+
+def test_the_verdict_stands_below_the_table_with_the_names_of_the_table():
+    few = {"n": 12, "item_values": {"string_match": [1.0] * 12}}
+    text = " ".join(printed(terminal.Comparison([row(**few), row("luka:" + WORST["spec"][5:], **few | LESS)])).split())
+    assert (
+        "No method is shown to be within a point of dense attention (100.0, n = 12). luka is nearest, at +0.0" in text
+    )
+    assert "about 370 items would show it" in text
+    nothing = {"score": 0.0, "low": 0.0, "n": 4}
+    text = " ".join(printed(terminal.Comparison([row(**nothing), row("h2o", **nothing)])).split())
+    assert "Dense attention answers none of 4 items, so they compare nothing" in text
 
 
 def test_a_column_without_a_value_gives_way_first():
