@@ -1,7 +1,7 @@
 """What rows of one comparison show: which methods lose no more than is allowed, and which of them is the cheapest.
 
 `foveate compare`, `foveate report`, `foveate tune` and the demo judge and phrase by this module alone. A method is
-within a loss only if the whole 95 % interval of its paired difference to dense attention is.
+within a loss only if the lower end of the 95 % interval of its paired difference to dense attention is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Judged:
     Attributes:
         row: of `foveate compare`.
         difference: of its score to dense attention's on the same items, in points, with its 95 % interval.
-        shown: whether the whole interval is within the loss allowed.
+        shown: whether the interval's lower end is within the loss allowed.
         needed: roughly how many items would show it, if differences go on as measured; None where it is shown, or where
             the measured loss is not below the loss allowed.
     """
