@@ -1,0 +1,1 @@
+"""What a model with a long context needs and takes on a GPU, by arithmetic: `foveate plan`. No weights, no GPU, no vLLM."""
