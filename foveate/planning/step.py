@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 EFFICIENCY = 0.9
-"""Share of a data sheet's bandwidth at which dense attention reads keys and values, and matrix products weights: 4.32 of
-4.8 TB/s (H200, `memory_gb_per_s` of the rows). FlashAttention-3 reaches 3.05 of 3.35 on an H100."""
+"""Share of a data sheet's bandwidth at which dense attention reads keys and values, and matrix products read weights:
+4.32 of 4.8 TB/s (H200, `memory_gb_per_s` of the rows). FlashAttention-3 reaches 3.05 of 3.35 TB/s on an H100."""
 SELECTED = 0.75
 """Speed at which selected keys and values are read, over that of all keys."""
 SCORED_KEYS = 0.8
@@ -44,10 +44,12 @@ class Engine(NamedTuple):
     """Seconds of a layer's small kernels, with the pauses between them."""
     reduce: float
     """Seconds that a layer takes more if GPUs share it, which add up their outputs."""
+    summaries: float
+    """Seconds that a layer takes more if it chooses by summaries, which are in the engine's blocks."""
 
 
-TRANSFORMERS = Engine("Transformers", 103e-6, 0.0)
-VLLM = Engine("vLLM", 29e-6, 25e-6)
+TRANSFORMERS = Engine("Transformers", 103e-6, 0.0, 0.0)
+VLLM = Engine("vLLM", 29e-6, 25e-6, 45e-6)
 
 
 class LayerBytes(NamedTuple):
@@ -97,6 +99,7 @@ def step_seconds(
         seconds += LAUNCH + one.attended / (kept * (1.0 if one.everything else SELECTED))
         seconds += one.scored / (rate * SCORED_SUMMARIES if one.summaries else kept * SCORED_KEYS)
         if one.chooses:
-            seconds += CHOOSE[one.summaries] + (SORT * longest if one.summaries else 0.0)
+            seconds += CHOOSE[one.summaries]
+            seconds += engine.summaries + SORT * longest if one.summaries else 0.0
         seconds += EXCHANGE * one.exchanges
     return seconds

@@ -16,6 +16,7 @@ from foveate.integrations.transformers.facts import folder_weights, head_dim
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.integrations.transformers.support import choosing_layers
 from foveate.io import infile
+from foveate.io.infolder import check_model_folder
 from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_made_for
 
@@ -101,22 +102,14 @@ def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
 def read_config(folder: Path, needs_weights: bool = True) -> dict[str, Any]:
     """A model folder's config.json. One of a hybrid makes Transformers know hybrids.
 
-    Raises `UserError` if the folder, the file or (unless ``needs_weights`` is false) the weights are missing, the weights are not the folder's own, or the
-    configuration names kernels of a hub.
+    Raises `UserError` if the folder, the file or (unless ``needs_weights`` is false) the weights are missing, the
+    weights are not the folder's own, or the configuration names kernels of a hub.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        hint = ""
-        if folder.name == "smollm2-135m":
-            hint = f" (foveate fetch {folder.name} --out {folder} makes one)"
-        elif len(folder.parts) == 2 and not folder.parent.is_dir():  # as the hub names models
-            hint = f" (to use a model of the Hugging Face hub: hf download {folder} --local-dir DIR, and give DIR)"
-        raise UserError(f"{folder}: no such model folder{hint}")
+    check_model_folder(folder)
     path = folder / "config.json"
     try:
         config = parse_json(infile.read(path, infile.MOST_OF_SETTINGS))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: not a model folder (no config.json)") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
