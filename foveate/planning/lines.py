@@ -42,13 +42,14 @@ def _sizes(plan: Plan) -> list[str]:
     held = "as stored" if model.quantised else str(model.dtype).removeprefix("torch.")
     cached = held if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
     cached = str(model.dtype).removeprefix("torch.") if cached == "as stored" else cached
+    grows = "" if plan.transformers.refused else ", and room to grow"
     taken = plan.transformers if not plan.transformers.refused else plan.vllm
     name = taken.method.name if taken.method is not None else "no method"
     share = f", {memory.summaries / memory.kept:.1%} of these" if memory.summaries else ""
     return [
         f"model: {shape['model_type']}, {model.parameters / 1e9:.2f} billion parameters, {', '.join(parts)}, {heads}",
         f"weights: {_gb(memory.weights)} ({held}){each}",
-        f"keys and values: {_gb(memory.kept)} ({asked.sequences:,} × {asked.context:,} tokens, {cached}){each}",
+        f"keys and values: {_gb(memory.kept)} ({asked.sequences:,} × {asked.context:,} tokens, {cached}{grows}){each}",
         f"summaries: {_gb(memory.summaries)} ({name}{share}){each}",
     ]
 
@@ -75,9 +76,9 @@ def _remedies(plan: Plan) -> list[str]:
         ways.append(f"{plan.most_sequences:,} sequences at once (--sequences {plan.most_sequences})")
     if plan.fits_fp8:
         ways.append("keys and values in fp8, with vLLM (--kv-cache-dtype fp8)")
-    if plan.offloaded is not None and plan.offloaded[0] + memory.weights <= memory.room:
-        device, host = plan.offloaded
-        ways.append(f"offload=True ({_gb(device)} beside the weights, {_gb(host)} of host memory)")
+    if (found := plan.offloaded) is not None:
+        what = "offload=True" if found.spec == "auto" else f"{found.spec} with offload=True"
+        ways.append(f"{what} ({_gb(found.device)} beside the weights, {_gb(found.host)} of host memory)")
     ways.append("a method that evicts (docs/guide/choose.md)")
     return [f"instead: {'; or '.join(ways)}"]
 
@@ -102,12 +103,14 @@ def _bound(plan: Plan, decoding: Decoding) -> str:
         return "no, it is not faster on a GPU at any length; dense_below=0 makes it sparse"
     if not begins:
         return "yes, at any length"
-    many = f" with {plan.asked.sequences:,} at once" if begins > SHORT_SEQUENCE else ""
+    many = f" with {plan.asked.sequences:,} at once" if begins > SHORT_SEQUENCE and plan.asked.sequences > 1 else ""
     return f"{'yes' if decoding.acts else 'no'}, from {begins:,} tokens a sequence{many}; these have {context:,}"
 
 
 def _times(plan: Plan, engines: list[Decoding]) -> list[str]:
     gpu, lines = plan.asked.gpu, []
+    if not plan.memory.fits:
+        return ["a step: not estimated, because this does not fit"]
     if gpu.bandwidth is None:
         return ["a step: not estimated, because the GPU's bandwidth is not known; name the GPU (--gpu)"]
     for one in engines:
@@ -122,21 +125,21 @@ def _times(plan: Plan, engines: list[Decoding]) -> list[str]:
         lines.append(
             f"estimates: from times on an H200, by the bandwidths of data sheets; not measured on this {gpu.name}"
         )
+    if plan.model.experts:
+        lines.append("estimates: experts are taken to be chosen at random; no model with experts was measured")
     return lines
 
 
 def _types(plan: Plan, model: str, dtype: str) -> list[str]:
     spec, lines = plan.asked.method, []
-    named = "" if spec == "auto" else f", {spec!r}".replace("'", '"') if '"' not in spec else f", {spec!r}"
-    first, second = plan.transformers, plan.vllm
-    offloads = plan.offloaded is not None and plan.offloaded[0] + plan.memory.weights <= plan.memory.room
+    first, second, found = plan.transformers, plan.vllm, plan.offloaded
     if first.refused:
         lines.append(f"Transformers: no, {first.refused}")
     elif not plan.memory.fits:
-        what = "foveate.attach(model, offload=True)" if offloads else "does not fit"
+        what = "does not fit" if found is None else f"foveate.attach(model{_named(found.spec)}, offload=True)"
         lines.append(f"Transformers: {what}")
     else:
-        lines.append(f"Transformers: {f'foveate.attach(model{named})' if first.pays else _stay(first)}")
+        lines.append(f"Transformers: {f'foveate.attach(model{_named(spec)})' if first.pays else _stay(first)}")
     arguments = ["foveate", "serve", model, *(["--method", spec] if spec != "auto" else [])]
     if second.refused:
         lines.append(f"vLLM: no, {second.refused}")
@@ -152,12 +155,19 @@ def _types(plan: Plan, model: str, dtype: str) -> list[str]:
     return lines
 
 
+def _named(spec: str) -> str:
+    """A method as an argument after the model; none for ``auto``."""
+    if spec == "auto":
+        return ""
+    return f", {spec!r}" if '"' in spec else f', "{spec}"'
+
+
 def _stay(decoding: Decoding) -> str:
     """Advice not to take the method, with the reason."""
     if decoding.method.name == "dense":
         return "stay with dense attention, as asked"
     if not decoding.acts:
-        return f"stay with dense attention, because the method would not act ({decoding.sparse_from:,} tokens)"
+        return f"stay with dense attention, because the method acts from {decoding.sparse_from:,} tokens on"
     return "stay with dense attention, because sparse steps are estimated to be no faster"
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,10 @@ from foveate.planning.gpus import Gpu
 from foveate.planning.model import PlannedModel, model_of
 from foveate.planning.step import TRANSFORMERS, VLLM, Engine, LayerBytes, step_seconds
 from foveate.runtime import sparse_from_length
+from foveate.runtime.capture import ROOM
 from foveate.runtime.offload import MARGIN, LayerShape, needs
 from foveate.state import Geometry
+from foveate.state.storage import capacity_for
 
 FP8_DTYPE = torch.float8_e4m3fn
 
@@ -55,7 +57,7 @@ class Memory:
 
     weights: int
     kept: int
-    """Keys and values, of sliding windows included."""
+    """Keys and values, of sliding windows included; in Transformers with what a cache of this length grows to."""
     summaries: int
     room: int
     """The GPU's memory, but for what is left free."""
@@ -97,6 +99,17 @@ class Decoding:
         return self.acts and (self.gain is None or self.gain > 1.0)
 
 
+class Offloaded(NamedTuple):
+    """A method with ``offload=True``, and what it takes."""
+
+    spec: str
+    """As ``attach`` takes it; ``auto``: where it chooses."""
+    device: int
+    """Bytes on the GPU beside the weights."""
+    host: int
+    """Bytes in host memory."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What :func:`plan_of` finds."""
@@ -112,8 +125,8 @@ class Plan:
     """Sequences of this context that fit."""
     fits_fp8: bool
     """Whether keys and values in fp8 would fit, with vLLM."""
-    offloaded: tuple[int, int] | None
-    """Bytes on the GPU and in host memory with ``offload``; None where that is not possible."""
+    offloaded: Offloaded | None
+    """What fits with keys and values in host memory; None where nothing does."""
 
     def facts(self) -> dict[str, Any]:
         """The numbers of the plan as JSON values; bytes are those on one GPU."""
@@ -140,6 +153,7 @@ class Plan:
             "asked": asked,
             "memory": memory,
             "most_sequences": self.most_sequences,
+            "offloaded": None if self.offloaded is None else self.offloaded._asdict(),
             "why": self.why,
             "engines": engines,
         }
@@ -154,7 +168,7 @@ def plan_of(folder: Path, asked: Asked, dtype: str = "auto") -> Plan:
         ValueError: for a method that cannot be, or not for this model.
     """
     model = model_of(folder, dtype)
-    model_folder.check_positions(asked.context, {"max_positions": model.positions}, "context is")
+    model_folder.check_positions(asked.context, {"max_positions": model.positions}, "context needs")
     heads = model.shape["heads"]
     require(heads % asked.ranks == 0, "tp", f"a divisor of the model's {heads} query heads", asked.ranks)
     with warnings.catch_warnings():
@@ -163,10 +177,11 @@ def plan_of(folder: Path, asked: Asked, dtype: str = "auto") -> Plan:
         first = _in_transformers(model, asked, attached)
         second = _in_vllm(model, asked)
     taken = first if asked.ranks == 1 and asked.kv_cache_dtype == "auto" else second
-    memory = memory_of(model, asked, taken.layers or {})
+    slots = capacity_for(asked.context) if taken is first else asked.context
+    memory = memory_of(model, asked, taken.layers or {}, slots)
     free = memory.room - memory.weights
-    one = memory_of(model, replace(asked, sequences=1), taken.layers or {})
-    in_fp8 = memory_of(model, replace(asked, kv_cache_dtype="fp8"), second.layers or {})
+    one = memory_of(model, replace(asked, sequences=1), taken.layers or {}, slots)
+    in_fp8 = memory_of(model, replace(asked, kv_cache_dtype="fp8"), second.layers or {}, asked.context)
     return Plan(
         model,
         asked,
@@ -176,23 +191,24 @@ def plan_of(folder: Path, asked: Asked, dtype: str = "auto") -> Plan:
         second,
         most_sequences=max(free, 0) // max(one.kept + one.summaries, 1),
         fits_fp8=not second.refused and asked.kv_cache_dtype == "auto" and in_fp8.fits,
-        offloaded=_offloaded(model, asked, attached) if asked.ranks == 1 else None,
+        offloaded=_offloaded(model, asked, memory) if asked.ranks == 1 else None,
     )
 
 
-def memory_of(model: PlannedModel, asked: Asked, layers: Mapping[int, Method]) -> Memory:
+def memory_of(model: PlannedModel, asked: Asked, layers: Mapping[int, Method], slots: int) -> Memory:
     """Bytes on one GPU.
 
     Args:
         layers: the method of each layer that has one.
+        slots: of each sequence, in layers that hold all keys.
     """
     dtype = _cache_dtype(model, asked)
     kept = summaries = 0
     for index, geometry in model.chosen.items():
         own = _on_rank(geometry, asked.ranks)
         shape = LayerShape(layers[index] if index in layers else make("dense"), own, dtype)
-        kept += shape.kept(asked.sequences, asked.context)
-        summaries += shape.summaries(asked.sequences, asked.context)
+        kept += shape.kept(asked.sequences, slots)
+        summaries += shape.summaries(asked.sequences, slots)
     for geometry, window in model.windows.values():
         shape = LayerShape(make("dense"), _on_rank(geometry, asked.ranks), dtype)
         kept += shape.kept(asked.sequences, min(window, asked.context))
@@ -295,15 +311,24 @@ def estimated_ms(
     )
 
 
-def _offloaded(model: PlannedModel, asked: Asked, method: Method) -> tuple[int, int] | None:
-    """What `attach(model, offload=True)` takes on the GPU and in host memory: under the method, or ``pages``."""
-    layers = _of_layers(model, method)
-    if not any(one.fetches for one in layers.values()):
-        layers = dict.fromkeys(model.chosen, Pages())
-    shapes = [LayerShape(layers[index], geometry, model.dtype) for index, geometry in model.chosen.items()]
-    found = needs(shapes, asked.sequences, asked.context)
-    windows = memory_of(replace(model, chosen={}), asked, {})
-    return windows.total + found.fixed + max(found.prompt, found.least), found.host
+def _offloaded(model: PlannedModel, asked: Asked, memory: Memory) -> Offloaded | None:
+    """The first that fits with ``offload``: the method that was asked for, ``pages``, or ``pages`` with fewer keys."""
+    windows = memory_of(replace(model, chosen={}), asked, {}, 0).kept
+    for spec in dict.fromkeys((asked.method, "pages", "pages:top_k=0.125")):
+        method = Pages() if isinstance(make(spec), Auto) else make(spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layers = _of_layers(model, method.for_model(lambda: model.facts))
+        if any(one.fetches is None and not one.role.reads_all for one in layers.values()):
+            continue  # reads keys otherwise than by pages
+        if not any(one.fetches for one in layers.values()):
+            continue
+        shapes = [LayerShape(layers[index], geometry, model.dtype) for index, geometry in model.chosen.items()]
+        found = needs(shapes, asked.sequences, capacity_for(asked.context + ROOM))
+        device = windows + found.fixed + max(found.prompt, found.least)
+        if memory.weights + device <= memory.room:
+            return Offloaded(spec, device, found.host)
+    return None
 
 
 def _of_layers(model: PlannedModel, method: Method) -> dict[int, Method]:
