@@ -123,7 +123,7 @@ def _times(plan: Plan, engines: list[Decoding]) -> list[str]:
         lines.append(f"a step in {one.engine.name}, estimated: {times}")
     if gpu.name != MEASURED:
         lines.append(
-            f"estimates: from times on an H200, by the bandwidths of data sheets; not measured on this {gpu.name}"
+            f"estimates: fitted to an {MEASURED}, and moved to this {gpu.name} by the bandwidth of its data sheet"
         )
     if plan.model.experts:
         lines.append("estimates: experts are taken to be chosen at random; no model with experts was measured")

@@ -15,8 +15,10 @@ SHAPE_OF_1_5B = {
     **{"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936},
     **{"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
 }
-CLOSE, CLOSE_GAIN = 0.25, 0.25
+CLOSE, CLOSE_GAIN = 0.17, 0.25
 """How far an estimate may be from a measured time, as a share of it, and from a measured gain."""
+CLOSE_ELSEWHERE = 0.18
+"""How far a time may be that was measured on another GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +75,43 @@ def test_an_estimate_is_near_what_was_measured(name, row, folders):
     assert decoding.dense_ms == pytest.approx(row["baseline_ms"], rel=CLOSE)
     assert ms == pytest.approx(row["ms"], rel=CLOSE)
     assert decoding.dense_ms / ms == pytest.approx(row["speedup"], abs=CLOSE_GAIN)
+
+
+def of_h100():
+    """Steps of whole models on an H100, of one long sequence."""
+    for row in map(json.loads, (RESULTS / "decode.jsonl").read_text(encoding="utf-8").splitlines()):
+        case, on_h100 = row["case"], "H100" in row["device"]
+        of_model = case.get("level") == "model" and case["method"].startswith(("dense", "kascade"))
+        if on_h100 and of_model and case["context"] > 30000:
+            yield row
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{index}") for index, row in enumerate(of_h100())])
+def test_another_gpu_is_estimated_by_its_data_sheet(row, folders):
+    """Rows that no constant was fitted to, of earlier versions; two of the same dense step are 10 % apart."""
+    tokens, sequences = row["case"]["context"], row["case"]["batch"]
+    asked = Asked(tokens, sequences, GPUS["h100"], method=row["case"]["method"])
+    decoding = plan_of(folders[row["case"]["model"]], asked).transformers
+    share = row["stats"]["keys_read_share"]
+    assert decoding.dense_ms == pytest.approx(row["baseline_ms"], rel=CLOSE_ELSEWHERE)
+    assert (decoding.dense_ms if share == 1.0 else decoding.sparse_ms) == pytest.approx(row["ms"], rel=CLOSE_ELSEWHERE)
+
+
+def test_sixteen_sequences_that_no_constant_was_fitted_to(folders):
+    """`end-to-end.jsonl`: answers of the 1.5B to prompts of 30,000 tokens, each step with what `generate` adds."""
+    lines = (RESULTS / "end-to-end.jsonl").read_text(encoding="utf-8").splitlines()
+    found, dense = [json.loads(line) for line in lines], {}
+    checked = 0
+    for row in found:
+        share = row["keys_read_share"]
+        if row["method"] == "dense":
+            dense[row["task"], row["commit"]] = row["decode_ms_per_token"]
+        elif row["method"] in ("kascade", "pages") and share < 0.35:  # the others have dense steps among them
+            asked = Asked(row["length"], row["batch_size"], GPUS["h200"], method=row["spec"])
+            decoding = plan_of(folders[row["model"]], asked).transformers
+            assert decoding.acts
+            assert decoding.sparse_ms == pytest.approx(row["decode_ms_per_token"], rel=CLOSE)
+            gain = dense[row["task"], row["commit"]] / row["decode_ms_per_token"]
+            assert decoding.gain == pytest.approx(gain, abs=CLOSE_GAIN)
+            checked += 1
+    assert checked >= 6

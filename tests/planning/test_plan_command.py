@@ -223,7 +223,7 @@ def test_methods_that_no_estimate_knows_say_so(eight_billion):
 
 def test_other_gpus_are_estimated_by_their_data_sheets(eight_billion):
     found = lines(eight_billion, gpu="h100")
-    assert "not measured on this H100 SXM" in found["estimates"]
+    assert "moved to this H100 SXM by the bandwidth" in found["estimates"]
     assert "bandwidth is not known" in lines(eight_billion, gpu="80GB")["a step"]
     assert gpu_of("24 gb").memory == 24 * 10**9
 
