@@ -1,4 +1,4 @@
-"""`foveate plan`: what fits a GPU, which method acts, what a step is estimated to take, and what to type."""
+"""`foveate plan`: memory, the method, an estimate of a step's time, and the commands, from a config.json."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan(
     kv_cache_dtype: Annotated[str, typer.Option(help="auto: as the weights; fp8: eight bits, with vLLM.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what fits a GPU, which method acts, what a step is estimated to take, and what to type; without weights."""
+    """Plan long contexts without weights: memory, the method, an estimate of a step's time, and the commands."""
     require(context >= 1, "context", "at least 1", context)
     require(sequences >= 1, "sequences", "at least 1", sequences)
     require(tp >= 1, "tp", "at least 1", tp)

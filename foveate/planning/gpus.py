@@ -28,7 +28,7 @@ GPUS = {
 """By the name that a user gives."""
 
 MEASURED = "H200"
-"""The GPU on which the times of :mod:`foveate.planning.step` were measured; those of others follow from bandwidth."""
+"""The GPU on which the times of :mod:`foveate.planning.step` were measured; others follow from bandwidth."""
 
 _SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?) ?GB", re.IGNORECASE)
 
@@ -40,7 +40,7 @@ def gpu_of(name: str) -> Gpu:
         UserError: for anything else.
     """
     if size := _SIZE.fullmatch(name.strip()):
-        return Gpu(f"GPU with {size[1]} GB", int(float(size[1]) * 10**9))
+        return Gpu("a GPU", int(float(size[1]) * 10**9))
     if found := GPUS.get(name.strip().lower()):
         return found
     raise unknown("GPU", name, (*GPUS, "a size such as 24GB"))

@@ -56,14 +56,10 @@ def _sizes(plan: Plan) -> list[str]:
 
 def _verdict(plan: Plan) -> str:
     memory, gpu = plan.memory, plan.asked.gpu
-    left = f"of the {_whole_gb(gpu.memory)} of this {gpu.name}, a tenth of which stays free"
-    if gpu.name.startswith("GPU with"):
-        left = f"of the {_whole_gb(gpu.memory)}, a tenth of which stays free"
-    assert MARGIN == 0.1  # in words above
+    has = f"{_gb(memory.room)} ({gpu.name}, {_whole_gb(gpu.memory)}, {MARGIN:.0%} of it left free)"
     if memory.fits:
-        most = f"; at most {plan.most_sequences:,} such sequences" if plan.most_sequences else ""
-        return f"fits: {_gb(memory.total)} {left}{most}"
-    return f"does not fit: {_gb(memory.total)} are {_gb(memory.total - memory.room)} too many {left}"
+        return f"fits: {_gb(memory.total)} of {has}; at most {plan.most_sequences:,} sequences of this length"
+    return f"does not fit: {_gb(memory.total)}, {_gb(memory.total - memory.room)} more than {has}"
 
 
 def _remedies(plan: Plan) -> list[str]:
@@ -123,7 +119,7 @@ def _times(plan: Plan, engines: list[Decoding]) -> list[str]:
         lines.append(f"a step in {one.engine.name}, estimated: {times}")
     if gpu.name != MEASURED:
         lines.append(
-            f"estimates: fitted to an {MEASURED}, and moved to this {gpu.name} by the bandwidth of its data sheet"
+            f"estimates: fitted to an {MEASURED}, and scaled to the {gpu.name} by the bandwidth of its data sheet"
         )
     if plan.model.experts:
         lines.append("estimates: experts are taken to be chosen at random; no model with experts was measured")

@@ -43,9 +43,9 @@ class PlannedModel:
     """Share of the experts that one token goes through; 1.0 without experts."""
     dtype: torch.dtype
     chosen: Mapping[int, Geometry]
-    """The attention layers that hold all keys, among which methods choose, by index."""
+    """Shapes of the attention layers that hold all keys, by index. Methods choose in these layers."""
     windows: Mapping[int, tuple[Geometry, int]]
-    """Those that hold a sliding window, and its tokens."""
+    """Shapes of the layers that hold a sliding window, and the tokens of the window, by index."""
     positions: int
     """Most tokens of a context; 0: the configuration does not say."""
     facts: Mapping[str, Any] = field(default_factory=dict)

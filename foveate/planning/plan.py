@@ -60,7 +60,7 @@ class Memory:
     """Keys and values, of sliding windows included; in Transformers with what a cache of this length grows to."""
     summaries: int
     room: int
-    """The GPU's memory, but for what is left free."""
+    """The GPU's memory without the share that is left free for activations."""
 
     @property
     def total(self) -> int:
@@ -95,7 +95,7 @@ class Decoding:
 
     @property
     def pays(self) -> bool:
-        """Whether to take the method for its speed; where no time is known, because its own bound says so."""
+        """Whether to take the method for its speed. Where no time is known, the method's own bound decides."""
         return self.acts and (self.gain is None or self.gain > 1.0)
 
 

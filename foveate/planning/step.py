@@ -16,13 +16,13 @@ EFFICIENCY = 0.9
 """Share of a data sheet's bandwidth at which dense attention reads keys and values, and matrix products read weights:
 4.32 of 4.8 TB/s (H200, `memory_gb_per_s` of the rows). FlashAttention-3 reaches 3.05 of 3.35 TB/s on an H100."""
 SELECTED = 0.75
-"""Speed at which selected keys and values are read, over that of all keys."""
+"""Speed of reading selected keys and values, over the speed of reading all keys."""
 SCORED_KEYS = 0.8
-"""The same of keys that are scored exactly."""
+"""Speed of scoring keys exactly, over the same."""
 SCORED_SUMMARIES = 0.53
-"""The same of summaries of pages, whose scores take more arithmetic a byte."""
+"""Speed of scoring summaries of pages, over the same; their scores take more arithmetic a byte."""
 EIGHT_BITS = 0.65
-"""The same of keys and values in fp8, which have to be unpacked."""
+"""Speed of reading keys and values in fp8, which have to be unpacked, over the speed in bf16."""
 
 LAUNCH = 14e-6
 """Seconds that a layer's attention takes beside its bytes."""

@@ -117,6 +117,17 @@ def test_an_embedding_is_read_where_it_is_the_head(tmp_path):
     assert tied.read == tied.weights == apart.read < apart.weights
 
 
+def test_quantised_weights_take_what_is_stored(tmp_path):
+    folder = config_of(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    index = {"metadata": {"total_size": 123_456}, "weight_map": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert model_of(folder).weights == 123_456
+    assert "(as stored)" in lines(folder, context=100)["weights"]
+
+
 def test_few_sequences_read_few_experts(tmp_path):
     config = transformers.Qwen3MoeConfig(
         **{
@@ -170,7 +181,7 @@ def test_a_calibration_is_found_by_the_weights(tmp_path):
 
 def test_what_does_not_fit_says_what_to_do(eight_billion):
     found = lines(eight_billion, gpu="h100", context=131072, sequences=4)
-    assert found["does not fit"].endswith("too many of the 80 GB of this H100 SXM, a tenth of which stays free")
+    assert found["does not fit"].endswith("more than 72.0 GB (H100 SXM, 80 GB, 10% of it left free)")
     assert re.search(r"^\d sequences at once \(--sequences \d\); or keys and values in fp8", found["instead"])
     assert "GB of host memory" in found["instead"]
     assert found["Transformers"] == "foveate.attach(model, offload=True)"
@@ -223,7 +234,7 @@ def test_methods_that_no_estimate_knows_say_so(eight_billion):
 
 def test_other_gpus_are_estimated_by_their_data_sheets(eight_billion):
     found = lines(eight_billion, gpu="h100")
-    assert "moved to this H100 SXM by the bandwidth" in found["estimates"]
+    assert "scaled to the H100 SXM by the bandwidth" in found["estimates"]
     assert "bandwidth is not known" in lines(eight_billion, gpu="80GB")["a step"]
     assert gpu_of("24 gb").memory == 24 * 10**9
 
