@@ -535,6 +535,7 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     if "scored_at" in counted.store.specs:  # not in every step
         declared *= int(counted.store.channel("scored_at")[0]) == counted.store.lengths[0]
     assert float(counters.keys_read) == pytest.approx(read + declared)
+    assert method.attended_keys(len(tokens)) in (None, read)
     assert counters.keys_available == len(tokens)
 
     poisoned = copy.deepcopy(driver)

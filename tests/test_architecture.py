@@ -22,6 +22,7 @@ LAYERS = (
     ("methods",),
     ("runtime",),
     ("integrations",),
+    ("planning",),
     ("cli",),
     ("__main__",),
     ("hybrids",),

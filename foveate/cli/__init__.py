@@ -1,4 +1,4 @@
-"""The command line: `foveate methods · doctor · generate · chat · compare · calibrate · report · train · …`.
+"""The command line: `foveate methods · plan · doctor · generate · chat · compare · calibrate · report · train · …`.
 
 torch and Transformers are imported inside the commands, so that help and bad names answer at once.
 """
@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from foveate import __version__
-from foveate.cli import imports, serving, terminal
+from foveate.cli import imports, planning, serving, terminal
 from foveate.io import outfile
 
 _BAD_INPUT = (ValueError, OSError, NotImplementedError, ArithmeticError, RecursionError)
@@ -146,6 +146,7 @@ def _example(method: Any) -> str:
 
 
 app.command(context_settings=serving.SETTINGS)(serving.serve)
+app.command()(planning.plan)
 
 
 def main() -> None:

@@ -75,6 +75,9 @@ class SharedSelection(Method):
         own.__dict__["role"] = role
         return own
 
+    def attended_keys(self, tokens: int) -> int | None:
+        return tokens if self.role.reads_all else self.count(tokens) if self.packed else None
+
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """A layer that chooses scores keys without their values; a dense one reads all keys and values anyway."""
         return tokens * (geometry.key_share if self.role.chooses and not self.role.reads_all else 0.0)

@@ -351,6 +351,11 @@ class Method(Settings):
         :meth:`SlotCache.evict` for what leaves."""
         raise NotImplementedError
 
+    def attended_keys(self, tokens: int) -> int | None:
+        """Keys that a sparse decode step attends to in each KV head, of so many ``tokens``; None, the default of layers
+        that do not read all: not known before the step. :meth:`scored` comes on top."""
+        return tokens if self.role.reads_all else None
+
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value; 0 by default.
 

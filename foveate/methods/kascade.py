@@ -419,6 +419,9 @@ class Kascade(KeepsSummaries, TopKByMass):
         """Keys of these pages, of which the newest may be open."""
         return self.places(length) - self.page_size * self.summaries.pages(length) + length
 
+    def attended_keys(self, tokens: int) -> int | None:
+        return self.page_keys(tokens) if self.reads_pages else super().attended_keys(tokens)
+
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         """Under score_keys=pages the summaries of all pages, and the keys of some."""
         if not self.scores_summaries:

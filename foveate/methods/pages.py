@@ -77,6 +77,12 @@ class PageMethod(KeepsSummaries):
     def kept(self) -> PageSummaries:
         return self.summaries
 
+    def attended_keys(self, tokens: int) -> int | None:
+        """None where each query head chooses pages of its own, of which the heads of a group read the union."""
+        if not isinstance(self.summaries, LowRankPages):
+            return None
+        return self.page_size * (self.count(tokens) - self.summaries.pages(tokens)) + tokens
+
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         return self.summaries.scored(tokens, geometry, dtype)
 

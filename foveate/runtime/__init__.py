@@ -8,6 +8,7 @@ from foveate.runtime.policy import Policy as Policy
 from foveate.runtime.policy import check_dense_below as check_dense_below
 from foveate.runtime.policy import dense_until as dense_until
 from foveate.runtime.policy import pays_from as pays_from
+from foveate.runtime.policy import sparse_from_length as sparse_from_length
 from foveate.runtime.recorder import CaptureError as CaptureError
 from foveate.runtime.recorder import CudaRecorder as CudaRecorder
 from foveate.runtime.recorder import Recording as Recording

@@ -66,7 +66,13 @@ def dense_until(
         return -(-int(dense_below) // max(sequences, 1))
     if not sparse_from or device.type != "cuda" or not runs_kernel("attend"):
         return 0
-    return max(SHORT_SEQUENCE, -(-pays_from([method], geometry) // max(sequences, 1)))
+    return sparse_from_length([method], geometry, sequences)
+
+
+def sparse_from_length(methods: Iterable[Method], geometry: Geometry, sequences: int = 1, ranks: int = 1) -> int:
+    """Tokens of each of several sequences from which decode steps on a GPU are sparse under "auto", see
+    :func:`pays_from`."""
+    return max(SHORT_SEQUENCE, -(-pays_from(methods, geometry, ranks) // max(sequences, 1)))
 
 
 def pays_from(methods: Iterable[Method], geometry: Geometry, ranks: int = 1) -> int:

@@ -16,6 +16,7 @@ from foveate.integrations.transformers.facts import folder_weights, head_dim
 from foveate.integrations.transformers.positions import HYBRID, max_positions
 from foveate.integrations.transformers.support import choosing_layers
 from foveate.io import infile
+from foveate.io.infolder import check_model_folder
 from foveate.io.json_text import parse_json
 from foveate.methods import Method, check_made_for
 
@@ -72,11 +73,19 @@ def method_for(folder: Path, method: Method) -> Method:
 
 
 def _decoder_config(folder: Path) -> Any:
+    return whole_config(folder)[1]
+
+
+def whole_config(folder: Path) -> tuple[Any, Any]:
+    """The configuration of a model folder's model, and that of the decoder within it, which may be the same.
+
+    Raises `UserError` for one that Transformers does not know.
+    """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return config.get_text_config(decoder=True)
+        return config, config.get_text_config(decoder=True)
     except Exception as error:  # a damaged configuration leads to any of them, those of Transformers' checks included
         raise UserError(
             f"{folder / 'config.json'}: not the configuration of a known model ({first_line(error)})"
@@ -90,25 +99,17 @@ def check_positions(needed: int, facts: Mapping[str, Any], what: str) -> None:
         raise UserError(f"{what} {needed:,} positions, the model has {limit:,}; ask for less")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, needs_weights: bool = True) -> dict[str, Any]:
     """A model folder's config.json. One of a hybrid makes Transformers know hybrids.
 
-    Raises `UserError` if the folder, the file or the weights are missing, the weights are not the folder's own, or the
-    configuration names kernels of a hub.
+    Raises `UserError` if the folder, the file or (unless ``needs_weights`` is false) the weights are missing, the
+    weights are not the folder's own, or the configuration names kernels of a hub.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        hint = ""
-        if folder.name == "smollm2-135m":
-            hint = f" (foveate fetch {folder.name} --out {folder} makes one)"
-        elif len(folder.parts) == 2 and not folder.parent.is_dir():  # as the hub names models
-            hint = f" (to use a model of the Hugging Face hub: hf download {folder} --local-dir DIR, and give DIR)"
-        raise UserError(f"{folder}: no such model folder{hint}")
+    check_model_folder(folder)
     path = folder / "config.json"
     try:
         config = parse_json(infile.read(path, infile.MOST_OF_SETTINGS))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: not a model folder (no config.json)") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -118,7 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if named := config.get("transformers_weights"):
         raise UserError(f"{path}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}")
     _check_implementations(path, config)
-    if not weight_files(folder):
+    if needs_weights and not weight_files(folder):
         raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
     if config.get("model_type") == HYBRID:
         importlib.import_module("foveate.hybrids.models")
