@@ -7,8 +7,8 @@ A table is marked by `<!-- report: FILE.jsonl [FILE.jsonl ...] [KIND] [NAME=VALU
 the kinds. Conditions choose rows, or cases of benches, and their order, as `foveate plot --where` does. `over-splits`
 makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
 are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`; `<!-- report: papers -->`
-every table and figure of the papers, see `paper_table.py`; `commands` and `settings` are the reference of the command
-line and of the methods, see `reference_tables.py`. Tables that no reader of a page needs are in `benchmarks/tables/`.
+every table and figure of the papers, see `paper_table.py`; `plans` is what `foveate plan` answers to some cases, see
+`plans_table.py`; `commands` and `settings` are the reference of the command line and of the methods, see `reference_tables.py`. Tables that no reader of a page needs are in `benchmarks/tables/`.
 """
 
 import functools
@@ -27,6 +27,7 @@ from benchmarks import (
     hybrid_task_tables,
     layer_tables,
     paper_table,
+    plans_table,
     protocol,
     recheck,
     reference_tables,
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 WHOLE: Mapping[str, Callable[[], str]] = {
     "papers": paper_table.table,
+    "plans": plans_table.table,
     "commands": reference_tables.commands,
     "settings": reference_tables.settings,
 }
