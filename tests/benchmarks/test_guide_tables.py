@@ -77,7 +77,7 @@ def test_of_a_dense_step(model):
     ]
     assert set(made) == found.keys()
     *first, last = (f"{found[place]['ms']:.1f}" for place in made)
-    assert f"`dense` takes {', '.join(first)} and {last} ms" in page
+    assert f"`dense` take {', '.join(first)} and {last} ms" in page
     if plain:
         longer = [plain[place]["ms"] / found[place]["ms"] for place in made]
-        assert f"without CUDA graphs, {min(longer):.0f} to {max(longer):.0f} times as long" in page
+        assert f"without CUDA graphs, takes {min(longer):.0f} to {max(longer):.0f} times as long" in page
