@@ -8,7 +8,8 @@ the kinds. Conditions choose rows, or cases of benches, and their order, as `fov
 makes one comparison of splits whose names differ in a last number. Files that end in `.json` are calibrations, which
 are compared with each other. `<!-- report: age -->` is the age of the rows, see `age.py`; `<!-- report: papers -->`
 every table and figure of the papers, see `paper_table.py`; `plans` is what `foveate plan` answers to some cases, see
-`plans_table.py`; `commands` and `settings` are the reference of the command line and of the methods, see `reference_tables.py`. Tables that no reader of a page needs are in `benchmarks/tables/`.
+`plans_table.py`; `commands` and `settings` are the reference of the command line and of the methods, see
+`reference_tables.py`. Tables that no reader of a page needs are in `benchmarks/tables/`.
 """
 
 import functools
