@@ -46,6 +46,14 @@ def test_rows_are_those_of_the_command(loaded, asked, sample, tiny_folder, tmp_p
     assert again.items() == [], "nothing was left to answer"
 
 
+def test_a_bound_makes_short_contexts_dense(loaded, sample):
+    asked = lab.task("wikisalad:max_new_tokens=4", sample)
+    spec = "kascade:top_k=8,min_k=1,anchors=1"
+    rows = [lab.compare(*loaded, asked, [spec], limit=1, dense_below=bound).row(spec) for bound in (0, 10**6)]
+    assert [row["dense_steps"] > 0 for row in rows] == [False, True]
+    assert rows[1]["command"].endswith("dense_below=1000000)")
+
+
 def test_methods_are_compared_item_by_item(loaded, asked):
     done = []
     run = lab.compare(*loaded, asked, SPECS, limit=3, progress=lambda method, items: done.append((method, items)))

@@ -333,8 +333,8 @@ def tune(
     limit: Annotated[
         int | None,
         typer.Option(
-            help="Items to choose on at most, and as many to check on; if left out, as many as tell --max-loss and as "
-            "many as can show it, or 20 of documents without answers."
+            help="Most items to choose on, and most items to check on. Left out: enough items to choose by --max-loss, "
+            "enough to show it, or 20 of documents without answers."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Time after which nothing new is tried.")] = 15.0,

@@ -173,8 +173,8 @@ class Clock:
         return 1e3 * (self._ticks[-1] - self._ticks[0])
 
     def step_ms(self, steps: int) -> float:
-        """Of one of so many steps: the median if there was a tick between any two, which leaves the recording of CUDA
-        graphs out; else the mean."""
+        """Milliseconds of one step out of ``steps``: the median if there was a tick between any two, which leaves the
+        recording of CUDA graphs out; else the mean."""
         if len(self._ticks) != steps + 1:
             return self.elapsed_ms / steps
         return 1e3 * statistics.median(end - start for start, end in itertools.pairwise(self._ticks))

@@ -61,8 +61,9 @@ class Plan:
     objective: str = OBJECTIVES[0]  # is to be small: time of a token and sequence, or what stays in memory
     calibration: Path | None = None  # of `foveate calibrate`, with which kascade is among the methods
     limit: int | None = None
-    """Items of each split at most; None: of `tune` as many as tell a loss of `max_loss`, of `test` as many as can show
-    it (:func:`foveate.lab.evaluation.paired.least_items`), or 20 of dense attention's answers each."""
+    """Items of each split at most. None: `tune` takes enough items that one of them is worth no more than `max_loss`,
+    and `test` takes enough that its interval can be within it (:func:`foveate.lab.evaluation.paired.least_items`).
+    Documents without answers take 20 each."""
     minutes: float = 15.0  # no trial starts after so many, but for the first of each method
     batch_size: int = 1
     seed: int = 0

@@ -160,6 +160,28 @@ def test_methods_go_on_from_one_prompt(model, tokenizer, stop):
         assert batch.decode_ms_per_token > 0
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_time_of_a_request_is_of_its_prompt_and_its_answer(model, tokenizer, shared):
+    items, own = [question(tokenizer, TEXTS[0])], foveate.methods.parse("dense")
+    with foveate.attached(model, foveate.methods.SharedPrompt((own,)) if shared else own):
+        prompt = generation.read_prompt(model, tokenizer, items)
+        prompt.prefill_ms = 1e6
+        batch = None if shared else prompt.decode(model)
+    if shared:
+        with foveate.attached(model, own):
+            batch = prompt.decode(model, shared=True)
+    answer = batch.request_ms - 1e6
+    assert answer > 0.5 * batch.decode_ms_per_token * batch.decode_steps > 0
+
+
+def test_a_step_takes_the_median_between_ticks_or_the_mean():
+    clock = decoding.Clock(torch.device("cpu"))
+    clock._ticks = [0.0, 0.001, 0.003, 0.103]  # the last step records a graph
+    assert clock.step_ms(3) == pytest.approx(2.0)
+    clock._ticks = [0.0, 0.103]
+    assert clock.step_ms(4) == pytest.approx(25.75)
+
+
 @pytest.mark.parametrize("method", ["dense", METHODS[1], "luka:page_size=2,tail=3,top_k=0,bias=none", METHODS[3]])
 def test_predictions_along_the_answers_of_dense(model, tokenizer, monkeypatch, method):
     """Row by row and by hand: what dense answers, and then what the method makes of each of these tokens."""

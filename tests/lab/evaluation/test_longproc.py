@@ -144,7 +144,7 @@ def test_what_is_refused(data, tokenizer):
 @pytest.mark.parametrize("split", ["tom_tracking_0.5k", "countdown_0.5k"])
 def test_a_length_puts_a_passage_of_a_novel_before_what_is_asked(data, tokenizer, split):
     (data / "books").mkdir()
-    (data / "books" / "novel.txt").write_text("It was a long road. " * 400)
+    (data / "books" / "novel.txt").write_text(" ".join(f"It was a long road, {n} miles." for n in range(400)))
     short = tasks.parse("longproc", split=split).items(data, tokenizer, 2, 0)
     long = tasks.parse("longproc", split=split, length=600).items(data, tokenizer, 2, 0)
     for one, other in zip(short, long):
@@ -152,8 +152,9 @@ def test_a_length_puts_a_passage_of_a_novel_before_what_is_asked(data, tokenizer
         (asked,), (whole,) = one.prompt, other.prompt
         passage, _, rest = whole["content"].partition("\n\n---\n\n")
         assert rest == asked["content"]
-        assert "It was a long road." in passage
+        assert "It was a long road, " in passage
         assert (other.answers, other.meta, other.max_new_tokens) == (one.answers, one.meta, one.max_new_tokens)
+    assert len({item.prompt[0]["content"].partition("---")[0] for item in long}) == 2, "passages of their own"
     assert "length" not in tasks.parse("longproc", split=split).settings()
 
 
