@@ -13,27 +13,21 @@ from unittest import mock
 
 import transformers
 
+from foveate.lab.bench import models
 from foveate.lab.report.markdown import NONE, markdown_table
 from foveate.planning.gpus import gpu_of
 from foveate.planning.plan import Asked, Decoding, plan_of
 
-_LLAMA = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5, "dtype": "bfloat16"}
 SHAPES: Mapping[str, Any] = {
-    "Llama-3.1-8B": transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        **_LLAMA,
-    ),
+    "Llama-3.1-8B": models.SHAPES["llama-3.1-8b"],
     "Llama-3.3-70B": transformers.LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
         num_hidden_layers=80,
         num_attention_heads=64,
         num_key_value_heads=8,
-        **_LLAMA,
+        vocab_size=128256,
+        max_position_embeddings=131072,
     ),
     "Qwen3-30B-A3B": transformers.Qwen3MoeConfig(
         hidden_size=2048,
@@ -46,7 +40,6 @@ SHAPES: Mapping[str, Any] = {
         head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
-        dtype="bfloat16",
     ),
     "gpt-oss-20b": transformers.GptOssConfig(
         num_hidden_layers=24,
@@ -59,7 +52,6 @@ SHAPES: Mapping[str, Any] = {
         vocab_size=201088,
         sliding_window=128,
         num_experts_per_tok=4,
-        dtype="bfloat16",
     ),
 }
 """Published configurations, as far as memory and the time of a step depend on them."""

@@ -296,3 +296,13 @@ def test_a_folder_that_is_missing_is_known_before_torch_is_loaded(tmp_path):
     assert done.stdout == "2 False False\n"
     assert done.stderr.strip().endswith("no such model folder")
     assert time.monotonic() - begun < 20
+
+
+def test_gpus_that_share_each_layer_hold_their_part_of_weights_keys_and_summaries(eight_billion):
+    one, two = (json.loads(call(eight_billion, "--json", "--tp", ranks).stdout)["memory"] for ranks in (1, 2))
+    assert two["weights"] == one["weights"] / 2
+    served = json.loads(call(eight_billion, "--json", "--kv-cache-dtype", "fp8").stdout)[
+        "memory"
+    ]  # without room to grow
+    assert two["kept"] == served["kept"], "half of the heads, as eight bits are half of the bytes"
+    assert 0 < two["summaries"] < 0.51 * one["summaries"]
