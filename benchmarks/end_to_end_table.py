@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.summary_table import heading
 from foveate.errors import UserError
+from foveate.lab.evaluation.verdict import nothing_to_lose
 from foveate.lab.report.markdown import NONE, context_length, difference, markdown_table, number, titled
 from foveate.lab.report.rows import Row, grouped
 
+_CALIBRATION = re.compile(r'[:,]calibration="[^"]*"')
 ACTS = 0.9
 """The least share of decode steps that must be sparse for a row to tell of its method."""
 
@@ -39,10 +42,10 @@ def _table(rows: Sequence[Row]) -> str:
         if spec == "dense":
             scores = [number(found[task]["score"], 1) for task in tasks]
         else:
-            scores = [_points(found.get(task)) for task in tasks]
-        cells.append((f"`{spec.partition(':calibration')[0]}`", *scores, *_costs(found, dense)))
+            scores = [_points(found.get(task), dense[task]) for task in tasks]
+        cells.append((f"`{_CALIBRATION.sub('', spec)}`", *scores, *_costs(found, dense)))
     first = rows[0]
-    shape = f"{first['batch_size']} × {context_length(first['task_settings']['length'])} tokens"
+    shape = f"{_sequences(first)} × {context_length(first['task_settings']['length'])} tokens"
     return titled(f"{first['model']}, {first['dtype']}, {shape}", rows, markdown_table(cells))
 
 
@@ -50,12 +53,17 @@ def _words(row: Row) -> str:
     return heading({**row, "task_settings": {}})
 
 
+def _sequences(row: Row) -> int:
+    """Of the largest batch: no more than there are items."""
+    return min(row["batch_size"], row["n"])
+
+
 def _sparse(row: Row) -> float:
     return 1 - row["dense_steps"] / row["decode_steps"] if row["decode_steps"] else 0.0
 
 
-def _points(row: Row | None) -> str:
-    if row is None:
+def _points(row: Row | None, dense: Row) -> str:
+    if row is None or nothing_to_lose(dense, max_loss=1.0):
         return NONE
     return difference(row) if _sparse(row) >= ACTS else f"dense in {100 * (1 - _sparse(row)):.0f} % of the steps"
 
@@ -66,7 +74,7 @@ _COSTS = ("a token, ms", "over dense", "a request, s", "over dense", "cache of a
 def _costs(found: Mapping[str, Row], dense: Mapping[str, Row]) -> tuple[str, ...]:
     """Times are medians over the tasks in which the method was sparse; a request's are of the shortest and longest."""
     acting = [task for task, row in found.items() if row["spec"] == "dense" or _sparse(row) >= ACTS]
-    cache = max(row["resident_bytes"] / row["batch_size"] for row in found.values())
+    cache = max(row["resident_bytes"] / _sequences(row) for row in found.values())
     if not acting:
         return (NONE,) * 4 + (f"{cache / 1e9:.2f} GB",)
     token = statistics.median(found[task]["decode_ms_per_token"] for task in acting)

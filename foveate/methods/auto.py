@@ -10,11 +10,15 @@ from foveate.methods.base import About, Method, register
 from foveate.methods.kascade import Kascade
 from foveate.methods.pages import Pages
 
+SHARE = 0.2
+"""The share of the keys that ``kascade`` reads where it was not asked for by name. With the paper's tenth, answers of
+hundreds of tokens lose points (docs/guide/choose.md)."""
+
 
 @register
 class Auto(Method):
-    """Becomes ``kascade`` where a calibration for its settings is kept, or comes with foveate, for the model's weights;
-    else ``pages``. It says which, and why.
+    """Becomes ``kascade``, with a fifth of the keys, where a calibration for its settings is kept, or comes with
+    foveate, for the model's weights; else ``pages``. It says which, and why.
 
     Raises:
         ValueError: for layers of no model in particular.
@@ -31,12 +35,13 @@ class Auto(Method):
         """
         found, others = known(facts), []
         for one in found.calibrations:
-            method = Kascade(calibration=one.source)
+            method = Kascade(calibration=one.source, top_k=SHARE)
             if not (differing := method.differing(one)):
-                return method, f"kascade, with calibration {one.source!r}, which {one.origin} for these weights"
+                why = f"calibration {one.source!r}, which {one.origin} for these weights"
+                return method, f"kascade, with {SHARE:.0%} of the keys and {why}"
             others.append(f"calibration {one.source!r} is for another {' and '.join(differing)} than kascade's")
-        why = "; ".join([*others, *found.obstacles])
-        return Pages(), f"pages, because {why or 'no calibration is known for these weights (foveate calibrate)'}"
+        obstacles = "; ".join([*others, *found.obstacles])
+        return Pages(), f"pages, because {obstacles or 'no calibration is known for these weights (foveate calibrate)'}"
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
         method, why = self.chosen_for(facts())

@@ -44,6 +44,27 @@ def test_a_row_whose_steps_were_dense_tells_nothing_of_its_method(rows):
     assert "–" not in found["`pages`"]
 
 
+def test_where_dense_attention_answers_nothing_nothing_is_compared(rows):
+    some = [row | {"score": 0.0} if row["method"] == "dense" else row for row in rows if row["task"] == "hotpotqa"]
+    found = cells(some)
+    assert found["`dense`"][0] == "0.0"
+    assert found["`kascade`"][0] == "–"
+    assert "×" in found["`kascade`"][2]
+
+
+def test_a_batch_has_no_more_sequences_than_there_are_items(rows):
+    some = [row | {"batch_size": 200} for row in rows if row["task"] == "hotpotqa"]
+    assert "112 × 30,000 tokens" in end_to_end_table.table(some)
+    dense = next(row for row in some if row["method"] == "dense")
+    assert cells(some)["`dense`"][-1] == f"{dense['resident_bytes'] / 112e9:.2f} GB"
+
+
+def test_a_method_is_named_without_the_file_of_its_calibration(rows):
+    spec = 'kascade:top_k=0.2,calibration="shipped:qwen2.5-coder-1.5b-instruct"'
+    some = [row | {"spec": spec} if row["method"] == "kascade" else row for row in rows]
+    assert "`kascade:top_k=0.2`" in cells(some)
+
+
 def test_rows_of_other_bounds_and_older_rows_are_refused(rows):
     with pytest.raises(UserError, match="rows of different --dense-below are not compared"):
         end_to_end_table.table([*rows[:-1], rows[-1] | {"dense_below": 0}])

@@ -77,6 +77,25 @@ def test_the_readme_has_the_points_and_times_of_the_same_run():
     assert {one[-3].partition("–")[0] for one in made.values()} - {"–", ""} <= {"6.0", "6.1"}, "takes 6 s"
 
 
+def test_the_readme_has_what_long_answers_cost():
+    lines = tables.marked(
+        ["benchmarks/results/long-answers.jsonl", "end-to-end", "split=countdown_0.5k", "split=math500"]
+    )
+    longer = lines.split("\n\n")[1].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in longer if line.startswith("| `")]
+    made = {name: rest for name, *rest in cells}
+    for words, name in (
+        ("all: `dense`", "`dense`"),
+        ("a tenth: `kascade`", "`kascade`"),
+        ("a fifth: `attach` by itself, `kascade:top_k=0.2`", "`kascade:top_k=0.2`"),
+        ("a quarter, in pages: `pages`", "`pages`"),
+    ):
+        countdown, mathematics, token, faster, *_ = made[name]
+        time = f"{float(token):.1f} ms" + (f", {faster}" if faster else "")
+        assert f"  | {words} | {countdown} | {mathematics} | {time} |" in README
+    assert "32 × 30,000 tokens" in lines and "32 at a time (n = 96 each" in README
+
+
 def factor(point):
     return f"{point.dense / point.method:.2f}"
 

@@ -73,7 +73,8 @@ class TestKnown:
         for model, name in zip(models, names):
             assert [one.source for one in known(facts(model)).calibrations] == [name]
             assert load(name).check_model(facts(model)) is None
-            assert attached(model, "kascade")[0] == attached(model)[0] == f'kascade:calibration="{name}"'
+            assert attached(model, "kascade")[0] == f'kascade:calibration="{name}"'
+            assert attached(model)[0] == f'kascade:top_k=0.2,calibration="{name}"'
 
     def test_other_weights_of_the_shape_are_told_of(self):
         name = keep(tiny_model())
@@ -97,9 +98,10 @@ class TestKnown:
         monkeypatch.setattr(artefact, "SHIPPED", tmp_path)
         model = tiny_model()
         Calibration(facts(model), (0, 2), {"1": [0, 0]}).write(tmp_path / "tiny.json")
-        assert attached(model)[0] == 'kascade:calibration="shipped:tiny"'
+        assert attached(model)[0] == 'kascade:top_k=0.2,calibration="shipped:tiny"'
         name = keep(model)
-        assert attached(model)[0] == attached(model, "kascade")[0] == f'kascade:calibration="{name}"'
+        assert attached(model, "kascade")[0] == f'kascade:calibration="{name}"'
+        assert attached(model)[0] == f'kascade:top_k=0.2,calibration="{name}"'
 
     def test_a_damaged_one_is_told_of(self):
         model = tiny_model()
@@ -153,7 +155,8 @@ class TestAuto:
     def test_with_one_is_kascade_and_stats_repeat_it(self):
         model = tiny_model()
         name = keep(model)
-        why = f"auto: kascade, with calibration {name!r}, which `foveate calibrate` has kept for these weights"
+        why = f"auto: kascade, with 20% of the keys and calibration {name!r}, which `foveate calibrate` has kept"
+        why += " for these weights"
         with pytest.warns(UserWarning, match=why):
             foveate.attach(model)
         model.generate(tokens(60), max_new_tokens=3)
