@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from foveate.errors import UserError
 from foveate.lab.results import measurements
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +38,16 @@ SHAPES = {
     "8b": (32, 4096, 32, 8, 14_336, 128_256),
 }
 """Layers, width, query and KV heads (of 128 dimensions), width of the MLPs, and tokens of the vocabulary."""
+_FULLNESS = 0.97
+"""The least share of a case's tokens that its longest prompt has."""
+_ASKING = 100
+"""Tokens that a chat's template and question may take, or leave free."""
 BEFORE = 8
 """Cycles, or steps of dense decoding, that are left out of the times."""
 
 
 def prompts() -> Mapping[str, Callable[[int], tuple[str, str]]]:
-    """For each task the text of a row, longer than any prompt, and what is asked about it."""
+    """For each task the text of a row, and what is asked about it."""
 
     def book(row: int) -> tuple[str, str]:
         text = (ROOT / "examples" / "data" / "books" / "moby_dick.txt").read_text(encoding="utf-8")
@@ -188,6 +193,11 @@ def _batch(tokenizer: Any, task: str, tokens: int, rows: int, model: Any) -> dic
         return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
     prompts_ = [prompt(tokenizer, *prompts()[task](row), tokens) for row in range(rows)]
     longest = max(map(len, prompts_))
+    if longest < _FULLNESS * tokens - _ASKING:
+        raise UserError(
+            f"--case {tokens}x{rows}: the text of --task {task} makes prompts of at most {longest:,} tokens; take "
+            "another task or shorter prompts"
+        )
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts_])
     mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts_])
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lossless
+from foveate.errors import UserError
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2-135m"
 
@@ -42,3 +43,10 @@ def test_a_case_is_tokens_and_rows(capsys):
     with pytest.raises(SystemExit):
         lossless.main(["--shape", "8b", "--out", "rows.jsonl", "--case", "8K"])
     assert "8K is not TOKENSxROWS, such as 32768x8" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_text_that_is_too_short_for_the_case_is_refused(tmp_path):
+    asked = ["--task", "book", "--case", "60000x1", "--out", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(UserError, match=r"--case 60000x1: the text of --task book makes prompts of at most 3\d,\d{3}"):
+        lossless.main(["--model", str(MODEL), *asked])
