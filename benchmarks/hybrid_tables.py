@@ -129,8 +129,18 @@ def heads(rows: Sequence[Row]) -> str:
 
 
 def training(rows: Sequence[Row]) -> str:
-    """A line for each model, its size and number of GPUs: tokens a second, over those of one GPU, of the peak."""
-    alone = {_model(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}
+    """A table for each kind of GPU, with a line for each model, its size and number of GPUs.
+
+    Tokens a second are compared with one GPU of the kind that computes the delta rule in the same way.
+    """
+    return "\n\n".join(map(_training, grouped(rows, lambda row: row["device"]).values()))
+
+
+def _training(rows: Sequence[Row]) -> str:
+    def of(row: Row) -> tuple[str, str]:
+        return _model(row), row["gated_delta_rule"]
+
+    alone = {of(row): row["tokens_per_s"] for row in rows if row["case"]["processes"] == 1}
     case = rows[0]["case"]
     title = f"rows of {context_length(case['length'])} tokens, {case['dtype']}{', compiled' if case['compile'] else ''}"
     cells = {
@@ -138,9 +148,8 @@ def training(rows: Sequence[Row]) -> str:
         "GPUs": lambda row: str(row["case"]["gpus"]),
         "tokens a step": lambda row: f"{row['case']['tokens'] * row['case']['processes']:,}",
         "tokens a second": lambda row: f"{row['tokens_per_s']:,.0f}",
-        "over one GPU": lambda row: (
-            f"{row['tokens_per_s'] / alone[_model(row)]:.2f}×" if _model(row) in alone else NONE
-        ),
+        "over one GPU": lambda row: f"{row['tokens_per_s'] / alone[of(row)]:.2f}×" if of(row) in alone else NONE,
+        "delta rule": lambda row: (row["gated_delta_rule"] or NONE).partition(" (")[0],
         "over the baseline": lambda row: (
             NONE if row["baseline"] == row["case"]["preset"] else f"{row['speedup']:.2f}× `{row['baseline']}`"
         ),

@@ -64,14 +64,20 @@ def test_a_preset_that_lacks_a_context_has_empty_cells():
 
 
 def test_two_gpus_are_held_against_one():
-    def one(processes, rate):
+    def one(processes, rate, rule="flash-linear-attention"):
         case = {"preset": "lalte", "size": "27M", "gpus": processes, "processes": processes, "tokens": 65536}
         case |= {"length": 2048, "dtype": "bfloat16", "compile": True}
         beside = {"speedup": 0.8, "baseline": "transformer", "peak_share": 0.1, "peak_bytes": 3e10}
-        return {"case": case, "tokens_per_s": rate, **beside, **MADE}
+        return {"case": case, "tokens_per_s": rate, "gated_delta_rule": rule, **beside, **MADE}
 
-    lines = hybrids.training([one(1, 5e5), one(2, 9.5e5)]).splitlines()
-    assert "| 1 | 65,536 | 500,000 | 1.00× | 0.80× `transformer` | 10.0 % | 30.0 GB |" in lines[-2]
-    assert "| 2 | 131,072 | 950,000 | 1.90× |" in lines[-1]
+    lines = hybrids.training(
+        [one(1, 5e5), one(2, 9.5e5), one(2, 3e5, "torch (fla-core is not installed)")]
+    ).splitlines()
+    first = "| 1 | 65,536 | 500,000 | 1.00× | flash-linear-attention | 0.80× `transformer` | 10.0 % | 30.0 GB |"
+    assert first in lines[-3]
+    assert "| 2 | 131,072 | 950,000 | 1.90× |" in lines[-2]
+    assert "| 2 | 131,072 | 300,000 | – | torch |" in lines[-1]
+    other = one(2, 9.5e5) | {"device": "another GPU"}
+    assert "| 2 | 131,072 | 950,000 | – |" in hybrids.training([one(1, 5e5), other])
     alone = one(1, 5e5) | {"speedup": 1.0, "baseline": "lalte"}  # no other preset was measured beside it
-    assert "| 1 | 65,536 | 500,000 | 1.00× | – | 10.0 % | 30.0 GB |" in hybrids.training([alone])
+    assert "| 1.00× | flash-linear-attention | – | 10.0 % | 30.0 GB |" in hybrids.training([alone])

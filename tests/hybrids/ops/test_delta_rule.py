@@ -2,6 +2,7 @@
 
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -197,3 +198,16 @@ class TestProof:
         reason, guard = proved(WrongGradient.apply, True)
         assert "differs from fp32" in reason
         assert not guard
+
+
+def test_on_a_gpu_without_the_library_the_slower_path_is_told_once(monkeypatch):
+    monkeypatch.setattr(library, "kernels_wanted", lambda: True)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    library._say_once.cache_clear()
+    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 8, 16))
+    with pytest.warns(UserWarning, match="the slower torch path runs: fla-core is not installed"):
+        assert library.obstacle(q, q) == "fla-core is not installed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert library.obstacle(q, q)
+    library._say_once.cache_clear()

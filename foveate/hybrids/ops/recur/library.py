@@ -12,8 +12,9 @@ from foveate.hybrids.ops.recur import chunked
 from foveate.hybrids.ops.recur.reference import Recurred
 from foveate.ops.dispatch import kernels_wanted
 
-_TOLERANCE = 0.01
-"""Largest error of the library, relative to the largest number in fp32: bf16 rounds to 0.004."""
+_TOLERANCE = 0.015
+"""Largest error of the library, relative to the largest number in fp32. bf16 rounds to 0.004, and what the library adds
+up in bf16 was off by 0.011 on an H200 (fla-core 0.6.0, four heads of 64)."""
 _GUARD = "TRITON_ABOVE_3_7_1"
 
 
@@ -39,11 +40,11 @@ def obstacle(q: Tensor, v: Tensor) -> str:
         return "they run on GPUs"
     if not kernels_wanted():
         return "kernels are switched off"
-    if importlib.util.find_spec("fla") is None:
-        return "fla-core is not installed"
     if q.dtype not in (torch.bfloat16, torch.float16) or v.dtype != q.dtype:
         return f"they take bf16 and fp16, not {q.dtype}"
-    reason = _proved(q.device, q.shape[1], q.shape[3], v.shape[3], q.dtype, torch.is_grad_enabled())
+    reason = "fla-core is not installed"
+    if importlib.util.find_spec("fla") is not None:
+        reason = _proved(q.device, q.shape[1], q.shape[3], v.shape[3], q.dtype, torch.is_grad_enabled())
     if reason:
         _say_once(f"flash-linear-attention's gated delta rule is not used, the slower torch path runs: {reason}")
     return reason
