@@ -206,7 +206,8 @@ def _items(plan: Plan, task: Task, tokenizer: Any, facts: dict[str, Any]) -> lis
 def _studied(
     plan: Plan, model: Any, policies: Mapping[int, Policy], prompt: list[int]
 ) -> tuple[Measured, torch.Tensor]:
-    study = Study(model, policies, plan.keys, plan.tile)
+    pools_layer = plan.by == "similarity" and plan.method.pools_layer  # else heads are mapped to each other
+    study = Study(model, policies, plan.keys, plan.tile, pools_layer)
     try:
         model(torch.tensor([prompt], device=model.device), use_cache=False, logits_to_keep=1)
         return study.result()

@@ -49,11 +49,15 @@ class Similarity:
         k: keys chosen for a tile.
         tile: queries that share their keys, the heads of a group counted, among the keys before them; 1 for each token
             by itself, which also sees its own key (equation 3 as written).
+        pools_layer: whether the heads of a layer choose together, by their mean attention (section 3.2); each is then
+            shown with what the layer has chosen, and what all its heads attend to.
     """
 
     k: int = 64
     tile: int = 128
+    pools_layer: bool = False
     layers: list[int] = field(default_factory=list)
+    _heads: int = 0
     _chosen: list[Tensor] = field(default_factory=list)
     _captured: list[Tensor] = field(default_factory=list)
     _coverage: list[Tensor] = field(default_factory=list)
@@ -80,20 +84,23 @@ class Similarity:
             mass = mass[:, max(first_scored - first, 0) :]
             if not mass.shape[1]:
                 continue
+            if self.pools_layer:
+                mass = mass.mean(0, keepdim=True)
             own = ops.topk(mass, self.k)
             done = sum(block.shape[1] for block in chosen)
             earlier = [layer_chosen[:, done : done + own.shape[1]].to(own) for layer_chosen in self._chosen]
             captured.append(_captured(mass, torch.stack([*earlier, own])))
             chosen.append(own.to(torch.int32))
         self.layers.append(layer)
+        self._heads = k.shape[1]
         self._chosen.append(torch.cat(chosen, 1))
         self._captured.append(torch.cat(captured, -1))
         self._coverage.append(_coverage(q, k, logits))
 
     def result(self) -> Measured:
         """What the prompt has shown, on the CPU."""
-        number, heads = len(self.layers), self._captured[0].shape[1]
-        captured = torch.zeros(self._captured[0].shape[-1], number, heads, number, heads)
+        number = len(self.layers)
+        captured = torch.zeros(self._captured[0].shape[-1], number, self._heads, number, self._heads)
         for b, one in enumerate(self._captured):
             captured[:, : b + 1, :, b] = one.permute(3, 0, 1, 2).cpu()
         return Measured(captured, torch.stack([one.cpu() for one in self._coverage]))

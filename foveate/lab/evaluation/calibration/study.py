@@ -30,12 +30,12 @@ class Study:
     Args:
         model: the attached model, or its decoder.
         policies: of the layers that are watched.
-        k, tile: see :class:`Similarity`.
+        k, tile, pools_layer: see :class:`Similarity`.
     """
 
-    def __init__(self, model: nn.Module, policies: Mapping[int, Policy], k: int, tile: int):
+    def __init__(self, model: nn.Module, policies: Mapping[int, Policy], k: int, tile: int, pools_layer: bool = False):
         self._policies = policies
-        self._similarity = Similarity(k, tile)
+        self._similarity = Similarity(k, tile, pools_layer)
         self._passing: dict[int, _Passing] = {}
         self._importance: dict[int, Tensor] = {}
         self._hooks: list[Any] = []

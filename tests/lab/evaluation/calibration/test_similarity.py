@@ -56,6 +56,21 @@ def written_out(prompt, k, tile):
     return captured
 
 
+def test_a_layer_chooses_by_the_mean_of_its_heads():
+    """Section 3.2 of the paper, by attention matrices that are written out."""
+    prompt, k = drawn(23), 4
+    study = Similarity(k, tile=1, pools_layer=True)
+    for layer, (q, keys) in enumerate(prompt):
+        study.look(layer, q, keys, Logits(SCALING))
+    found = study.result().captured
+    matrices = [attention(q, keys).mean(0) for q, keys in prompt]
+    for t, a, b in itertools.product(range(len(found)), range(LAYERS), range(LAYERS)):
+        at = t + k  # the first query that sees more than k keys
+        chosen = matrices[a][at, : at + 1].topk(k).indices
+        expected = matrices[b][at, chosen].sum() if a <= b else torch.zeros(())
+        assert found[t, a, :, b].flatten().tolist() == pytest.approx([float(expected)] * KV_HEADS**2, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("length", "k", "tile"),
     [(40, 5, 12), (37, 5, 12), (37, 8, 12), (29, 4, 1), (33, 3, 2), (50, 7, 100)],
