@@ -254,7 +254,10 @@ def calibrate(
     ] = "together",
     method: Annotated[
         str | None,
-        typer.Option(help="kascade with the settings that divergence and time are measured under: pool, top_k, …"),
+        typer.Option(
+            help="kascade with the settings that divergence and time are measured under: pool, top_k, …; by similarity "
+            "kascade_paper, whose pool says whether a layer or a KV head chooses."
+        ),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer along which predictions are compared.")] = 16,
     batch_size: Annotated[int, typer.Option(help="Prompts answered together.")] = 8,

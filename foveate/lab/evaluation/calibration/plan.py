@@ -86,8 +86,6 @@ class Plan:
         idle: dict[str, Any] = {} if self.by == "together" else {"rounds": 0, "prompts": PROMPTS[0]}
         if not self.diverges:
             idle |= {"answer_tokens": _ANSWER_TOKENS, "batch_size": _BATCH_SIZE}
-            if self.time_share is None:
-                idle["method"] = self._usual_method
         for name, default in idle.items():
             if getattr(self, name) != default:
                 raise UserError(f"{option(name)} has no effect when anchors are chosen by {self.by}")
@@ -101,6 +99,13 @@ class Plan:
             raise UserError(f"method must be kascade with its settings, not {method.spec}")
         if (method.anchors, method.heads, method.calibration) != (Kascade.anchors, None, ""):
             raise UserError(f"method must leave out anchors, heads and calibration, which are chosen: {method.spec}")
+        if not self.diverges and self.time_share is None:
+            usual = dataclasses.replace(self._usual_method, pool=method.pool)
+            if method != usual:
+                raise UserError(
+                    f"method has no effect when anchors are chosen by {self.by}, but for its pool: {method.spec}; "
+                    f"{usual.spec} is possible"
+                )
         if self.prompts == "sparse" and method.decode_only:
             raise UserError(f"method must be sparse in prompts, too, with prompts sparse: {method.spec}")
         for name in _OF_PROMPTS if self.prompts == "dense" else ():

@@ -527,7 +527,8 @@ class TestBadPlans:
             ({"batch_size": 0}, "batch-size must be at least 1"),
             ({"answer_tokens": 9}, "answer-tokens has no effect when anchors are chosen by similarity"),
             ({"batch_size": 2}, "batch-size has no effect when"),
-            ({"method": Kascade(top_k=9)}, "method has no effect when"),
+            ({"method": Kascade(top_k=9)}, "method has no effect when .* kascade_paper:pool=layer is possible"),
+            ({"method": KascadePaper(top_k=9, pool="layer")}, "method has no effect when"),
             ({"by": "divergence", "method": H2O()}, "method must be kascade with its settings, not h2o"),
             *(
                 (
