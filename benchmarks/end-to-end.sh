@@ -4,11 +4,11 @@
 #   benchmarks/end-to-end.sh MODEL DATA [OUT_FOLDER] [ITEMS]
 # MODEL: a Hugging Face folder whose calibration comes with foveate or is kept (`foveate calibrate`); DATA: a folder with
 # ruler/, books/, multihop/, longproc/ and aime/ (docs/guide/data.md); ITEMS: of each task, half as many of those with
-# long answers, 112 if left out. Writes OUT_FOLDER/end-to-end.jsonl. CELLS: see luka-methods.sh; a cell is named
-# SEQUENCESx30K-TASK.
+# long answers, 128 if left out, so that all batches are full. Writes OUT_FOLDER/end-to-end.jsonl. CELLS: see
+# luka-methods.sh; a cell is named SEQUENCESx30K-TASK.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-model=$(realpath "$1") data=$(realpath "$2") items=${4:-112}
+model=$(realpath "$1") data=$(realpath "$2") items=${4:-128}
 mkdir -p "${3:-runs}/end-to-end/$(basename "$model")"
 out=$(realpath "${3:-runs}")
 source "$here/luka-methods.sh"

@@ -44,13 +44,17 @@ class Phase:
     changing: bool = False
     """Whether a change of the cache (a forward pass, a crop) has begun and not ended. It stays True after an exception
     or an interrupt, also in copies and pickles: such a cache is refused."""
+    unusable: str = ""
+    """Why nothing can go on from the cache, though no change of it was interrupted; empty where something can."""
     written: bool = False
     """Whether the change in progress has written to a layer."""
     within_step: bool = False
     """Whether the pass in progress is part of a step that :class:`~foveate.runtime.ReplayedSteps` begins and ends."""
 
     def check_whole(self) -> None:
-        """Raises ValueError if a change of the cache has begun and not ended."""
+        """Raises ValueError if a change of the cache has begun and not ended, or nothing can go on from it."""
+        if self.unusable:
+            raise ValueError(self.unusable)
         if self.changing:
             raise ValueError(
                 "a forward pass on this cache, or another change of it, was interrupted, so its layers may hold "

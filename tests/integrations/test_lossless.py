@@ -416,8 +416,12 @@ def test_a_cache_whose_rows_ended_apart_is_not_returned(dense):
     cache = foveate.Cache(model)
     found = generate(model, eos_token_id=[end], return_dict_in_generate=True, **cached(cache))
     assert found.get(CACHE) is None
-    with pytest.raises(ValueError, match="start a new cache"):
-        generate(model, **cached(cache))
+    for one in (cache, copy.deepcopy(cache)):
+        with pytest.raises(ValueError, match=r"end after different numbers of tokens.*start a new cache"):
+            generate(model, **cached(one))
+    cache.reset()
+    again = generate(model, eos_token_id=[end], return_dict_in_generate=True, **cached(cache))
+    assert torch.equal(again.sequences, found.sequences)
 
 
 def test_sampled_tokens_have_the_model_s_distribution():

@@ -323,7 +323,7 @@ class Cache(transformers.Cache):
         self.phase.changing = True
         super().reset()
         self.phase.prompt_end, self.phase.prompt_end_known, self.phase.layout = None, False, None
-        self.phase.prompt_end_guessed, self.phase.changing = False, False
+        self.phase.prompt_end_guessed, self.phase.changing, self.phase.unusable = False, False, ""
         self.phase.forward.clear()
         if self.phase.offload is not None:
             self.phase.offload.transfers.close(self.phase.held)

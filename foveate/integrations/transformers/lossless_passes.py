@@ -99,7 +99,10 @@ class Passes:
         rows, phase = self._layers[0].store.rows, self._cache.phase
         decoded = set(map(operator.sub, rows["lengths"], rows["prompt"]))
         if len(decoded) > 1:
-            phase.changing = True  # rows end at different columns, from which no later turn could go on
+            phase.unusable = (
+                "the rows of this cache end after different numbers of tokens, as lossless decoding leaves them, and "
+                "no later turn can go on from there; start a new cache"
+            )
             return False
         if number := decoded.pop():
             self._cache.ids.write(phase.prompt_end, tokens[:, :number])

@@ -176,11 +176,9 @@ def prepare(plan: Comparison) -> Prepared:
     plan = dataclasses.replace(plan, model=path, device=device, dtype=dtype)
     methods = (one if isinstance(one, NativeModel) else source.settled(one) for one in plan.methods)
     plan = dataclasses.replace(plan, methods=tuple({_method_key(one): one for one in methods}.values()))
-    files = plan.task.files(plan.data)
-    settings = plan.task.settings()
-    asked = sum(settings.get(name, 0) for name in ("length", "continuation", "max_new_tokens"))
+    files, settings = plan.task.files(plan.data), plan.task.settings()
     what = f"task '{plan.task.name}' (prompt and answer) needs"
-    model_folder.check_positions(asked, facts, what)
+    model_folder.check_positions(plan.task.least_positions(plan.data), facts, what)
     tokenizer = source.tokenizer()
     items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
     model_folder.check_positions(max(item.positions for item in items), facts, what)

@@ -46,6 +46,15 @@ def write(path, *records):
 QUESTION = {"context": "The bridge is red.", "question": "What colour is the bridge?", "answer": "Red"}
 
 
+def test_only_texts_need_the_positions_of_a_window(tmp_path):
+    record = {"context": "a b c", "question": "what", "answer": "a"}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
+    own = task(length=4096, max_new_tokens=64)
+    assert own.least_positions(tmp_path) == 64
+    (tmp_path / "text.md").write_text("one two three")
+    assert own.least_positions(tmp_path) == 4160
+
+
 def test_texts_are_cut_into_windows(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "long.md").write_text(" ".join(f"w{n}" for n in range(49)), encoding="utf-8")

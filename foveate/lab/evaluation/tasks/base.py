@@ -142,6 +142,10 @@ class Task:
         settings = ",".join(f"{key}={value}" for key, value in self.settings().items())
         return [f"--task {self.name}:{settings}"]
 
+    def least_positions(self, data: Path) -> int:
+        """Positions that the model needs for a prompt and its answer by the settings alone, before any is read."""
+        return sum(getattr(self, name, 0) for name in ("length", "continuation", "max_new_tokens"))
+
     def files(self, data: Path) -> list[Path]:
         """The files of the data folder that the items are made of. Raises `DataError` if they are missing."""
         raise NotImplementedError

@@ -70,6 +70,11 @@ class Documents(Task):
             )
         return files
 
+    def least_positions(self, data: Path) -> int:
+        """As of any task; of records, which are read whole, the answer alone."""
+        texts = any(_kind(path) in _TEXTS for path in self.files(data))
+        return super().least_positions(data) if texts else self.max_new_tokens
+
     def reads(self, data: Path, out: Path) -> bool:
         return Path(data).is_dir() and _kind(out) in _RECORDS and out.resolve().is_relative_to(Path(data).resolve())
 
