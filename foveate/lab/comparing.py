@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import foveate
-from foveate.errors import UserError, of_extra, require
+from foveate.errors import UserError, of_extra, require, unknown
 from foveate.lab.evaluation import generation, lens, runner, tasks
 from foveate.lab.evaluation.metrics import Interval
 from foveate.lab.evaluation.paired import paired
 from foveate.lab.evaluation.sources import InMemory
 from foveate.lab.evaluation.tasks.base import Item, Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
+from foveate.lab.report import lines
+from foveate.lab.report.rows import all_spelled
 from foveate.lab.results import resultfile
 from foveate.methods import Method
 
@@ -217,6 +219,45 @@ class Run:
             raise UserError("no recall was measured: compare with recall=4, say, on a task whose answers are generated")
         return {layer: _mean(one[layer] for one in found) for layer in found[0]}
 
+    def plot(self, kind: str, out: str | Path, against: str | None = None) -> list[str]:
+        """Draw the comparison as a PNG file; an existing file is replaced.
+
+        Args:
+            kind: ``"frontier"``: scores with their 95 % intervals against what decode steps read, in which a method
+                has one colour, its budgets are joined, and dense attention is a level. ``"recall"``: :meth:`recall` of
+                every method in every layer, in colours.
+            out: the file, whose name ends in ``.png``.
+            against: of a frontier, what scores are drawn against: ``"keys_read_share"`` (the default), in percent, or
+                ``"kv_bytes_per_step"``, megabytes of keys and values that one sequence reads in all layers.
+
+        Returns:
+            A line for each method that is not in the picture, with the reason.
+
+        Raises:
+            UserError: for an unknown kind or ``against``, and for ``against`` of another kind; for a file of another
+                suffix, or one that cannot be written; where there is nothing to draw; and where matplotlib is missing.
+        """
+        if kind not in _PLOTS:
+            raise unknown("kind of plot", kind, _PLOTS, "run.plot")
+        if kind != "frontier" and against is not None:
+            raise UserError(f"against must be left out of a plot of kind {kind}, got {against}")
+        return _PLOTS[kind](self, Path(out), **({} if against is None else {"against": against}))
+
+    def _plot_frontier(self, out: Path, against: str = "keys_read_share") -> list[str]:
+        from foveate.lab.report.plots.frontier import frontier
+
+        return frontier(all_spelled(self.rows), out, against=against)
+
+    def _plot_recall(self, out: Path) -> list[str]:
+        from foveate.lab.report.plots.recall import draw
+
+        measured = [row for row in self.rows if any(self._recalls.get(row["spec"], ()))]
+        if not measured:
+            self.recall(self.rows[0]["spec"])  # says how recall is measured
+        facts = f"{lines.circumstances(measured)} · {self.task.name}"
+        draw({row["spec"]: self.recall(row["spec"]) for row in measured}, out, facts)
+        return [f"{row['spec']}: no recall was measured, not drawn" for row in self.rows if row not in measured]
+
     def frame(self) -> Any:
         """:meth:`items` as a pandas DataFrame. Raises `UserError` where pandas is missing."""
         return of_extra("pandas", "report", "data frames need").DataFrame(self.items())
@@ -235,3 +276,7 @@ class Run:
             apart = f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
             lines.append(f"{row['spec']:{width}}  {score}  {apart if row['method'] != 'dense' else ''}".rstrip())
         return "\n".join(lines)
+
+
+_PLOTS = {"frontier": Run._plot_frontier, "recall": Run._plot_recall}
+"""By their kind."""

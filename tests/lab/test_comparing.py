@@ -9,6 +9,8 @@ from foveate import lab
 from foveate.errors import UserError
 from foveate.integrations.transformers import loading
 from foveate.lab.evaluation import runner, tasks
+from foveate.lab.report.plots import figure
+from foveate.lab.report.plots.frontier import frontier
 from foveate.lab.report.rows import read
 
 SPECS = ["h2o:top_k=8,window=8", "luka:page_size=4,tail=8", "luka:page_size=8,tail=8"]
@@ -106,6 +108,43 @@ def test_recall_tells_which_layer_misses_what(loaded, asked, doors):
         lab.compare(*loaded, asked, [], limit=1, recall=1).recall("dense")
     with pytest.raises(UserError, match="recall must be a number of items, or 0"):
         lab.compare(*loaded, asked, [], limit=1, recall=-1)
+
+
+def test_a_run_is_drawn_as_its_rows_are(loaded, asked, tmp_path, coarse):
+    """A frontier is the picture that `foveate plot frontier` draws of the saved rows, byte for byte."""
+    run = lab.compare(*loaded, asked, ["h2o:top_k=8,window=8", "h2o:top_k=20,window=8", "uniform:top_k=8"], limit=2)
+    assert run.plot("frontier", tmp_path / "run.png") == []
+    run.save(tmp_path / "rows.jsonl")
+    frontier(read([tmp_path / "rows.jsonl"]), tmp_path / "rows.png")
+    assert (tmp_path / "run.png").read_bytes() == (tmp_path / "rows.png").read_bytes()
+    run.plot("frontier", tmp_path / "bytes.png", against="kv_bytes_per_step")
+    assert (tmp_path / "bytes.png").read_bytes() != (tmp_path / "run.png").read_bytes()
+    wrong = {
+        ("frontiers", "run.png"): r"run.plot: unknown kind of plot 'frontiers'. Did you mean 'frontier'\? Allowed: "
+        "frontier, recall",
+        ("frontier", "run.pdf"): r"run\.pdf: plots are PNG files, so the name must end in \.png",
+        ("recall", "run.png"): "no recall was measured: compare with recall=4",
+    }
+    for (kind, name), message in wrong.items():
+        with pytest.raises(UserError, match=message):
+            run.plot(kind, tmp_path / name)
+    with pytest.raises(UserError, match="against must be left out of a plot of kind recall, got kv_bytes_per_step"):
+        run.plot("recall", tmp_path / "run.png", against="kv_bytes_per_step")
+    with pytest.raises(UserError, match=r"unknown field 'keys'\..*Allowed: keys_read_share, kv_bytes_per_step"):
+        run.plot("frontier", tmp_path / "run.png", against="keys")
+
+
+def test_recall_is_drawn_by_layer_and_method(loaded, doors, tmp_path, coarse, pages_of):
+    small = "streaming:sinks=2,window=8"
+    run = lab.compare(*loaded, lab.documents(doors, max_new_tokens=6, length=512), [small], limit=2, recall=1)
+    pages = pages_of(figure)
+    assert run.plot("recall", tmp_path / "recall.png") == []
+    axis, colours = pages[0].axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["dense", small]
+    cells = axis.images[0].get_array()
+    assert cells.shape == (2, 2)
+    assert cells[1].tolist() == pytest.approx([100 * share for share in run.recall(small).values()])
+    assert colours.get_ylabel() == "recall, %"
 
 
 def test_mistakes_are_told_before_an_item_is_answered(loaded, asked):
