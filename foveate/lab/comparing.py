@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import foveate
-from foveate.errors import UserError, of_extra, require, unknown
-from foveate.lab.evaluation import generation, lens, runner, tasks
+from foveate.errors import UserError, of_extra, unknown
+from foveate.lab.evaluation import runner, tasks
 from foveate.lab.evaluation.metrics import Interval
 from foveate.lab.evaluation.paired import paired
 from foveate.lab.evaluation.sources import InMemory
-from foveate.lab.evaluation.tasks.base import Item, Task
+from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
-from foveate.lab.report import lines
 from foveate.lab.report.rows import all_spelled
 from foveate.lab.results import resultfile
 from foveate.methods import Method
@@ -84,7 +82,8 @@ def compare(
             with "auto" steps are what `attach` and the server make of them.
         recall: of how many of the first items it is measured, too, which share of exact attention, over all tokens so
             far, the tokens hold that a method reads; of tasks whose answers are generated. Prompts are read once more
-            for each method, by PyTorch's references, and the first eight decoded tokens count.
+            for each method, by PyTorch's references, and the first eight decoded tokens count. Rows have the mean
+            over these items by layer, as `foveate compare --recall` writes it.
         out: a file for the rows, as `foveate compare` writes them. An interrupted comparison goes on there. None: no
             file.
         progress: called with a method's spec and the number of items that it has answered.
@@ -95,7 +94,6 @@ def compare(
     """
     if getattr(model, "foveate", None) is not None:
         raise UserError("the model has a method already: call foveate.detach(model) first")
-    require(recall >= 0, "recall", "a number of items, or 0", recall)
     chosen, _ = runner.parse_methods([one if isinstance(one, str) else one.spec for one in methods])
     given = Fidelity(of=asked.task) if asked.task.needs_dense(asked.data) else asked.task
     loaded = InMemory(model, tokenizer)
@@ -112,23 +110,12 @@ def compare(
             seed,
             share_prompt=share_prompt,
             dense_below=dense_below,
+            recall=recall,
             loaded=loaded,
         )
         prepared, records = runner.prepare(plan), []
         rows = runner.run(prepared, progress or (lambda method, items: None), records)
-    few = prepared.items[:recall]
-    recalls = {method.spec: _recalls(model, tokenizer, method, few) for method in prepared.plan.methods if few}
-    return Run(given, rows, [item.id for item in prepared.items], records, recalls)
-
-
-def _recalls(model: Any, tokenizer: Any, method: Any, items: Sequence[Item]) -> list[dict[int, float] | None]:
-    """The recall of each item by layer, the mean over steps and KV heads; None where no token was decoded alone."""
-    found = []
-    for item in items:
-        with foveate.attached(model, method, dense_below=0, cuda_graph=False), lens.recording(model) as recorder:
-            generation.run_batch(model, tokenizer, [item])
-            found.append(lens.of_layers(recorder.recall()) if recorder.decoded else None)
-    return found
+    return Run(given, rows, [item.id for item in prepared.items], records)
 
 
 def _mean(numbers: Iterable[float]) -> float:
@@ -144,7 +131,6 @@ class Run:
         rows: a row for each method, dense attention's first.
         ids: of the items, in order.
         records: of each method and batch that this call has answered.
-        recalls: by spec, of the first items by layer.
     """
 
     def __init__(
@@ -153,10 +139,8 @@ class Run:
         rows: Sequence[Mapping[str, Any]],
         ids: Sequence[str],
         records: Sequence[Mapping[str, Any]],
-        recalls: Mapping[str, Sequence[Mapping[int, float] | None]],
     ):
         self.task, self.rows, self._ids, self._records = task, list(rows), list(ids), list(records)
-        self._recalls = recalls
 
     def row(self, method: str | Method) -> Mapping[str, Any]:
         """The row of a method, by its spec, or by its name where only one has that name.
@@ -203,7 +187,7 @@ class Run:
             for place, (values, text) in enumerate(zip(record["values"], record["texts"])):
                 found.append({"method": record["spec"], "item": self._ids[first + place], "answer": text})
                 found[-1] |= values | costs
-                layers = self._recalls.get(record["spec"], ())[first + place : first + place + 1]
+                layers = record.get("recall", ())[place : place + 1]
                 found[-1] |= {"recall": _mean(layers[0].values())} if layers and layers[0] else {}
         return found
 
@@ -214,10 +198,9 @@ class Run:
         Raises:
             UserError: as :meth:`row`, and where no recall was measured.
         """
-        found = [one for one in self._recalls.get(self.row(method)["spec"], ()) if one]
-        if not found:
+        if not (found := self.row(method).get("recall")):
             raise UserError("no recall was measured: compare with recall=4, say, on a task whose answers are generated")
-        return {layer: _mean(one[layer] for one in found) for layer in found[0]}
+        return {int(layer): share for layer, share in found.items()}
 
     def plot(self, kind: str, out: str | Path, against: str | None = None) -> list[str]:
         """Draw the comparison as a PNG file; an existing file is replaced.
@@ -249,14 +232,9 @@ class Run:
         return frontier(all_spelled(self.rows), out, against=against)
 
     def _plot_recall(self, out: Path) -> list[str]:
-        from foveate.lab.report.plots.recall import draw
+        from foveate.lab.report.plots.recall import recall
 
-        measured = [row for row in self.rows if any(self._recalls.get(row["spec"], ()))]
-        if not measured:
-            self.recall(self.rows[0]["spec"])  # says how recall is measured
-        facts = f"{lines.circumstances(measured)} · {self.task.name}"
-        draw({row["spec"]: self.recall(row["spec"]) for row in measured}, out, facts)
-        return [f"{row['spec']}: no recall was measured, not drawn" for row in self.rows if row not in measured]
+        return recall(self.rows, out)
 
     def frame(self) -> Any:
         """:meth:`items` as a pandas DataFrame. Raises `UserError` where pandas is missing."""

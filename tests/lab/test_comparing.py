@@ -105,7 +105,9 @@ def test_recall_tells_which_layer_misses_what(loaded, asked, doors):
     assert sum(line["recall"] for line in lines[:2]) / 2 == pytest.approx(sum(much.values()) / 2)
     assert "recall" not in lines[2]
     with pytest.raises(UserError, match="no recall was measured: compare with recall=4"):
-        lab.compare(*loaded, asked, [], limit=1, recall=1).recall("dense")
+        lab.compare(*loaded, asked, [], limit=1).recall("dense")
+    with pytest.raises(UserError, match="recall is measured on answers that are generated, and those of task 'perpl"):
+        lab.compare(*loaded, asked, [], limit=1, recall=1)
     with pytest.raises(UserError, match="recall must be a number of items, or 0"):
         lab.compare(*loaded, asked, [], limit=1, recall=-1)
 
@@ -140,6 +142,9 @@ def test_recall_is_drawn_by_layer_and_method(loaded, doors, tmp_path, coarse, pa
     pages = pages_of(figure)
     assert run.plot("recall", tmp_path / "recall.png") == []
     axis, colours = pages[0].axes
+    assert pages[0].get_suptitle().endswith("n = 2, recall of the first 1")
+    del run.rows[0]["recall"]
+    assert run.plot("recall", tmp_path / "recall.png") == ["dense: no recall was measured, not drawn"]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["dense", small]
     cells = axis.images[0].get_array()
     assert cells.shape == (2, 2)
