@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
 from foveate.lab.report.rows import all_spelled
 from foveate.lab.results import resultfile
-from foveate.methods import Method
+from foveate.methods import Method, make
 
 
 class Asked(NamedTuple):
@@ -50,6 +51,39 @@ def documents(path: str | Path, **settings: Any) -> Asked:
     return task("documents", path, **settings)
 
 
+def sweep(method: str | Method, **settings: Any) -> list[str]:
+    """The specs of a method under several values of its settings, as :func:`compare` takes them.
+
+    >>> sweep("snapkv", top_k=[0.1, 0.25, 0.5])
+    ['snapkv:top_k=0.1', 'snapkv:top_k=0.25', 'snapkv:top_k=0.5']
+
+    Args:
+        method: a name, a spec whose settings all of them have, or a method.
+        settings: by name one value, or a list, range or NumPy array of values. With several lists there is a spec for
+            each combination, in which the last setting varies fastest. A setting whose value is a list itself, such as
+            ``anchors``, takes a tuple, or a list of tuples.
+
+    Returns:
+        Each spec once. Every one of them has been read as a method.
+
+    Raises:
+        UserError: for an unknown method or setting, a value that a setting does not take, and a list without values.
+    """
+    choices = {}
+    for name, value in settings.items():
+        values = list(value) if isinstance(value, (list, range, np.ndarray)) else [value]
+        if not values:
+            raise UserError(f"{name} must have at least one value to sweep, got {value!r}")
+        choices[name] = values
+    specs = []
+    for values in itertools.product(*choices.values()):
+        try:
+            specs.append(make(method, **dict(zip(choices, values))).spec)
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error)) from None
+    return list(dict.fromkeys(specs))
+
+
 def compare(
     model: Any,
     tokenizer: Any,
@@ -73,7 +107,7 @@ def compare(
         tokenizer: of the model.
         asked: of :func:`task` or :func:`documents`. Where documents hold no answers, methods go along the
             answers of dense attention.
-        methods: specs or methods.
+        methods: specs or methods; :func:`sweep` makes the specs of several budgets.
         limit: items at most.
         batch_size: items answered at once.
         seed: of the items and of the intervals.

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import foveate
@@ -150,6 +151,36 @@ def test_recall_is_drawn_by_layer_and_method(loaded, doors, tmp_path, coarse, pa
     assert cells.shape == (2, 2)
     assert cells[1].tolist() == pytest.approx([100 * share for share in run.recall(small).values()])
     assert colours.get_ylabel() == "recall, %"
+
+
+def test_a_sweep_gives_a_spec_for_each_value(loaded, asked):
+    assert lab.sweep("snapkv", top_k=[0.1, 0.25, 0.5]) == [f"snapkv:top_k={share}" for share in (0.1, 0.25, 0.5)]
+    assert lab.sweep("snapkv:window=16", top_k=np.array([0.1, 0.5])) == [
+        "snapkv:top_k=0.1,window=16",
+        "snapkv:top_k=0.5,window=16",
+    ]
+    both = lab.sweep("h2o", window=range(8, 10), top_k=[8, 8.0 / 16])
+    assert both == [f"h2o:top_k={top_k},window={window}" for window in (8, 9) for top_k in (8, 0.5)]
+    assert lab.sweep("kascade", anchors=[(0,), (0, 1)]) == ["kascade:anchors=[0]", "kascade:anchors=[0, 1]"]
+    assert lab.sweep("snapkv", top_k=[0.125, 0.125]) == ["snapkv"], "a default is not written, and no spec repeated"
+    assert lab.sweep(foveate.methods.parse("h2o:window=8"), top_k=4) == ["h2o:top_k=4,window=8"]
+    run = lab.compare(*loaded, asked, lab.sweep("h2o:window=8", top_k=[8, 16]), limit=1)
+    assert [row["spec"] for row in run.rows] == ["dense", "h2o:top_k=8,window=8", "h2o:top_k=16,window=8"]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("snapkw", {"top_k": [1]}, r"unknown method 'snapkw' \(did you mean 'snapkv'\?\)"),
+        ("snapkv", {"topk": [1]}, r"snapkv has no setting 'topk' \(did you mean 'top_k'\?\)"),
+        ("snapkv", {"top_k": [0.1, 1.5]}, r"top_k.*1\.5"),
+        ("snapkv", {"top_k": []}, r"top_k must have at least one value to sweep, got \[\]"),
+        ("snapkv", {"top_k": ["x"]}, "top_k"),
+    ],
+)
+def test_a_sweep_refuses_what_no_method_takes(method, settings, message):
+    with pytest.raises(UserError, match=message):
+        lab.sweep(method, **settings)
 
 
 def test_mistakes_are_told_before_an_item_is_answered(loaded, asked):
