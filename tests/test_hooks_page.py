@@ -1,5 +1,6 @@
 """What docs/guide/hooks.md says of caches, plans and operations is so: its tables are read, and each line is tried."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import foveate
 from foveate import methods, ops
 from foveate.lab.checks import tiny
 from foveate.lab.recorded import record
-from foveate.methods import Channel, Method, Replay, RowNumber
+from foveate.methods import Channel, KeepsByScore, Method, ReadsChosen, Replay, RowNumber
 from foveate.state import SlotCache
 from foveate.state.step_plan import StepPlan
 
@@ -25,6 +26,9 @@ TRIED = [row for table in TABLES for row in table if len(row) == 6]
 FOUND: dict[tuple[str, str], bool] = {}
 """By situation and attribute: whether it was there, and what the table says."""
 DTYPES = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32, "bool": torch.bool}
+
+
+_BASES = {f"`{one.__name__}`": one for one in (Method, KeepsByScore, ReadsChosen)}
 
 
 def code(cell):
@@ -131,6 +135,14 @@ def test_every_name_on_the_page_is_there():
     assert all(callable(getattr(Method, hook)) for hook in drawn)
     geometry = next(row[2] for row in TRIED if row[0] == "`cache.geometry`")
     assert all(hasattr(foveate.state.Geometry(4, 2, 8, 8), name) for name in code(geometry))
+
+
+def test_hooks_have_the_arguments_of_the_page():
+    described = [row[:2] for table in TABLES for row in table if len(row) == 3 and row[0] in _BASES]
+    assert len(described) == 16
+    for owner, hook in described:
+        name, arguments = re.fullmatch(r"`(\w+)\((.*)\)`", hook).groups()
+        assert ["self", *arguments.split(", ")] == list(inspect.signature(getattr(_BASES[owner], name)).parameters)
 
 
 def test_the_page_has_every_name_that_an_author_imports():
