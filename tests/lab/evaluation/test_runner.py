@@ -541,6 +541,13 @@ class TestRecall:
         with pytest.raises(UserError, match="recall"):
             runner.prepare(dataclasses.replace(asking, recall=2))
 
+    def test_steps_that_short_contexts_make_dense_read_everything(self, asking, tmp_path):
+        methods, _ = runner.parse_methods(["twilight:p=0.3,min_k=6"])
+        for bound, whole in ((0, False), (10**6, True)):
+            how = {"methods": methods, "dense_below": bound, "out": tmp_path / f"{bound}.jsonl"}
+            row = runner.run(runner.prepare(dataclasses.replace(asking, **how)))[1]
+            assert (min(row["recall"].values()) > 0.999) == whole
+
     def test_rows_of_before_there_was_recall_go_on(self, asking):
         plan = dataclasses.replace(asking, recall=0)
         rows = runner.run(runner.prepare(plan))
