@@ -133,6 +133,9 @@ def test_every_name_on_the_page_is_there():
     drawn = re.findall(r"(\w+)\(cache\b", "".join(re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)))
     assert len(drawn) == 8
     assert all(callable(getattr(Method, hook)) for hook in drawn)
+    checks = re.findall(r"`(_check\w*)`", PAGE)
+    assert len(checks) == 5
+    assert all(callable(getattr(Method, one)) for one in checks)
     geometry = next(row[2] for row in TRIED if row[0] == "`cache.geometry`")
     assert all(hasattr(foveate.state.Geometry(4, 2, 8, 8), name) for name in code(geometry))
 

@@ -501,7 +501,7 @@ def test_answers_are_replayed_as_in_generate(plan, monkeypatch, along):
 
 @pytest.fixture
 def doors(tmp_path):
-    """Questions about three texts, of which two fit in a batch."""
+    """Questions about three texts; a batch holds two of them."""
     data = tmp_path / "qa.jsonl"
     texts = [f"The code of door {n} is {n * 7}. " * 20 for n in range(3)]
     pairs = [{"context": text, "question": "Which?", "answer": "7"} for text in texts]
