@@ -160,6 +160,8 @@ def prepare(plan: Comparison) -> Prepared:
     for name in ("limit", "batch_size"):
         require(getattr(plan, name) >= 1, name.replace("_", "-"), "at least 1", getattr(plan, name))
     require(plan.recall >= 0, "recall", "a number of items, or 0", plan.recall)
+    if plan.recall and any(isinstance(method, NativeModel) for method in plan.methods):
+        raise UserError("recall cannot be measured of 'own', the model without a method: leave one of them out")
     check_seed(plan.seed)
     try:
         check_dense_below(plan.dense_below)
@@ -292,7 +294,7 @@ class _Examiner:
             try:
                 with applied(self._model, method, plan.dense_below) as attachment:
                     generation.run_batch(self._model, self._tokenizer, [cut])
-                if plan.recall and attachment is not None:
+                if plan.recall:
                     lens.recall_of(self._model, self._tokenizer, method, cut, plan.dense_below)
                 if item.texts and one_token and attachment is not None and attachment.decodes_alone:
                     raise UserError(
@@ -349,7 +351,7 @@ class _Examiner:
             kind = self._memory.kind + (", dense's logits included" if self._plan.task.follows_dense_answers else "")
             kind += generation.SHARED if shared else ""
             record = self._record(method, items, batch, max(peak, self._memory.peak()), kind)
-        if self._recalled and not isinstance(method, NativeModel):
+        if self._recalled:
             how = (self._model, self._tokenizer, method)
             below = self._plan.dense_below
             record["recall"] = [lens.recall_of(*how, item, below) for item in items if item.id in self._recalled]

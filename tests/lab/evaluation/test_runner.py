@@ -565,6 +565,11 @@ class TestRecall:
             runner.run(runner.prepare(asking))
         assert not resultfile.read_partial(asking.out, runner.prepare(asking).run)
 
+    def test_a_model_without_a_method_has_none(self, asking):
+        methods, _ = runner.parse_methods(["own", "h2o"])
+        with pytest.raises(UserError, match="recall cannot be measured of 'own', the model without a method"):
+            runner.prepare(dataclasses.replace(asking, methods=methods))
+
     def test_a_damaged_recall_is_told(self, asking):
         with pytest.raises(StoppedError):
             runner.run(runner.prepare(asking), stop_after(1))
