@@ -146,6 +146,20 @@ def test_generate_answers_and_says_what_was_read(model, tmp_path):
     assert "--thinking and --date are for chat templates: give --chat, too" in refused.stderr
 
 
+def test_compare_measures_recall(model, out, tmp_path):
+    """Into rows, the table and a picture."""
+    asked = ("--method", "streaming:sinks=2,window=8", "--recall", 1)
+    done = call(*compare(model, out, *asked))
+    assert done.exit_code == 0, done.output
+    dense, sparse = (row["recall"] for row in rows(out))
+    assert set(dense) == set(sparse) == {"0", "1"}
+    assert 0 < sparse["1"] < dense["1"] == pytest.approx(1, abs=1e-3)
+    assert "recall: the share of exact attention" in " ".join(done.stdout.split())
+    assert call("plot", "recall", out, "--out", tmp_path / "recall.png").exit_code == 0
+    wrong = call(*compare(model, tmp_path / "other.jsonl", "--recall", -1))
+    assert "recall must be a number of items, or 0, got -1" in wrong.stderr
+
+
 def test_compare_from_items_to_table(model, out):
     methods = ["--method", "h2o:window=16", "--method", "luka:page_size=[8,32],top_k=0.11"]
     done = call(*compare(model, out, *methods, "--batch-size", 2, "--split", "single"))

@@ -8,10 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import foveate
 from benchmarks import tables
 from foveate import methods
+from foveate.cli import app
 from foveate.errors import DataError
 from foveate.integrations.transformers import releases
 from foveate.integrations.vllm import settings
@@ -21,7 +24,7 @@ from foveate.lab.results.measurements import needed
 from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS
 from foveate.methods import base, spec
 from tests import tiny
-from tests.matrix import PROMPT, Driver, Tokens
+from tests.matrix import PROMPT, SCALING, Driver, Tokens, close
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"
@@ -124,7 +127,7 @@ def test_the_method_that_the_guide_prints_is_one(monkeypatch):
     monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
     monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
     page = (GUIDE / "extend.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     names: dict = {}
     exec(example, names)
     method = names["ShortKeys"](**names["ShortKeys"].about.small_budget)
@@ -139,6 +142,70 @@ def test_the_method_that_the_guide_prints_is_one(monkeypatch):
     driver.feed(tokens[PROMPT:])
     assert float(driver.layer.counters.keys_read) == 21
     assert f"{method.spec}\n{check(method)}\n" in page
+
+
+WHOLE_FILES = re.findall(r"```python\n(.*?)```", (GUIDE / "extend.md").read_text(encoding="utf-8"), re.DOTALL)
+"""The methods that the guide prints: one evicts, one selects, one changes rotary positions."""
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """Gives the class of a method that the guide prints."""
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
+
+    def load(number):
+        names: dict = {}
+        exec(WHOLE_FILES[number], names)
+        return next(one for one in names.values() if getattr(one, "__module__", "") == "builtins")
+
+    return load
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_methods_that_the_guide_prints_are_checked(tmp_path, monkeypatch, number):
+    """Each is a whole file, which `foveate check --import` takes and finds right in every line."""
+    assert len(WHOLE_FILES) == 3
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
+    file, (name,) = tmp_path / "mine.py", re.findall(r'^    name = "(\w+)"', WHOLE_FILES[number], re.MULTILINE)
+    file.write_text(WHOLE_FILES[number], encoding="utf-8")
+    done = CliRunner().invoke(app, ["check", "--import", str(file), "--method", name])
+    assert done.exit_code == 0, done.output
+    outcomes = {line.split("  ")[0] for line in done.output.splitlines()[1:]}
+    assert outcomes == {"passed", "told"}
+    told = [line for line in done.output.splitlines() if line.startswith("told")]
+    assert [line.split()[1] for line in told] == ["vLLM"], "every other line compares something"
+
+
+def test_the_method_that_selects_reads_the_keys_with_the_best_signs(printed):
+    cls = printed(1)
+    driver, tokens = Driver(cls(top_k=12, window=4)), Tokens.random(1, PROMPT + 1)
+    driver.feed(tokens[:PROMPT])
+    found = driver.feed(tokens[PROMPT:])
+    logits = torch.einsum("hgd,hkd->hgk", tokens.q[0, :, -1].unflatten(0, (2, -1)), tokens.k[0].sign()) * SCALING
+    scores = logits.softmax(-1).sum(1)
+    scores[:, -4:] = torch.inf
+    mask = torch.zeros_like(scores).scatter(1, scores.topk(12).indices, 1.0).bool()
+    exact = torch.einsum("hgd,hkd->hgk", tokens.q[0, :, -1].unflatten(0, (2, -1)), tokens.k[0]) * SCALING
+    weights = exact.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+    close(found[0, :, 0], torch.einsum("hgk,hkd->hgd", weights, tokens.v[0]).flatten(0, 1))
+
+
+def test_the_method_that_changes_positions_bounds_distances(printed):
+    cls = printed(2)
+    driver, tokens = Driver(cls(near=24)), Tokens.random(1, PROMPT + 1)
+    driver.feed(tokens[:PROMPT])
+    found, rotary = driver.feed(tokens[PROMPT:]), driver.layer.rotary
+    q = rotary.remove(tokens.q[0, :, -1], torch.tensor(PROMPT))
+    k = rotary.remove(tokens.k[0], torch.arange(PROMPT + 1))
+    distances = (PROMPT - torch.arange(PROMPT + 1)).clamp_max(24)
+    outs = []
+    for head in range(len(q)):  # each pair of tokens by its distance alone
+        turned = torch.stack([rotary.apply(q[head], distance) for distance in distances])
+        weights = ((turned * k[head * 2 // len(q)]).sum(-1) * SCALING).softmax(-1)
+        outs.append(weights @ tokens.v[0, head * 2 // len(q)])
+    close(found[0, :, 0], torch.stack(outs))
 
 
 def test_packages_are_named_without_the_host_of_a_registry():

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -60,6 +61,47 @@ def test_every_example_is_explained_and_run():
     for path in (ROOT / "examples").glob("*.py"):
         assert f"| `{path.name}` |" in explained, path
         assert re.search(rf'run(_by_itself)?\(\s*"{path.name}"', tested), path
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def cells_of(path, kind):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_has_code_and_no_outputs(path):
+    assert f"[`{path.name}`]({path.name})" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    for cell in cells_of(path, "code"):
+        compile("".join(cell["source"]), path.name, "exec")
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+    text = "".join(line for cell in cells_of(path, "markdown") for line in cell["source"])
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert (path.parent / link).exists(), link
+
+
+@pytest.mark.full
+def test_the_notebook_goes_from_an_idea_to_a_picture(monkeypatch, capsys):
+    """All of its cells run, on the real model; IPython, which every notebook has, is stood in for."""
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
+    monkeypatch.chdir(ROOT / "examples")
+    shown = []
+    display = types.SimpleNamespace(Image=lambda filename: shown.append(filename.read_bytes()))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display, version_info=(9, 0)))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    names: dict = {}
+    for cell in cells_of(ROOT / "examples" / "new_method.ipynb", "code"):
+        exec("".join(cell["source"]), names)
+    assert len(shown) == 2
+    assert all(content.startswith(b"\x89PNG") for content in shown)
+    run, said = names["run"], capsys.readouterr().out
+    assert "passed  padded batch" in said
+    assert run.row("dense")["score"] > 50, "needles that dense attention does not find compare nothing"
+    assert len(run.rows) == 7
+    assert set(run.recall("weighed_votes:top_k=0.12")) == set(range(30))
 
 
 @pytest.mark.full

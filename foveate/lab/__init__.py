@@ -2,8 +2,10 @@
 
 >>> from foveate import lab
 >>> print(lab.check("mine"))  # does a method hold what every method promises?
->>> run = lab.compare(model, tokenizer, lab.task("niah:length=4096"), ["snapkv:top_k=0.25", "mine"], data=DATA)
->>> print(run, run.difference("mine", "snapkv:top_k=0.25"))
+>>> methods = ["snapkv:top_k=0.25", *lab.sweep("mine", top_k=[0.1, 0.25, 0.5])]
+>>> run = lab.compare(model, tokenizer, lab.task("niah:length=4096", DATA), methods)
+>>> print(run, run.difference("mine:top_k=0.25", "snapkv"))
+>>> run.plot("frontier", "rows.png")
 >>> print(lab.time_step(model, ["mine"], tokens=30_000, batch=8))
 """
 
@@ -12,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foveate.lab.checks import check
-    from foveate.lab.comparing import Run, compare, documents, task
+    from foveate.lab.comparing import Run, compare, documents, sweep, task
     from foveate.lab.stepping import StepTime, time_step
 
 _MODULES = {"check": "checks", "StepTime": "stepping", "time_step": "stepping"}
-__all__ = ["Run", "StepTime", "check", "compare", "documents", "task", "time_step"]
+__all__ = ["Run", "StepTime", "check", "compare", "documents", "sweep", "task", "time_step"]
 
 
 def __getattr__(name: str) -> Any:

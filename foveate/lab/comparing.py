@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,16 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import foveate
-from foveate.errors import UserError, of_extra, require
-from foveate.lab.evaluation import generation, lens, runner, tasks
+from foveate.errors import UserError, of_extra, unknown
+from foveate.lab.evaluation import runner, tasks
 from foveate.lab.evaluation.metrics import Interval
 from foveate.lab.evaluation.paired import paired
 from foveate.lab.evaluation.sources import InMemory
-from foveate.lab.evaluation.tasks.base import Item, Task
+from foveate.lab.evaluation.tasks.base import Task
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
+from foveate.lab.report.rows import all_spelled
 from foveate.lab.results import resultfile
-from foveate.methods import Method
+from foveate.methods import Method, make
 
 
 class Asked(NamedTuple):
@@ -50,6 +51,39 @@ def documents(path: str | Path, **settings: Any) -> Asked:
     return task("documents", path, **settings)
 
 
+def sweep(method: str | Method, **settings: Any) -> list[str]:
+    """The specs of a method under several values of its settings, as :func:`compare` takes them.
+
+    >>> sweep("snapkv", top_k=[0.1, 0.25, 0.5])
+    ['snapkv:top_k=0.1', 'snapkv:top_k=0.25', 'snapkv:top_k=0.5']
+
+    Args:
+        method: a name, a spec whose settings all of them have, or a method.
+        settings: by name one value, or a list, range or NumPy array of values. With several lists there is a spec for
+            each combination, in which the last setting varies fastest. A setting whose value is a list itself, such as
+            ``anchors``, takes a tuple, or a list of tuples.
+
+    Returns:
+        Each spec once. Every one of them has been read as a method.
+
+    Raises:
+        UserError: for an unknown method or setting, a value that a setting does not take, and a list without values.
+    """
+    choices = {}
+    for name, value in settings.items():
+        values = list(value) if isinstance(value, (list, range, np.ndarray)) else [value]
+        if not values:
+            raise UserError(f"{name} must have at least one value to sweep, got {value!r}")
+        choices[name] = values
+    specs = []
+    for values in itertools.product(*choices.values()):
+        try:
+            specs.append(make(method, **dict(zip(choices, values))).spec)
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error)) from None
+    return list(dict.fromkeys(specs))
+
+
 def compare(
     model: Any,
     tokenizer: Any,
@@ -73,7 +107,7 @@ def compare(
         tokenizer: of the model.
         asked: of :func:`task` or :func:`documents`. Where documents hold no answers, methods go along the
             answers of dense attention.
-        methods: specs or methods.
+        methods: specs or methods; :func:`sweep` makes the specs of several budgets.
         limit: items at most.
         batch_size: items answered at once.
         seed: of the items and of the intervals.
@@ -82,7 +116,8 @@ def compare(
             with "auto" steps are what `attach` and the server make of them.
         recall: of how many of the first items it is measured, too, which share of exact attention, over all tokens so
             far, the tokens hold that a method reads; of tasks whose answers are generated. Prompts are read once more
-            for each method, by PyTorch's references, and the first eight decoded tokens count.
+            for each method, by PyTorch's references, and the first eight decoded tokens count. Rows have the mean
+            over these items by layer, as `foveate compare --recall` writes it.
         out: a file for the rows, as `foveate compare` writes them. An interrupted comparison goes on there. None: no
             file.
         progress: called with a method's spec and the number of items that it has answered.
@@ -93,7 +128,6 @@ def compare(
     """
     if getattr(model, "foveate", None) is not None:
         raise UserError("the model has a method already: call foveate.detach(model) first")
-    require(recall >= 0, "recall", "a number of items, or 0", recall)
     chosen, _ = runner.parse_methods([one if isinstance(one, str) else one.spec for one in methods])
     given = Fidelity(of=asked.task) if asked.task.needs_dense(asked.data) else asked.task
     loaded = InMemory(model, tokenizer)
@@ -110,23 +144,12 @@ def compare(
             seed,
             share_prompt=share_prompt,
             dense_below=dense_below,
+            recall=recall,
             loaded=loaded,
         )
         prepared, records = runner.prepare(plan), []
         rows = runner.run(prepared, progress or (lambda method, items: None), records)
-    few = prepared.items[:recall]
-    recalls = {method.spec: _recalls(model, tokenizer, method, few) for method in prepared.plan.methods if few}
-    return Run(given, rows, [item.id for item in prepared.items], records, recalls)
-
-
-def _recalls(model: Any, tokenizer: Any, method: Any, items: Sequence[Item]) -> list[dict[int, float] | None]:
-    """The recall of each item by layer, the mean over steps and KV heads; None where no token was decoded alone."""
-    found = []
-    for item in items:
-        with foveate.attached(model, method, dense_below=0, cuda_graph=False), lens.recording(model) as recorder:
-            generation.run_batch(model, tokenizer, [item])
-            found.append(lens.of_layers(recorder.recall()) if recorder.decoded else None)
-    return found
+    return Run(given, rows, [item.id for item in prepared.items], records)
 
 
 def _mean(numbers: Iterable[float]) -> float:
@@ -142,7 +165,6 @@ class Run:
         rows: a row for each method, dense attention's first.
         ids: of the items, in order.
         records: of each method and batch that this call has answered.
-        recalls: by spec, of the first items by layer.
     """
 
     def __init__(
@@ -151,10 +173,8 @@ class Run:
         rows: Sequence[Mapping[str, Any]],
         ids: Sequence[str],
         records: Sequence[Mapping[str, Any]],
-        recalls: Mapping[str, Sequence[Mapping[int, float] | None]],
     ):
         self.task, self.rows, self._ids, self._records = task, list(rows), list(ids), list(records)
-        self._recalls = recalls
 
     def row(self, method: str | Method) -> Mapping[str, Any]:
         """The row of a method, by its spec, or by its name where only one has that name.
@@ -201,7 +221,7 @@ class Run:
             for place, (values, text) in enumerate(zip(record["values"], record["texts"])):
                 found.append({"method": record["spec"], "item": self._ids[first + place], "answer": text})
                 found[-1] |= values | costs
-                layers = self._recalls.get(record["spec"], ())[first + place : first + place + 1]
+                layers = record.get("recall", ())[place : place + 1]
                 found[-1] |= {"recall": _mean(layers[0].values())} if layers and layers[0] else {}
         return found
 
@@ -212,10 +232,43 @@ class Run:
         Raises:
             UserError: as :meth:`row`, and where no recall was measured.
         """
-        found = [one for one in self._recalls.get(self.row(method)["spec"], ()) if one]
-        if not found:
+        if not (found := self.row(method).get("recall")):
             raise UserError("no recall was measured: compare with recall=4, say, on a task whose answers are generated")
-        return {layer: _mean(one[layer] for one in found) for layer in found[0]}
+        return {int(layer): share for layer, share in found.items()}
+
+    def plot(self, kind: str, out: str | Path, against: str | None = None) -> list[str]:
+        """Draw the comparison as a PNG file; an existing file is replaced.
+
+        Args:
+            kind: ``"frontier"``: scores with their 95 % intervals against what decode steps read, in which a method
+                has one colour, its budgets are joined, and dense attention is a level. ``"recall"``: :meth:`recall` of
+                every method in every layer, in colours.
+            out: the file, whose name ends in ``.png``.
+            against: of a frontier, what scores are drawn against: ``"keys_read_share"`` (the default), in percent, or
+                ``"kv_bytes_per_step"``, megabytes of keys and values that one sequence reads in all layers.
+
+        Returns:
+            A line for each method that is not in the picture, with the reason.
+
+        Raises:
+            UserError: for an unknown kind or ``against``, and for ``against`` of another kind; for a file of another
+                suffix, or one that cannot be written; where there is nothing to draw; and where matplotlib is missing.
+        """
+        if kind not in _PLOTS:
+            raise unknown("kind of plot", kind, _PLOTS, "run.plot")
+        if kind != "frontier" and against is not None:
+            raise UserError(f"against must be left out of a plot of kind {kind}, got {against}")
+        return _PLOTS[kind](self, Path(out), **({} if against is None else {"against": against}))
+
+    def _plot_frontier(self, out: Path, against: str = "keys_read_share") -> list[str]:
+        from foveate.lab.report.plots.frontier import frontier
+
+        return frontier(all_spelled(self.rows), out, against=against)
+
+    def _plot_recall(self, out: Path) -> list[str]:
+        from foveate.lab.report.plots.recall import recall
+
+        return recall(self.rows, out)
 
     def frame(self) -> Any:
         """:meth:`items` as a pandas DataFrame. Raises `UserError` where pandas is missing."""
@@ -235,3 +288,7 @@ class Run:
             apart = f"{row['diff_to_dense']:+.1f} [{row['diff_low']:+.1f}, {row['diff_high']:+.1f}]"
             lines.append(f"{row['spec']:{width}}  {score}  {apart if row['method'] != 'dense' else ''}".rstrip())
         return "\n".join(lines)
+
+
+_PLOTS = {"frontier": Run._plot_frontier, "recall": Run._plot_recall}
+"""By their kind."""

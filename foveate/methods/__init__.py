@@ -6,15 +6,16 @@
 import importlib
 import pkgutil
 
+from foveate.methods._common import note_queries, recent, window_votes
 from foveate.methods._settings import settings_of as settings_of
 from foveate.methods.auto import Auto as Auto
 from foveate.methods.base import REGISTRY as REGISTRY
-from foveate.methods.base import About, Method, Replay, Role, register, setting
-from foveate.methods.base import Observation as Observation
+from foveate.methods.base import About, Method, Observation, Replay, Role, register, setting
 from foveate.methods.base import check_artefacts as check_artefacts
 from foveate.methods.base import replay_obstacle as replay_obstacle
 from foveate.methods.base import sparse_prompt as sparse_prompt
 from foveate.methods.bases import KeepsByScore, ReadsChosen
+from foveate.methods.budgets import budget, clamp
 from foveate.methods.dense import Dense as Dense
 from foveate.methods.per_layer import per_layer as per_layer
 from foveate.methods.shared_prompt import SharedPrompt as SharedPrompt
@@ -25,21 +26,30 @@ from foveate.methods.spec import names as names
 from foveate.methods.spec import parse as parse
 from foveate.methods.spec import spelled as spelled
 from foveate.ops import Choice, Rotary
-from foveate.state import Channel, Evicts
+from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
 
 __all__ = [
     "About",
     "Channel",
     "Choice",
     "Evicts",
+    "Geometry",
     "KeepsByScore",
     "Method",
+    "Observation",
     "ReadsChosen",
     "Replay",
     "Role",
     "Rotary",
+    "RowNumber",
+    "SlotCache",
+    "budget",
+    "clamp",
+    "note_queries",
+    "recent",
     "register",
     "setting",
+    "window_votes",
 ]
 
 for _module in pkgutil.iter_modules(__path__):  # a new file registers its method

@@ -181,6 +181,13 @@ def compare(
             "server do. By default short prompts, too, tell what a method loses."
         ),
     ] = "0",
+    recall: Annotated[
+        int,
+        typer.Option(
+            help="On how many of the first items the recall of each layer is measured, too: the share of exact "
+            "attention that the tokens hold that a method reads."
+        ),
+    ] = 0,
     fidelity: Annotated[
         bool, typer.Option("--fidelity", help="Instead of own answers: how each token of dense's answers is predicted.")
     ] = False,
@@ -206,7 +213,7 @@ def compare(
     chosen, added = parse_methods(method or [])
     quiet()
     below = int(dense_below) if dense_below.isdecimal() else dense_below
-    how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()), below)
+    how = (batch_size, seed, dtype, device, share_prompt, tuple(imported or ()), below, recall)
     prepared = prepare(Comparison(model, chosen_task, data, chosen, limit, out, *how))
     if method and added:
         say("dense runs too: every row is compared with it")

@@ -33,6 +33,7 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for counter in ("tokens_evicted", "pages_refined", "indices_reused")
         },
         "mass_read_share": mass / sum(one["decode_steps"] for one in known) if known else None,
+        "recall": _by_layer([one for batch in batches for one in batch.get("recall", ()) if one]),
         "notes": list(dict.fromkeys(note for one in stats for note in one["notes"])),
         "prefill_ms": _median(batch["prefill_ms"] for batch in batches),
         "decode_ms_per_token": _median(batch["decode_ms_per_token"] for batch in batches),
@@ -42,6 +43,11 @@ def add_up(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_kind": _joined(batch["peak_kind"] for batch in batches),
         "commit": ", ".join(sorted({batch["commit"] for batch in batches})),
     }
+
+
+def _by_layer(recalls: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """The mean recall of each layer over the items; None where none was measured."""
+    return {layer: statistics.fmean(one[layer] for one in recalls) for layer in recalls[0]} if recalls else None
 
 
 def _joined(values: Iterable[str]) -> str:

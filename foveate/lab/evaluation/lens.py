@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import foveate
 from foveate.errors import UserError
+from foveate.lab.evaluation import generation
+from foveate.lab.evaluation.tasks.base import Item
 from foveate.lab.results.lens import STATES, pattern, texts, write
 from foveate.ops import Logits, first_keys, fold_group, key_logits
 from foveate.ops.attend import page_slots
@@ -149,6 +152,32 @@ def of_layers(recall: Sequence[Sequence[Sequence[float]]]) -> dict[int, float]:
     """The mean recall of each layer that has any, by its place, over steps and KV heads."""
     by_layer = {place: [share for step in recall for share in step[place]] for place in range(len(recall[0]))}
     return {place: sum(shares) / len(shares) for place, shares in by_layer.items() if shares}
+
+
+def recall_of(
+    model: nn.Module, tokenizer: Any, method: Any, item: Item, dense_below: int | str = 0
+) -> dict[str, float] | None:
+    """The recall of a method on one item, 0 to 1, by the index of the layer, written as JSON writes it.
+
+    The item is answered once more, by the references of all verbs. The recall is the mean over KV heads and the first
+    decoded tokens.
+
+    Args:
+        model: without a method.
+        method: a :class:`foveate.methods.Method`.
+        dense_below: as :func:`foveate.attach` takes it.
+
+    Returns:
+        None where no token was decoded alone, as in tasks whose answers are given.
+
+    Raises:
+        UserError: where a layer attends without the verbs of :mod:`foveate.ops`.
+    """
+    with foveate.attached(model, method, dense_below=dense_below, cuda_graph=False), recording(model) as recorder:
+        generation.run_batch(model, tokenizer, [item])
+        if not recorder.decoded:
+            return None
+        return {str(layer): share for layer, share in of_layers(recorder.recall()).items()}
 
 
 @contextmanager

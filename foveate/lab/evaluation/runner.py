@@ -25,7 +25,7 @@ from foveate.errors import DataError, UserError, check_seed, check_text, require
 from foveate.integrations.transformers import model_folder
 from foveate.io import circumstances, outfile
 from foveate.io.digest import digest
-from foveate.lab.evaluation import costs, decoding, generation
+from foveate.lab.evaluation import costs, decoding, generation, lens
 from foveate.lab.evaluation.metrics import Interval, columns, estimate
 from foveate.lab.evaluation.native_model import NativeModel, applied, summary
 from foveate.lab.evaluation.paired import paired
@@ -69,6 +69,8 @@ class Comparison:
     share_prompt: bool = True
     imports: tuple[Path, ...] = ()
     dense_below: int | str = 0
+    recall: int = 0
+    """On how many of the first items the recall of each method is measured, too; see :func:`lens.recall_of`."""
     loaded: InMemory | None = None
     """The model and its tokenizer in memory, which `model` only names; None: they are in the folder `model`."""
 
@@ -88,6 +90,7 @@ class Comparison:
             how = {"limit": self.limit, "batch_size": self.batch_size, "seed": self.seed}
             how |= {} if self.share_prompt else {"share_prompt": False}
             how |= {"dense_below": self.dense_below} if self.dense_below else {}
+            how |= {"recall": self.recall} if self.recall else {}
             options = ", ".join(f"{name}={value!r}" for name, value in how.items())
             what = f"lab.task({f'{self.task.name}:{settings}'!r}, {self.data.name!r}), {list(dict.fromkeys(specs))!r}"
             return f"lab.compare(model, tokenizer, {what}, {options})"
@@ -99,7 +102,8 @@ class Comparison:
         parts += [f"--limit {self.limit}", f"--batch-size {self.batch_size}", f"--seed {self.seed}"]
         parts += [f"--dtype {self.dtype}", f"--device {self.device}", f"--out {self.out.name}"]
         parts += [] if self.share_prompt else ["--no-share-prompt"]
-        return " ".join(parts + ([f"--dense-below {self.dense_below}"] if self.dense_below else []))
+        parts += [f"--dense-below {self.dense_below}"] if self.dense_below else []
+        return " ".join(parts + ([f"--recall {self.recall}"] if self.recall else []))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +159,9 @@ def prepare(plan: Comparison) -> Prepared:
     """Checks a comparison and makes its items; loads the tokenizer, no weights. Raises `UserError`."""
     for name in ("limit", "batch_size"):
         require(getattr(plan, name) >= 1, name.replace("_", "-"), "at least 1", getattr(plan, name))
+    require(plan.recall >= 0, "recall", "a number of items, or 0", plan.recall)
+    if plan.recall and any(isinstance(method, NativeModel) for method in plan.methods):
+        raise UserError("recall cannot be measured of 'own', the model without a method: leave one of them out")
     check_seed(plan.seed)
     try:
         check_dense_below(plan.dense_below)
@@ -182,6 +189,11 @@ def prepare(plan: Comparison) -> Prepared:
     tokenizer = source.tokenizer()
     items = plan.task.items(plan.data, tokenizer, plan.limit, plan.seed)
     model_folder.check_positions(max(item.positions for item in items), facts, what)
+    if plan.recall and all(item.texts for item in items[: plan.recall]):
+        raise UserError(
+            f"recall is measured on answers that are generated, and those of task '{plan.task.name}' are given; leave "
+            "it out, or choose another task"
+        )
     run = {
         "schema": ROW_SCHEMA,
         "task": plan.task.name,
@@ -197,6 +209,7 @@ def prepare(plan: Comparison) -> Prepared:
         "batch_size": plan.batch_size,
         **({"imports": list(map(imports.identity, plan.imports))} if plan.imports else {}),
         **({"dense_below": plan.dense_below} if plan.dense_below else {}),
+        **({"recall": plan.recall} if plan.recall else {}),
     }
     rows = resultfile.read_rows(plan.out, run)
     kept = resultfile.read_partial(plan.out, run)
@@ -262,6 +275,7 @@ class _Examiner:
         self._model = plan.source.model(plan.dtype, plan.device)
         self._memory = circumstances.PeakMemory(plan.device)
         self._commit = circumstances.commit()
+        self._recalled = {item.id for item in prepared.items[: plan.recall]}
         item = prepared.items[0]
         context = min(item.context_tokens, _WARM_UP)
         question = item.prompt_ids[item.context_tokens :][: _WARM_UP if context else 0]
@@ -278,6 +292,8 @@ class _Examiner:
             try:
                 with applied(self._model, method, plan.dense_below) as attachment:
                     generation.run_batch(self._model, self._tokenizer, [cut])
+                if plan.recall:
+                    lens.recall_of(self._model, self._tokenizer, method, cut, plan.dense_below)
                 if item.texts and one_token and attachment is not None and attachment.decodes_alone:
                     raise UserError(
                         f"method '{method.spec}' would not act on task '{plan.task.name}': all of its answers are one "
@@ -332,7 +348,12 @@ class _Examiner:
             batch = prompt.decode(self._model, shared=shared, along=trace)
             kind = self._memory.kind + (", dense's logits included" if self._plan.task.follows_dense_answers else "")
             kind += generation.SHARED if shared else ""
-            return self._record(method, items, batch, max(peak, self._memory.peak()), kind)
+            record = self._record(method, items, batch, max(peak, self._memory.peak()), kind)
+        if self._recalled:
+            how = (self._model, self._tokenizer, method)
+            below = self._plan.dense_below
+            record["recall"] = [lens.recall_of(*how, item, below) for item in items if item.id in self._recalled]
+        return record
 
     def _record(self, method: Any, items: Sequence[Item], batch: generation.Batch, peak: int, peak_kind: str) -> Record:
         values = [self._plan.task.grade(item, output) for item, output in zip(items, batch.outputs)]

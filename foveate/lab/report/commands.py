@@ -48,6 +48,15 @@ def frontier(
 
 
 @app.command()
+def recall(files: Files, out: Out, where: Where = None) -> None:
+    """Recall by layer and method, from rows of `foveate compare --recall`."""
+    from foveate.lab.report.plots import recall as plots
+    from foveate.lab.report.rows import chosen, read
+
+    _say(out, plots.recall(chosen(read(files), where or []), out))
+
+
+@app.command()
 def decode(
     files: Files,
     out: Out,

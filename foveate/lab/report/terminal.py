@@ -150,6 +150,7 @@ def _footnotes(rows: Sequence[Row], names: Sequence[str], columns: Mapping[str, 
     if first["ceiling"] < 100:
         lines.append(f"ceiling {first['ceiling']:.1f}: the share of questions whose answer is in the prompt")
     lines += [f"{name}: {others}" for row, name in zip(rows, names) if (others := _others(row))]
+    lines += _recalls(rows, names)
     if first["timing"].startswith("teacher-forced"):
         lines.append("decode was teacher-forced in blocks: its time is no speed of generation")
     if any("shared prompt" in row["timing"] for row in rows):
@@ -158,6 +159,19 @@ def _footnotes(rows: Sequence[Row], names: Sequence[str], columns: Mapping[str, 
         owners = [name for row, name in zip(rows, names) if note in row["notes"]]
         lines.append(note if len(owners) == len(rows) else f"{', '.join(owners)}: {note}")
     return list(filter(None, lines))
+
+
+def _recalls(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """The recall of each method that has one."""
+    measured = [(name, row["recall"]) for row, name in zip(rows, names) if row.get("recall")]
+    if not measured:
+        return []
+    lines = ["recall: the share of exact attention that the tokens hold that a method reads, the mean over layers"]
+    for name, by_layer in measured:
+        worst = min(by_layer, key=by_layer.get)
+        mean = percent(sum(by_layer.values()) / len(by_layer))
+        lines.append(f"{name}: recall {mean}, least in layer {worst}, {percent(by_layer[worst])}")
+    return lines
 
 
 def _worded(column: str) -> str:

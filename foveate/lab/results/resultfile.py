@@ -16,7 +16,7 @@ from foveate.errors import DataError, UserError
 from foveate.io import infile, outfile
 from foveate.io.digest import differences
 from foveate.io.json_text import parse_json
-from foveate.lab.results.rows import ROW_FIELDS, check_record, check_row
+from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS, check_record, check_row
 from foveate.methods import Method, make, settings_of
 
 _KIND = "partial results of foveate compare"
@@ -39,7 +39,7 @@ def read_rows(out: Path, run: Fingerprint) -> list[dict[str, Any]]:
         if not isinstance(row.get("run"), dict) or "item_values" not in row:
             raise UserError(f"{out}:{number}: not a row of foveate compare; choose another --out")
         _same_run(out, row["run"], run)
-        check_row(row, ROW_FIELDS, f"{out}:{number}")
+        check_row(row, ROW_FIELDS.keys() - LATER_FIELDS, f"{out}:{number}")
         _note(out, number, lines_of, f"the method {row['spec']}", row["method"], row["settings"])
         rows.append(row)
     return rows

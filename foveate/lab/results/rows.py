@@ -70,6 +70,13 @@ _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _LIST: Kind = ("a list", lambda value: isinstance(value, list))
 _COLUMNS: Kind = ("an object of lists of finite numbers", _all(dict, _are_numbers, 1))
 _GRADES: Kind = ("a list of objects of finite numbers", _all(list, _all(dict, _is_number, 1), 1))
+_RECALL: Kind = (
+    "an object of numbers from 0 to 1, or null",
+    lambda value: (
+        value is None or _all(dict, lambda share: _is_number(share) and 0 <= share <= 1 + _ROUNDING, 1)(value)
+    ),
+)
+_RECALLS: Kind = ("a list of objects of numbers from 0 to 1, or nulls", _all(list, _RECALL[1]))
 _INTERVALS: Kind = ("an object of intervals ('value', 'low', 'high')", _all(dict, _is_interval))
 
 ROW_FIELDS: Mapping[str, Kind] = {
@@ -102,6 +109,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "pages_refined": _NUMBER,  # pages that the method looked into
     "indices_reused": _NUMBER,  # decode steps that reused another layer's selection
     "mass_read_share": _maybe_in(1.0),  # attention that the keys read hold, by the method's own estimate, 0..1; or none
+    "recall": _RECALL,  # exact attention that the tokens read hold, by layer, 0..1, of the first items; or none
     "notes": _TEXTS,  # what the method has to say, such as layers that it left as they are
     "prefill_ms": _MAYBE,  # of a batch's prompt, median; none where it was read for several methods at once
     "decode_ms_per_token": _MAYBE,  # of a decode step (a token of every sequence in the batch), median
@@ -123,7 +131,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "examples": _LIST,  # the first items: id, gold answers, what the method said
 }
 """The fields of a result row, in their order. In shares of keys what is scored, of keys and summaries, counts, too."""
-LATER_FIELDS = frozenset({"dense_steps", "request_ms", "dense_below"})
+LATER_FIELDS = frozenset({"dense_steps", "request_ms", "dense_below", "recall"})
 """Fields that older rows lack, whose steps were never dense because of short contexts."""
 _STATS: Mapping[str, Kind] = {
     **dict.fromkeys(("keys_read_per_step", "keys_read_share", "kv_bytes_per_step"), _MAYBE),
@@ -173,6 +181,7 @@ def check_record(record: Mapping[str, Any], where: str) -> None:
     fault = f"{where}: not a record of foveate compare"
     _check(record, _RECORD, fault)
     _check(record["stats"], _STATS, f"{fault}: 'stats'")
+    _check(record, {"recall": _RECALLS} if "recall" in record else {}, fault)
     if len(record["texts"]) != len(record["values"]):
         raise DataError(f"{fault}: {len(record['texts'])} 'texts' of {len(record['values'])} 'values'")
 

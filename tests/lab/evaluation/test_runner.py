@@ -497,3 +497,83 @@ def test_answers_are_replayed_as_in_generate(plan, monkeypatch, along):
     shares = [row["keys_read_share"] for row in expected]
     assert [row["keys_read_share"] for row in found] == pytest.approx(shares, rel=1e-4)  # counted in float32
     assert sum(use.replayed for use in uses) > 3 * 2 * 5
+
+
+@pytest.fixture
+def doors(tmp_path):
+    """Questions about three texts; a batch holds two of them."""
+    data = tmp_path / "qa.jsonl"
+    texts = [f"The code of door {n} is {n * 7}. " * 20 for n in range(3)]
+    pairs = [{"context": text, "question": "Which?", "answer": "7"} for text in texts]
+    data.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    return data
+
+
+class TestRecall:
+    """Which share of exact attention the tokens hold that a method reads, in rows."""
+
+    @pytest.fixture
+    def asking(self, tiny_folder, doors, tmp_path):
+        methods, _ = runner.parse_methods(["streaming:sinks=2,window=8"])
+        task = tasks.parse("documents", max_new_tokens=6, length=512)
+        return runner.Comparison(tiny_folder, task, doors, methods, 3, tmp_path / "recall.jsonl", 2, recall=1)
+
+    def test_rows_have_the_mean_over_the_first_items(self, asking, tmp_path):
+        """And are otherwise those of the run without it; a run that was stopped goes on with what it has measured."""
+        more = dataclasses.replace(asking, recall=3, out=tmp_path / "more.jsonl")
+        answered = []
+        with pytest.raises(StoppedError):
+            runner.run(runner.prepare(more), stop_after(3))
+        rows = runner.run(runner.prepare(more), answered=answered)
+        of_items = [one for record in answered if record["spec"] != "dense" for one in record["recall"]]
+        assert [len(record["recall"]) for record in answered] == [2, 1, 2, 1]
+        assert set(rows[0]["recall"]) == {"0", "1"}
+        assert rows[0]["recall"]["1"] == pytest.approx(1, abs=1e-3)
+        for layer in "01":
+            assert 0 < rows[1]["recall"][layer] < 0.9
+            assert rows[1]["recall"][layer] == pytest.approx(sum(one[layer] for one in of_items) / 3)
+        few = runner.run(runner.prepare(asking))
+        assert few[1]["recall"] == of_items[0]
+        assert few[1]["command"].endswith(" --recall 1")
+        plain = runner.run(runner.prepare(dataclasses.replace(asking, recall=0, out=tmp_path / "plain.jsonl")))
+        assert plain[1]["recall"] is None
+        assert without_costs(plain, "recall", "command", "run") == without_costs(few, "recall", "command", "run")
+        with pytest.raises(UserError, match="recall"):
+            runner.prepare(dataclasses.replace(asking, recall=2))
+
+    def test_steps_that_short_contexts_make_dense_read_everything(self, asking, tmp_path):
+        methods, _ = runner.parse_methods(["twilight:p=0.3,min_k=6"])
+        for bound, whole in ((0, False), (10**6, True)):
+            how = {"methods": methods, "dense_below": bound, "out": tmp_path / f"{bound}.jsonl"}
+            row = runner.run(runner.prepare(dataclasses.replace(asking, **how)))[1]
+            assert (min(row["recall"].values()) > 0.999) == whole
+
+    def test_rows_of_before_there_was_recall_go_on(self, asking):
+        plan = dataclasses.replace(asking, recall=0)
+        rows = runner.run(runner.prepare(plan))
+        old = [{name: value for name, value in row.items() if name != "recall"} for row in rows]
+        plan.out.write_text("".join(json.dumps(row) + "\n" for row in old), encoding="utf-8")
+        assert not runner.prepare(plan).missing
+        assert runner.run(runner.prepare(plan)) == old
+
+    def test_a_layer_without_the_verbs_is_told_before_an_item_is_answered(self, asking, monkeypatch):
+        def refuse(recorder):
+            raise UserError("layer 1 (streaming) attends without foveate's verbs")
+
+        monkeypatch.setattr("foveate.lab.evaluation.lens.Recorder.recall", refuse)
+        with pytest.raises(UserError, match=r"layer 1 \(streaming\) attends without"):
+            runner.run(runner.prepare(asking))
+        assert not resultfile.read_partial(asking.out, runner.prepare(asking).run)
+
+    def test_a_model_without_a_method_has_none(self, asking):
+        methods, _ = runner.parse_methods(["own", "h2o"])
+        with pytest.raises(UserError, match="recall cannot be measured of 'own', the model without a method"):
+            runner.prepare(dataclasses.replace(asking, methods=methods))
+
+    def test_a_damaged_recall_is_told(self, asking):
+        with pytest.raises(StoppedError):
+            runner.run(runner.prepare(asking), stop_after(1))
+        path = resultfile.partial_path(asking.out)
+        path.write_text(path.read_text(encoding="utf-8").replace('"recall": [{"0": ', '"recall": [{"0": 7'), "utf-8")
+        with pytest.raises(DataError, match="'recall' must be a list of objects of numbers from 0 to 1, or nulls"):
+            runner.prepare(asking)

@@ -22,6 +22,15 @@ def files(tmp_path):
     return [tmp_path / "luka-niah.jsonl", tmp_path / "decode.jsonl"]
 
 
+def test_recall_has_a_column_for_each_layer(files):
+    lines = list(map(json.loads, files[0].read_text(encoding="utf-8").splitlines()))
+    lines[1]["recall"] = {"0": 0.5, "11": 0.75}
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = to_dataframe(files[:1])
+    assert found["recall.11"].tolist()[1] == 0.75
+    assert found["recall.0"].isna().tolist() == [True, False]
+
+
 def test_a_line_a_row_and_a_column_a_field(files):
     found = to_dataframe(files)
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]

@@ -232,3 +232,12 @@ def test_reading():
 )
 def test_short_times_keep_their_digits(milliseconds, text):
     assert terminal.time(milliseconds) == text
+
+
+def test_recall_is_below_the_table():
+    rows = [row(recall={"0": 1.0, "1": 1.0}), row("h2o", recall={"0": 0.5, "1": 0.25}), row("tova", recall=None)]
+    text = " ".join(printed(terminal.Comparison(rows)).split())
+    assert "recall: the share of exact attention that the tokens hold that a method reads, the mean over layers" in text
+    assert "h2o: recall 37.5 %, least in layer 1, 25.0 %" in text
+    assert "tova: recall" not in text
+    assert "recall" not in printed(terminal.Comparison([row(), row("h2o")]))

@@ -46,7 +46,7 @@ def record(first, **more):
 def row(**more):
     texts = ("spec", "model", "task", "split", "timing", "peak_kind", "dtype", "device", "commit", "command")
     objects = ("settings", "architecture", "task_settings", "versions", "metrics")
-    lists = {"item_values": {"f1": [1.0]}, "n": 1, "notes": [], "examples": []}
+    lists = {"item_values": {"f1": [1.0]}, "n": 1, "notes": [], "examples": [], "recall": None}
     known = {"method": "dense", **dict.fromkeys(texts, ""), **{name: {} for name in objects}, **lists, "run": RUN}
     return dict.fromkeys(ROW_FIELDS, 0) | known | more
 

@@ -67,7 +67,7 @@ def look(method: str) -> Look:
 def check(out: Path) -> None:
     """Raises `UserError` if no plot can be written there: no file can, its name is no PNG's, or no matplotlib."""
     if out.suffix.lower() != ".png":
-        raise UserError(f"{out}: plots are PNG files, so --out must end in .png")
+        raise UserError(f"{out}: plots are PNG files, so the name must end in .png")
     outfile.check(out)
     of_extra("matplotlib", "plot", "plots need")
 

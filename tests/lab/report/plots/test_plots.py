@@ -374,7 +374,31 @@ class TestCommands:
 
     def test_help_names_all_kinds(self):
         text = self.call("--help").stdout
-        assert all(kind in text for kind in ("frontier", "decode", "calibration"))
+        assert all(kind in text for kind in ("frontier", "recall", "decode", "calibration"))
+
+    def test_recall_by_layer_and_method(self, tmp_path, pages):
+        shares = [("dense", None), ("h2o", {"0": 0.25, "11": 0.5}), ("tova", {"0": 1.0, "2": 0.75, "11": 0.5})]
+        rows = [written(spec, recall=recall) for spec, recall in shares]
+        for one in rows:
+            one["metrics"] = {"string_match": {"value": one["score"], "low": one["low"], "high": one["high"]}}
+            one["item_values"] = {"nll": [1.0] * 50}
+        other = written("h2o", length=8192, recall={"0": 0.5})
+        other |= {"metrics": rows[0]["metrics"], "item_values": rows[0]["item_values"]}
+        file, out = tmp_path / "rows.jsonl", tmp_path / "a.png"
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+        done = self.call("recall", file, "--out", out)
+        assert done.exit_code == 0, done.output
+        assert "dense: no recall was measured, not drawn" in done.stderr
+        cells = pages[0].axes[0].images[0].get_array().filled(-1)
+        assert cells.tolist() == [[25, -1, 50], [100, 75, 50]]
+        file.write_text(file.read_text(encoding="utf-8") + json.dumps(other) + "\n", encoding="utf-8")
+        assert (
+            "the rows are of 2 comparisons: choose one of them with --where"
+            in self.call("recall", file, "--out", out).stderr
+        )
+        assert self.call("recall", file, "--out", out, "--where", "length=8192").exit_code == 0
+        done = self.call("recall", NIAH, "--out", out)
+        assert "no recall was measured: compare with recall=4" in done.stderr
 
     def test_from_rows_to_a_picture(self, tmp_path):
         out = tmp_path / "a.png"
