@@ -10,7 +10,7 @@ import typer
 
 from foveate.cli.quiet import quiet
 from foveate.errors import UserError, require
-from foveate.io.infolder import check_model_folder
+from foveate.integrations.early import check_model
 from foveate.planning.gpus import GPUS, Gpu, gpu_of
 
 
@@ -38,7 +38,7 @@ def plan(
     require(sequences >= 1, "sequences", "at least 1", sequences)
     require(tp >= 1, "tp", "at least 1", tp)
     chosen = None if gpu is None else gpu_of(gpu)
-    check_model_folder(model)
+    check_model(model)
     from foveate.planning.lines import lines_of
     from foveate.planning.plan import Asked, plan_of
 

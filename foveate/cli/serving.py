@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from foveate.integrations.vllm import options
+
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Of the command: all other options are vLLM's."""
 
@@ -44,11 +46,13 @@ def serve(
     check: Annotated[bool, typer.Option("--check", help="Check and print the plan, and start nothing.")] = False,
 ) -> None:
     """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
+    if len(method) > 1:
+        raise ValueError(f"--method is given {len(method)} times ({', '.join(method)}): leave all but one out")
+    options.check_early(model, context.args)
+
     from foveate.cli.quiet import quiet
     from foveate.integrations.vllm import launch
 
-    if len(method) > 1:
-        raise ValueError(f"--method is given {len(method)} times ({', '.join(method)}): leave all but one out")
     environment = dict(os.environ)  # before vLLM is imported, which leaves marks of a process in it
     quiet()
     arguments = launch.arguments_of(model, *method, dense_below, context.args, audit, lossless)

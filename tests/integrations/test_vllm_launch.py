@@ -252,7 +252,7 @@ def test_with_options_that_change_the_model_its_folder_is_left_to_the_engine(fol
 
 def test_a_folder_that_only_vllm_reads_is_left_to_it(tmp_path):
     launch.check_parsed(command(str(tmp_path)), ())
-    with pytest.raises(ValueError, match="Unrecognized model"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         launch.arguments_of(str(tmp_path), KASCADE, None, [])
 
 

@@ -19,6 +19,8 @@ import torch
 
 from foveate.integrations.transformers.facts import geometry_of
 from foveate.integrations.vllm import releases
+from foveate.integrations.vllm.options import OTHERWISE, check_there, plain, tells_all
+from foveate.integrations.vllm.options import check_early as check_typed
 from foveate.integrations.vllm.settings import (
     ALL_DENSE,
     FP8,
@@ -41,8 +43,6 @@ from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
 """Options of vLLM that are ours to give."""
-_OTHERWISE = {"trust_remote_code", "enable_lora", "hf_overrides", "hf_config_path", "config_format", "load_format"}
-"""Options with which a folder's configuration alone does not tell what an engine would do."""
 _EAGER = (
     "without full CUDA graphs (--enforce-eager, or a mode of piecewise graphs alone) kernels are launched one by one, "
     "and sparse steps may be slower than vLLM's own: leave that option out"
@@ -73,10 +73,9 @@ def arguments_of(
     Raises:
         ValueError: for a method or file that cannot be, for options that are not the user's to give, and without vLLM.
     """
-    if model.startswith("-"):
-        raise ValueError(f"the model comes first, then options: not {model!r}")
+    check_typed(model, options)
     for option in options:
-        if (name := _plain(option)) in _OURS:
+        if (name := plain(option)) in _OURS:
             raise ValueError(f"{name} is given by foveate serve; leave it out")
     more = {"dense_below": dense_below, "audit": audit, "lossless": None if lossless is None else True}
     more = {name: value for name, value in more.items() if value is not None}
@@ -84,8 +83,7 @@ def arguments_of(
     settings = settings_of({"foveate": given})
     if lossless is not None:
         options = [*_drafting(model, lossless, options), *options]
-    _check_there(model)
-    if Path(model).is_dir() and not _OTHERWISE & {_plain(option).lstrip("-").replace("-", "_") for option in options}:
+    if Path(model).is_dir() and tells_all(options):
         check_folder(settings, Path(model))
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
@@ -103,11 +101,11 @@ def _drafting(model: str, length: int, options: Sequence[str]) -> list[str]:
         raise ValueError(f"--lossless must be the length of a draft, 1 to {LONGEST} tokens, not {length}")
     theirs = ("--speculative-config", "-sc", *(f"--spec-{name}" for name in ("method", "model", "tokens")))
     for option in options:
-        if (name := _plain(option)) in theirs:
+        if (name := plain(option)) in theirs:
             raise ValueError(f"{name} is given by --lossless; leave one of them out")
     drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": length}
     drafts["draft_sample_method"] = "probabilistic"  # requests with a temperature accept more
-    waits = any(_plain(option).endswith("async-scheduling") for option in options)
+    waits = any(plain(option).endswith("async-scheduling") for option in options)
     return ["--speculative-config", json.dumps(drafts), *([] if waits else ["--async-scheduling"])]
 
 
@@ -260,13 +258,13 @@ def check_parsed(parsed: Any, changed: Collection[str]) -> Settings | None:
     if not isinstance(config, dict):  # no JSON, which vLLM tells
         return None
     settings, asked = settings_of(config), asked_of_command(parsed)
-    _check_there(parsed.model)
+    check_there(parsed.model)
     check_options(asked)
     if settings.audit:
         check_audit(asked)
     if settings.lossless:
         check_lossless(asked, {})
-    if Path(parsed.model).is_dir() and not _OTHERWISE.intersection(changed):
+    if Path(parsed.model).is_dir() and not OTHERWISE.intersection(changed):
         check_folder(settings, Path(parsed.model), strict=False, asked=asked)
     return settings
 
@@ -294,19 +292,6 @@ def asked_of_command(parsed: Any) -> Asked:
         microbatches=parsed.enable_dbo or parsed.ubatch_size > 1,
         pooling=parsed.runner == "pooling",
     )
-
-
-def _check_there(model: str) -> None:
-    """Raise ValueError for a path that does not exist. A name of the hub has one slash, or is of a .gguf file."""
-    local = model.startswith((".", "/", "~")) or (model.count("/") > 1 and not model.endswith(".gguf"))
-    if local and "://" not in model and not Path(model).expanduser().exists():
-        raise ValueError(f"{model}: no such folder")
-
-
-def _plain(option: str) -> str:
-    """An option's name as vLLM takes it: underscores may be hyphens, and a key of its value may follow a dot."""
-    name = option.partition("=")[0].partition(".")[0]
-    return name.replace("_", "-") if name.startswith("-") else ""
 
 
 def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry, ranks: int) -> str:

@@ -19,10 +19,18 @@ from foveate.cli.imports import Import
 from foveate.cli.progress import Progress, resumable, sayer
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.integrations.early import check_model
 from foveate.io import outfile
 from foveate.io.outfile import announce
 
-Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
+
+def _check_model(folder: Path) -> Path:
+    """Callback of ``--model``: refuses what the folder shows before torch is imported."""
+    check_model(folder, needs_weights=True)
+    return folder
+
+
+Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", callback=_check_model)]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
 ]
