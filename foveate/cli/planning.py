@@ -11,7 +11,7 @@ import typer
 from foveate.cli.quiet import quiet
 from foveate.errors import UserError, require
 from foveate.integrations.early import check_model
-from foveate.planning.gpus import GPUS, Gpu, gpu_of
+from foveate.planning.gpus import GPUS, Gpu, gpu_here, gpu_of
 
 
 def plan(
@@ -53,10 +53,6 @@ def plan(
 
 def _here() -> Gpu:
     """The GPU of this machine. Raises UserError where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
+    if (found := gpu_here()) is None:
         raise UserError(f"no GPU is here: name one with --gpu ({', '.join(GPUS)}, or a size such as 24GB)")
-    about = torch.cuda.get_device_properties(0)
-    known = next((one for name, one in GPUS.items() if name in about.name.lower()), None)
-    return Gpu(about.name, about.total_memory, None if known is None else known.bandwidth)
+    return found

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def check_model(folder: Path, needs_weights: bool = False, served: bool = False)
     kind = config.get("model_type")
     if "transformers" not in sys.modules and isinstance(kind, str) and kind != HYBRID:
         _check_type(folder, kind, served)
-    name = _known()[1].get(kind, kind) if isinstance(kind, str) else kind
     if (reason := refusal(config)) and (not served or reason == LATENT):
+        name = _known()[1].get(kind, kind) if isinstance(kind, str) else "the model"
         raise UserError(f"{folder}: {name} is not supported: {reason}")
     if needs_weights and not weight_files(folder):
         raise UserError(f"{folder}: {NO_WEIGHTS}")
@@ -113,7 +113,7 @@ def _known() -> tuple[dict[str, str], dict[str, str]]:
     """The types of models that the installed Transformers knows, with the names of their configurations, and of its
     causal language models, with the names of these: read in its source; empty where that is written otherwise."""
     try:
-        found = importlib.util.find_spec("transformers")
+        found = find_spec("transformers")
     except (ImportError, ValueError):
         found = None
     places = () if found is None else found.submodule_search_locations or ()

@@ -122,5 +122,7 @@ def test_the_plan_is_printed_and_says_what_is_slow(folder):
     done = run("foveate", "serve", folder, "--method", KASCADE, "--check", "--enforce-eager")
     assert done.returncode == 0, done.stderr
     *plan, last = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in plan[-4:]] == ["method", "dense, choosing", "dense", "slow"]
+    assert [line.partition(":")[0] for line in plan[-6:-2]] == ["method", "dense, choosing", "dense", "slow"]
+    assert plan[-2].startswith("weights: ")
+    assert plan[-1].startswith("a request of 512 tokens: ")
     assert last.endswith("--enforce-eager")

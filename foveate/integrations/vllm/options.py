@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from foveate.integrations import early
 
@@ -40,3 +42,34 @@ def check_early(model: str, options: Sequence[str]) -> None:
     check_there(model)
     if Path(model).is_dir() and tells_all(options):
         early.check_model(Path(model), served=True)
+
+
+class Typed(NamedTuple):
+    """What options of vLLM's command say of sizes; what a command leaves out is None, or vLLM's default."""
+
+    tokens: int | None
+    """The longest request, ``--max-model-len``."""
+    ranks: int
+    """``--tensor-parallel-size``."""
+    kv_cache_dtype: str
+    dtype: str
+
+
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def typed(options: Sequence[str]) -> Typed:
+    """The sizes that options name, without vLLM; values that only vLLM reads, such as ``128k``, count as left out."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--max-model-len", default="")
+    parser.add_argument("--tensor-parallel-size", "-tp", default="1")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    names = [plain(one) + one[len(one.partition("=")[0]) :] if one.startswith("--") else one for one in options]
+    try:
+        found, _ = parser.parse_known_args(names)
+    except (argparse.ArgumentError, SystemExit):  # an option without its value, which vLLM tells
+        found = parser.parse_args([])
+    tokens = int(found.max_model_len) if found.max_model_len.isdecimal() else None
+    ranks = int(found.tensor_parallel_size) if found.tensor_parallel_size.isdecimal() else 1
+    return Typed(tokens or None, ranks or 1, found.kv_cache_dtype, _DTYPES.get(found.dtype, found.dtype))
