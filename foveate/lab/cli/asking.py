@@ -23,14 +23,7 @@ from foveate.integrations.early import check_model
 from foveate.io import outfile
 from foveate.io.outfile import announce
 
-
-def _check_model(folder: Path) -> Path:
-    """Callback of ``--model``: refuses what the folder shows before torch is imported."""
-    check_model(folder, needs_weights=True)
-    return folder
-
-
-Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.", callback=_check_model)]
+Model = Annotated[Path, typer.Option("--model", help="Folder of a Hugging Face model.")]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, else the model's own.")
 ]
@@ -71,12 +64,15 @@ def generate(
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
     from foveate.errors import UserError, check_text, require
-    from foveate.io.reading import read_text
-    from foveate.lab.evaluation.runner import parse_method
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
     require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
+    check_model(model, needs_weights=True)
+
+    from foveate.io.reading import read_text
+    from foveate.lab.evaluation.runner import parse_method
+
     chosen = parse_method(method)
     text = prompt if prompt_file is None else read_text(prompt_file)
     if not text.strip():
@@ -195,6 +191,8 @@ def compare(
     imported: Import = None,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
+    check_model(model, needs_weights=True)
+
     from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
     from foveate.lab.evaluation.runner import Comparison, parse_methods, prepare, run
@@ -283,6 +281,7 @@ def calibrate(
 ) -> None:
     """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
     given = dict(locals())
+    check_model(model, needs_weights=True)
 
     from foveate.calibration import kept_name
     from foveate.errors import UserError
@@ -353,6 +352,8 @@ def tune(
     imported: Import = None,
 ) -> None:
     """Search methods and budgets on one half of your documents, check the best on the other, write it: resumable."""
+    check_model(model, needs_weights=True)
+
     from foveate.lab.evaluation import tasks
     from foveate.lab.evaluation.tune import Plan, search
 
