@@ -140,7 +140,7 @@ def test_generate_answers_and_says_what_was_read(model, tmp_path):
     assert dense.stdout != h2o.stdout
     assert "8 decode steps · 100.0 % of the keys read" in dense.stderr
     assert "h2o:top_k=4,window=8 · " in h2o.stderr
-    assert "tokens evicted" in h2o.stderr
+    assert "tokens of each sequence evicted (mean over layers)" in h2o.stderr
     chat = call("generate", "--model", model, "--prompt", "Call me", "--chat", "--max-new-tokens", 2)
     assert chat.exit_code == 0
     assert "3 prompt tokens" not in chat.stderr
