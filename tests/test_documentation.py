@@ -246,6 +246,9 @@ def test_what_two_gpus_gain_is_what_rows_say():
     assert {row["agreement"] for row in exchanges} == {1.0}
     bound = policy.sparse_from_length([methods.make("kascade:anchors=10")], Geometry(16, 4, 128, 128), 8, 2)
     assert f"eight requests of {bound // 1024}K" in " ".join(text.split())
+    for method, factor in (("kascade:anchors=10", 4), ("pages:weighted=false", 2)):
+        one = policy.pays_from([methods.make(method)], Geometry(32, 8, 128, 128))
+        assert policy.pays_from([methods.make(method)], Geometry(16, 4, 128, 128), 2) == factor * one == 128 * 1024
 
 
 def test_methods_beside_presses_are_methods_and_their_gains_those_of_rows():
