@@ -24,7 +24,6 @@ COMMANDS = {
     "plan": ["plan", "--context", "9", "--gpu", "h200", "--model"],
     "chat": ["chat", "--model"],
     "generate": ["generate", "--prompt", "x", "--model"],
-    "compare": ["compare", "--task", "niah", "--out", "rows.jsonl", "--model"],
     "serve": ["serve", "--check"],
 }
 

@@ -191,8 +191,6 @@ def compare(
     imported: Import = None,
 ) -> None:
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
-    check_model(model, needs_weights=True)
-
     from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
     from foveate.lab.evaluation.runner import Comparison, parse_methods, prepare, run
@@ -281,7 +279,6 @@ def calibrate(
 ) -> None:
     """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
     given = dict(locals())
-    check_model(model, needs_weights=True)
 
     from foveate.calibration import kept_name
     from foveate.errors import UserError
@@ -352,8 +349,6 @@ def tune(
     imported: Import = None,
 ) -> None:
     """Search methods and budgets on one half of your documents, check the best on the other, write it: resumable."""
-    check_model(model, needs_weights=True)
-
     from foveate.lab.evaluation import tasks
     from foveate.lab.evaluation.tune import Plan, search
 
