@@ -12,7 +12,7 @@ TESTS ?=
 MODEL := models/smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-rest test-all faults test-oldest test-vllm test-gpu smoke-gpu sanitize lint format tables wheel clean
+.PHONY: demo test test-rest test-all faults test-oldest test-vllm test-gpu smoke-gpu sanitize lint format tables wheel docs clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@$(BIN)/python examples/demo.py --model $(MODEL) --out runs/demo
@@ -108,5 +108,17 @@ tables: $(VENV)/.installed
 wheel: $(VENV)/.installed
 	$(BIN)/python .ci/wheel.py
 
+# The documentation as a site in site/, with search and the reference of docstrings, in an environment of its own.
+# A link or an anchor that leads nowhere ends it.
+DOCS_VENV := .venv-docs
+
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python .ci/docs_site.py
+
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache build dist site

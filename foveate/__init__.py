@@ -12,6 +12,10 @@ What attaches and serves is here. :mod:`foveate.lab` measures and :mod:`foveate.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from foveate import errors
+
+errors.show_plainly()
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,28 @@ class UserError(ValueError):
 
 class DataError(UserError):
     """A malformed or missing data file; the message begins with the file and, where there is one, the line."""
+
+
+class FoveateWarning(UserWarning):
+    """What a user should know and no program has to handle: what was chosen and why, what is slower, what was left out.
+
+    Shown as one line. Filters of :mod:`warnings` and ``logging.captureWarnings`` apply to it.
+    """
+
+
+def show_plainly() -> None:
+    """Let Python show the warnings of this package as one line each, without a place in the code."""
+    before = warnings.formatwarning
+    if getattr(before, "shows_foveate", False):
+        return
+
+    def formatwarning(message: Any, category: type[Warning], *where: Any, **line: Any) -> str:
+        if category.__module__.partition(".")[0] != __name__.partition(".")[0]:
+            return before(message, category, *where, **line)
+        return f"foveate: {str(message).removeprefix('foveate: ')}\n"
+
+    formatwarning.shows_foveate = True
+    warnings.formatwarning = formatwarning
 
 
 def require(right: bool, name: str, allowed: str, value: object) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foveate.errors import UserError
+from foveate.errors import FoveateWarning, UserError
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user" | "assistant", "content": text}`."""
@@ -175,7 +175,11 @@ def _marked(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     found = [name for name in _special_tokens(tokenizer) if any(name in a and name not in b for a, b in pairs)]
     if found:
         names = ", ".join(sorted(set(found)))
-        warnings.warn(f"the text holds {names}, written as special tokens of the model are: read as text", stacklevel=3)
+        warnings.warn(
+            f"the text holds {names}, written as special tokens of the model are: read as text",
+            FoveateWarning,
+            stacklevel=3,
+        )
     return marked
 
 

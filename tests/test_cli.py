@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import foveate
@@ -138,7 +140,7 @@ def test_generate_answers_and_says_what_was_read(model, tmp_path):
     assert dense.stdout != h2o.stdout
     assert "8 decode steps · 100.0 % of the keys read" in dense.stderr
     assert "h2o:top_k=4,window=8 · " in h2o.stderr
-    assert "tokens evicted" in h2o.stderr
+    assert "tokens of each sequence evicted (mean over layers)" in h2o.stderr
     chat = call("generate", "--model", model, "--prompt", "Call me", "--chat", "--max-new-tokens", 2)
     assert chat.exit_code == 0
     assert "3 prompt tokens" not in chat.stderr
@@ -624,6 +626,36 @@ def test_help_names_all_commands():
     text = call("--help").stdout
     for command in ("methods", "doctor", "generate", "compare", "calibrate", "fetch", "bench"):
         assert command in text
+
+
+def paths_of(command, path=()):
+    """The names of a command and of those within it, as they are typed."""
+    yield path
+    for name, one in getattr(command, "commands", {}).items():
+        yield from paths_of(one, (*path, name))
+
+
+COMMANDS = list(paths_of(get_command(app)))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_wide_descriptions_at_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = call(*command, "--help").stdout
+    entries = [line for line in text.splitlines() if re.match(r"  \S", line) and not line.startswith("  ...")]
+    rows = [found for line in entries if (found := re.match(r"  (\S(?: ?\S)*)  +(?=\S)", line))]
+    assert "--help" in [row[1] for row in rows]
+    assert min(80 - row.end() for row in rows) >= 36
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_cuts_nothing_off(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = call(*command, "--help").stdout
+    usage, *lines = text.splitlines()
+    assert usage.startswith("Usage: ")
+    assert [line for line in lines if line.endswith("...")] == []
 
 
 def test_commands_ask_no_hub_for_kernels(monkeypatch):

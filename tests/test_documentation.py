@@ -23,6 +23,8 @@ from foveate.lab.evaluation import tasks
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS
 from foveate.methods import base, spec
+from foveate.runtime import policy
+from foveate.state import Geometry
 from tests import tiny
 from tests.matrix import PROMPT, SCALING, Driver, Tokens, close
 
@@ -282,6 +284,56 @@ def test_the_guide_answers_what_newcomers_ask():
     answers = dict(re.findall(r"^\| (.*\?) \| (.*) \|$", page, re.MULTILINE))
     assert answers.keys() == QUESTIONS.keys()
     assert [question for question, answer in answers.items() if not re.search(QUESTIONS[question], answer)] == []
+
+
+def _section(page: str, title: str) -> str:
+    return re.search(rf"^## {re.escape(title)}$(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)[1]
+
+
+def _rows(name: str) -> list[dict]:
+    text = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_what_two_gpus_gain_is_what_rows_say():
+    text = _section((GUIDE / "questions.md").read_text(encoding="utf-8"), "Two GPUs")
+    gains = {
+        (case["batch"], case["tokens"] // 1024): f"{row['baseline_ms'] / row['ms']:.2f}"
+        for row in _rows("serving")
+        if (case := row["case"]).get("ranks") == 2
+    }
+    for batch, thousands in ((8, 32), (1, 128), (1, 32), (8, 8)):
+        assert re.search(rf"\b{batch} × {thousands}K(?: tokens)? are\s+{gains[batch, thousands]} times", text), (
+            batch,
+            thousands,
+        )
+    exchanges = _rows("serving-ranks")
+    microseconds = [1000 * (row["ms"] - row["baseline_ms"]) for row in exchanges]
+    assert f"{min(microseconds):.0f} to {max(microseconds):.0f} µs" in " ".join(text.split())
+    assert {row["agreement"] for row in exchanges} == {1.0}
+    bound = policy.sparse_from_length([methods.make("kascade:anchors=10")], Geometry(16, 4, 128, 128), 8, 2)
+    assert f"eight requests of {bound // 1024}K" in " ".join(text.split())
+    for method, factor in (("kascade:anchors=10", 4), ("pages:weighted=false", 2)):
+        one = policy.pays_from([methods.make(method)], Geometry(32, 8, 128, 128))
+        assert policy.pays_from([methods.make(method)], Geometry(16, 4, 128, 128), 2) == factor * one == 128 * 1024
+
+
+def test_methods_beside_presses_are_methods_and_their_gains_those_of_rows():
+    text = _section((GUIDE / "questions.md").read_text(encoding="utf-8"), "Llama-3.1-8B beside kvpress")
+    for line in re.findall(r"^\| (?:`\w+Press.*?|none) \| (.*?) \|", text, re.MULTILINE):
+        assert [methods.make(one) for one in re.findall(r"`(.*?)`", line)]
+    options = dict(re.findall(r"--(task|split|question) (\S+)", text))
+    tasks.parse(options.pop("task"), length=8192, **options)  # raises for what there is not
+    rows = _rows("recommended-times")
+    times = {
+        row["case"]["method"]: row["speedup"]
+        for row in rows
+        if (row["case"].get("model"), row["case"].get("batch"), row["case"].get("context"))
+        == ("llama-3.1-8b", 8, 32768)
+    }
+    for method, gain in (("snapkv:top_k=0.25", "1.64"), ("kascade:anchors=10", "1.51"), ("pages", "1.27")):
+        assert f"{times[method]:.2f}" == gain
+        assert gain in text
 
 
 def test_the_guide_lists_the_options_of_vllm_that_are_refused():

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foveate.errors import FoveateWarning
 from foveate.io import infile, outfile
 from foveate.io.json_text import parse_json
 
@@ -94,7 +95,7 @@ def check_facts(model: Mapping[str, Any], facts: Mapping[str, Any], what: str, a
 @functools.cache
 def say_once(text: str) -> None:
     """Warns, once for each text."""
-    warnings.warn(text, stacklevel=5)
+    warnings.warn(text, FoveateWarning, stacklevel=5)
 
 
 def _check_fact(model: Mapping[str, Any], key: str, value: Any, what: str, again: str) -> None:

@@ -37,6 +37,8 @@ class _Commands(TyperGroup):
             self.commands |= typer.main.get_group(importlib.import_module(wing).app).commands
         for command in self.commands.values():
             _keep_inputs(command)
+            _plain_help(command)
+        _plain_help(self)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -80,6 +82,15 @@ def _keep_inputs(command: Any) -> None:
         return run(ctx)
 
     command.invoke = invoke
+
+
+def _plain_help(command: Any) -> None:
+    """Lets a command, and each of a group, print its help in two columns, of which that of the names is narrow."""
+    command.rich_markup_mode = None
+    command.short_help = (command.help or "").partition("\n\n")[0]  # which a list of commands does not cut off
+    command.context_settings = {**command.context_settings, "max_content_width": terminal.WIDTH}
+    for one in getattr(command, "commands", {}).values():
+        _plain_help(one)
 
 
 app = typer.Typer(

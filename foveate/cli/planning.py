@@ -10,8 +10,8 @@ import typer
 
 from foveate.cli.quiet import quiet
 from foveate.errors import UserError, require
-from foveate.io.infolder import check_model_folder
-from foveate.planning.gpus import GPUS, Gpu, gpu_of
+from foveate.integrations.early import check_model
+from foveate.planning.gpus import GPUS, Gpu, gpu_here, gpu_of
 
 
 def plan(
@@ -38,7 +38,7 @@ def plan(
     require(sequences >= 1, "sequences", "at least 1", sequences)
     require(tp >= 1, "tp", "at least 1", tp)
     chosen = None if gpu is None else gpu_of(gpu)
-    check_model_folder(model)
+    check_model(model)
     from foveate.planning.lines import lines_of
     from foveate.planning.plan import Asked, plan_of
 
@@ -53,10 +53,6 @@ def plan(
 
 def _here() -> Gpu:
     """The GPU of this machine. Raises UserError where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
+    if (found := gpu_here()) is None:
         raise UserError(f"no GPU is here: name one with --gpu ({', '.join(GPUS)}, or a size such as 24GB)")
-    about = torch.cuda.get_device_properties(0)
-    known = next((one for name, one in GPUS.items() if name in about.name.lower()), None)
-    return Gpu(about.name, about.total_memory, None if known is None else known.bandwidth)
+    return found

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from foveate.errors import DataError, UserError
+from foveate.errors import DataError, FoveateWarning, UserError
 
 MOST = 1 << 34
 """Bytes of the largest file that is read as a whole, and of what a compressed one may hold."""
@@ -95,7 +95,9 @@ def warn_of_unread(folder: Path, names: Sequence[str], kinds: Sequence[str]) -> 
         more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
         found = ", ".join(sorted(names)[:_NAMED]) + more
         warnings.warn(
-            f"{folder}: {len(names):,} left out, of none of the kinds {', '.join(kinds)}: {found}", stacklevel=2
+            f"{folder}: {len(names):,} left out, of none of the kinds {', '.join(kinds)}: {found}",
+            FoveateWarning,
+            stacklevel=2,
         )
 
 

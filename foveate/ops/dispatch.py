@@ -144,6 +144,10 @@ def _unusable(device: int) -> str | None:
     return None
 
 
+class KernelWarning(UserWarning):
+    """A slower path runs, and why. Shown as one line, see :func:`foveate.errors.show_plainly`."""
+
+
 @functools.cache
 def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, KernelWarning, stacklevel=3)

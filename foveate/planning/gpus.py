@@ -44,3 +44,14 @@ def gpu_of(name: str) -> Gpu:
     if found := GPUS.get(name.strip().lower()):
         return found
     raise unknown("GPU", name, (*GPUS, "a size such as 24GB"))
+
+
+def gpu_here() -> Gpu | None:
+    """The first GPU of this machine, with the memory in bytes that it reports; None where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    about = torch.cuda.get_device_properties(0)
+    known = next((one for name, one in GPUS.items() if name in about.name.lower()), None)
+    return Gpu(about.name, about.total_memory, None if known is None else known.bandwidth)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 
 from foveate.methods.base import NEVER_FASTER
-from foveate.planning.gpus import MEASURED
-from foveate.planning.plan import Decoding, Plan
+from foveate.planning.gpus import MEASURED, Gpu
+from foveate.planning.plan import Decoding, Plan, room_of
 from foveate.runtime import SHORT_SEQUENCE
 from foveate.runtime.offload import MARGIN
 
@@ -46,20 +46,26 @@ def _sizes(plan: Plan) -> list[str]:
     taken = plan.transformers if not plan.transformers.refused else plan.vllm
     name = taken.method.name if taken.method is not None else "no method"
     share = f", {memory.summaries / memory.kept:.1%} of these" if memory.summaries else ""
+    contexts = f"{asked.sequences:,} × {asked.context:,} tokens, {cached}{grows}"
     return [
         f"model: {shape['model_type']}, {model.parameters / 1e9:.2f} billion parameters, {', '.join(parts)}, {heads}",
-        f"weights: {_gb(memory.weights)} ({held}){each}",
-        f"keys and values: {_gb(memory.kept)} ({asked.sequences:,} × {asked.context:,} tokens, {cached}{grows}){each}",
-        f"summaries: {_gb(memory.summaries)} ({name}{share}){each}",
+        f"weights: {gigabytes(memory.weights)} ({held}){each}",
+        f"keys and values: {gigabytes(memory.kept)} ({contexts}){each}",
+        f"summaries: {gigabytes(memory.summaries)} ({name}{share}){each}",
     ]
 
 
 def _verdict(plan: Plan) -> str:
     memory, gpu = plan.memory, plan.asked.gpu
-    has = f"{_gb(memory.room)} ({gpu.name}, {_whole_gb(gpu.memory)}, {MARGIN:.0%} of it left free)"
+    has = room_line(gpu)
     if memory.fits:
-        return f"fits: {_gb(memory.total)} of {has}; at most {plan.most_sequences:,} sequences of this length"
-    return f"does not fit: {_gb(memory.total)}, {_gb(memory.total - memory.room)} more than {has}"
+        return f"fits: {gigabytes(memory.total)} of {has}; at most {plan.most_sequences:,} sequences of this length"
+    return f"does not fit: {gigabytes(memory.total)}, {gigabytes(memory.total - memory.room)} more than {has}"
+
+
+def room_line(gpu: Gpu) -> str:
+    """What a GPU has for weights and contexts, in words; a part of its memory is left free for activations."""
+    return f"{gigabytes(room_of(gpu))} ({gpu.name}, {_wholegigabytes(gpu.memory)}, {MARGIN:.0%} of it left free)"
 
 
 def _remedies(plan: Plan) -> list[str]:
@@ -74,7 +80,7 @@ def _remedies(plan: Plan) -> list[str]:
         ways.append("keys and values in fp8, with vLLM (--kv-cache-dtype fp8)")
     if (found := plan.offloaded) is not None:
         what = "offload=True" if found.spec == "auto" else f"{found.spec} with offload=True"
-        ways.append(f"{what} ({_gb(found.device)} beside the weights, {_gb(found.host)} of host memory)")
+        ways.append(f"{what} ({gigabytes(found.device)} beside the weights, {gigabytes(found.host)} of host memory)")
     ways.append("a method that evicts (docs/guide/choose.md)")
     return [f"instead: {'; or '.join(ways)}"]
 
@@ -167,9 +173,10 @@ def _stay(decoding: Decoding) -> str:
     return "stay with dense attention, because sparse steps are estimated to be no faster"
 
 
-def _gb(count: int) -> str:
+def gigabytes(count: int) -> str:
+    """Bytes in words, in units of 10^9 or 10^6."""
     return f"{count / 1e9:.1f} GB" if count >= 5e7 or not count else f"{count / 1e6:.1f} MB"
 
 
-def _whole_gb(count: int) -> str:
+def _wholegigabytes(count: int) -> str:
     return f"{count / 1e9:g} GB"

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from foveate.errors import UserError, first_line
+from foveate.integrations import early
 from foveate.integrations.transformers import csa, model_folder, offloading
 from foveate.integrations.transformers.facts import folder_weights, model_shape, rotary_facts
 from foveate.integrations.transformers.loading import choose_dtype
@@ -80,7 +81,7 @@ def model_of(folder: Path, dtype: str = "auto") -> PlannedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=kept, trust_remote_code=False)
     except Exception as error:  # a damaged configuration leads to any of them
-        raise UserError(f"{folder}: not a causal language model ({first_line(error)})") from None
+        raise UserError(f"{folder}: {early.NOT_CAUSAL} ({first_line(error)})") from None
     decoder = decoder_of(model)
     text = decoder.config.get_text_config(decoder=True)
     try:

@@ -13,7 +13,7 @@ import torch
 from foveate.errors import require
 from foveate.integrations.transformers import model_folder
 from foveate.integrations.transformers.facts import geometry_of
-from foveate.integrations.vllm.settings import FP8, layer_methods, settings_of
+from foveate.integrations.vllm.settings import FP8, FP8_DTYPE, layer_methods, settings_of
 from foveate.methods import Auto, Method, check_artefacts, check_made_for, make
 from foveate.methods.pages import Pages
 from foveate.planning.gpus import Gpu
@@ -24,8 +24,6 @@ from foveate.runtime.capture import ROOM
 from foveate.runtime.offload import MARGIN, LayerShape, needs
 from foveate.state import Geometry
 from foveate.state.storage import capacity_for
-
-FP8_DTYPE = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ def plan_of(folder: Path, asked: Asked, dtype: str = "auto") -> Plan:
         warnings.simplefilter("ignore")  # what they say, the plan says
         attached, why = _attached(model, asked.method)
         first = _in_transformers(model, asked, attached)
-        second = _in_vllm(model, asked)
+        second = in_vllm(model, asked)
     taken = first if asked.ranks == 1 and asked.kv_cache_dtype == "auto" else second
     slots = capacity_for(asked.context) if taken is first else asked.context
     memory = memory_of(model, asked, taken.layers or {}, slots)
@@ -212,8 +210,12 @@ def memory_of(model: PlannedModel, asked: Asked, layers: Mapping[int, Method], s
     for geometry, window in model.windows.values():
         shape = LayerShape(make("dense"), _on_rank(geometry, asked.ranks), dtype)
         kept += shape.kept(asked.sequences, min(window, asked.context))
-    room = int(asked.gpu.memory * (1.0 - MARGIN))
-    return Memory(-(-model.weights // asked.ranks), kept, summaries, room)
+    return Memory(-(-model.weights // asked.ranks), kept, summaries, room_of(asked.gpu))
+
+
+def room_of(gpu: Gpu) -> int:
+    """Bytes of a GPU for weights, keys and values, and summaries: what is not left free for activations."""
+    return int(gpu.memory * (1.0 - MARGIN))
 
 
 def _attached(model: PlannedModel, spec: str) -> tuple[Method, str]:
@@ -239,7 +241,8 @@ def _in_transformers(model: PlannedModel, asked: Asked, method: Method) -> Decod
     return _decoding(TRANSFORMERS, model, asked, method, layers)
 
 
-def _in_vllm(model: PlannedModel, asked: Asked) -> Decoding:
+def in_vllm(model: PlannedModel, asked: Asked) -> Decoding:
+    """What a decode step does in vLLM; ``refused`` says why it takes no method."""
     geometry = geometry_of(model.shape, asked.ranks)
     try:
         settings = settings_of({"foveate": asked.method}).settled(model.shape, lambda: model.facts)

@@ -176,6 +176,7 @@ class Layer:
     ) -> Tensor:
         store, n = self.store, k.shape[2]
         self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
+        self.counters.sequences += 0 if first else k.shape[0]
         shape = store.geometry
         dims = (shape.head_dim, shape.value_dim, shape.group)
         self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
@@ -255,6 +256,7 @@ class Layer:
         whole = self.store.resident_bytes
         self.seen = read.seen
         self.counters.prompt_tokens += sum(store.lengths)
+        self.counters.sequences += store.batch_size
         self.counters.prompt_heads = read.counters.prompt_heads
         finish_prompt(self.method, self.store, read.scaling)
         self.first_step = True

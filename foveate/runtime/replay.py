@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foveate.errors import FoveateWarning
 from foveate.runtime import capture
 from foveate.runtime.capture import ROOM
 from foveate.runtime.layer import Layer
@@ -313,6 +314,7 @@ class ReplayedSteps:
                     warnings.warn(
                         f"foveate: maintenance after decode steps could not be captured ({reason}); "
                         "it runs without a CUDA graph",
+                        FoveateWarning,
                         stacklevel=2,
                     )
                     self._maintenance[which] = Recording(None, run)

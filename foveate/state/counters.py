@@ -41,6 +41,8 @@ class Counters:
     """Keys that dense attention would have read in the same steps and rows."""
     prompt_tokens: int = 0
     """Tokens of all prompts and rows, padding left out."""
+    sequences: int = 0
+    """Rows whose prompts were begun; a conversation's later turns are of the same sequence."""
     tokens_evicted: float | Tensor = 0
     """Tokens evicted: the mean over KV heads, summed over rows."""
     dense_steps: int = 0

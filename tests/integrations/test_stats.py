@@ -173,7 +173,25 @@ def test_counts_add_up_until_they_are_reset():
     assert layer.decode_steps == 33
     assert layer.prompt_tokens == 183
     assert layer.tokens_evicted == 3 * 58
+    assert layer.sequences == 3
     assert layer.keys_read_per_step == 15
+
+
+def test_evicted_tokens_are_shown_of_a_sequence():
+    """Whatever the layers, sequences, calls and chunks."""
+    model = tiny_model()
+    with foveate.attached(model, "streaming:sinks=2,window=13"):
+        for _ in range(2):
+            generate(model, tokens(PROMPT).expand(3, -1), NEW)
+        generate(model, tokens(PROMPT), NEW, prefill_chunk_size=20)
+        found = foveate.stats(model)
+        assert "58 tokens of each sequence evicted, the mean over layers" in str(found)
+        assert found.summary()["tokens_evicted_per_sequence"] == 58
+        assert found.summary()["tokens_evicted"] == 3 * 7 * 58
+        assert {layer.sequences for layer in found.layers} == {7}
+        foveate.stats(model, reset=True)
+        assert {layer.sequences for layer in foveate.stats(model).layers} == {0}
+        assert "evicted" not in str(foveate.stats(model))
 
 
 def test_layers_that_stay_as_they_are_are_named():
@@ -207,6 +225,7 @@ def test_layers_of_a_composed_method_report_their_own():
     assert total["keys_read_per_step"] == pytest.approx((67 + 15 + 15) / 3)
     assert total["kv_bytes_per_step"] == (67 + 15 + 15) * KEY_BYTES
     assert total["tokens_evicted"] == 2 * 58
+    assert total["tokens_evicted_per_sequence"] == pytest.approx(2 * 58 / 3)
     assert total["decode_steps"] == 11
 
 

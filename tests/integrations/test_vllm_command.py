@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from foveate.integrations.vllm import launch
+from foveate.integrations.vllm.options import OTHERWISE
 from tests.helpers import CONFIGS
 from tests.integrations.test_vllm_launch import DEFAULTS
 from tests.integrations.test_vllm_settings import KASCADE
@@ -39,7 +40,7 @@ def test_options_have_the_names_and_defaults_that_other_tests_assume(folder):
     assert parsed.attention_config.backend is None
     found = {name: getattr(parsed, name) for name in DEFAULTS if name != "attention_config"}
     assert found == {name: value for name, value in DEFAULTS.items() if name != "attention_config"}
-    assert vars(parsed).keys() >= launch._OTHERWISE
+    assert vars(parsed).keys() >= OTHERWISE
 
 
 @pytest.mark.parametrize(
@@ -121,5 +122,7 @@ def test_the_plan_is_printed_and_says_what_is_slow(folder):
     done = run("foveate", "serve", folder, "--method", KASCADE, "--check", "--enforce-eager")
     assert done.returncode == 0, done.stderr
     *plan, last = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in plan[-4:]] == ["method", "dense, choosing", "dense", "slow"]
+    assert [line.partition(":")[0] for line in plan[-6:-2]] == ["method", "dense, choosing", "dense", "slow"]
+    assert plan[-2].startswith("weights: ")
+    assert plan[-1].startswith("a request of 512 tokens: ")
     assert last.endswith("--enforce-eager")

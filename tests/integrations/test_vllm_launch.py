@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,12 @@ from typer.testing import CliRunner
 
 from foveate.cli import app
 from foveate.integrations.vllm import launch
+from foveate.integrations.vllm.options import typed
 from foveate.integrations.vllm.settings import check_early
+from foveate.planning import gpus
+from foveate.planning.lines import gigabytes, room_line
+from foveate.planning.machine import served_lines
+from foveate.planning.plan import Asked, plan_of
 from tests.helpers import CONFIGS
 from tests.integrations.test_vllm_settings import KASCADE, engine
 
@@ -106,11 +112,76 @@ def test_a_folder_that_is_missing_and_a_method_that_is_given_twice_are_told(fold
     assert found.exit_code == 2
 
 
-def test_vllm_that_is_missing_is_told(folder):
-    if importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is installed")
+@pytest.fixture
+def without_vllm(monkeypatch):
+    monkeypatch.setattr(launch, "vllm_here", lambda: False)
+
+
+def test_vllm_that_is_missing_is_told(folder, without_vllm):
     found = CliRunner().invoke(app, ["serve", folder, "--method", KASCADE])
     assert "vLLM is not installed here; foveate serves with vLLM 0.26" in found.output
+    assert found.exit_code == 2
+
+
+def test_without_vllm_a_check_tells_what_would_be_taken(folder, without_vllm, monkeypatch):
+    monkeypatch.setattr(gpus, "gpu_here", lambda: None)
+    options = ["--max_model_len=512", "-tp", "2", "--kv-cache-dtype", "fp8"]
+    found = CliRunner().invoke(app, ["serve", folder, "--check", "--lossless", "4", "--method", KASCADE, *options])
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith("method: kascade_paper:")
+    assert lines[1] == "dense, choosing: 0; reading: 1; choosing: 2"
+    assert lines[2].startswith("dense: on a GPU requests of fewer than ")
+    assert lines[3] == "lossless: the method drafts 4 tokens, and dense attention verifies them"
+    plan = plan_of(Path(folder), Asked(512, 1, gpus.GPUS["h200"], 2, "fp8", KASCADE), "auto")
+    assert lines[4] == f"weights: {gigabytes(plan.memory.weights)} on each GPU"
+    assert lines[5] == f"a request of 512 tokens: {gigabytes(plan.memory.kept)} of keys and values on each GPU"
+    assert lines[6].startswith("vLLM: not checked, vLLM is not installed here; foveate serves with vLLM 0.26")
+    assert lines[7].startswith(f"vllm serve {folder} --attention-backend CUSTOM --additional-config ")
+
+
+def test_without_vllm_a_check_refuses_what_does_not_fit_the_model(folder, without_vllm):
+    for method, why in (("h2o", "h2o evicts tokens"), ("kascade:anchors=[0,7]", "not 7")):
+        found = CliRunner().invoke(app, ["serve", folder, "--check", "--method", method])
+        assert why in found.output
+        assert found.exit_code == 2
+
+
+def test_without_vllm_a_check_of_a_name_tells_the_method_alone(without_vllm):
+    found = CliRunner().invoke(app, ["serve", "some/name", "--check", "--method", KASCADE])
+    assert found.exit_code == 0, found.output
+    assert found.stdout.splitlines()[1] == "layers: not known, because some/name is read by vLLM alone"
+
+
+def test_summaries_have_the_share_that_the_plan_has(folder, without_vllm):
+    spec = "pages:weighted=false,page_size=8"
+    arguments = launch.arguments_of(folder, spec, None, ["--max-model-len", "512"], needs_vllm=False)
+    memory = plan_of(Path(folder), Asked(512, 1, gpus.GPUS["h200"], method=spec, kv_cache_dtype="fp8")).memory
+    (line,) = (one for one in launch.folder_summary(folder, [*arguments, "--kv-cache-dtype", "fp8"]) if "summ" in one)
+    assert line.startswith(f"summaries: {memory.summaries / memory.kept:.1%} of the KV cache")
+
+
+def test_a_check_tells_how_many_requests_fit(folder):
+    h200 = gpus.GPUS["h200"]
+    lines = served_lines(Path(folder), 500, h200, method=KASCADE)
+    one = plan_of(Path(folder), Asked(500, 1, h200, kv_cache_dtype="fp8", method=KASCADE)).memory
+    most = (one.room - one.weights) // (2 * one.kept)  # in bf16
+    assert lines[2] == f"fits: at most {most:,} such requests at once, in {room_line(h200)}"
+    assert served_lines(Path(folder), 500, gpus.gpu_of("1GB")._replace(memory=1000))[2].startswith("does not fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ([], (None, 1, "auto", "auto")),
+        (["--max-model-len", "8192", "--tensor-parallel-size=2", "--dtype", "half"], (8192, 2, "auto", "float16")),
+        (["--max_model_len=8192", "--kv_cache_dtype", "fp8", "-tp", "4"], (8192, 4, "fp8", "auto")),
+        (["--max-model-len", "8k", "--port", "1"], (None, 1, "auto", "auto")),
+        (["--max-model-len"], (None, 1, "auto", "auto")),
+    ],
+)
+def test_sizes_are_read_from_options_without_vllm(options, found):
+    assert typed(options) == found
 
 
 SIZES = {
@@ -252,7 +323,7 @@ def test_with_options_that_change_the_model_its_folder_is_left_to_the_engine(fol
 
 def test_a_folder_that_only_vllm_reads_is_left_to_it(tmp_path):
     launch.check_parsed(command(str(tmp_path)), ())
-    with pytest.raises(ValueError, match="Unrecognized model"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         launch.arguments_of(str(tmp_path), KASCADE, None, [])
 
 

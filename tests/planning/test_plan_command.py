@@ -17,6 +17,8 @@ from foveate.cli import app
 from foveate.integrations.vllm import launch
 from foveate.lab.bench.models import SHAPES
 from foveate.planning.gpus import GPUS, gpu_of
+from foveate.planning.lines import lines_of
+from foveate.planning.machine import machine_facts
 from foveate.planning.model import model_of
 from foveate.planning.plan import Asked, plan_of
 from foveate.runtime import sparse_from_length
@@ -283,6 +285,15 @@ def test_models_that_attach_refuses_are_refused_alike(tmp_path):
     assert call(tmp_path, context=100).stderr == f"error: {tmp_path}: {refused.value}\n"
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}', encoding="utf-8")
     assert "not the configuration of a known model" in call(tmp_path).stderr
+
+
+def test_a_machine_is_told_by_the_arithmetic_of_plans(eight_billion):
+    facts = machine_facts(H200)
+    plan = plan_of(eight_billion, Asked(30000, 1, H200, method="pages"))
+    verdict = next(line for line in lines_of(plan, "DIR") if line.startswith("fits"))
+    assert facts["memory"].removesuffix(" for weights, keys and values") in verdict
+    assert f"pages from {plan.transformers.sparse_from:,} tokens" in facts["acts"]
+    assert machine_facts(None)["acts"].startswith("at any length")
 
 
 def test_a_folder_that_is_missing_is_known_before_torch_is_loaded(tmp_path):

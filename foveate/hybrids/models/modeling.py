@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from foveate.errors import FoveateWarning
 from foveate.hybrids.layers import (
     GatedDeltaNet,
     LearnedEviction,
@@ -286,7 +287,9 @@ class HybridModel(HybridPreTrainedModel):
         if seen + columns > trained and not self._said_long:
             self._said_long = True
             warnings.warn(
-                f"the sequence is longer than the {trained} tokens that the model was trained on", stacklevel=4
+                f"the sequence is longer than the {trained} tokens that the model was trained on",
+                FoveateWarning,
+                stacklevel=4,
             )
 
     def _inputs(

@@ -244,6 +244,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
             LayerStats(
                 layer=index,
                 method=policy.method.spec,
+                sequences=counted.sequences,
                 prompt_tokens=counted.prompt_tokens,
                 decode_steps=counted.decode_steps,
                 keys_read_per_step=read,

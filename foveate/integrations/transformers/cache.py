@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from foveate.errors import FoveateWarning
 from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.attachment import Attachment
 from foveate.integrations.transformers.layers import (
@@ -154,6 +155,7 @@ class Cache(transformers.Cache):
             warnings.warn(
                 "decoding goes beyond the length whose rotation the keys in the cache have, and Transformers does not "
                 "rotate them anew: what the model makes of them may be worse",
+                FoveateWarning,
                 stacklevel=2,
             )
 

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers.generation import GenerationMode
 
+from foveate.errors import FoveateWarning
 from foveate.integrations.transformers.positions import length_kinds
 from foveate.methods import Method, replay_obstacle
 from foveate.ops.dispatch import runs_kernel
@@ -110,7 +111,7 @@ class Graphs:
         """Stop recording steps after one could not be captured, and warn."""
         self._broken = f"a step could not be captured ({error})"
         self.require(self._broken)
-        warnings.warn(f"foveate: {self._broken}; steps are run one by one", stacklevel=3)
+        warnings.warn(f"foveate: {self._broken}; steps are run one by one", FoveateWarning, stacklevel=3)
 
     def __reduce__(self):  # copies and pickles record their own steps
         return Graphs, (self.mode,)

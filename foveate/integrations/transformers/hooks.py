@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
+from foveate.errors import FoveateWarning
 from foveate.integrations.transformers import announcements, attention, padding, releases
 from foveate.integrations.transformers.attachment import Attachment, OfModel
 from foveate.integrations.transformers.cache import Cache
@@ -325,6 +326,7 @@ def _warn_of_chunks(cache: Cache, attachment: Attachment) -> None:
             f"{method.name} takes the first forward pass on a cache for the whole prompt, and the tokens after it for "
             "decoded ones. If they are more of the prompt, start again with foveate.Cache(model, prompt_length=...), "
             "which says how many tokens are prompt in all; if not, say so with the length of the first pass",
+            FoveateWarning,
             stacklevel=2,
         )
     phase.prompt_end_guessed = False
@@ -412,6 +414,7 @@ def _warn_of_positions(position_ids: Tensor | None, prompt_end: int, new: int, a
         warnings.warn(
             f"the prompt and what is to be generated come to {needed} positions, beyond the model's "
             f"max_position_embeddings of {attachment.positions}: what the model makes of them may be nonsense",
+            FoveateWarning,
             stacklevel=2,
         )
         attachment.positions = 0

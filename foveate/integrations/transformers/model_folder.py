@@ -6,25 +6,23 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from foveate.errors import UserError, first_line
+from foveate.integrations.early import HYBRID
 from foveate.integrations.transformers.facts import folder_weights, head_dim
-from foveate.integrations.transformers.positions import HYBRID, max_positions
+from foveate.integrations.transformers.positions import max_positions
 from foveate.integrations.transformers.support import choosing_layers
 from foveate.io import infile
-from foveate.io.infolder import check_model_folder
-from foveate.io.json_text import parse_json
+from foveate.io.infolder import NO_WEIGHTS, WEIGHT_NAMES, config_of
+from foveate.io.infolder import weight_files as weight_files
 from foveate.methods import Method, check_made_for
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Ends of the settings that name kernels, of a model or of its parts."""
 _FLASH_ATTENTION = ("flash_attn", "flash_attn_interface", "flash_attn_3")
-_NAMES = f"{_SINGLE} or {_INDEX}"
 _NUMBERS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -106,21 +104,12 @@ def read_config(folder: Path, needs_weights: bool = True) -> dict[str, Any]:
     weights are not the folder's own, or the configuration names kernels of a hub.
     """
     folder = Path(folder)
-    check_model_folder(folder)
-    path = folder / "config.json"
-    try:
-        config = parse_json(infile.read(path, infile.MOST_OF_SETTINGS))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: malformed JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: expected an object")
+    path, config = folder / "config.json", config_of(folder)
     if named := config.get("transformers_weights"):
-        raise UserError(f"{path}: transformers_weights must not be set, got {named!r}; the weights are {_NAMES}")
+        raise UserError(f"{path}: transformers_weights must not be set, got {named!r}; the weights are {WEIGHT_NAMES}")
     _check_implementations(path, config)
     if needs_weights and not weight_files(folder):
-        raise UserError(f"{folder}: no weights in the model folder ({_NAMES})")
+        raise UserError(f"{folder}: {NO_WEIGHTS}")
     if config.get("model_type") == HYBRID:
         importlib.import_module("foveate.hybrids.models")
     return config
@@ -140,32 +129,6 @@ def _check_implementations(path: Path, value: Any) -> None:
                     f"{path}: {name} must not be {kernel!r}, for which Transformers would load code from a hub; "
                     "remove it"
                 )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that Transformers loads from a model folder, sorted; none where it holds none.
-
-    Raises `UserError` for an index that is damaged or names files that are missing or outside the folder, and for an
-    adapter, which Transformers would load on top of them.
-    """
-    folder = Path(folder)
-    if (adapter := folder / "adapter_config.json").exists():
-        raise UserError(f"{adapter}: adapters are not loaded; merge it into the model and save that")
-    if (single := folder / _SINGLE).is_file():
-        return [single]
-    if not (index := folder / _INDEX).is_file():
-        return []
-    try:
-        names = set(parse_json(infile.read(index, infile.MOST_OF_SETTINGS))["weight_map"].values())
-        files = sorted(folder / name for name in names)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from None
-    for file in files:
-        if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder)):
-            raise UserError(f"{index}: names {str(file)!r}, which is outside the model folder")
-        if not file.is_file():
-            raise UserError(f"{index}: names {file.name!r}, which is missing")
-    return files
 
 
 def model_digest(folder: Path, samples: int = 64, sample_bytes: int = 1 << 16) -> str:

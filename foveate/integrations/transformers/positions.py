@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HYBRID = "foveate_hybrid"
-"""The type of the models of :mod:`foveate.hybrids.models`. They read on beyond the length that they were trained on,
-and warn once."""
+from foveate.integrations.early import HYBRID
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

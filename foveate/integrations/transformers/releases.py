@@ -21,6 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
+from foveate.errors import FoveateWarning
+
 OLDEST, NEWEST = "5.17.0", "5.24.0"
 """The range of releases that the suite passes with."""
 CACHE_NAMES = ("cache", "past_key_values")
@@ -195,5 +197,6 @@ def _tell_of_newer(installed: str) -> None:
     warnings.warn(
         f"foveate: Transformers {installed} is newer than {NEWEST}, the newest release that foveate is tested with; "
         "the first forward pass of an attached model checks that its layers, its cache and its prompt are handled",
+        FoveateWarning,
         stacklevel=4,
     )

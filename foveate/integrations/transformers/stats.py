@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ class LayerStats:
     keys_available_per_step: float = 0.0
     kv_bytes_per_step: float = 0.0
     tokens_evicted: int = 0
+    """Tokens evicted of all sequences."""
     pages_refined: int = 0
     mass_read_share: float | None = None
     """Share of the attention that the keys read hold by the method's own estimate, the mean over decode steps; None of
@@ -36,6 +38,8 @@ class LayerStats:
     """Decode steps that read everything, because so short a context is not read faster in another way."""
     selections_lost: int = 0
     """Selections of decode steps on a GPU, which do not wait to look, that were nothing because a score was NaN."""
+    sequences: int = 0
+    """Sequences whose prompts were read; further turns on a cache are of the same sequence."""
     note: str = ""
 
 
@@ -76,7 +80,10 @@ class Stats:
         return self.summary()["keys_read_share"]
 
     def summary(self) -> dict[str, Any]:
-        """Totals over the layers that foveate handles, with the field names of result rows."""
+        """Totals over the layers that foveate handles, with the field names of result rows.
+
+        ``tokens_evicted`` is summed over layers and sequences, ``tokens_evicted_per_sequence`` the mean over both.
+        """
         handled = [layer for layer in self.layers if layer.method != "unchanged"]
         masses = [layer.mass_read_share for layer in handled if layer.mass_read_share is not None]
         available = sum(layer.keys_available_per_step for layer in handled)
@@ -96,6 +103,7 @@ class Stats:
             "resident_bytes": self.resident_bytes,
             "cache_peak_bytes": self.cache_peak_bytes,
             "tokens_evicted": sum(layer.tokens_evicted for layer in handled),
+            "tokens_evicted_per_sequence": _mean(layer.tokens_evicted / max(layer.sequences, 1) for layer in handled),
             "pages_refined": sum(layer.pages_refined for layer in handled),
             "mass_read_share": sum(masses) / len(masses) if masses else None,
             "indices_reused": sum(layer.indices_reused for layer in handled),
@@ -131,8 +139,10 @@ class Stats:
             f"{total['kv_bytes_per_step'] / 1e6:.2f} MB of KV a step, {total['resident_bytes'] / 1e6:.1f} MB resident "
             f"({total['cache_peak_bytes'] / 1e6:.1f} MB at the peak)"
         ]
-        if total["tokens_evicted"] or total["pages_refined"]:
-            lines.append(f"{total['tokens_evicted']} tokens evicted, {total['pages_refined']} pages refined")
+        if evicted := total["tokens_evicted_per_sequence"]:
+            lines.append(f"{evicted:,.0f} tokens of each sequence evicted, the mean over layers")
+        if total["pages_refined"]:
+            lines.append(f"{total['pages_refined']:,} pages refined, in all layers together")
         if total["mass_read_share"] is not None and total["decode_steps"]:
             lines.append(
                 f"pages read hold {100 * total['mass_read_share']:.1f} % of the attention to pages (estimated)"
@@ -158,3 +168,9 @@ class Stats:
         if self.graphs.replayed:
             lines.append(f"{self.graphs.replayed} steps replayed, of {self.graphs.captured} captured CUDA graphs")
         return "\n".join(lines + total["notes"])
+
+
+def _mean(values: Iterable[float]) -> float:
+    """0.0 of none."""
+    known = list(values)
+    return sum(known) / len(known) if known else 0.0

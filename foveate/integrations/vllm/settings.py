@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -38,6 +38,8 @@ HOW = (
 
 FP8 = ("fp8", "fp8_e4m3")
 """Of ``kv_cache_dtype``: keys and values in eight bits, which methods read as they are."""
+
+FP8_DTYPE = torch.float8_e4m3fn
 
 SPECULATION = ("ngram", "draft_model")
 """Methods of speculative decoding beside which foveate is tested. vLLM's own attention reads all keys there, because it
@@ -81,27 +83,50 @@ class Settings:
         return replace(self, method=method.for_shared_blocks() if isinstance(self.method, Auto) else method)
 
 
+class Fitted(NamedTuple):
+    """A method as it fits the model of a folder."""
+
+    settings: Settings
+    """With the method that the weights settle."""
+    methods: dict[int, Method]
+    """See :func:`layer_methods`."""
+    geometry: Geometry
+    """Of a layer, on one of the ranks."""
+
+
+def fitted(settings: Settings, folder: Path, ranks: int = 1) -> Fitted:
+    """The method of a folder's model, and of its layers; vLLM is not asked, and not imported.
+
+    Args:
+        ranks: of the tensor parallelism.
+
+    Raises:
+        OSError, ValueError: for a folder that Transformers cannot read.
+        ValueError: for a method that does not fit the model.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    shape = model_shape(config.get_text_config())
+    layers = choosing_layers(config.get_text_config())
+    facts = shape | {"weights": _weights(folder, layers)}
+    settings = settings.settled(shape, lambda: facts)
+    methods = layer_methods(settings.method, dict.fromkeys(layers, geometry_of(shape)), facts, ranks)
+    return Fitted(settings, methods, geometry_of(shape, ranks))
+
+
 def check_folder(settings: Settings, folder: Path, strict: bool = True, asked: Asked | None = None) -> None:
     """Raise ValueError for a method that does not fit the model of a folder; vLLM is not asked, and not imported.
 
     ``strict``: also for a folder that Transformers cannot read, as vLLM may read others.
     ``asked``: options that the method has to fit, too.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError):
-        if strict:
-            raise
-        return
-    shape = model_shape(config.get_text_config())
-    layers = choosing_layers(config.get_text_config())
-    facts = shape | {"weights": _weights(folder, layers)}
-    method = settings.settled(shape, lambda: facts).method
-    geometry = geometry_of(shape)
-    ranks = 1 if asked is None else asked.tensor_parallel_size
-    methods = layer_methods(method, dict.fromkeys(layers, geometry), facts, ranks)
+    if not strict:
+        try:
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError):
+            return
+    found = fitted(settings, folder, 1 if asked is None else asked.tensor_parallel_size)
     if asked is not None:
-        check_summaries(asked, methods.values(), geometry)
+        check_summaries(asked, found.methods.values(), found.geometry)
 
 
 def settings_of(additional_config: Mapping[str, Any] | None) -> Settings:

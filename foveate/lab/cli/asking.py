@@ -19,6 +19,7 @@ from foveate.cli.imports import Import
 from foveate.cli.progress import Progress, resumable, sayer
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.integrations.early import check_model
 from foveate.io import outfile
 from foveate.io.outfile import announce
 
@@ -63,12 +64,15 @@ def generate(
 ) -> None:
     """Answer a prompt with a method, greedily, and say what was read."""
     from foveate.errors import UserError, check_text, require
-    from foveate.io.reading import read_text
-    from foveate.lab.evaluation.runner import parse_method
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
     require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
+    check_model(model, needs_weights=True)
+
+    from foveate.io.reading import read_text
+    from foveate.lab.evaluation.runner import parse_method
+
     chosen = parse_method(method)
     text = prompt if prompt_file is None else read_text(prompt_file)
     if not text.strip():

@@ -18,6 +18,7 @@ from foveate.cli.progress import INTERRUPTED
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
 from foveate.errors import UserError, check_text, require
+from foveate.integrations.early import check_model
 from foveate.lab.cli.asking import Day, Device, Dtype, Model, Thinking
 
 
@@ -35,6 +36,9 @@ def chat(
     imported: Import = None,
 ) -> None:
     """Talk to a model with a method; an empty line or the end of input ends."""
+    require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
+    check_model(model, needs_weights=True)
+
     from transformers import TextStreamer
 
     import foveate
@@ -45,7 +49,6 @@ def chat(
     from foveate.lab.report import terminal
     from foveate.prompting import template_settings
 
-    require(max_new_tokens >= 1, "max-new-tokens", "at least 1", max_new_tokens)
     chosen = parse_method(method)
     text = "" if file is None else read_text(file)
     quiet()

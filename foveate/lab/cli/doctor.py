@@ -19,6 +19,8 @@ def doctor(as_json: AsJson = False) -> None:
     from foveate.lab.report import terminal
     from foveate.ops.attend import PromptHeads, dense_obstacles, prompt_path
     from foveate.ops.dispatch import kernel_status
+    from foveate.planning.gpus import gpu_here
+    from foveate.planning.machine import machine_facts
 
     on_gpu = torch.cuda.is_available()
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
@@ -36,6 +38,7 @@ def doctor(as_json: AsJson = False) -> None:
         "commit": circumstances.commit(),
         "prompts": ", ".join(prompts),
         "dense libraries": libraries,
+        **machine_facts(gpu_here()),
         "decode": "references (torch), gathering what they read",
         "kernels": kernel_status(),
         "transformers": f"tested with {releases.OLDEST} to {releases.NEWEST}",

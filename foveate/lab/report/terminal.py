@@ -116,7 +116,9 @@ def reading(summary: Mapping[str, Any]) -> str:
         parts.append(f"{percent(share)} of the keys read ({size(summary['kv_bytes_per_step'])} a step)")
     peak = f" (peak {size(summary['cache_peak_bytes'])})" if summary.get("cache_peak_bytes") else ""
     parts.append(f"{size(summary['resident_bytes'])} resident{peak}")
-    for counter in ("tokens_evicted", "pages_refined", "indices_reused"):
+    if evicted := summary.get("tokens_evicted_per_sequence"):
+        parts.append(f"{evicted:,.0f} tokens of each sequence evicted (mean over layers)")
+    for counter in ("pages_refined", "indices_reused"):
         if summary.get(counter):
             parts.append(f"{summary[counter]:,} {counter.replace('_', ' ')}")
     return " · ".join([*parts, *summary["notes"]])

@@ -105,7 +105,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "cache_peak_bytes": _MAYBE,  # the most that the method's cache held at once, the largest batch; none if not known
     "decode_steps": _NUMBER,  # decode steps taken
     "dense_steps": _NUMBER,  # of them, those that read everything because contexts were short (`dense_below`)
-    "tokens_evicted": _NUMBER,  # tokens that the method dropped
+    "tokens_evicted": _NUMBER,  # tokens that the method dropped, summed over layers and sequences
     "pages_refined": _NUMBER,  # pages that the method looked into
     "indices_reused": _NUMBER,  # decode steps that reused another layer's selection
     "mass_read_share": _maybe_in(1.0),  # attention that the keys read hold, by the method's own estimate, 0..1; or none

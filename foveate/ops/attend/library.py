@@ -21,7 +21,7 @@ from foveate.ops.attend import dense
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.partials import merge
 from foveate.ops.attend.sdpa import scaled_dot_product
-from foveate.ops.dispatch import kernels_wanted
+from foveate.ops.dispatch import KernelWarning, kernels_wanted
 from foveate.ops.logits import Logits
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -375,4 +375,4 @@ def _warn_once(library: Any, reason: str) -> str:
 
 @functools.cache
 def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=5)
+    warnings.warn(text, KernelWarning, stacklevel=5)

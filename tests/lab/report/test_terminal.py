@@ -206,12 +206,14 @@ def test_reading():
         "keys_read_share": 0.25,
         "kv_bytes_per_step": 2_600_000.0,
         "resident_bytes": 6_000_000,
-        "tokens_evicted": 1200,
+        "tokens_evicted": 36000,
+        "tokens_evicted_per_sequence": 1200.0,
         "pages_refined": 0,
         "notes": ["a note"],
     }
     assert terminal.reading(summary) == (
-        "9 decode steps · 25.0 % of the keys read (2.6 MB a step) · 6.0 MB resident · 1,200 tokens evicted · a note"
+        "9 decode steps · 25.0 % of the keys read (2.6 MB a step) · 6.0 MB resident · "
+        "1,200 tokens of each sequence evicted (mean over layers) · a note"
     )
     assert "keys" not in terminal.reading({**summary, "decode_steps": 0})
     assert " · 6.0 MB resident (peak 9.0 MB) · " in terminal.reading({**summary, "cache_peak_bytes": 9_000_000})

@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from foveate.errors import FoveateWarning
 from foveate.hybrids.ops.recur import chunked
 from foveate.hybrids.ops.recur.reference import Recurred
 from foveate.ops.dispatch import kernels_wanted
@@ -104,4 +105,4 @@ def _error(length: int, device: torch.device, heads: int, dim: int, value_dim: i
 
 @functools.cache
 def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, FoveateWarning, stacklevel=4)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foveate.errors import DataError, UserError
+from foveate.errors import DataError, FoveateWarning, UserError
 from foveate.io import infile, reading
 from foveate.lab.evaluation import grading
 from foveate.lab.evaluation.metrics import Mean
@@ -107,7 +107,7 @@ class Documents(Task):
             if len(empty) == len(files):
                 raise DataError(f"{empty[0]}: an empty document")
             others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-            warnings.warn(f"left out as empty: {empty[0]}{others}", stacklevel=1)
+            warnings.warn(f"left out as empty: {empty[0]}{others}", FoveateWarning, stacklevel=1)
         found = [one for of_file in read.values() for one in of_file]
         unsure = [(one.name, answer) for one in found for answer in one.answers if grading.undecided(answer)]
         if unsure:
@@ -116,6 +116,7 @@ class Documents(Task):
             warnings.warn(
                 f"{name}: no rule tells for certain whether a text gives the answer {answer!r}, "
                 f"{grading.undecided(answer)}{others}: read some of what is said",
+                FoveateWarning,
                 stacklevel=1,
             )
         asked = [one for one in found if one.question]
