@@ -244,12 +244,9 @@ def _coverage() -> str:
 
 
 def _neighbours() -> str:
-    def of(model: str) -> str:
-        similarity = _found(model)["mean_similarity"]
-        near = [similarity[layer][layer + 1] for layer in range(len(similarity) - 1)]
-        return f"{min(near):.2f} to {max(near):.2f}"
-
-    return _by_model(of)
+    similarity = _found("qwen2.5-coder-0.5b-instruct", "figure-3")["mean_similarity"]
+    near = [similarity[layer][layer + 1] for layer in range(len(similarity) - 1)]
+    return f"0.5B {min(near):.2f} to {max(near):.2f}, median {statistics.median(near):.2f}"
 
 
 def _importance() -> str:

@@ -1,3 +1,3 @@
 """The fixtures of pictures."""
 
-from tests.lab.report.conftest import coarse, pages_of  # noqa: F401
+from tests.lab.conftest import coarse, pages_of  # noqa: F401
