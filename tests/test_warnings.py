@@ -8,6 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
+
 import foveate
 from foveate import errors
 from foveate.calibration import say_once
@@ -47,12 +49,20 @@ def test_filters_and_logging_apply():
     assert shown(captured).startswith("py.warnings|foveate: something chosen")
 
 
-def test_a_name_that_a_text_begins_with_is_not_repeated():
+@pytest.fixture
+def display(monkeypatch):
+    """As in a fresh process: commands that other tests run in this one show warnings otherwise."""
+    monkeypatch.setattr(warnings, "formatwarning", lambda message, *where, **line: f"theirs: {message}\n")
+    errors.show_plainly()
+
+
+def test_a_name_that_a_text_begins_with_is_not_repeated(display):
+    assert warnings.formatwarning("foveate: a text", UserWarning, "file", 1) == "theirs: foveate: a text\n"
     for category in (errors.FoveateWarning, KernelWarning):
         assert warnings.formatwarning("foveate: a text", category, "file", 1) == "foveate: a text\n"
 
 
-def test_the_display_is_installed_once():
+def test_the_display_is_installed_once(display):
     before = warnings.formatwarning
     errors.show_plainly()
     assert warnings.formatwarning is before
