@@ -488,9 +488,10 @@ def test_calibrations_are_kept_and_found_again(model, out, tmp_path):
     assert list(kept_folder().iterdir()) == [kept]
     assert json.loads(kept.read_text(encoding="utf-8"))["found"]["run"]["seed"] == 1
 
-    with pytest.warns(UserWarning, match=r"kascade, with calibration 'kept:"):
+    with pytest.warns(UserWarning, match=r"kascade, with 20% of the keys and calibration 'kept:"):
         assert call(*compare(model, out, "--method", "auto", "--method", "kascade", "--method", spec)).exit_code == 0
-    assert [row["spec"] for row in rows(out)] == ["dense", f'kascade:calibration="kept:{kept.stem}"']  # all are one
+    named = f'calibration="kept:{kept.stem}"'
+    assert [row["spec"] for row in rows(out)] == ["dense", f"kascade:top_k=0.2,{named}", f"kascade:{named}"]
     other = tiny.build(tmp_path / "tiny-llama", seed=1)
     with pytest.warns(UserWarning, match=r"pages, because calibration 'kept:.*' is for another model"):
         assert call(*compare(other, tmp_path / "o.jsonl", "--method", "auto")).exit_code == 0

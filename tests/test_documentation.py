@@ -261,7 +261,7 @@ QUESTIONS = {
     "MoE, gpt-oss, Mistral?": r"refused.*\]\(models\.md\)",
     "Apple, ROCm, T4, Windows?": r"capability 8\.0.*not tested",
     "Structured output and tools?": r"tested beside vLLM's own.*\]\(serve\.md",
-    "AWQ, GPTQ, MXFP4?": r"Not tested.*shape alone",
+    "AWQ, GPTQ, FP8, MXFP4 weights?": r"Not tested.*shape alone",
     "torch.compile?": r"brings nothing to decoding",
     "lm-eval?": r"`python -m foveate\.lab\.lm_eval --model foveate`",
     "LoRA?": r"\[tested\]\(",

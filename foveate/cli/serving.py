@@ -29,7 +29,7 @@ def serve(
     dense_below: Annotated[
         int | None,
         typer.Option(
-            help="Tokens below which decoding is dense; if left out, the method's own, or 4,096 a request.",
+            help="Tokens below which decoding is dense; if left out, the method's own, and 4,096 a request.",
             show_default=False,
         ),
     ] = None,
