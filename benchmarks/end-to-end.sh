@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Points and speed of the same model in the same run, at lengths and batches at which the defaults are sparse on a GPU:
-# every method is attached as `foveate.attach` attaches it, with its own bound (--dense-below auto).
+# every method is attached as `foveate.attach` attaches it, with its own bound (--dense-below auto), and `auto` is what it
+# takes by itself.
 #   benchmarks/end-to-end.sh MODEL DATA [OUT_FOLDER] [ITEMS]
 # MODEL: a Hugging Face folder whose calibration comes with foveate or is kept (`foveate calibrate`); DATA: a folder with
 # ruler/, books/, multihop/, longproc/ and aime/ (docs/guide/data.md); ITEMS: of each task, half as many of those with
@@ -21,9 +22,9 @@ compare() { # SEQUENCES NAME ARGUMENT...
 }
 
 for sequences in 16 8; do
-  mapfile -t chosen < <(methods dense kascade pages luka snapkv:top_k=0.25)
+  mapfile -t chosen < <(methods dense auto kascade pages luka snapkv:top_k=0.25)
   if [[ $sequences == 8 ]]; then # of two KV heads, pages and luka are dense there
-    mapfile -t chosen < <(methods dense kascade snapkv:top_k=0.25)
+    mapfile -t chosen < <(methods dense auto kascade snapkv:top_k=0.25)
   fi
   for split in niah_multikey_2 niah_multikey_3; do
     compare "$sequences" "$split" --task ruler --split "$split" --length 30000 --limit "$items"
