@@ -8,7 +8,9 @@ the check says what that usually is.
 from __future__ import annotations
 
 import copy
+import inspect
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,7 +175,17 @@ def _line(name: str, one: Callable[[_Given], str | None], given: _Given) -> Line
         return Line(name, "failed", str(error))
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        return Line(name, "failed", f"{kind}{error}")
+        return Line(name, "failed", f"{_place(error, type(given.method))}{kind}{error}")
+
+
+def _place(error: Exception, of: type[Method]) -> str:
+    """File and line of a method where an error was raised, or passed through; empty if it did not."""
+    try:
+        file = inspect.getfile(of)
+    except (OSError, TypeError):  # written in a console
+        return ""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{Path(file).name}:{lines[-1]}: " if lines else ""
 
 
 def _hooks(given: _Given) -> str:
@@ -185,9 +197,17 @@ def _hooks(given: _Given) -> str:
         )
     share = foveate.stats(given.model).keys_read_share
     held = cache.resident_bytes
+    if share >= 1.0 and not hasattr(given.method, "top_k"):
+        return "reads everything"
     if share >= 1.0:
-        return f"reads everything: a budget that is small beside {PROMPT} tokens shows more (about.small_budget)"
-    return f"reads {100 * share:.0f} % of the keys of {PROMPT} to {PROMPT + STEPS} tokens, and keeps {held:,} bytes"
+        return _Told(
+            f"reads everything of {PROMPT} tokens under {given.method.spec}: does it ignore its budget? Else choose a "
+            "smaller one (about.small_budget)"
+        )
+    text = f"reads {100 * share:.0f} % of the keys of {PROMPT} to {PROMPT + STEPS} tokens, and keeps {held:,} bytes"
+    kind = type(given.method)
+    free = kind.choose is not Method.choose and kind.scored is Method.scored
+    return text + "; what it reads in order to choose is not counted (`scored`)" if free else text
 
 
 def _full_budget(given: _Given) -> str | None:
@@ -291,7 +311,9 @@ def _crop(given: _Given) -> str | None:
     given.compare(
         given.steps(cache, ids),
         given.steps(fresh, ids),
-        "after crop(-4) a cache is not what it was four tokens before: state belongs into a channel, which is cropped",
+        "after crop(-4) a cache is not what it was four tokens before: state belongs into a channel, which is cropped; "
+        "a method whose decoded tokens change entries of older ones is `stateful`; and means and sums must leave out "
+        "empty slots",
     )
     return None
 

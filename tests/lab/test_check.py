@@ -11,7 +11,7 @@ import foveate
 from foveate.cli import app
 from foveate.lab import checks
 from foveate.lab.checks import check
-from foveate.methods import REGISTRY, About, Channel, KeepsByScore, ReadsChosen, register, setting
+from foveate.methods import REGISTRY, About, Channel, KeepsByScore, Method, ReadsChosen, Replay, register, setting
 from foveate.ops import Choice
 
 FEW = ["kascade", "snapkv", "luka"]
@@ -198,3 +198,39 @@ def test_the_command_tells_each_line_and_ends_with_one_where_a_check_failed(tmp_
     assert found.exit_code == 0
     assert found.output.startswith("streaming")
     assert "passed  padded batch" in found.output
+
+
+def test_an_error_of_a_hook_has_file_and_line(mine):
+    class Misspelt(ReadsChosen):
+        """Asks for what it does not have."""
+
+        name = "misspelt"
+        about = About("nowhere")
+
+        def choose(self, cache, q, scaling):
+            return cache.positions >= self.wieght
+
+    line = check(mine(Misspelt).name).lines[0]
+    assert re.fullmatch(r"test_check\.py:\d+: AttributeError: .* has no attribute 'wieght'", line.text), line.text
+
+
+def test_a_budget_that_is_ignored_and_choosing_that_is_not_counted_are_told(mine):
+    everything = check(mine(chooses(name="everything", choose=lambda self, cache, q, s: cache.positions >= 0)).name)
+    assert everything.lines[0].outcome == "told"
+    assert re.search("reads everything of .* does it ignore its budget", everything.lines[0].text)
+
+    class Free(Method):
+        """The newest eight keys, at no cost that is declared."""
+
+        name = "free"
+        about = About("nowhere", full_budget={"top_k": 1000})
+        needs_prompt_end, stateful, replay = False, False, Replay()
+        top_k: int = setting(8, "newest keys that are read")
+
+        def choose(self, cache, q, scaling):
+            return cache.positions >= cache.plan["lengths"][:, None, None] - self.top_k
+
+    found = check(mine(Free).name)
+    assert found.passed, str(found)
+    assert found.lines[0].text.endswith("what it reads in order to choose is not counted (`scored`)")
+    assert "scored" not in check(mine(chooses()).name).lines[0].text
