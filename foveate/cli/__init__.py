@@ -85,7 +85,7 @@ def _keep_inputs(command: Any) -> None:
 
 
 def _plain_help(command: Any) -> None:
-    """Lets a command, and each of a group, print its help in two columns, of which that of the names is narrow."""
+    """Lets a command and the commands of its group print their help in two columns, with a narrow one for names."""
     command.rich_markup_mode = None
     command.short_help = (command.help or "").partition("\n\n")[0]  # which a list of commands does not cut off
     command.context_settings = {**command.context_settings, "max_content_width": terminal.WIDTH}

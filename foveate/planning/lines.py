@@ -65,7 +65,7 @@ def _verdict(plan: Plan) -> str:
 
 def room_line(gpu: Gpu) -> str:
     """What a GPU has for weights and contexts, in words; a part of its memory is left free for activations."""
-    return f"{gigabytes(room_of(gpu))} ({gpu.name}, {_wholegigabytes(gpu.memory)}, {MARGIN:.0%} of it left free)"
+    return f"{gigabytes(room_of(gpu))} ({gpu.name}, {_whole_gigabytes(gpu.memory)}, {MARGIN:.0%} of it left free)"
 
 
 def _remedies(plan: Plan) -> list[str]:
@@ -178,5 +178,5 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 5e7 or not count else f"{count / 1e6:.1f} MB"
 
 
-def _wholegigabytes(count: int) -> str:
+def _whole_gigabytes(count: int) -> str:
     return f"{count / 1e9:g} GB"

@@ -123,6 +123,8 @@ def test_families_that_are_attached_to_are_not_refused(family):
         ({"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, early.all_unchanged("sliding-window")),
         ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, ""),
         ({"sliding_window": None, "model_type": "mistral"}, ""),
+        ({"sliding_window": 8, "model_type": "mistral"}, early.all_unchanged("sliding-window")),
+        ({"sliding_window": 8, "model_type": "llama"}, ""),
     ],
 )
 def test_settings_that_refuse_a_model(config, reason):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +139,16 @@ def test_without_vllm_a_check_tells_what_would_be_taken(folder, without_vllm, mo
     assert lines[5] == f"a request of 512 tokens: {gigabytes(plan.memory.kept)} of keys and values on each GPU"
     assert lines[6].startswith("vLLM: not checked, vLLM is not installed here; foveate serves with vLLM 0.26")
     assert lines[7].startswith(f"vllm serve {folder} --attention-backend CUSTOM --additional-config ")
+
+
+def test_without_vllm_two_gpus_act_from_twice_the_tokens_of_one(folder, without_vllm):
+    """Each has half of the KV heads, and in this method heads choose for themselves."""
+    bounds = []
+    for options in ([], ["-tp", "2"]):
+        arguments = launch.arguments_of(folder, KASCADE, None, options, needs_vllm=False)
+        words = launch.folder_summary(folder, arguments)[2]
+        bounds.append(int(re.search(r"fewer than ([\d,]+) tokens", words)[1].replace(",", "")))
+    assert bounds[1] == 2 * bounds[0] > 0
 
 
 def test_without_vllm_a_check_refuses_what_does_not_fit_the_model(folder, without_vllm):

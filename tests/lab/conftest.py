@@ -1,6 +1,7 @@
-"""What the tests of pictures share."""
+"""What tests of the laboratory share: pictures, and questions about documents."""
 
 import contextlib
+import json
 
 import pytest
 
@@ -30,3 +31,13 @@ def pages_of(monkeypatch):
         return kept
 
     return keep
+
+
+@pytest.fixture
+def doors(tmp_path):
+    """Questions about three texts; a batch holds two of them."""
+    data = tmp_path / "qa.jsonl"
+    texts = [f"The code of door {n} is {n * 7}. " * 20 for n in range(3)]
+    pairs = [{"context": text, "question": "Which?", "answer": "7"} for text in texts]
+    data.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    return data

@@ -1,7 +1,5 @@
 """`lab.compare` on a model in memory gives the rows of `foveate compare`, and answers by item."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -74,16 +72,6 @@ def test_methods_are_compared_item_by_item(loaded, asked):
     assert len(frame) == 12
     assert frame.groupby("method").keys_read_share.mean()["dense"] == 1.0
     assert str(run).splitlines()[0].startswith("perplexity, n = 3")
-
-
-@pytest.fixture
-def doors(tmp_path):
-    """Questions about three texts."""
-    data = tmp_path / "qa.jsonl"
-    texts = [f"The code of door {n} is {n * 7}. " * 20 for n in range(3)]
-    pairs = [{"context": text, "question": "Which?", "answer": "7"} for text in texts]
-    data.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
-    return data
 
 
 def test_a_file_of_ones_own_and_a_saved_run(loaded, doors, tmp_path):

@@ -52,7 +52,7 @@ _EAGER = (
 )
 _NONE = "none"
 _MANY = 1 << 20
-"""Tokens of which shares of memory are told: whole pages of every method."""
+"""Tokens by which memory per token is computed: they fill whole pages of every method."""
 _LISTED = 12
 """Layers that are named one by one, at most."""
 

@@ -499,16 +499,6 @@ def test_answers_are_replayed_as_in_generate(plan, monkeypatch, along):
     assert sum(use.replayed for use in uses) > 3 * 2 * 5
 
 
-@pytest.fixture
-def doors(tmp_path):
-    """Questions about three texts; a batch holds two of them."""
-    data = tmp_path / "qa.jsonl"
-    texts = [f"The code of door {n} is {n * 7}. " * 20 for n in range(3)]
-    pairs = [{"context": text, "question": "Which?", "answer": "7"} for text in texts]
-    data.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
-    return data
-
-
 class TestRecall:
     """Which share of exact attention the tokens hold that a method reads, in rows."""
 

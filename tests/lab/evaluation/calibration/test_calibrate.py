@@ -129,6 +129,21 @@ def importance(model, ids, adds="self_attn"):
 
 
 class TestTheArtefact:
+    def test_heads_choose_together_where_the_method_pools_a_layer(self, plan):
+        plan, shown = dataclasses.replace(plan, method=KascadePaper(pool="layer")), []
+        model = loading.load_model(plan.model, "float32", "cpu")
+        with foveate.attached(model, "dense") as attachment, torch.no_grad():
+            for prompt in prompts(plan):
+                study = Study(model, attachment.policies, plan.keys, plan.tile, pools_layer=True)
+                model(torch.tensor([prompt]))
+                shown.append(study.result())
+        importance = torch.stack([one for _, one in shown]).mean(0)
+        choice = choose(lambda: (measured.captured for measured, _ in shown), importance, 2)
+        artefact = run(plan)
+        assert artefact.settings["pool"] == "layer"
+        mean = torch.tensor(artefact.found["mean_similarity"])
+        torch.testing.assert_close(mean, choice.mean_similarity, rtol=1e-4, atol=1e-6)
+
     def test_is_made_of_what_the_prompts_show(self, plan):
         artefact, shown = run(plan), studied(plan)
         choice = choose(
