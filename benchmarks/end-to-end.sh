@@ -22,8 +22,8 @@ compare() { # SEQUENCES NAME ARGUMENT...
 }
 
 for sequences in 16 8; do
-  mapfile -t chosen < <(methods dense auto kascade pages luka snapkv:top_k=0.25)
-  if [[ $sequences == 8 ]]; then # of two KV heads, pages and luka are dense there
+  mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25) # luka is dense: the 1.5B has two KV heads
+  if [[ $sequences == 8 ]]; then # and pages, too
     mapfile -t chosen < <(methods dense auto kascade snapkv:top_k=0.25)
   fi
   for split in niah_multikey_2 niah_multikey_3; do
