@@ -33,12 +33,14 @@ _NEEDLES = {
 }
 _SEED = re.compile(r"^(?P<model>.+)-(?P<seed>\d+)$")
 _RECALLED = {
-    "numbers": ("niah_single_2",),
+    "numbers in novels": ("niah_single_2",),
     "uuids": ("niah_single_3",),
     "several keys": ("niah_multikey_1",),
+    "in noise": ("niah_single_1",),
     "64 pairs": (64,),
+    "256 pairs": (256,),
 }
-"""What the table of caches says of recall: splits with a distance, or numbers of pairs."""
+"""What the table of a recipe says of recall: splits with a distance, or numbers of pairs."""
 _SIZES, _LENGTHS = ("27M", "1.4B"), {"4K": 4096, "64K": 65536, "1M": 1048576}
 Column = tuple[str, str, str]
 """Task, and the words of its head: what is asked, and of how many tokens or pairs."""
@@ -62,28 +64,39 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join(_group(title, some) for title, some in groups if some)
 
 
-def caches(rows: Sequence[Row]) -> str:
-    """A line for each model: recall from beyond its windows, and what the cache of a sequence holds.
+def recipe(rows: Sequence[Row]) -> str:
+    """A line for each model that one recipe trained: its loss on held-out text, and recall from beyond its windows.
 
-    Recall is the mean over lengths of a number or a uuid in a novel and of one of several keys, and associative recall;
-    seeds are averaged, with their range. Presets without rows have their caches alone. Bytes are those of bfloat16.
+    Recall is the mean over lengths of needles, and associative recall; seeds are averaged, with their range. The losses
+    are those of curves (`hybrid-curves`); where a seed was trained twice, of the run that ended.
     """
-    lines = [["model", "seeds", *_RECALLED, *(f"{size}, {length}" for size in _SIZES for length in _LENGTHS)]]
-    found: dict[str, list[Row]] = {}
+    curves, rows = ([row for row in rows if (row.get("kind") == "hybrid-curves") == kind] for kind in (True, False))
+    losses: dict[str, dict[str, float]] = {}
+    for row in curves:
+        if row["held_out"]:
+            model, seed = _line(row | {"method": "own"})
+            losses.setdefault(model, {})[seed] = row["held_out"][-1]
+    found: dict[str, list[Row]] = {line: [] for line in losses}
     for row in rows:
-        if row["method"] in _OWN and (row["task"] == "mqar" or row["task_settings"].get("beyond")):
+        if row["task"] == "mqar" or row["task_settings"].get("beyond"):
             found.setdefault(_line(row)[0], []).append(row)
-    without = [preset for preset in PRESETS if not any(_preset(line) == preset for line in found)]
-    for line in sorted([*found, *without], key=lambda line: list(PRESETS).index(_preset(line))):
-        mine = found.get(line, [])
-        seeds = sorted({_line(row)[1] for row in mine}, key=int)
-        held = [
-            cache_bytes(make_config(_preset(line), size), tokens) for size in _SIZES for tokens in _LENGTHS.values()
-        ]
-        recalled = [_recalled(mine, seeds, asked) for asked in _RECALLED.values()]
-        lines.append([line, ", ".join(seeds) or NONE, *recalled, *map(size_of, held)])
-    title = "recall from beyond every window, percent (range of the seeds), and what a sequence's cache holds"
-    return titled(title, rows, markdown_table(lines))
+    lines = [["model", "seeds", "held-out loss", *_RECALLED]]
+    for line in sorted(found, key=lambda line: list(PRESETS).index(_preset(line))):
+        asked = sorted({_line(row)[1] for row in found[line]}, key=int)
+        seeds = sorted({*asked, *losses.get(line, {})}, key=int)
+        loss = _spread(list(losses.get(line, {}).values()), 2)
+        lines.append([line, ", ".join(seeds), loss, *(_recalled(found[line], asked, of) for of in _RECALLED.values())])
+    title = "one recipe: loss on held-out text, and recall from beyond every window in percent (range of the seeds)"
+    return titled(title, [*rows, *curves], markdown_table(lines))
+
+
+def caches() -> str:
+    """What the cache of one sequence holds by the configuration, in bfloat16: a line for each preset."""
+    lines = [["preset", *(f"{size}, {length}" for size in _SIZES for length in _LENGTHS)]]
+    for preset in PRESETS:
+        configs = [make_config(preset, size) for size in _SIZES]
+        lines.append([preset, *(size_of(cache_bytes(one, tokens)) for one in configs for tokens in _LENGTHS.values())])
+    return markdown_table(lines)
 
 
 def cache_bytes(config: HybridConfig, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -145,8 +158,15 @@ def _recalled(rows: Sequence[Row], seeds: Sequence[str], asked: Sequence[str | i
     of = [[row["score"] for row in kept if _line(row)[1] == seed] for seed in seeds]
     if not of or not all(of):
         return NONE
-    means = [float(np.mean(scores)) for scores in of]
-    return f"{np.mean(means):.1f}" + (f" ({min(means):.1f}–{max(means):.1f})" if len(means) > 1 else "")
+    return _spread([float(np.mean(scores)) for scores in of], 1)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """The mean and, of several, the least and the largest."""
+    if not values:
+        return NONE
+    mean, low, high = (f"{value:.{digits}f}" for value in (np.mean(values), min(values), max(values)))
+    return f"{mean} ({low}–{high})" if len(values) > 1 else mean
 
 
 def _group(title: str, rows: Sequence[Row]) -> str:

@@ -363,13 +363,14 @@ def _of_seeds(preset: str) -> str:
 
 
 def _recipe() -> str:
-    return f"laLTE {_of_seeds('lalte')}; gdn {_singles('hybrids-beyond', model='gdn_mix-27M-0'):.1f}"
+    return f"laLTE {_of_seeds('lalte')}; gdn {_singles('hybrids-lesson', model='gdn_recipe-27M-0'):.1f}"
 
 
 def _recipe_evicting() -> str:
     methods = {"gdn_attn": "dense", "TOVA": "tova", "uniform": "uniform"}
     found = {
-        name: _singles("hybrids-beyond", model="gdn_attn_mix-27M-0", method=method) for name, method in methods.items()
+        name: _singles("hybrids-lesson", model="gdn_attn_recipe-27M-0", method=method)
+        for name, method in methods.items()
     }
     means = {"laLTE": statistics.fmean(_lesson("lalte")), **found}
     return ", ".join(f"{name} {mean:.1f}" for name, mean in means.items())

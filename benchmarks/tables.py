@@ -47,6 +47,7 @@ MARK = re.compile(r"(<!-- report: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 WHOLE: Mapping[str, Callable[[], str]] = {
     "papers": paper_table.table,
     "plans": plans_table.table,
+    "hybrid-caches": hybrid_task_tables.caches,
     "commands": reference_tables.commands,
     "settings": reference_tables.settings,
 }
@@ -81,7 +82,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "prefill-lengths": table_kinds.prefill_lengths,
     "prefill-layers": layer_tables.prefill_layers,
     "hybrid-tasks": hybrid_task_tables.table,
-    "hybrid-caches": hybrid_task_tables.caches,
+    "hybrid-recipe": hybrid_task_tables.recipe,
     "hybrid-seeds": hybrid_task_tables.by_seed,
     "hybrid-heads": hybrid_tables.heads,
     "hybrids-speed": hybrid_tables.speed,

@@ -102,28 +102,6 @@ def test_rows_that_make_no_table(rows, message):
         hybrid_tasks.table(rows)
 
 
-def test_caches_beside_recall():
-    rows = [
-        row(f"lalte_hold-27M-{seed}", [score] * 4, split=split, length=length, beyond=400)
-        for seed, score in ((0, 90), (1, 30))
-        for split, length in (("niah_single_2", 1024), ("niah_single_2", 2048), ("niah_single_3", 1024))
-    ]
-    rows += [row("lalte_hold-27M-0", [10] * 4, split="niah_single_2", length=1024)]  # anywhere in the prompt
-    rows += [row("gdn_swa-27M-0", [5] * 4, "mqar", "books", length=2048, pairs=n) for n in (16, 64)]
-    rows[-1]["metrics"] = {"accuracy": {"value": 7.0}}
-    rows += [row("gdn_attn-27M-0", [5] * 4, method="tova", length=1024, beyond=400)]
-    for one in rows:
-        one["score"] = next(iter(one["metrics"].values()))["value"]
-    found = cells(hybrid_tasks.caches(rows))
-    assert found["model"][4:7] == ["64 pairs", "27M, 4K", "27M, 64K"]
-    assert found["lalte_hold-27M"][:5] == ["0, 1", "60.0 (30.0–90.0)", "60.0 (30.0–90.0)", "–", "–"]
-    assert found["gdn_swa-27M"][:5] == ["0", "–", "–", "–", "7.0"]
-    assert found["gdn_attn"][:2] == ["–", "–"]  # TOVA is not the model as it is
-    assert found["gdn_attn"][5:7] == ["13.8 MB", "203 MB"]
-    assert found["lalte_hold-27M"][5] == found["lalte_hold-27M"][7] == "2.4 MB"
-    assert list(found)[1:3] == ["transformer", "gdn"]
-
-
 def test_each_seed_has_a_line_of_its_own():
     rows = [one | {"score": one["metrics"]["string_match"]["value"]} for one in NEEDLES]
     found = [line.strip("| ").split(" | ") for line in hybrid_tasks.by_seed(rows).splitlines() if line.startswith("| ")]
@@ -137,3 +115,37 @@ def test_each_seed_has_a_line_of_its_own():
         ["lalte-27M", "0", "50.0", "100.0", "0.0"],
         ["lalte-27M", "1", "25.0", "–", "–"],
     ]
+
+
+def test_a_recipe_has_the_loss_beside_recall():
+    def curve(model, *held_out):
+        return {"kind": "hybrid-curves", "model": model, "held_out": list(held_out), **MADE}
+
+    def needle(model, score, split="niah_single_2", **how):
+        return row(model, [score] * 4, split=split, length=1024, beyond=400, **how)
+
+    curves = [
+        curve("lalte_x-27M-0", 3.5),
+        curve("lalte_x-27M-1"),
+        curve("lalte_x-27M-1", 3.7),
+        curve("gdn_x-27M-0", 3.9),
+    ]
+    needles = [needle("lalte_x-27M-0", 100), needle("lalte_x-27M-1", 50), needle("gdn_x-27M-0", 75, "niah_single_1")]
+    pairs = row("lalte_x-27M-0", [25] * 4, "mqar", "books", metric="accuracy", length=2048, pairs=256)
+    near = row("gdn_x-27M-0", [0] * 4, split="niah_single_2", length=1024)  # not from beyond
+    made = [{**one, "score": one["metrics"]["string_match"]["value"]} for one in (*needles, near)]
+    found = cells(hybrid_tasks.recipe([*curves, *made, {**pairs, "score": 25.0}]))
+    assert found["model"] == ["seeds", "held-out loss", *hybrid_tasks._RECALLED]
+    assert found["gdn_x-27M"] == ["0", "3.90", "–", "–", "–", "75.0", "–", "–"]
+    lalte = found["lalte_x-27M"]
+    assert lalte[:3] == ["0, 1", "3.60 (3.50–3.70)", "75.0 (50.0–100.0)"]
+    assert lalte[-1] == "–", "a seed has no pairs"
+    assert list(found)[-2:] == ["gdn_x-27M", "lalte_x-27M"], "in the order of the presets"
+
+
+def test_caches_follow_from_the_configuration():
+    found = cells(hybrid_tasks.caches())
+    assert found.pop("preset")[:2] == ["27M, 4K", "27M, 64K"]
+    assert {*found} - {"---"} >= {*hybrid_tasks.PRESETS}
+    assert found["gdn_attn"][:2] == ["13.8 MB", "203 MB"]
+    assert found["lalte"][0] == found["lalte"][2] == "2.4 MB"

@@ -98,15 +98,19 @@ def test_another_gpu_is_estimated_by_its_data_sheet(row, folders):
 
 
 def test_sixteen_sequences_that_no_constant_was_fitted_to(folders):
-    """`end-to-end.jsonl`: answers of the 1.5B to prompts of 30,000 tokens, each step with what `generate` adds."""
+    """`end-to-end.jsonl`: long answers of the 1.5B to prompts of 30,000 tokens, each step with what `generate` adds.
+
+    In short ones, of nine to forty steps a batch, the first steps, which record graphs, are much of the time.
+    """
     lines = (RESULTS / "end-to-end.jsonl").read_text(encoding="utf-8").splitlines()
     found, dense = [json.loads(line) for line in lines], {}
     checked = 0
     for row in found:
-        share = row["keys_read_share"]
+        if row["decode_steps"] < 1000:
+            continue
         if row["method"] == "dense":
             dense[row["task"], row["commit"]] = row["decode_ms_per_token"]
-        elif row["method"] in ("kascade", "pages") and share < 0.35:  # the others have dense steps among them
+        elif row["method"] in ("kascade", "pages"):
             asked = Asked(row["length"], row["batch_size"], GPUS["h200"], method=row["spec"])
             decoding = plan_of(folders[row["model"]], asked).transformers
             assert decoding.acts

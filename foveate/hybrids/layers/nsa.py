@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate import ops
 from foveate.hybrids.layers.masked import attend_masked
@@ -204,8 +205,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Te
         return ops.attend(q, k, v, logits=ops.Logits(scaling), mask=mask).out
     group = q.shape[1] // k.shape[1]
     mask = mask.expand(q.shape[0], k.shape[1], -1, -1).repeat_interleave(group, 1)
-    nothing = ~mask.any(
-        -1, keepdim=True
-    )  # a softmax over nothing has no gradient: it runs over everything, and is left out
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | nothing, scale=scaling, enable_gqa=group > 1)
+    nothing = ~mask.any(-1, keepdim=True)
+    # A softmax over nothing has no gradient: it runs over everything, and is left out. PyTorch's own kernel, because
+    # cuDNN's gradient of queries is not finite with a mask over few keys (64 blocks of 2,048 tokens, an H200).
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | nothing, scale=scaling, enable_gqa=group > 1)
     return out.masked_fill(nothing, 0.0)
