@@ -55,6 +55,28 @@ def test_a_method_of_ones_own_is_checked_and_compared(model, monkeypatch):
     assert any(line.startswith("it reads ") and "least in layer" in line for line in said)
 
 
+def losses(lines: list[str]) -> list[float]:
+    return [float(re.search(r"'loss': '?([0-9.]+)", line)[1]) for line in lines if line.startswith("{'loss'")]
+
+
+@pytest.mark.full
+def test_a_trainer_in_two_processes_trains_as_one_does(tmp_path):
+    """As many rows a step, by DDP and by FSDP: the same losses and λ; one process logs."""
+    one = run("train_with_trainer.py", "--out", tmp_path / "one", "--steps", 4, "--accumulate", 4)
+    assert len(losses(one)) == 2
+    assert losses(one)[1] < losses(one)[0] < 8, "a mean over the step's tokens"
+    for name, more in (("ddp", ()), ("fsdp", ("--fsdp",))):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        example = [ROOT / "examples" / "train_with_trainer.py", "--out", tmp_path / name, "--steps", 4, *more]
+        command = [str(part) for part in (sys.executable, *launch, *example)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stderr
+        two = done.stdout.splitlines()
+        assert losses(two) == pytest.approx(losses(one), rel=2e-3)
+        assert two[-1].partition(";")[2].split()[:2] == one[-1].partition(";")[2].split()[:2]
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.model_type == "foveate_hybrid"
+
+
 def test_every_example_is_explained_and_run():
     explained = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     tested = Path(__file__).read_text(encoding="utf-8")
