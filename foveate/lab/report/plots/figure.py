@@ -44,6 +44,7 @@ _LOOKS = {
     "h2o": Look("#D55E00", "^"),
     "h2o_as_published": Look("#E69F00", "v"),
     "snapkv": Look("#009E73", "D"),
+    "lte": Look("#E69F00", "d"),
     "streaming": Look("#7A7A7A", "P"),
     "tova": Look("#882255", "X"),
     "uniform": Look("#999933", "<"),
