@@ -95,8 +95,8 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     with figure.drawing(out, figure.height(1, len(rows) + 1)) as page:
         case = rows[0]["case"]
         facts = (
-            f"{case['model']} · {case['context']:,} tokens of a prompt in chunks of {case['chunk']}, then {case['new']} "
-            f"of the answer\n{made_with(rows)}; the bytes depend on shapes alone, not on the device"
+            f"{case['model']} · {case['context']:,} tokens of a prompt in chunks of {case['chunk']}, "
+            f"then {case['new']} of the answer\n{made_with(rows)}; the bytes depend on shapes alone, not on the device"
         )
         figure.title(page, "Bytes of a cache while a prompt and its answer come", facts)
         (axis,) = figure.panels(page, 1)
