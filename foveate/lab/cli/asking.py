@@ -62,7 +62,7 @@ def generate(
     device: Device = "auto",
     imported: Import = None,
 ) -> None:
-    """Answer a prompt with a method, greedily, and say what was read."""
+    """Answer a prompt with a method, greedily, and print the share of the keys that was read."""
     from foveate.errors import UserError, check_text, require
 
     if (prompt is None) == (prompt_file is None):
