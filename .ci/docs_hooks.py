@@ -6,6 +6,7 @@ from typing import Any
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _INTERVAL = re.compile(r"(\[[-+\d.]+,) ([-+\d.]+\])")
+_UNIT = re.compile(r"(?<=\d) (?=(?:[mµ]?s|[MG]B)\b|%)")
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod|obj):(<code[^>]*>)~?")
 
 
@@ -15,6 +16,6 @@ def on_page_content(html: str, **page: Any) -> str:
 
 
 def _table(table: re.Match[str]) -> str:
-    """A table in whose cells a spec may break after what joins its parts, and an interval does not break."""
+    """A table in whose cells a spec may break after what joins its parts, and intervals and units do not break off."""
     broken = _CODE.sub(lambda code: re.sub(r"([:,=_/])(?=\w|&)", r"\1<wbr>", code[0]), table[0])
-    return _INTERVAL.sub(r"\1&nbsp;\2", broken)
+    return _UNIT.sub("&nbsp;", _INTERVAL.sub(r"\1&nbsp;\2", broken))
