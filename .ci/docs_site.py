@@ -88,6 +88,7 @@ def stage() -> None:
             continue
         left += [one for one in files if one not in seen]
         seen.update(files)
+    shutil.copyfile(CHECKOUT / ".ci" / "docs.css", STAGED / "docs.css")
     (STAGED / "api").mkdir()
     for package, title in API.items():
         lines = [

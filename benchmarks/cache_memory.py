@@ -23,6 +23,7 @@ from foveate.integrations.transformers.releases import CACHE
 from foveate.io import circumstances, outfile
 from foveate.lab.bench.models import ModelPlan, attach, generate
 from foveate.lab.bench.plan import Row
+from foveate.lab.report.markdown import made_with
 from foveate.lab.report.plots import figure
 
 KIND = "cache-memory"
@@ -94,7 +95,8 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     with figure.drawing(out, figure.height(1, len(rows) + 1)) as page:
         case = rows[0]["case"]
         facts = (
-            f"{case['model']}: {case['context']:,} tokens of a prompt in chunks of {case['chunk']}, then {case['new']}"
+            f"{case['model']} · {case['context']:,} tokens of a prompt in chunks of {case['chunk']}, "
+            f"then {case['new']} of the answer\n{made_with(rows)}; the bytes depend on shapes alone, not on the device"
         )
         figure.title(page, "Bytes of a cache while a prompt and its answer come", facts)
         (axis,) = figure.panels(page, 1)

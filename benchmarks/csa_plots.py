@@ -59,6 +59,9 @@ def lengths(rows: Sequence[Row], out: Path) -> None:
                 _lengths_axis(axis, {row["case"]["tokens"] for row in rows})
                 _log_axis(axis)
                 axis.set_ylabel(words)
+            above.set_title("k = 512, bf16: V4-Flash")
+            below.set_title("other k and number formats")
+            below.set_xlabel("tokens of the context")
         figure.legend(page, axes)
         figure.title(page, "The lightning indexer against the length of the context", _facts(rows))
 

@@ -91,8 +91,15 @@ def modes(file: Path, out: Path, where: Where = None) -> None:
 
 
 def _rows(file: Path, where: Sequence[str] | None) -> list[Row]:
-    """The rows that meet the conditions, one a method on the same items; dense only where there are others."""
-    rows, _ = lines.once(chosen(read([file]), where or []))
+    """The rows that meet the conditions, one a method on the same items; dense only where there are others.
+
+    Rows of methods without the ablations' setting `zero_values` have the value False of it.
+    """
+    found = read([file])
+    for row in found:
+        if "compressor" in row["settings"]:
+            row["settings"] = {"zero_values": False} | row["settings"]
+    rows, _ = lines.once(chosen(found, where or []))
     return lines.with_dense([row for row in rows if not is_dense(row)], rows)
 
 

@@ -71,6 +71,7 @@ CASES = (
     Case("one RAG prompt at a time, RTX 4090", "Llama-3.1-8B", "4090", 30_000, 1),
     Case("one long document, 24 GB", "Llama-3.1-8B", "24GB", 128_000, 1),
     Case("16 users, 8 × L40S with tensor parallelism", "Llama-3.3-70B", "l40s", 30_000, 16, 8),
+    Case("six users, 4 × A100 with tensor parallelism", "Llama-3.3-70B", "a100", 60_000, 6, 4),
     Case("16 users, one H100", "Qwen3-30B-A3B", "h100", 32_000, 16),
     Case("eight agents, one H100", "gpt-oss-20b", "h100", 60_000, 8),
 )

@@ -21,10 +21,10 @@ STYLE = """
   text { font: 14px system-ui, sans-serif; fill: #1f2328; }
   .head { font-weight: 600; font-size: 15px; } .small { font-size: 12px; fill: #59636e; }
   .read { fill: #0969da; } .seen { fill: #9ec5f4; } .kept { fill: #d0d7de; }
-  .gone { fill: none; stroke: #d0d7de; stroke-dasharray: 2 2; } .tie { stroke: #0969da; stroke-dasharray: 2 2; }
+  .gone { fill: none; stroke: #8c959f; stroke-dasharray: 2 2; } .tie { stroke: #0969da; stroke-dasharray: 2 2; }
   @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc; } .small { fill: #9198a1; } .read { fill: #4493f8; } .seen { fill: #1f4b85; }
-  .kept { fill: #3d444d; } .gone { stroke: #3d444d; } .tie { stroke: #4493f8; }
+  .kept { fill: #3d444d; } .gone { stroke: #6e7681; } .tie { stroke: #4493f8; }
   }
 """
 
@@ -34,7 +34,8 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
 
 
 def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+    size = f'width="{width}" viewBox="0 0 {width} {height}"'  # no wider than its letters ask for
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     return "\n".join([head, f"<title>{html.escape(title)}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
 
 
@@ -49,7 +50,7 @@ KEPT = (0, 1, 9, 10, 11, 15, 22, 26, 30, 31)
 
 def what_is_read() -> str:
     """Three ways to attend to a prompt in two successive decode steps: which tokens are read, kept, and gone."""
-    left, cell, gap = 256, 12, 14
+    left, cell, gap = 62, 12, 14
     ways: list[tuple[str, str, Callable[[int, int], str]]] = [
         ("dense", "reads everything", lambda step, token: "read"),
         ("selecting", "keeps everything, reads some", lambda step, token: "read" if token in CHOSEN[step] else "kept"),
@@ -61,8 +62,8 @@ def what_is_read() -> str:
     ]
     parts = []
     for row, (name, does, kind) in enumerate(ways):
-        top = 18 + 74 * row
-        parts += [text(0, top + 15, name, "head"), text(0, top + 34, does, "small")]
+        top = 34 + 86 * row
+        parts += [text(0, top - 14, name, "head"), text(left + 28, top - 14, does, "small")]
         for step in range(2):
             y = top + 22 * step
             parts.append(text(left - 10, y + 11, ("one step", "the next")[step], "small", "end"))
@@ -70,11 +71,11 @@ def what_is_read() -> str:
                 size = f'width="{cell}" height="{cell}" rx="2"'
                 parts.append(f'<rect x="{left + gap * token}" y="{y}" {size} class="{kind(step, token)}"/>')
     for place, (kind, words) in enumerate((("read", "read"), ("kept", "in memory, not read"), ("gone", "gone"))):
-        x = left + (0, 70, 245)[place]
-        parts.append(f'<rect x="{x}" y="238" width="{cell}" height="{cell}" rx="2" class="{kind}"/>')
-        parts.append(text(x + 22, 250, words))
+        x = left + (0, 70, 260)[place]
+        parts.append(f'<rect x="{x}" y="262" width="{cell}" height="{cell}" rx="2" class="{kind}"/>')
+        parts.append(text(x + 22, 274, words))
     title = "What dense, selecting and evicting attention read of a prompt in two decode steps"
-    return svg(left + gap * (TOKENS + 1), 262, title, parts)
+    return svg(left + gap * (TOKENS + 1), 286, title, parts)
 
 
 # A whole model

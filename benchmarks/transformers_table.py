@@ -18,7 +18,9 @@ def table(rows: Sequence[Row]) -> str:
         plain = f" ({passed + len(row['plain']['passed'])})" if row["refused"] else ""
         cells.setdefault(f"`{row['method']}`", {})[row["model"]] = f"{passed}{plain} of {ran}"
     counts = pivot(["attached"], cells, dict.fromkeys(row["model"] for row in rows))
-    title = "Tests that pass as they are (and without attention weights and padding), of those that are not skipped"
+    title = (
+        "Tests that pass as they are (and without attention weights and padding), among the tests that are not skipped"
+    )
     return f"{titled(title, rows, counts)}\n\n{_reasons(rows)}"
 
 

@@ -82,6 +82,14 @@ def test_lists_begin_after_a_blank_line(site):
     assert site.spaced("- a\n\n  ```\n  x\n    y\n  ```\n  - c") == "- a\n\n    ```\n    x\n      y\n    ```\n    - c"
 
 
+def test_code_in_tables_breaks_between_the_parts_of_a_spec():
+    hooks = module_of("docs_hooks")
+    page = "<code>a:b=c</code> [-1, +2]<table><td><code>pages:top_k=0.1</code> x:y [-1, +2] 3.5 ms, 20 %</td></table>"
+    spec = "<code>pages:<wbr>top_<wbr>k=<wbr>0.1</code>"
+    broken = f"<code>a:b=c</code> [-1, +2]<table><td>{spec} x:y [-1,&nbsp;+2] 3.5&nbsp;ms, 20&nbsp;%</td></table>"
+    assert hooks.on_page_content(page) == broken
+
+
 def test_roles_of_docstrings_are_not_shown():
     hooks = module_of("docs_hooks")
     assert hooks.on_page_content("see :func:<code>~foveate.attach</code>.") == "see <code>foveate.attach</code>."

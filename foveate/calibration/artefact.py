@@ -184,7 +184,7 @@ def shipped(facts: Mapping[str, Any]) -> Calibration | None:
 
 
 def _in(value: Any, least: float, most: float = _LARGEST) -> bool:
-    """Whether a number, or those of a list, are in a range but for rounding; None: there is none."""
+    """Whether a number, or every number of a list, is in a range up to rounding. None passes."""
     if isinstance(value, list):
         return all(_in(one, least, most) for one in value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

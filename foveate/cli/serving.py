@@ -46,7 +46,7 @@ def serve(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print the plan, and start nothing.")] = False,
 ) -> None:
-    """Serve a model with vLLM by a method; options that are not listed here are those of `vllm serve`."""
+    """Serve a model with vLLM by a method; options that are not listed here go to `vllm serve`."""
     if len(method) > 1:
         raise ValueError(f"--method is given {len(method)} times ({', '.join(method)}): leave all but one out")
     options.check_early(model, context.args)

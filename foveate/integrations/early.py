@@ -42,13 +42,15 @@ _MAPPINGS = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
-def check_model(folder: Path, needs_weights: bool = False, served: bool = False) -> None:
+def check_model(folder: Path, needs_weights: bool = False, served: bool = False, attached: bool = True) -> None:
     """Refuse a model folder as far as its config.json shows that the model cannot be attached to.
 
     Args:
         needs_weights: also refuse a folder without weights.
         served: by vLLM, which runs more models than causal language models: refuse unknown types and latent attention
             alone.
+        attached: False for a model that runs without any method: refuse only what Transformers knows no causal language
+            model of.
 
     Raises:
         UserError: for a folder that does not exist, a missing or damaged config.json, a type of model that the
@@ -59,7 +61,7 @@ def check_model(folder: Path, needs_weights: bool = False, served: bool = False)
     kind = config.get("model_type")
     if "transformers" not in sys.modules and isinstance(kind, str) and kind != HYBRID:
         _check_type(folder, kind, served)
-    if (reason := refusal(config)) and (not served or reason == LATENT):
+    if attached and (reason := refusal(config)) and (not served or reason == LATENT):
         name = _known()[1].get(kind, kind) if isinstance(kind, str) else "the model"
         raise UserError(f"{folder}: {name} is not supported: {reason}")
     if needs_weights and not weight_files(folder):

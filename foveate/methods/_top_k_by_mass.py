@@ -23,8 +23,8 @@ from foveate.state.step_plan import on_device
 class TopKByMass(SharedSelection):
     """Keys by their attention mass, which is computed exactly, pooled over the queries that share them.
 
-    The mean of attention goes to the queries that attend to few keys; that of its square root lets each of them have
-    keys of its own, as many as it attends to.
+    A mean of the attention favours queries that attend to few keys. A mean of its square root gives every query keys of
+    its own, in proportion to the number of keys that it attends to.
     """
 
     dense_prompts_by: ClassVar[str] = "decode_only=true"

@@ -119,14 +119,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class About:
-    """What a class of methods is, for people and tests. What is left out is that of the class that it inherits from."""
+    """What a class of methods is, for people and tests. A field that is not given is inherited from the base class."""
 
     source: str | None = None
     """Paper that the method comes from."""
     example: str | None = None
     """A spec to begin with, of a method that needs more than its name."""
     full_budget: Mapping[str, Any] | None = None
-    """Settings under which every token of any context is read or kept, so that outputs are those of dense attention."""
+    """Settings under which every token of any context is read or kept, so that outputs equal dense attention's."""
     small_budget: Mapping[str, Any] | None = None
     """Settings under which a context of about sixty tokens is already sparse, for tests."""
     estimates: bool | Callable[[Any], bool] | None = None

@@ -11,7 +11,7 @@ from foveate.methods import About, ReadsChosen, register, setting
 @register
 class Duo(ReadsChosen):
     """Streaming heads read the first keys and the newest ones, in prompts, too; the other KV heads read all keys. All
-    keys stay in memory, for a layer stores as many tokens for each of its KV heads."""
+    keys stay in memory, because a layer stores the same number of tokens for each of its KV heads."""
 
     name = "duo"
     about = About(

@@ -8,7 +8,7 @@ from foveate.methods import About, Channel, KeepsByScore, register, setting
 @register
 class ExpectedAttention(KeepsByScore):
     """The prompt tokens that normally distributed queries at the next positions would attend to, times their values'
-    norms; each generated token is kept. Queries' moments are those of the prompts so far, before rotation."""
+    norms; each generated token is kept. The moments are taken of the queries of the prompts so far, before rotation."""
 
     name = "expected_attention"
     about = About(

@@ -19,7 +19,8 @@ from foveate.state import SlotCache
 
 @register
 class LessIsMore(SharedSelection):
-    """Selection layers are dense; later layers read, with all heads, the union of what their heads look at.
+    """Selection layers are dense; all heads of later layers read the union of the keys to which the heads of
+    a selection layer attend.
 
     The union takes every query head's best key, then every head's second best, and so on, until the budget is full;
     sinks and recent tokens have a share of their own. If that share has no room beyond the sinks, it is all recent

@@ -127,7 +127,7 @@ class Offload:
         """Of the device, once somebody has looked how much is free."""
 
     def reserve_memory(self, rows: int, tokens: int, held: int = 0, in_host: int = 0) -> None:
-        """Announce that the cache will hold so many tokens of so many rows.
+        """Announce that the cache will hold ``tokens`` tokens of ``rows`` rows.
 
         Args:
             held: bytes that it holds on the device already.

@@ -37,6 +37,11 @@ def test_a_line_for_each_compressor_dashed_without_values(pages, tmp_path):
     assert y[-1] == pytest.approx(1)
 
 
+def test_rows_without_the_setting_of_zeroed_values_have_values(pages, tmp_path):
+    drawn(plots.refined, FIGURE_4, tmp_path, ["zero_values=False"])
+    assert entries(pages[0]) == ["dense", "luka_paper: mean", "luka_paper: random"]
+
+
 def test_ratios_are_paired(pages, tmp_path):
     rows = [of_text(), *(of_text(f"luka:top_k={share}", 0.1 * (1 - share)) for share in SHARES)]
     others = [of_text("luka_paper:bias=log,top_k=0.5"), of_text("luka_paper:top_k=3"), of_text("h2o")]

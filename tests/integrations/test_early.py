@@ -17,14 +17,28 @@ import foveate
 from foveate.errors import UserError
 from foveate.integrations import early
 from foveate.integrations.transformers import csa
+from foveate.lab.bench import commands, models
 from tests.helpers import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
+NOVEL = ROOT / "examples" / "data"
 COMMANDS = {
     "plan": ["plan", "--context", "9", "--gpu", "h200", "--model"],
     "chat": ["chat", "--model"],
     "generate": ["generate", "--prompt", "x", "--model"],
     "serve": ["serve", "--check"],
+    "check": ["check", "--method", "pages", "--model"],
+    "compare": ["compare", "--task", "probes", "--out", "rows.jsonl", "--model"],
+    "calibrate": ["calibrate", "--model"],
+    "tune": ["tune", "--data", NOVEL, "--model"],
+    "train lte": ["train", "lte", "--text", NOVEL, "--out", "lte.safetensors", "--model"],
+    "bench decode-model": ["bench", "decode-model", "--model"],
+    "bench prefill-model": ["bench", "prefill-model", "--model"],
+}
+NEED_DATA = {
+    "compare": ["compare", "--task", "hotpotqa", "--out", "rows.jsonl"],
+    "calibrate": ["calibrate", "--task", "hotpotqa"],
+    "tune": ["tune"],
 }
 
 
@@ -50,7 +64,10 @@ def run(*arguments):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_folder_that_is_missing_is_told_before_torch_is_imported(tmp_path, name):
     said = run(*COMMANDS[name], tmp_path / "none")
-    assert said.startswith(f"error: {tmp_path / 'none'}: no such ")
+    if name.startswith("bench"):
+        assert said == f"error: unknown model '{tmp_path / 'none'}'. Allowed: llama-3.1-8b, qwen3-8b, a model folder"
+    else:
+        assert said.startswith(f"error: {tmp_path / 'none'}: no such ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -60,7 +77,28 @@ def test_a_model_that_nothing_knows_is_told_before_torch_is_imported(tmp_path, n
     assert "'nonesuch'" in said
 
 
-@pytest.mark.parametrize("name", ["plan", "serve"])
+@pytest.mark.parametrize("name", NEED_DATA)
+def test_data_that_are_missing_are_told_before_torch_is_imported(tmp_path, name):
+    folder = folder_of(tmp_path, model_type="llama")
+    (folder / "model.safetensors").touch()
+    said = run(*NEED_DATA[name], "--model", folder, "--data", tmp_path / "none")
+    assert said.startswith(f"error: {tmp_path / 'none'}: no such ")
+
+
+def test_text_that_is_missing_is_told_before_torch_is_imported(tmp_path):
+    folder = folder_of(tmp_path, model_type="llama")
+    (folder / "model.safetensors").touch()
+    said = run("train", "lte", "--model", folder, "--text", tmp_path / "none", "--out", tmp_path / "lte.safetensors")
+    assert said == f"error: {tmp_path / 'none'}: no such folder"
+
+
+@pytest.mark.parametrize("name", ["compare", "calibrate", "tune"])
+def test_a_folder_without_weights_is_told_before_torch_is_imported(tmp_path, name):
+    said = run(*COMMANDS[name], folder_of(tmp_path, model_type="llama"))
+    assert said.startswith(f"error: {tmp_path}: no weights in the model folder")
+
+
+@pytest.mark.parametrize("name", ["plan", "serve", "compare", "calibrate", "tune"])
 def test_latent_attention_is_told_before_torch_is_imported(tmp_path, name):
     said = run(*COMMANDS[name], folder_of(tmp_path, model_type="deepseek_v3", kv_lora_rank=512))
     assert said == f"error: {tmp_path}: DeepseekV3ForCausalLM is not supported: {early.LATENT}"
@@ -129,6 +167,17 @@ def test_families_that_are_attached_to_are_not_refused(family):
 )
 def test_settings_that_refuse_a_model(config, reason):
     assert early.refusal(config) == reason
+
+
+def test_a_model_as_it_is_is_not_refused(tmp_path):
+    folder = folder_of(tmp_path, model_type="deepseek_v3", kv_lora_rank=512)
+    with pytest.raises(UserError, match="latent attention"):
+        early.check_model(folder)
+    early.check_model(folder, attached=False)
+
+
+def test_shapes_of_the_benchmarks_have_the_names_that_their_commands_know():
+    assert tuple(models.SHAPES) == commands.SHAPES
 
 
 def test_weights_are_asked_for_where_they_are_needed(tmp_path):

@@ -11,7 +11,9 @@ import typer
 from foveate.cli.progress import Progress
 from foveate.cli.quiet import quiet
 from foveate.cli.terminal import console
+from foveate.integrations.early import check_model
 from foveate.io.outfile import announce
+from foveate.io.reading import novel_files
 
 
 def lte(
@@ -36,6 +38,9 @@ def lte(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
 ) -> None:
     """Learn which tokens of a frozen model later queries will need: resumable, one small file for --method lte."""
+    check_model(model, needs_weights=True)
+    novel_files(text)
+
     from foveate.hybrids.training.frozen_lte import Plan, train
     from foveate.methods import get
 

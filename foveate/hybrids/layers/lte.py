@@ -111,7 +111,7 @@ class LearnedEviction(SlidingWindowAttention):
         return attend_masked(q, k, v, sees, scaling=self.scaling), Retention(scores, taught)
 
     def _taught_rows(self, rows: int) -> Tensor:
-        """The rows that teach scores, int64: so many as stay open, and those that do."""
+        """The rows that teach scores, int64: the share ``STAYS``, which stays open after a release."""
         phase = 0 if self.opened is None else self.opened[1]
         return _order(rows, phase, self.q_proj.weight.device).argsort()[: max(1, int(rows * STAYS))]
 

@@ -211,7 +211,7 @@ class Cache(transformers.Cache):
         return cache
 
     def reserve_memory(self, rows: int, tokens: int) -> None:
-        """Announce so many tokens of so many rows, of a cache whose keys and values are in host memory.
+        """Announce the rows and tokens that will come, for a cache whose keys and values are in host memory.
 
         Raises:
             ValueError: where memory does not suffice for them; the cache is left as it was.

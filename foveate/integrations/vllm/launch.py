@@ -225,7 +225,7 @@ def folder_summary(model: str, arguments: Sequence[str]) -> list[str]:
     :func:`startup_summary` has them.
 
     Args:
-        model: a folder, or a name that vLLM knows, of which the method's name alone is told.
+        model: a folder, or a name that vLLM knows; of a name only the method is listed.
         arguments: of :func:`arguments_of`.
 
     Raises:

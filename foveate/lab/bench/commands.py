@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from foveate.errors import UserError
+from foveate.errors import UserError, unknown
+from foveate.integrations.early import check_model
 from foveate.io.outfile import announce
 
 app = typer.Typer(no_args_is_help=True, help="Measure the speed of whole models.")
@@ -23,7 +24,9 @@ Methods = Annotated[list[str], typer.Option("--method", help="A method. May be r
 Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens so far. May be repeated.")]
 Prompts = Annotated[list[int], typer.Option("--context", min=1, help="Prompt tokens. May be repeated.")]
 Batches = Annotated[list[int], typer.Option("--batch", min=1, help="Sequences. May be repeated.")]
-Model = Annotated[str, typer.Option(help="Folder, or llama-3.1-8b or qwen3-8b with random weights.")]
+SHAPES = ("llama-3.1-8b", "qwen3-8b")
+"""Models with random weights, by the names of their shapes (:mod:`foveate.lab.bench.models`)."""
+Model = Annotated[str, typer.Option(help=f"Folder, or {' or '.join(SHAPES)} with random weights.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the inputs.")]
@@ -66,6 +69,7 @@ def decode_model(
     out: Out = None,
 ) -> None:
     """Tokens a second of a model's generate, dense and sparse, beside Transformers' own path."""
+    _check(model)
     if offload:
         from foveate.lab.bench import offloaded
         from foveate.lab.bench.plan import measure
@@ -109,9 +113,19 @@ def prefill_model(
     out: Out = None,
 ) -> None:
     """A model's time to the first token and its peak memory, dense and sparse."""
+    _check(model)
     from foveate.lab.bench import prefill_model as bench
     from foveate.lab.bench.plan import measure
     from foveate.lab.report.tables.general import tables
 
     plan = bench.Plan(model, methods, contexts, chunks, repeats, dtype, seed, device)
     measure("prefill", bench.run, plan, out, tables)
+
+
+def _check(model: str) -> None:
+    """Refuses a name that is no shape and no folder, and a folder whose model cannot be attached to."""
+    if model in SHAPES:
+        return
+    if not Path(model).is_dir():
+        raise unknown("model", model, (*SHAPES, "a model folder"))
+    check_model(Path(model), needs_weights=True)

@@ -62,7 +62,7 @@ def generate(
     device: Device = "auto",
     imported: Import = None,
 ) -> None:
-    """Answer a prompt with a method, greedily, and say what was read."""
+    """Answer a prompt with a method, greedily, and print the share of the keys that was read."""
     from foveate.errors import UserError, check_text, require
 
     if (prompt is None) == (prompt_file is None):
@@ -200,15 +200,19 @@ def compare(
     """Compare methods on a task: resumable, one row of results per method, a table at the end."""
     from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
+
+    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
+    if (data := chosen_task.own_data if data is None else data) is None:
+        raise UserError(f"task '{chosen_task.name}' reads files: give their folder as --data (docs/guide/data.md)")
+    check_model(model, needs_weights=True, attached=any(one.strip() != "own" for one in method or ["dense"]))
+    chosen_task.files(data)
+
     from foveate.lab.evaluation.runner import Comparison, parse_methods, prepare, run
     from foveate.lab.evaluation.tasks.fidelity import Fidelity
     from foveate.lab.report import terminal
 
     notes = console(stderr=True)
     say = sayer(notes)
-    chosen_task = tasks.parse(task, split=split, length=length, max_new_tokens=max_new_tokens, question=question)
-    if (data := chosen_task.own_data if data is None else data) is None:
-        raise UserError(f"task '{chosen_task.name}' reads files: give their folder as --data (docs/guide/data.md)")
     if not fidelity and chosen_task.needs_dense(data):
         say("no answers in these documents: methods go along dense attention's (--fidelity)")
         fidelity = True
@@ -290,9 +294,21 @@ def calibrate(
     """Choose Kascade's anchor layers for a model, and keep them where attach finds them: resumable, one JSON file."""
     given = dict(locals())
 
-    from foveate.calibration import kept_name
     from foveate.errors import UserError
     from foveate.lab.evaluation import tasks
+
+    if task:
+        if data is None:
+            raise UserError("--task reads files: give their folder as --data, or leave --task away")
+        read, usual_limit = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])], 20
+    elif data is not None or split is not None:
+        raise UserError("--data and --split are of a --task; without one the novel of the package is read")
+    check_model(model, needs_weights=True)
+    if task:
+        for one in read:
+            one.files(data)
+
+    from foveate.calibration import kept_name
     from foveate.lab.evaluation.calibration.calibrate import keep, partial_folder, run
     from foveate.lab.evaluation.calibration.plan import Plan, kept_at, without_data
     from foveate.lab.evaluation.runner import parse_method
@@ -300,13 +316,7 @@ def calibrate(
 
     notes = console(stderr=True)
     say = sayer(notes)
-    if task:
-        if data is None:
-            raise UserError("--task reads files: give their folder as --data, or leave --task away")
-        read, usual_limit = [tasks.parse(task[0], split=split, length=length), *map(tasks.parse, task[1:])], 20
-    else:
-        if data is not None or split is not None:
-            raise UserError("--data and --split are of a --task; without one the novel of the package is read")
+    if not task:
         quiet()
         read, data, usual_limit = without_data(model, length), probes.TEXT, 8
     chosen = None if method is None else parse_method(method)
@@ -360,9 +370,14 @@ def tune(
 ) -> None:
     """Search methods and budgets on one half of your documents, check the best on the other, write it: resumable."""
     from foveate.lab.evaluation import tasks
+
+    chosen = tasks.parse(task, split="tune")
+    check_model(model, needs_weights=True)
+    chosen.files(data)
+
     from foveate.lab.evaluation.tune import Plan, search
 
-    say, chosen = sayer(console(stderr=True)), tasks.parse(task, split="tune")
+    say = sayer(console(stderr=True))
     quiet()
     how = (max_loss, objective, calibration, limit, minutes, batch_size, seed, dtype, device, tuple(imported or ()))
     plan = Plan(model, chosen, data, out, *how)

@@ -11,6 +11,7 @@ import typer
 from foveate.cli import AsJson
 from foveate.cli.imports import Import
 from foveate.cli.quiet import quiet
+from foveate.integrations.early import check_model
 
 
 def check(
@@ -25,6 +26,9 @@ def check(
     imported: Import = None,
 ) -> None:
     """Check that a method gives the same alone and in batches, whole and in pieces, copied, saved and captured."""
+    if model is not None:
+        check_model(model, needs_weights=True)
+
     from foveate.lab import checks
     from foveate.lab.evaluation.runner import parse_method
 

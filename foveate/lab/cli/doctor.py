@@ -11,7 +11,7 @@ from foveate.cli.terminal import console
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine has, and what foveate would run on it."""
+    """Print the devices and versions of this machine, and what foveate would run on it."""
     import torch
 
     from foveate.integrations.transformers import releases

@@ -240,7 +240,7 @@ def _pause(
     """Takes the place of `generate`'s decoding loop, and only reads the prompt."""
     chunk = max(_SHORTEST_CHUNK, _FORWARD_TOKENS // len(input_ids))
     attachment = getattr(model, "foveate", None)
-    if attachment:  # tiles stay whole, but for those of padded rows, which begin elsewhere in each
+    if attachment:  # tiles stay whole; only tiles of padded rows are cut, because each row begins elsewhere
         chunk = max(chunk // attachment.prompt_tile, 1) * attachment.prompt_tile
     layers = () if kwargs.get(releases.CACHE) is None else kwargs[releases.CACHE].layers
     anew = any(isinstance(layer, LinearAttentionLayer) for layer in layers)  # Jamba's begin each pass with no state

@@ -103,9 +103,9 @@ class Recorder:
         return numbers
 
     def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
-        """Write what was recorded as a lens: of these ids, of which so many are prompt.
+        """Write the recorded steps as a lens of ``tokens``, the first ``prompt_tokens`` of which are the prompt.
 
-        `facts` and errors are as of :func:`foveate.lab.results.lens.write`, and errors as of :meth:`steps`.
+        `facts` is as in :func:`foveate.lab.results.lens.write`. Raises what that function and :meth:`steps` raise.
         """
         steps = self.steps()
         words = texts(tokenizer, tokens[: prompt_tokens + len(steps)])

@@ -4,8 +4,8 @@ Facts of the recipe, checked against the published files:
 
 - One stream of random numbers makes all sets, in their order. A set of 50 comes first, which the paper publishes as an
   example of the format; the other four are those of its results.
-- An example draws as many articles as its pattern has letters, A first, out of those with at least as many questions as
-  the pattern has A's.
+- An example draws one article for each letter of its pattern, A first. An article can be drawn if it has a question for
+  each A of the pattern.
 - Segment i, counted over the whole example, takes question i of its article (modulo their number) and the first three
   sentences of the paragraph asked about. Questions on one paragraph follow each other, so segments repeat.
 - Questions stand in the context, each below its segment. The boundaries in `metadata` count the characters of texts and

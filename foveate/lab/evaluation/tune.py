@@ -64,7 +64,7 @@ class Plan:
     """Items of each split at most. None: `tune` takes enough items that one of them is worth no more than `max_loss`,
     and `test` takes enough that its interval can be within it (:func:`foveate.lab.evaluation.paired.least_items`).
     Documents without answers take 20 each."""
-    minutes: float = 15.0  # no trial starts after so many, but for the first of each method
+    minutes: float = 15.0  # no trial starts later, except the first trial of each method
     batch_size: int = 1
     seed: int = 0
     dtype: str = "auto"

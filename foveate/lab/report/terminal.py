@@ -182,7 +182,7 @@ def _worded(column: str) -> str:
 
 
 def _others(row: Row) -> str:
-    """The metrics beside the score, but for those that say the same."""
+    """The metrics beside the score, without metrics that equal it."""
     values = {name: metric["value"] for name, metric in list(row["metrics"].items())[1:]}
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value != row["score"])
 

@@ -1,4 +1,4 @@
-"""Pages in host memory, those that the device keeps, and those that a step asks for."""
+"""Pages in host memory, pages that the device keeps, and pages that a step asks for."""
 
 from typing import NamedTuple
 

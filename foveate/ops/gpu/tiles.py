@@ -87,8 +87,8 @@ def decode_tile(
 ) -> tuple[Tile, int]:
     """A decode step's tile, see :func:`group_tile`, and how many of its programs a multiprocessor runs at a time.
 
-    In an engine's blocks on Hopper a program looks up twice as many keys at once, and as many are in flight: 4 to 15 %
-    faster than three smaller programs on an H200.
+    In an engine's blocks on Hopper a program looks up twice the number of keys at once, so the number of keys in flight
+    is the same: 4 to 15 % faster than three smaller programs on an H200.
 
     Args:
         narrow: keys are in eight bits, and the program keeps logits or reads chosen keys. Then a third block fits

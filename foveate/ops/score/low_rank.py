@@ -30,7 +30,7 @@ def page_lse(
     Args:
         rows: ``[B, Hkv, G, D]``, the queries of a group.
         records: uint8 ``[B, Hkv, P, form.bytes]`` of :func:`~foveate.ops.compress_pages`; read through their strides.
-            They do not say their form: those of another one of as many bytes give other numbers.
+            They do not hold their form: records of another form with the same number of bytes give wrong results.
         logits: how logits are made; sinks do not change the sum.
         weights: fp32 ``[B, Hkv, D]``, powers of two: what the keys were multiplied by, and queries are divided by.
         lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages are there, the others may hold anything;

@@ -142,7 +142,7 @@ class Plan:
         return {name: getattr(self.in_use, name) for name in names}
 
     def with_anchors(self, layers: int) -> Plan:
-        """With as many anchors as are usual among so many layers, unless it says how many itself."""
+        """The plan with the usual number of anchors for this number of layers, if it has no number of its own."""
         if self.anchors is not None or self.time_share is not None:
             return self
         usual = max(1, round(_ANCHOR_SHARE * layers)) if self.diverges else min(_ANCHORS_OF_PAPER, layers)

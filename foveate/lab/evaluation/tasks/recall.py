@@ -34,7 +34,7 @@ _DROP = re.compile(r"Passage: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
 
 
 class _Record(NamedTuple):
-    """A question on a passage; `near` are texts of which the first occurrence says what to keep of a long passage."""
+    """A question on a passage; a long passage is kept around the first occurrence of a text in `near`."""
 
     id: str
     passage: str

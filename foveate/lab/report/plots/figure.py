@@ -44,6 +44,7 @@ _LOOKS = {
     "h2o": Look("#D55E00", "^"),
     "h2o_as_published": Look("#E69F00", "v"),
     "snapkv": Look("#009E73", "D"),
+    "lte": Look("#E69F00", "d"),
     "streaming": Look("#7A7A7A", "P"),
     "tova": Look("#882255", "X"),
     "uniform": Look("#999933", "<"),
@@ -96,7 +97,7 @@ def title(figure: Any, text: str, facts: str) -> None:
 
 
 def panels(figure: Any, count: int, **shared: Any) -> list[Any]:
-    """So many axes in rows of :func:`columns`."""
+    """``count`` axes in rows of :func:`columns`."""
     across = columns(count)
     axes = figure.subplots(-(-count // across), across, squeeze=False, **shared).flatten().tolist()
     for unused in axes[count:]:
@@ -125,7 +126,7 @@ def legend(figure: Any, axes: Sequence[Any]) -> None:
 
 
 def _entries_across(longest: int) -> int:
-    """Entries of a legend side by side, of which the longest has so many letters."""
+    """How many entries of a legend fit side by side, where the longest entry has ``longest`` letters."""
     return max(1, min(3 if longest > 24 else 5, int(WIDTH / (0.6 + 0.065 * longest))))
 
 
@@ -140,7 +141,7 @@ def name_axes(axes: Sequence[Any], x: str, y: str) -> None:
 
 
 def height(count: int, entries: int, longest: int = 25) -> float:
-    """Inches for so many panels and so many entries in the legend, the longest of so many letters."""
+    """Inches for ``count`` panels and a legend with ``entries`` entries, the longest of ``longest`` letters."""
     across = columns(count)
     lines = -(-entries // _entries_across(longest))
     return 0.9 + -(-count // across) * {1: 4.4, 2: 3.3, 3: 2.6}[across] + 0.2 * lines
