@@ -137,6 +137,20 @@ VARIANTS = [
         for allocation in ("uniform", "global")
     ),
     ("expected_attention/evict_every", methods.make("expected_attention", top_k=0.25, evict_every=17)),
+    *(
+        (f"composed/{name}", methods.parse(spec).for_layer(0, 3))
+        for name, spec in {
+            "quest": "snapkv:top_k=0.25,window=5+quest:top_k=12,page_size=4,dense_layers=0",
+            "evict_every": "snapkv:top_k=17,window=8,kernel_size=3,evict_every=17"
+            "+quest:top_k=9,page_size=3,dense_layers=0",
+            "weighted": "snapkv:top_k=20,window=8+pages:top_k=24,page_size=3",
+            "unweighted": "expected_attention:top_k=20+pages:top_k=26,page_size=4,weighted=false",
+            "unevenly": "adakv:top_k=12,window=5+twilight:p=0.4,min_k=4",
+            "in_decode": "uniform:top_k=14,window=5+twilight:p=0.4,min_k=4",
+            "sparse_prompt": "streaming:sinks=2,window=17+twilight:p=0.4,min_k=4",
+            "by_norm": "lte:top_k=0.3,window=7,sinks=2,score=key_norm,evict_every=20+twilight:p=0.4,min_k=4",
+        }.items()
+    ),
     ("twilight/large", methods.make("twilight", p=0.6, min_k=6)),
     ("duo/other_head", methods.make("duo", heads=[[1], [], [0]], sinks=0, recent=6).for_layer(0, 3)),
     ("duo/all", methods.make("duo", heads=[0, 1], sinks=3, recent=12)),
@@ -523,15 +537,18 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
         changing = summaries[level].sum(1).float().mean().item()
         summarised, refined = summarised + exist * bytes_of_summary(method, level, *about), exist - changing
     if (
-        isinstance(method, PageMethod) and "pages_refined" in method.counters
+        isinstance(method.parts[-1], PageMethod) and "pages_refined" in method.counters
     ):  # whose summaries are in no value's place: pages of which some key is read
         slots = torch.cat([raw, own[:, None]], 1)
-        size = method.page_size
+        size = method.parts[-1].page_size
         paged = torch.nn.functional.pad(slots, (0, -slots.shape[1] % size)).unflatten(1, (-1, size)).any(-1)
         refined = paged.sum(1).float().mean().item()
     assert float(counters.own.get("pages_refined", 0)) == pytest.approx(refined)
     read = raw.sum(1).add(own).float().mean().item() + summarised
     declared = method.scored(driver.store.rows["live"][0] + 1, *about)
+    if driver.store.uneven and declared:  # by what each KV head holds
+        held = (driver.store.positions[0] >= 0).sum(-1).double() + 1
+        declared = method.scored(held, *about).mean().item()
     if "scored_at" in counted.store.specs:  # not in every step
         declared *= int(counted.store.channel("scored_at")[0]) == counted.store.lengths[0]
     assert float(counters.keys_read) == pytest.approx(read + declared)
@@ -591,7 +608,7 @@ def test_small_budget_reads_less_than_dense(method):
     else:
         assert float(counters.keys_read) < 0.8 * available
         assert (counters.tokens_evicted > 0) == bool(method.evicts)
-        looks = "pages_refined" in method.counters and method.top_k != 0
+        looks = "pages_refined" in method.counters and method.parts[-1].top_k != 0
         assert (float(counters.own.get("pages_refined", 0)) > 0) == looks
         assert (float(counters.own.get("mass_read", 0)) > 0) == ("mass_read" in method.counters)
 
@@ -825,7 +842,7 @@ def test_second_turn_in_chunks_and_batches(method):
     for b in range(2):
         if not methods.sparse_prompt(method):
             close(read[b : b + 1, :, -len(second[b]) :], expected[b])
-        if method.evicts and not isinstance(method, PageMethod):
+        if method.evicts and not method.role.chooses:
             close(out[b : b + 1, :, :1], held[b])
         alone = Driver(method, len(first[b]))
         alone.feed(first[b])

@@ -7,6 +7,7 @@ the check says what that usually is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import tempfile
@@ -24,6 +25,7 @@ import foveate
 from foveate.integrations.transformers import releases
 from foveate.lab.recorded import record
 from foveate.methods import Method, get, make, parse, replay_obstacle
+from foveate.methods.spec import split
 
 PROMPT, STEPS, PIECE = 61, 20, 20
 """Tokens of a prompt, of an answer, and of a piece of a prompt."""
@@ -93,10 +95,9 @@ def tiny(seed: int = 0) -> transformers.PreTrainedModel:
 
 
 def small(spec: str) -> Method:
-    """The method of a spec; by a name alone with the small budget that its class declares."""
-    if ":" in spec:
-        return parse(spec)
-    return make(spec, **(get(spec).about.small_budget or {}))
+    """The method of a spec; by a name alone, also in a composition, with the small budget that its class declares."""
+    named = [one if ":" in one else make(one, **(get(one).about.small_budget or {})).spec for one in split(spec)]
+    return parse("+".join(named))
 
 
 class _MissedError(Exception):
@@ -175,17 +176,17 @@ def _line(name: str, one: Callable[[_Given], str | None], given: _Given) -> Line
         return Line(name, "failed", str(error))
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        return Line(name, "failed", f"{_place(error, type(given.method))}{kind}{error}")
+        return Line(name, "failed", f"{_place(error, given.method)}{kind}{error}")
 
 
-def _place(error: Exception, of: type[Method]) -> str:
+def _place(error: Exception, of: Method) -> str:
     """File and line of a method where an error was raised, or passed through; empty if it did not."""
-    try:
-        file = inspect.getfile(of)
-    except (OSError, TypeError):  # written in a console
-        return ""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{Path(file).name}:{lines[-1]}: " if lines else ""
+    files = set()
+    for part in of.parts:
+        with contextlib.suppress(OSError, TypeError):  # of a class that is written in a console
+            files.add(inspect.getfile(type(part)))
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{Path(places[-1].filename).name}:{places[-1].lineno}: " if places else ""
 
 
 def _hooks(given: _Given) -> str:
@@ -197,7 +198,7 @@ def _hooks(given: _Given) -> str:
         )
     share = foveate.stats(given.model).keys_read_share
     held = cache.resident_bytes
-    if share >= 1.0 and not hasattr(given.method, "top_k"):
+    if share >= 1.0 and not any(hasattr(one, "top_k") for one in given.method.parts):
         return "reads everything"
     if share >= 1.0:
         return _Told(
@@ -205,16 +206,15 @@ def _hooks(given: _Given) -> str:
             "smaller one (about.small_budget)"
         )
     text = f"reads {100 * share:.0f} % of the keys of {PROMPT} to {PROMPT + STEPS} tokens, and keeps {held:,} bytes"
-    kind = type(given.method)
+    kind = type(given.method.parts[-1])
     free = kind.choose is not Method.choose and kind.scored is Method.scored
     return text + "; what it reads in order to choose is not counted (`scored`)" if free else text
 
 
 def _full_budget(given: _Given) -> str | None:
-    declared = given.method.about.full_budget
-    if declared is None:
+    whole = given.method.with_full_budget()
+    if whole is None:
         return _Told("no full budget is declared: with about=About(..., full_budget={...}) it is compared with dense")
-    whole = make(given.method.name, **declared)
     with given.attached(make("dense")):
         expected = given.run()[1]
     with given.attached(whole):
