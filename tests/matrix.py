@@ -2,13 +2,13 @@
 
 A method enters by being registered: its class gives the settings of a full and of a small budget and declares its
 exceptions, and the matrix tests the declarations too. Methods are driven through one attention layer, without a model,
-so that states can be compared; `tests/integrations` drives them through `generate`.
+so that states can be compared; `tests/integrations` drives them through `generate`. What `foveate check` asks of a
+model, too, is stated in `foveate/lab/invariants.py`; here are the promises that need a look at one layer.
 """
 
 import collections
 import copy
 import dataclasses
-import itertools
 import tempfile
 from pathlib import Path
 
@@ -19,6 +19,9 @@ import benchmarks.methods.h2o_as_published  # noqa: F401  (where no conftest.py 
 from foveate import methods
 from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.integrations.transformers.layers import CacheLayer
+from foveate.lab import invariants
+from foveate.lab.invariants import LENGTHS, PROMPT
+from foveate.lab.invariants import STEPS as DECODED
 from foveate.methods.pages import PageMethod
 from foveate.ops import Logits, Rotary
 from foveate.runtime import Phase, handover
@@ -30,7 +33,6 @@ NAMES = methods.names()
 HEADS, KV_HEADS, DIM = 6, 2, 16
 GEOMETRY = Geometry(HEADS, KV_HEADS, DIM, DIM)
 SCALING = DIM**-0.5
-PROMPT, DECODED = 61, 20
 
 
 def small(name, layer=0):
@@ -137,6 +139,20 @@ VARIANTS = [
         for allocation in ("uniform", "global")
     ),
     ("expected_attention/evict_every", methods.make("expected_attention", top_k=0.25, evict_every=17)),
+    *(
+        (f"composed/{name}", methods.parse(spec).for_layer(0, 3))
+        for name, spec in {
+            "quest": "snapkv:top_k=0.25,window=5+quest:top_k=12,page_size=4,dense_layers=0",
+            "evict_every": "snapkv:top_k=17,window=8,kernel_size=3,evict_every=17"
+            "+quest:top_k=9,page_size=3,dense_layers=0",
+            "weighted": "snapkv:top_k=20,window=8+pages:top_k=24,page_size=3",
+            "unweighted": "expected_attention:top_k=20+pages:top_k=26,page_size=4,weighted=false",
+            "unevenly": "adakv:top_k=12,window=5+twilight:p=0.4,min_k=4",
+            "in_decode": "uniform:top_k=14,window=5+twilight:p=0.4,min_k=4",
+            "sparse_prompt": "streaming:sinks=2,window=17+twilight:p=0.4,min_k=4",
+            "by_norm": "lte:top_k=0.3,window=7,sinks=2,score=key_norm,evict_every=20+twilight:p=0.4,min_k=4",
+        }.items()
+    ),
     ("twilight/large", methods.make("twilight", p=0.6, min_k=6)),
     ("duo/other_head", methods.make("duo", heads=[[1], [], [0]], sinks=0, recent=6).for_layer(0, 3)),
     ("duo/all", methods.make("duo", heads=[0, 1], sinks=3, recent=12)),
@@ -317,6 +333,87 @@ def assert_same_state(a, b):
                 close(one, other, 1e-4)
 
 
+class LayerRun(invariants.Run):
+    """A driver, as the promises of foveate.lab.invariants see it: outputs are ``[B, n, Hq, D]``."""
+
+    def __init__(self, driver, real=None):
+        self.driver, self.real = driver, real
+
+    def feed(self, tokens, real=None):
+        new = torch.ones(len(tokens.k), len(tokens), dtype=torch.bool) if real is None else real
+        self.real = new if self.real is None else torch.cat([self.real, new], 1)
+        return self.driver.feed(tokens, None if real is None else self.real).transpose(1, 2)
+
+    def steps(self, tokens):
+        self.real = torch.nn.functional.pad(self.real, (0, len(tokens)), value=True)
+        return self.driver.feed_steps(tokens).transpose(1, 2)
+
+    def draft(self, tokens):
+        return self.driver.feed(tokens).transpose(1, 2)
+
+    def turn(self, columns):
+        self.driver.layer.phase.prompt_end = self.driver.layer.seen + columns
+
+    def record(self):
+        self.driver.layer.activate_past_recording()
+
+    def settle(self):
+        self.driver.layer.stop_recording_past()
+
+    def crop(self, tokens):
+        self.driver.layer.crop(-tokens)
+
+    def reorder(self, rows):
+        self.driver.layer.reorder_cache(rows)
+
+    def repeat(self, times):
+        self.driver.layer.batch_repeat_interleave(times)
+
+    def select(self, rows):
+        self.driver.layer.batch_select_indices(rows)
+
+    def copy(self):
+        return LayerRun(copy.deepcopy(self.driver), self.real)
+
+
+class OneLayer(invariants.Subject):
+    """A method in one attention layer. Outputs are compared closely, and so is the state."""
+
+    def __init__(self, method, softcap=None):
+        super().__init__(method, HEADS // KV_HEADS)
+        self.softcap = softcap
+
+    def tokens(self, rows, length, seed=0):
+        return Tokens.random(rows, length, seed)
+
+    def stacked(self, rows):
+        return Tokens(*(torch.cat([getattr(one, name) for one in rows]) for name in "qkv"))
+
+    def padded(self, rows, columns):
+        return padded(rows, columns)
+
+    def start(self, prompt=PROMPT):
+        return LayerRun(Driver(self.method, prompt, self.softcap))
+
+    def dense(self, tokens):
+        return dense(tokens, self.softcap).transpose(1, 2)
+
+    def same(self, found, expected, what, exact=False):
+        close(found, expected, 1e-6 if exact else 2e-5)
+
+    def same_state(self, one, other, what):
+        assert_same_state(one.driver.store, other.driver.store)
+
+    def same_rows(self, batch, alone, what):
+        counted = collections.Counter()
+        for row, run in enumerate(alone):
+            with batch.driver.store.row(row) as one:
+                assert_same_state(one, run.driver.store)
+            counted.update(counted_of_rows(run.driver.layer.counters))
+        assert batch.driver.layer.counters.decode_steps == DECODED
+        assert counted_of_rows(batch.driver.layer.counters) == pytest.approx(dict(counted))
+
+
 # Budgets
 
 
@@ -325,10 +422,7 @@ def assert_same_state(a, b):
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_full_budget_is_dense(name, layer, softcap):
     method = methods.make(name, **methods.get(name).about.full_budget).for_layer(layer, 3, [layer])
-    tokens = Tokens.random(2, PROMPT + DECODED)
-    driver = Driver(method, softcap=softcap)
-    out = torch.cat([driver.feed(tokens[:PROMPT]), driver.feed_steps(tokens[PROMPT:])], 2)
-    close(out, dense(tokens, softcap))
+    invariants.full_budget(OneLayer(method, softcap))
 
 
 def test_preserved_mass_is_not_dense():
@@ -370,20 +464,7 @@ def test_capped_logits_are_those_of_other_keys(method):
 
 @each_variant
 def test_a_later_token_never_changes_an_earlier_output(method):
-    tokens, others = Tokens.random(1, PROMPT + 6), Tokens.random(1, PROMPT + 6, seed=1)
-    tile = method.prompt_tile(HEADS // KV_HEADS)
-    reach = PROMPT if tile is None else max(1, tile)
-
-    def run(some):
-        driver = Driver(method)
-        return torch.cat([driver.feed(some[:PROMPT]), driver.feed_steps(some[PROMPT:])], 2)
-
-    expected = run(tokens)
-    for changed in {min(reach, PROMPT - 2), PROMPT // 2, PROMPT - 1, PROMPT, PROMPT + 3}:
-        out = run(tokens[:changed].cat(others[changed:]))
-        upto = changed // reach * reach
-        close(out[:, :, :upto], expected[:, :, :upto], 1e-6)
-        assert not torch.allclose(out[:, :, changed:], expected[:, :, changed:])
+    invariants.later_tokens(OneLayer(method))
 
 
 # What is read
@@ -523,15 +604,18 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
         changing = summaries[level].sum(1).float().mean().item()
         summarised, refined = summarised + exist * bytes_of_summary(method, level, *about), exist - changing
     if (
-        isinstance(method, PageMethod) and "pages_refined" in method.counters
+        isinstance(method.parts[-1], PageMethod) and "pages_refined" in method.counters
     ):  # whose summaries are in no value's place: pages of which some key is read
         slots = torch.cat([raw, own[:, None]], 1)
-        size = method.page_size
+        size = method.parts[-1].page_size
         paged = torch.nn.functional.pad(slots, (0, -slots.shape[1] % size)).unflatten(1, (-1, size)).any(-1)
         refined = paged.sum(1).float().mean().item()
     assert float(counters.own.get("pages_refined", 0)) == pytest.approx(refined)
     read = raw.sum(1).add(own).float().mean().item() + summarised
     declared = method.scored(driver.store.rows["live"][0] + 1, *about)
+    if driver.store.uneven and declared:  # by what each KV head holds
+        held = (driver.store.positions[0] >= 0).sum(-1).double() + 1
+        declared = method.scored(held, *about).mean().item()
     if "scored_at" in counted.store.specs:  # not in every step
         declared *= int(counted.store.channel("scored_at")[0]) == counted.store.lengths[0]
     assert float(counters.keys_read) == pytest.approx(read + declared)
@@ -591,7 +675,7 @@ def test_small_budget_reads_less_than_dense(method):
     else:
         assert float(counters.keys_read) < 0.8 * available
         assert (counters.tokens_evicted > 0) == bool(method.evicts)
-        looks = "pages_refined" in method.counters and method.top_k != 0
+        looks = "pages_refined" in method.counters and method.parts[-1].top_k != 0
         assert (float(counters.own.get("pages_refined", 0)) > 0) == looks
         assert (float(counters.own.get("mass_read", 0)) > 0) == ("mass_read" in method.counters)
 
@@ -619,18 +703,6 @@ def padded(rows, pad_to):
     return batch, mask
 
 
-def feed_pieces(driver, pieces):
-    """Feed the pieces of a prompt, ``(tokens, mask)``; None where the method refuses them, as it declares."""
-    if driver.layer.method.prompt_tile(HEADS // KV_HEADS) is None and len(pieces) > 1:
-        with pytest.raises(ValueError, match="in one piece"):
-            [driver.feed(*piece) for piece in pieces]
-        return None
-    return torch.cat([driver.feed(tokens, mask) for tokens, mask in pieces], 2)
-
-
-LENGTHS = (PROMPT, PROMPT - 17, 23, 3)
-
-
 def counted_of_rows(counters):
     """What is counted of each row: of a batch the sum."""
     names = ("decode_rows", "keys_read", "keys_available", "prompt_tokens", "tokens_evicted")
@@ -646,38 +718,7 @@ def counted_of_rows(counters):
 )
 def test_left_padded_rows_equal_batch_size_one(method, chunks):
     """With prompts in one piece and in chunks; under other settings than the small budget's one of both in turn."""
-    prompts = [Tokens.random(1, length, seed=length) for length in LENGTHS]
-    steps = [Tokens.random(1, DECODED, seed=1000 + length) for length in LENGTHS]
-    batch, mask = padded(prompts, PROMPT)
-    runs = {}
-
-    def alone(row, edges):
-        """A row by itself: its driver, what its prompt in these pieces gives, and its steps."""
-        if (row, edges) not in runs:
-            driver = Driver(method, len(prompts[row]))
-            read = torch.cat([driver.feed(prompts[row][first:last]) for first, last in itertools.pairwise(edges)], 2)
-            runs[row, edges] = driver, read, driver.feed_steps(steps[row])
-        return runs[row, edges]
-
-    for chunk in chunks:
-        driver, cuts = Driver(method), [*range(0, PROMPT, chunk), PROMPT]
-        out = feed_pieces(driver, [(batch[first:last], mask[:, :last]) for first, last in itertools.pairwise(cuts)])
-        if out is None:
-            return
-        decoded = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
-        counted = collections.Counter()
-        for b, length in enumerate(LENGTHS):
-            tiled = (method.prompt_tile(HEADS // KV_HEADS) or 1) > 1  # a tile that a chunk ends in is split
-            edges = sorted({max(cut - PROMPT + length, 0) for cut in cuts}) if tiled else (0, length)
-            by_itself, expected, stepped = alone(b, tuple(edges))
-            tail = min(length, out.shape[2])
-            close(out[b : b + 1, :, -tail:], expected[:, :, -tail:])
-            close(decoded[b : b + 1], stepped)
-            with driver.store.row(b) as one:
-                assert_same_state(one, by_itself.store)
-            counted.update(counted_of_rows(by_itself.layer.counters))
-        assert driver.layer.counters.decode_steps == DECODED
-        assert counted_of_rows(driver.layer.counters) == pytest.approx(dict(counted))
+    invariants.padded_batch(OneLayer(method), chunks)
 
 
 COMPANY = [
@@ -725,20 +766,8 @@ def test_a_prompt_read_together_is_the_same_to_the_last_bit(method, chunk):
 
 @each_variant
 def test_chunked_prefill_equals_one_piece(method):
-    tokens, whole = Tokens.random(2, PROMPT + DECODED), Driver(method)
-    expected = whole.feed(tokens[:PROMPT])
-    tile = method.prompt_tile(HEADS // KV_HEADS) or 1  # tiles stay whole
-    for cuts in ((1, 7, 30, PROMPT - 1), range(5, PROMPT, 5)):
-        edges = sorted({0, *(max(cut // tile, 1) * tile for cut in cuts), PROMPT})
-        assert len(edges) > 2
-        chunked = Driver(method)
-        out = feed_pieces(chunked, [(tokens[a:b], None) for a, b in itertools.pairwise(edges)])
-        if out is None:
-            return
-        close(out, expected)
-        assert_same_state(chunked.store, whole.store)
-    close(chunked.feed_steps(tokens[PROMPT:]), whole.feed_steps(tokens[PROMPT:]))
-    assert_same_state(chunked.store, whole.store)
+    assert (method.prompt_tile(HEADS // KV_HEADS) or 1) < PROMPT - 1, "a prompt has more tiles than one"
+    invariants.prompt_in_pieces(OneLayer(method))
 
 
 TILED = [
@@ -755,7 +784,7 @@ def test_tiles_of_prompts_are_declared_truthfully(method):
     tile = method.prompt_tile(HEADS // KV_HEADS)
     tokens, cut = Tokens.random(1, PROMPT), PROMPT // 2 // tile * tile + tile // 2
     expected, chunked = Driver(method).feed(tokens), Driver(method)
-    out = feed_pieces(chunked, [(tokens[:cut], None), (tokens[cut:], None)])
+    out = torch.cat([chunked.feed(tokens[:cut]), chunked.feed(tokens[cut:])], 2)
     begin, end = cut // tile * tile, (cut // tile + 1) * tile
     close(out[:, :, :begin], expected[:, :, :begin])
     close(out[:, :, end:], expected[:, :, end:])
@@ -800,39 +829,27 @@ def beside_what_is_held(store, row, tokens):
 
 @each(deal(1))
 def test_second_turn_in_chunks_and_batches(method):
-    """A second prompt on the same cache, in chunks and a padded batch.
+    """A second prompt on the same cache, in chunks and a padded batch, is that of a lone sequence in one piece."""
+    invariants.second_turn(OneLayer(method))
 
-    A dense prompt attends to what each KV head holds, and so does a token decoded by a method that evicts and reads all
-    that it holds. Other tokens attend as those of a lone sequence.
-    """
-    first = [Tokens.random(1, length, seed=length) for length in (31, 18)]
-    steps = [Tokens.random(1, 7, seed=200 + b) for b in range(2)]
-    second = [Tokens.random(1, length, seed=300 + length) for length in (12, 29)]
-    last = [Tokens.random(1, 5, seed=400 + b) for b in range(2)]
-    batch, mask = padded(first, 31)
-    driver = Driver(method, 31)
-    driver.feed(batch, mask)
-    driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in steps]) for n in "qkv")))
-    more, more_mask = padded(second, 29)
-    mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.bool), more_mask], 1)
-    driver.layer.phase.prompt_end = mask.shape[1]
-    expected = [beside_what_is_held(driver.store, b, second[b]) for b in range(2)]
-    read = feed_pieces(driver, [(more[:11], mask[:, : 31 + 7 + 11]), (more[11:], mask)])
-    if read is None:
+
+@each(deal(1))
+def test_a_second_prompt_attends_to_what_is_held(method):
+    """So does a token after it that is decoded by a method that evicts and reads all that it holds."""
+    if methods.sparse_prompt(method) and (method.role.chooses or not method.evicts):
         return
-    held = [beside_what_is_held(driver.store, b, last[b][:1]) for b in range(2)]
-    out = driver.feed_steps(Tokens(*(torch.cat([getattr(s, n) for s in last]) for n in "qkv")))
-    for b in range(2):
+    subject, second, last = OneLayer(method), Tokens.random(2, 29, seed=300), Tokens.random(2, 1, seed=400)
+    run, _ = subject.whole(Tokens.random(2, 38), 31)
+    run.turn(29)
+    expected = [beside_what_is_held(run.driver.store, row, second.rows([row])) for row in range(2)]
+    read = run.feed(second).transpose(1, 2)
+    held = [beside_what_is_held(run.driver.store, row, last.rows([row])) for row in range(2)]
+    out = run.steps(last).transpose(1, 2)
+    for row in range(2):
         if not methods.sparse_prompt(method):
-            close(read[b : b + 1, :, -len(second[b]) :], expected[b])
-        if method.evicts and not isinstance(method, PageMethod):
-            close(out[b : b + 1, :, :1], held[b])
-        alone = Driver(method, len(first[b]))
-        alone.feed(first[b])
-        alone.feed_steps(steps[b])
-        alone.layer.phase.prompt_end = len(first[b]) + 7 + len(second[b])
-        alone.feed(second[b])
-        close(out[b : b + 1], alone.feed_steps(last[b]))
+            close(read[row : row + 1], expected[row])
+        if method.evicts and not method.role.chooses:
+            close(out[row : row + 1], held[row])
 
 
 # Undoing and rearranging
@@ -840,26 +857,7 @@ def test_second_turn_in_chunks_and_batches(method):
 
 @each_in_turn("removed", [4, 9], deal(0, 3))
 def test_crop_leaves_what_a_fresh_run_would_have(method, removed):
-    tokens, drafts = Tokens.random(1, PROMPT + DECODED), Tokens.random(1, 9, seed=5)
-    driver, fresh = Driver(method), Driver(method)
-    driver.layer.activate_past_recording()
-    driver.feed(tokens[:PROMPT])
-    driver.feed(tokens[PROMPT : PROMPT + 5])
-    driver.layer.crop(0)
-    driver.feed(drafts)  # drafts, of which the first are kept
-    kept = drafts[: len(drafts) - removed]
-    driver.layer.crop(-removed)
-    fresh.feed(tokens[:PROMPT])
-    fresh.feed_steps(tokens[PROMPT : PROMPT + 5])
-    if len(kept):
-        fresh.feed_steps(kept)
-    assert_same_state(driver.store, fresh.store)
-    rest = tokens[PROMPT + 5 :]
-    close(driver.feed(rest), fresh.feed_steps(rest))
-    driver.layer.crop(0)
-    driver.layer.stop_recording_past()
-    assert_same_state(driver.store, fresh.store)
-    close(driver.feed_steps(drafts), fresh.feed_steps(drafts))
+    invariants.crop(OneLayer(method), removed)
 
 
 @each(deal(1, 3))
@@ -900,50 +898,22 @@ def test_recording_can_start_and_stop_in_mid_sequence(method):
 
 @each_variant
 def test_crop_of_what_is_final_is_refused_or_exact(method):
-    tokens = Tokens.random(1, PROMPT + 3)
-    driver = Driver(method)
-    driver.feed(tokens[:PROMPT])
-    driver.feed_steps(tokens[PROMPT:])
-    if method.stateful:
-        with pytest.raises(ValueError, match="activate_past_recording"):
-            driver.layer.crop(-2)
-        return
-    driver.layer.crop(-2)
-    fresh = Driver(method)
-    fresh.feed(tokens[:PROMPT])
-    fresh.feed(tokens[PROMPT : PROMPT + 1])
-    assert_same_state(driver.store, fresh.store)
+    invariants.crop_of_final_tokens(OneLayer(method))
 
 
 @each(deal(0))
 def test_reordered_rows_continue_like_fresh_ones(method):
-    tokens, steps = Tokens.random(3, PROMPT + 5), Tokens.random(3, 7, seed=3)
-    order = torch.tensor([2, 0, 0])
-    driver, fresh = Driver(method), Driver(method)
-    driver.feed(tokens[:PROMPT])
-    driver.feed_steps(tokens[PROMPT:])
-    driver.layer.reorder_cache(order)
-    chosen = tokens.rows(order)
-    fresh.feed(chosen[:PROMPT])
-    fresh.feed_steps(chosen[PROMPT:])
-    assert_same_state(driver.store, fresh.store)
-    close(driver.feed_steps(steps), fresh.feed_steps(steps))
+    invariants.reordered_rows(OneLayer(method))
 
 
 @each(deal(1))
 def test_repeated_and_selected_rows_continue_like_fresh_ones(method):
-    tokens, steps = Tokens.random(2, PROMPT + 5), Tokens.random(2, 7, seed=3)
-    driver, fresh = Driver(method), Driver(method)
-    driver.feed(tokens[:PROMPT])
-    driver.feed_steps(tokens[PROMPT:])
-    driver.layer.batch_repeat_interleave(3)
-    assert driver.store.batch_size == 6
-    driver.layer.batch_select_indices(torch.tensor([5, 1]))
-    chosen = tokens.rows(torch.tensor([1, 0]))
-    fresh.feed(chosen[:PROMPT])
-    fresh.feed_steps(chosen[PROMPT:])
-    assert_same_state(driver.store, fresh.store)
-    close(driver.feed_steps(steps), fresh.feed_steps(steps))
+    invariants.repeated_rows(OneLayer(method))
+
+
+@each(deal(0))
+def test_a_copy_of_a_cache_continues_like_the_cache(method):
+    invariants.copied_cache(OneLayer(method))
 
 
 # Precision and settings
@@ -971,7 +941,7 @@ def test_spec_reads_back_as_the_same_method(name):
     assert cls.__doc__
     for settings in (cls.about.full_budget, cls.about.small_budget):
         method = methods.make(name, **settings)
-        assert methods.parse(method.spec) == method
+        invariants.spec(method)
         idle = {"dense_anchor_prefill"} if getattr(method, "decode_only", False) else set()
         assert set(methods.settings_of(method)) == {field.name for field in dataclasses.fields(cls)} - idle
         assert all(field.metadata.get("help") for field in dataclasses.fields(cls))

@@ -52,7 +52,7 @@ LAYERS_OF_STATE = (
 """The same of ``foveate.state``."""
 
 LAYERS_OF_LAB = (
-    ("results", "recorded"),
+    ("results", "recorded", "invariants"),
     ("evaluation",),
     ("report", "checks", "comparing"),
     ("bench",),

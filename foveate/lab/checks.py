@@ -7,7 +7,9 @@ the check says what that usually is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import inspect
 import tempfile
 import traceback
@@ -22,13 +24,14 @@ from torch import Tensor
 
 import foveate
 from foveate.integrations.transformers import releases
+from foveate.lab import invariants
+from foveate.lab.invariants import PROMPT, STEPS, MissedError
 from foveate.lab.recorded import record
 from foveate.methods import Method, get, make, parse, replay_obstacle
+from foveate.methods.spec import split
 
-PROMPT, STEPS, PIECE = 61, 20, 20
-"""Tokens of a prompt, of an answer, and of a piece of a prompt."""
-SHORTER = (61, 44, 23)
-"""Tokens of the prompts of a padded batch."""
+SHARE = 0.25
+"""The budget that is tried beside a number of keys."""
 _LOOSE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """By number format, how far logits may be apart, over the largest logit."""
 
@@ -72,12 +75,12 @@ def check(method: str | Method, model: transformers.PreTrainedModel | None = Non
     chosen = small(method) if isinstance(method, str) else method
     if model is not None and getattr(model, "foveate", None) is not None:
         raise ValueError("the model has a method already: call foveate.detach(model) first")
-    given = _Given(tiny() if model is None else model, chosen)
+    given = _OfModel(tiny() if model is None else model, chosen)
     with given.attached():
         first = _line("hooks", _hooks, given)
     lines = [first]
     for name, one in _CHECKS.items() if first.outcome != "failed" else ():
-        with given.attached():
+        with given.attached(), contextlib.suppress(_NothingToTryError):
             lines.append(_line(name, one, given))
     return Report(chosen.spec, tuple(lines))
 
@@ -93,29 +96,92 @@ def tiny(seed: int = 0) -> transformers.PreTrainedModel:
 
 
 def small(spec: str) -> Method:
-    """The method of a spec; by a name alone with the small budget that its class declares."""
-    if ":" in spec:
-        return parse(spec)
-    return make(spec, **(get(spec).about.small_budget or {}))
+    """The method of a spec; by a name alone, also in a composition, with the small budget that its class declares."""
+    named = [one if ":" in one else make(one, **(get(one).about.small_budget or {})).spec for one in split(spec)]
+    return parse("+".join(named))
 
 
-class _MissedError(Exception):
-    """What a check has found wrong, in words."""
+class _NothingToTryError(Exception):
+    """A check that a method has no line of."""
 
 
 class _Told(str):
     """What there is to say where there is nothing to pass or to fail."""
 
 
-class _Given:
-    """The model, the method, and prompts with the tokens that follow them."""
+class _Ids(NamedTuple):
+    """Token ids ``[B, n]``."""
+
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return self.ids.shape[1]
+
+    def __getitem__(self, tokens: slice) -> _Ids:
+        return _Ids(self.ids[:, tokens])
+
+    def rows(self, index: Tensor) -> _Ids:
+        return _Ids(self.ids[index.to(self.ids.device)])
+
+    def cat(self, other: _Ids) -> _Ids:
+        return _Ids(torch.cat([self.ids, other.ids], 1))
+
+
+class _Run(invariants.Run):
+    """A model with a cache. Outputs are logits ``[B, n, V]``."""
+
+    def __init__(self, model: transformers.PreTrainedModel, cache: Any):
+        self.model, self.cache, self.real = model, cache, None
+
+    def feed(self, tokens: _Ids, real: Tensor | None = None) -> Tensor:
+        ids, seen = tokens.ids, self.cache.get_seq_length()
+        given = {"input_ids": ids, releases.CACHE: self.cache, "use_cache": True}
+        if real is not None or self.real is not None:
+            old = ids.new_ones(len(ids), seen).bool() if self.real is None else self.real
+            new = ids.new_ones(ids.shape).bool() if real is None else real
+            self.real = torch.cat([old, new], 1)
+            places = (self.real.long().cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            given |= {"attention_mask": self.real.long(), "position_ids": places}
+        return self.model(**given).logits.float()
+
+    def steps(self, tokens: _Ids) -> Tensor:
+        return torch.cat([self.feed(tokens[n : n + 1]) for n in range(len(tokens))], 1)
+
+    def turn(self, columns: int) -> None:
+        self.cache.begin(self.cache.get_seq_length() + columns, assistant=False)
+
+    def record(self) -> None:
+        self.cache.activate_past_recording()
+
+    def settle(self) -> None:
+        for layer in self.cache.layers:
+            if hasattr(layer, "stop_recording_past"):
+                layer.stop_recording_past()
+
+    def crop(self, tokens: int) -> None:
+        self.cache.crop(-tokens)
+
+    def reorder(self, rows: Tensor) -> None:
+        self.cache.reorder_cache(rows.to(self.model.device))
+
+    def repeat(self, times: int) -> None:
+        self.cache.batch_repeat_interleave(times)
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows.to(self.model.device))
+
+    def copy(self) -> _Run:
+        return _Run(self.model, copy.deepcopy(self.cache))
+
+
+class _OfModel(invariants.Subject):
+    """A method in all layers of a model, within :meth:`attached`."""
 
     def __init__(self, model: transformers.PreTrainedModel, method: Method):
-        self.model, self.method = model, method
-        generator, vocabulary = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
-        draw = torch.randint(3, vocabulary, (len(SHORTER), PROMPT + 2 * STEPS), generator=generator)
-        self.ids = draw.to(model.device)
-        """int64 ``[B, n]``: prompts of ``PROMPT`` tokens, and what follows."""
+        text = model.config.get_text_config()
+        heads = text.num_attention_heads
+        super().__init__(method, heads // (getattr(text, "num_key_value_heads", None) or heads))
+        self.model, self.vocabulary = model, text.vocab_size
 
     @contextmanager
     def attached(self, method: Method | None = None, cuda_graph: bool | str = False) -> Iterator[Any]:
@@ -123,81 +189,86 @@ class _Given:
         with foveate.attached(self.model, method or self.method, dense_below=0, cuda_graph=cuda_graph) as attachment:
             yield attachment
 
-    def cache(self, tokens: int = PROMPT) -> Any:
-        return foveate.Cache(self.model, tokens)
+    def under(self, method: Method) -> _OfModel:
+        """The same model with another method."""
+        return _OfModel(self.model, method)
 
-    def feed(self, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits ``[B, n, V]`` of tokens that follow what the cache holds.
+    def tokens(self, rows: int, length: int, seed: int = 0) -> _Ids:
+        generator = torch.Generator().manual_seed(seed)
+        return _Ids(torch.randint(3, self.vocabulary, (rows, length), generator=generator).to(self.model.device))
 
-        Args:
-            mask: bool ``[B, N]`` of all tokens so far, where rows are padded.
-        """
-        given = {"input_ids": ids, releases.CACHE: cache, "use_cache": True}
-        if mask is not None:
-            places = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-            given |= {"attention_mask": mask.long(), "position_ids": places}
-        return self.model(**given).logits.float()
+    def stacked(self, rows: Sequence[_Ids]) -> _Ids:
+        return _Ids(torch.cat([one.ids for one in rows]))
 
-    def steps(self, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same, one token after the other."""
-        outs = []
-        for n in range(ids.shape[1]):
-            grown = None if mask is None else torch.nn.functional.pad(mask, (0, n + 1), value=True)
-            outs.append(self.feed(cache, ids[:, n : n + 1], grown))
-        return torch.cat(outs, 1)
+    def padded(self, rows: Sequence[_Ids], columns: int) -> tuple[_Ids, Tensor]:
+        ids = torch.full((len(rows), columns), 3, device=self.model.device)
+        real = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+        for row, tokens in enumerate(rows):
+            ids[row, columns - len(tokens) :], real[row, columns - len(tokens) :] = tokens.ids[0], True
+        return _Ids(ids), real
 
-    def run(self, rows: Sequence[int] = (0,), more: int = STEPS) -> tuple[Any, Tensor]:
-        """A cache that holds the prompts of some rows and ``more`` tokens each, and the logits of these tokens after
-        the logits of the prompt's last one."""
-        ids, cache = self.ids[list(rows)], self.cache()
-        outs = [self.feed(cache, ids[:, :PROMPT])[:, -1:]]
-        outs += [self.steps(cache, ids[:, PROMPT : PROMPT + more])] if more else []
-        return cache, torch.cat(outs, 1)
+    def start(self, prompt: int = PROMPT) -> _Run:
+        return _Run(self.model, foveate.Cache(self.model, prompt))
 
-    def compare(self, found: Tensor, expected: Tensor, what: str) -> None:
-        """Fail unless logits are equal up to rounding, and finite."""
+    def dense(self, tokens: _Ids) -> Tensor:
+        with self.attached(make("dense")):
+            return self.whole(tokens)[1]
+
+    def same(self, found: Tensor, expected: Tensor, what: str, exact: bool = False) -> None:
+        """Raise unless logits are equal up to rounding, and finite."""
         if not bool(found.isfinite().all() and expected.isfinite().all()):
-            raise _MissedError(f"{what}: there are logits that are no numbers")
+            raise MissedError(f"{what}: there are logits that are no numbers")
         apart = float((found - expected).abs().max() / expected.abs().max())
         if apart > _LOOSE.get(self.model.dtype, 2e-3):
             step = int(((found - expected).abs().amax((0, 2)) > apart * float(expected.abs().max()) / 2).nonzero()[0])
-            raise _MissedError(
-                f"{what} (logits differ by {100 * apart:.1f} % of the largest, first about token {step})"
-            )
+            raise MissedError(f"{what} (logits differ by {100 * apart:.1f} % of the largest, first about token {step})")
+
+    def same_state(self, one: invariants.Run, other: invariants.Run, what: str) -> None:
+        """The states of layers show in what follows, which is compared."""
+
+    def same_rows(self, batch: invariants.Run, alone: Sequence[invariants.Run], what: str) -> None:
+        """As :meth:`same_state`."""
 
 
-def _line(name: str, one: Callable[[_Given], str | None], given: _Given) -> Line:
+def _line(name: str, one: Callable[[_OfModel], str | None], given: _OfModel) -> Line:
     try:
         with torch.no_grad() if name != "training" else torch.enable_grad():
             text = one(given)
         return Line(name, "told" if isinstance(text, _Told) else "passed", text or "")
-    except _MissedError as error:
+    except _NothingToTryError:
+        raise
+    except MissedError as error:
         return Line(name, "failed", str(error))
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        return Line(name, "failed", f"{_place(error, type(given.method))}{kind}{error}")
+        return Line(name, "failed", f"{_place(error, given.method)}{kind}{error}")
 
 
-def _place(error: Exception, of: type[Method]) -> str:
+def _place(error: Exception, of: Method) -> str:
     """File and line of a method where an error was raised, or passed through; empty if it did not."""
-    try:
-        file = inspect.getfile(of)
-    except (OSError, TypeError):  # written in a console
-        return ""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{Path(file).name}:{lines[-1]}: " if lines else ""
+    files = set()
+    for part in of.parts:
+        with contextlib.suppress(OSError, TypeError):  # of a class that is written in a console
+            files.add(inspect.getfile(type(part)))
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{Path(places[-1].filename).name}:{places[-1].lineno}: " if places else ""
 
 
-def _hooks(given: _Given) -> str:
-    """What hooks return is checked by the runtime, whose errors name the hook, the shape and what to return."""
-    cache, out = given.run()
+def _share_read(given: _OfModel) -> float:
+    """The share of the keys that steps after a prompt read; raises MissedError for logits that are no numbers."""
+    given.run, out = given.whole(given.tokens(1, PROMPT + STEPS))
     if not bool(out.isfinite().all()):
-        raise _MissedError(
+        raise MissedError(
             "there are logits that are no numbers: does a hook divide by zero, or read a slot that is free?"
         )
-    share = foveate.stats(given.model).keys_read_share
-    held = cache.resident_bytes
-    if share >= 1.0 and not hasattr(given.method, "top_k"):
+    return foveate.stats(given.model).keys_read_share
+
+
+def _hooks(given: _OfModel) -> str:
+    """What hooks return is checked by the runtime, whose errors name the hook, the shape and what to return."""
+    share = _share_read(given)
+    held = given.run.cache.resident_bytes
+    if share >= 1.0 and not any(hasattr(one, "top_k") for one in given.method.parts):
         return "reads everything"
     if share >= 1.0:
         return _Told(
@@ -205,164 +276,104 @@ def _hooks(given: _Given) -> str:
             "smaller one (about.small_budget)"
         )
     text = f"reads {100 * share:.0f} % of the keys of {PROMPT} to {PROMPT + STEPS} tokens, and keeps {held:,} bytes"
-    kind = type(given.method)
+    kind = type(given.method.parts[-1])
     free = kind.choose is not Method.choose and kind.scored is Method.scored
     return text + "; what it reads in order to choose is not counted (`scored`)" if free else text
 
 
-def _full_budget(given: _Given) -> str | None:
-    declared = given.method.about.full_budget
-    if declared is None:
+def _full_budget(given: _OfModel) -> str | None:
+    whole = given.method.with_full_budget()
+    if whole is None:
         return _Told("no full budget is declared: with about=About(..., full_budget={...}) it is compared with dense")
-    whole = make(given.method.name, **declared)
-    with given.attached(make("dense")):
-        expected = given.run()[1]
     with given.attached(whole):
-        found = given.run()[1]
-    given.compare(found, expected, f"with its full budget ({whole.spec}) it is not dense attention")
+        invariants.full_budget(given.under(whole))
     return None
 
 
-def _later_tokens(given: _Given) -> str | None:
-    tile = given.method.prompt_tile(_group(given.model))
-    if tile is None or tile > 1:
-        return _Told("prompts are read in tiles, within which later tokens may count")
-    ids = given.ids[:1, :PROMPT]
-    other = ids.clone()
-    other[:, -1] = 3 + (other[:, -1] - 2) % (given.model.config.get_text_config().vocab_size - 3)
-    one, two = (given.feed(given.cache(), some)[:, :-1] for some in (ids, other))
-    given.compare(two, one, "a prompt's last token changes what is said of earlier ones: mask later tokens in `prompt`")
+def _crop(given: _OfModel) -> str | None:
+    with given.attached():
+        invariants.crop_of_final_tokens(given)
+    with given.attached():
+        invariants.crop(given)
     return None
 
 
-def _pieces(given: _Given) -> str | None:
-    tile = given.method.prompt_tile(_group(given.model))
-    pieces = range(0, PROMPT, PIECE)
-    if tile is None:
-        try:
-            cache = given.cache()
-            for first in pieces:
-                given.feed(cache, given.ids[:1, first : min(first + PIECE, PROMPT)])
-        except ValueError:
-            return "prompts come in one piece, as prompt_tile declares"
-        raise _MissedError(
-            "prompt_tile declares that prompts come in one piece, and pieces are taken: return 1, or a tile"
-        )
-    size = PIECE // max(tile, 1) * max(tile, 1) or tile
-    cache, outs = given.cache(), []
-    for first in range(0, PROMPT, size):
-        outs.append(given.feed(cache, given.ids[:1, first : min(first + size, PROMPT)]))
-    outs.append(given.steps(cache, given.ids[:1, PROMPT : PROMPT + STEPS]))
-    whole = given.cache()
-    expected = [given.feed(whole, given.ids[:1, :PROMPT]), given.steps(whole, given.ids[:1, PROMPT : PROMPT + STEPS])]
-    given.compare(
-        torch.cat(outs, 1),
-        torch.cat(expected, 1),
-        f"a prompt in pieces of {size} tokens gives something else than in one: what a hook notes of a piece belongs "
-        "into a channel, and `prompt_end` comes once",
-    )
-    return None
+def _rows(given: _OfModel) -> None:
+    invariants.reordered_rows(given)
+    invariants.repeated_rows(given)
 
 
-def _padding(given: _Given) -> None:
-    longest = max(SHORTER)
-    ids = torch.full((len(SHORTER), longest), 3, device=given.model.device)
-    mask = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
-    for row, tokens in enumerate(SHORTER):
-        ids[row, longest - tokens :], mask[row, longest - tokens :] = given.ids[row, :tokens], True
-    following = given.ids[:, PROMPT : PROMPT + STEPS]
-    cache = given.cache(longest)
-    last = given.feed(cache, ids, mask)[:, -1:]
-    found = torch.cat([last, given.steps(cache, following, mask)], 1)
-    for row, tokens in enumerate(SHORTER):
-        alone = given.cache(tokens)
-        last = given.feed(alone, given.ids[row : row + 1, :tokens])[:, -1:]
-        expected = torch.cat([last, given.steps(alone, following[row : row + 1])], 1)
-        given.compare(
-            found[row : row + 1],
-            expected,
-            f"a row of {tokens} tokens in a padded batch is not what it is alone: rows have numbers of their own, "
-            "cache.lengths[row] and cache.positions[row], and cache.plan['lengths'] has all on the device",
-        )
-
-
-def _second_turn(given: _Given) -> str | None:
-    if given.method.prompt_tile(_group(given.model)) is None:
-        return "a second prompt is refused, as prompt_tile declares"
-    ids = given.ids[:, PROMPT : PROMPT + STEPS]
-    (one, _), (two, _) = given.run([0], 4), given.run([0, 1], 4)
-    found, both = (given.feed(cache, ids[: cache.batch_size, 4:12]) for cache in (one, two))
-    given.compare(both[:1], found, "a second prompt in a batch is not what it is alone")
-    after = [given.steps(cache, ids[: cache.batch_size, 12:]) for cache in (one, two)]
-    given.compare(after[1][:1], after[0], "what follows a second prompt in a batch is not what it is alone")
-    return None
-
-
-def _crop(given: _Given) -> str | None:
-    cache, _ = given.run(more=0)
-    cache.activate_past_recording()  # of methods that evict, which cannot bring tokens back otherwise
-    given.steps(cache, given.ids[:1, PROMPT : PROMPT + 8])
+def _other_budget(given: _OfModel) -> str | None:
+    """A number of keys is the same in all rows of a batch, and a share is not."""
     try:
-        cache.crop(-4)
+        other = with_other_budgets(given.method)
     except ValueError as error:
-        return f"refused: {error}"
-    ids = given.ids[:1, PROMPT + STEPS : PROMPT + STEPS + 8]
-    fresh, _ = given.run(more=4)
-    given.compare(
-        given.steps(cache, ids),
-        given.steps(fresh, ids),
-        "after crop(-4) a cache is not what it was four tokens before: state belongs into a channel, which is cropped; "
-        "a method whose decoded tokens change entries of older ones is `stateful`; and means and sums must leave out "
-        "empty slots",
-    )
-    return None
+        return _Told(str(error))
+    if other is None:
+        raise _NothingToTryError
+    under = given.under(other)
+    with under.attached():
+        share = _share_read(under)
+        text = f"reads {100 * share:.0f} % of the keys with {_budgets(other)}"
+        found = invariants.padded_batch(under)
+    with under.attached():
+        found = invariants.prompt_in_pieces(under) or found
+    if not replay_obstacle(other):
+        _captured(under)
+    if share >= 1.0:
+        return _Told(f"{text}, which shows little of the share: is there a least number of keys?")
+    return text if found is None else f"{text}; {found}"
 
 
-def _reordered(given: _Given) -> None:
-    rows = [1, 1, 0]
-    cache, _ = given.run([0, 1], 6)
-    cache.reorder_cache(torch.tensor(rows, device=given.model.device))
-    fresh, _ = given.run(rows, 6)
-    ids = given.ids[:3, PROMPT + STEPS : PROMPT + STEPS + 8]
-    given.compare(
-        given.steps(cache, ids),
-        given.steps(fresh, ids),
-        "rows that beam search has reordered go on otherwise: state belongs into a channel, whose rows are reordered",
-    )
+def with_other_budgets(method: Method) -> Method | None:
+    """A method with a share as `top_k` instead of a number, or a number instead of a share.
+
+    A share becomes the number that it is of ``PROMPT`` tokens. A composition has the other budgets of its methods.
+
+    Returns:
+        None where there is no `top_k` that may be a number or a share (``top_k: int | float``).
+
+    Raises:
+        ValueError: where the method does not take the other budget.
+    """
+    if len(method.parts) > 1 and not _has_top_k(method):
+        others = [with_other_budgets(one) for one in method.parts]
+        if not any(others):
+            return None
+        return parse("+".join((other or one).spec for other, one in zip(others, method.parts)))
+    if not _has_top_k(method):
+        return None
+    number = max(1, round(method.top_k * PROMPT)) if isinstance(method.top_k, float) else SHARE
+    return make(method, top_k=number)
 
 
-def _copied(given: _Given) -> None:
-    cache, _ = given.run(more=6)
-    twin = copy.deepcopy(cache)
-    ids = given.ids[:1, PROMPT + STEPS : PROMPT + STEPS + 8]
-    expected = given.steps(cache, ids)
-    given.compare(
-        given.steps(twin, ids),
-        expected,
-        "a copy of a cache goes on otherwise than the cache: a hook keeps state in the method, which all rows share; "
-        "use a channel",
-    )
+def _budgets(method: Method) -> str:
+    """The budgets of a method, or of those of a composition that have one."""
+    having = [method] if _has_top_k(method) else filter(_has_top_k, method.parts)
+    return " and ".join(f"{one.name}:top_k={one.top_k}" for one in having)
 
 
-def _saved(given: _Given) -> str | None:
-    cache, _ = given.run(more=6)
-    ids = given.ids[:1, PROMPT + STEPS : PROMPT + STEPS + 8]
+def _has_top_k(method: Method) -> bool:
+    """Whether a method has the setting, as a number or a share."""
+    return any(field.name == "top_k" and "float" in str(field.type) for field in dataclasses.fields(method))
+
+
+def _saved(given: _OfModel) -> None:
+    run, _ = given.whole(given.tokens(1, PROMPT + 6))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache.safetensors"
-        foveate.save_cache(given.model, cache, path)
-        loaded = foveate.load_cache(given.model, path)
-    given.compare(
-        given.steps(loaded, ids), given.steps(cache, ids), "a cache that was saved and loaded goes on otherwise"
-    )
-    return None
+        foveate.save_cache(given.model, run.cache, path)
+        loaded = _Run(given.model, foveate.load_cache(given.model, path))
+    steps = given.tokens(1, 8, seed=3)
+    given.same(loaded.steps(steps), run.steps(steps), "a cache that was saved and loaded goes on otherwise")
 
 
-def _captured(given: _Given) -> str | None:
+def _captured(given: _OfModel) -> str | None:
     if reason := replay_obstacle(given.method):
         return _Told(f"decode steps are not captured in CUDA graphs: {reason}")
     how = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     how |= {"return_dict_in_generate": True, "output_logits": True}
-    ids, outs = given.ids[:2, :PROMPT], []
+    ids, outs = given.tokens(2, PROMPT).ids, []
     for cuda_graph in (False, "auto"):
         with given.attached(cuda_graph=cuda_graph) as attachment:
             graphs = attachment.graphs
@@ -370,9 +381,9 @@ def _captured(given: _Given) -> str | None:
                 graphs.recorder = record
             outs.append(given.model.generate(ids, attention_mask=torch.ones_like(ids), **how))
     if not graphs.use.replayed:
-        raise _MissedError(f"no step was replayed: {graphs.use.reason}")
+        raise MissedError(f"no step was replayed: {graphs.use.reason}")
     one, two = (torch.stack(out.logits, 1).float() for out in outs)
-    given.compare(
+    given.same(
         two,
         one,
         "steps that are replayed from a graph give something else: in a captured step a hook reads numbers of rows on "
@@ -381,15 +392,15 @@ def _captured(given: _Given) -> str | None:
     return None
 
 
-def _without_cache(given: _Given) -> None:
-    ids = given.ids[:2, :PROMPT]
-    expected = given.feed(given.cache(), ids)
+def _without_cache(given: _OfModel) -> None:
+    prompt = given.tokens(2, PROMPT)
+    ids, expected = prompt.ids, given.start().feed(prompt)
     found = given.model(input_ids=ids, use_cache=False).logits.float()
-    given.compare(found, expected, "without a cache, as in training, a prompt is read otherwise")
+    given.same(found, expected, "without a cache, as in training, a prompt is read otherwise")
 
 
-def _training(given: _Given) -> None:
-    ids, training = given.ids[:2, :PROMPT], given.model.training
+def _training(given: _OfModel) -> None:
+    ids, training = given.tokens(2, PROMPT).ids, given.model.training
     weights = [one for one in given.model.parameters() if one.requires_grad]
     given.model.train()
     try:
@@ -398,17 +409,10 @@ def _training(given: _Given) -> None:
     finally:
         given.model.train(training)
     if not grads or not all(bool(grad.isfinite().all()) for grad in grads):
-        raise _MissedError("gradients are missing or no numbers")
+        raise MissedError("gradients are missing or no numbers")
 
 
-def _spec(given: _Given) -> None:
-    if parse(given.method.spec) != given.method:
-        raise _MissedError(
-            f"{given.method.spec} is not read back as the same method: settings are numbers, texts or lists"
-        )
-
-
-def _served(given: _Given) -> str:
+def _served(given: _OfModel) -> str:
     from foveate.integrations.transformers.facts import geometry_of, model_shape
     from foveate.runtime.steps import obstacle
 
@@ -419,26 +423,21 @@ def _served(given: _Given) -> str:
     return _Told(f"vLLM does not serve it: {reason}" if reason else "vLLM serves it")
 
 
-def _group(model: transformers.PreTrainedModel) -> int:
-    """Query heads of a KV head."""
-    text = model.config.get_text_config()
-    return text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-
-
-_CHECKS: dict[str, Callable[[_Given], str | None]] = {
+_CHECKS: dict[str, Callable[[_OfModel], str | None]] = {
     "full budget": _full_budget,
-    "later tokens": _later_tokens,
-    "prompt in pieces": _pieces,
-    "padded batch": _padding,
-    "second turn": _second_turn,
+    "later tokens": invariants.later_tokens,
+    "prompt in pieces": invariants.prompt_in_pieces,
+    "padded batch": invariants.padded_batch,
+    "other budget": _other_budget,
+    "second turn": invariants.second_turn,
     "crop": _crop,
-    "reordered rows": _reordered,
-    "copied cache": _copied,
+    "reordered rows": _rows,
+    "copied cache": invariants.copied_cache,
     "saved cache": _saved,
     "captured steps": _captured,
     "without a cache": _without_cache,
     "training": _training,
-    "spec": _spec,
+    "spec": lambda given: invariants.spec(given.method),
     "vLLM": _served,
 }
 """By the name of their line, in order, after the hooks."""

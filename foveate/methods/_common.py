@@ -37,6 +37,14 @@ def recent(cache: SlotCache, window: int) -> Tensor:
     return cache.positions >= cache.plan.per_row(operator.sub, window)[:, None, None]
 
 
+def newest_slots(cache: SlotCache) -> Tensor:
+    """int64 ``[B, Hkv, 1]``: the slot of each row's newest token, in a decode step."""
+    if cache.evicts.in_decode:  # in a slot that an evicted token has left, or the last one
+        newest = cache.positions == (cache.plan["lengths"] - 1)[:, None, None]
+        return newest.to(torch.uint8).argmax(-1, keepdim=True)
+    return (cache.plan["counts"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+
+
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
     """Keep the last ``window`` queries of a prompt in the channel ``queries [B, Hq, window, D]``."""
     queries, new = cache.channel("queries"), q[:, :, -window:]

@@ -77,6 +77,10 @@ class PageSummaries:
         length, read = cache.lengths[0], cache.rows["observed"][0]
         self.write(cache, (length - read) // self.size, length // self.size)
 
+    def rebuild(self, cache: SlotCache) -> None:
+        """Summarise all full pages, of tokens that another method has kept."""
+        self.write(cache, 0, cache.used // self.size)
+
     def write(self, cache: SlotCache, first: int, last: int) -> None:
         """Write the summaries of the pages ``first .. last - 1``, of rows that all have them."""
         raise NotImplementedError
@@ -190,13 +194,22 @@ class LowRankPages(PageSummaries):
 
     def prompt_end(self, cache: SlotCache) -> None:
         """Summarise the pages that the prompt has filled, or all of them where their weights are new."""
-        read = cache.rows["observed"][0]
         if not self.weighted:
             super().prompt_end(cache)
-        elif read:
+        elif self._weigh(cache):
+            self.write(cache, 0, cache.lengths[0] // self.size)
+
+    def rebuild(self, cache: SlotCache) -> None:
+        if self.weighted:
+            self._weigh(cache)
+        super().rebuild(cache)
+
+    def _weigh(self, cache: SlotCache) -> bool:
+        """Renew the weights of channels by the queries of a prompt; returns whether it has any."""
+        if read := cache.rows["observed"][0]:
             queries = cache.channel("queries")[:, :, -min(_OBSERVED, read) :]
             cache.channel("channel_weights").copy_(ops.channel_weights(queries, cache.geometry.num_kv_heads))
-            self.write(cache, 0, cache.lengths[0] // self.size)
+        return read > 0
 
     def write(self, cache: SlotCache, first: int, last: int) -> None:
         if first < last:

@@ -32,6 +32,8 @@ class Settings:
 
     name: ClassVar[str] = ""
     """Registered name."""
+    _unknown: ClassVar[str] = ""
+    """What an error of a setting that the class does not have adds."""
 
     def __deepcopy__(self, memo):
         return self

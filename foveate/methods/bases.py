@@ -19,6 +19,7 @@ from foveate.methods._common import (
     evict_weakest,
     eviction_setting,
     keep_heavy,
+    newest_slots,
 )
 from foveate.methods.base import About, Method, Replay, setting
 from foveate.methods.budgets import Number, budget
@@ -142,12 +143,17 @@ class ReadsChosen(Method):
         return {name: Channel(tuple(one.shape), dtype=one.dtype, recomputed=True) for name, one in made}
 
     def prompt_packed(self, cache: SlotCache) -> None:
-        new = slice(cache.used - cache.rows["observed"][0], cache.used)
-        for name, made in self.copies(cache.keys[:, :, new]).items():
-            cache.channel(name)[:, :, new] = made
+        self._copy(cache, slice(cache.used - cache.rows["observed"][0], cache.used))
+
+    def rebuild(self, cache: SlotCache) -> None:
+        self._copy(cache, slice(0, cache.used))
+
+    def _copy(self, cache: SlotCache, slots: slice) -> None:
+        for name, made in self.copies(cache.keys[:, :, slots]).items():
+            cache.channel(name)[:, :, slots] = made
 
     def note_newest(self, cache: SlotCache, q: Tensor) -> None:
-        newest = (cache.plan["lengths"] - 1)[:, None, None].expand(-1, cache.geometry.num_kv_heads, 1)
+        newest = newest_slots(cache)
         for name, made in self.copies(ops.gather_slots(cache.keys, newest)).items():
             cache.channel(name).scatter_(2, newest[..., None].expand_as(made), made)
 

@@ -16,7 +16,7 @@ from foveate.methods._page_summaries import KeepsSummaries, LowRankPages, PageSu
 from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Replay, redefined, register, setting
 from foveate.methods.budgets import Number, budget, clamp
-from foveate.state import Channel, Geometry, SlotCache
+from foveate.state import Channel, Evicts, Geometry, SlotCache
 from foveate.state.step_plan import StepPlan
 
 LEAST_KEYS = 128
@@ -51,6 +51,7 @@ class PageMethod(KeepsSummaries):
     needs_prompt_end: ClassVar[bool] = True
     """A decoded token reads pages, those of a prompt read everything."""
     replay: ClassVar[Replay] = Replay()
+    allows_eviction: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     sinks: ClassVar[int] = 0
     """First tokens whose pages are always read."""
     tail: ClassVar[int] = 0
@@ -85,6 +86,9 @@ class PageMethod(KeepsSummaries):
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
         return self.summaries.scored(tokens, geometry, dtype)
+
+    def rebuild(self, cache: SlotCache) -> None:
+        self.summaries.rebuild(cache)
 
     # Decode
 
@@ -196,6 +200,10 @@ class Pages(PageMethod):
     @property
     def per_request(self) -> str:  # type: ignore[override]
         return kept_from_token_to_token(self.every) or super().per_request
+
+    @property
+    def allows_eviction(self) -> Evicts:  # type: ignore[override]
+        return Evicts.AT_PROMPT_END if self.every == 1 else Evicts.NEVER  # kept scores are of pages as they were
 
     @property
     def scored_at(self) -> str:  # type: ignore[override]

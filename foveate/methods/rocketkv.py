@@ -10,13 +10,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate import ops
-from foveate.methods._common import eviction_setting, keep_heavy, note_queries, window_votes
+from foveate.methods._common import eviction_setting, window_votes
 from foveate.methods._page_summaries import PageBoxes
 from foveate.methods._settings import MOST_KEPT
-from foveate.methods.base import About, Observation, register, setting
-from foveate.methods.budgets import budget
+from foveate.methods.base import About, register, setting
+from foveate.methods.budgets import Number, budget
+from foveate.methods.composed import Composition
 from foveate.methods.pages import PageMethod
-from foveate.state import Channel, Evicts, Geometry, SlotCache
+from foveate.methods.snapkv import SnapKV
+from foveate.state import SlotCache
+
+
+@dataclass(frozen=True)
+class VotesOfGroup(SnapKV):
+    """Keeps the prompt tokens for which the heads of a group vote together; the window counts towards ``top_k``."""
+
+    def allowed(self, length: Number) -> Number:
+        return max(budget(self.top_k, length), self.window)
+
+    def scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
+        votes = window_votes(cache, self.window, scaling)
+        if votes is None:
+            return None
+        votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
+        votes = F.max_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
+        return F.pad(votes, (0, self.window))
 
 
 @dataclass(frozen=True)
@@ -34,8 +52,17 @@ class GroupBoxes(PageBoxes):
         return bounds.softmax(-1).unflatten(1, (cache.geometry.num_kv_heads, -1)).mean(2)
 
 
+@dataclass(frozen=True)
+class PagesOfGroup(PageMethod):
+    """The heads of a group read the pages that they choose together by boxes."""
+
+    @functools.cached_property
+    def summaries(self) -> PageBoxes:
+        return GroupBoxes(self.page_size)
+
+
 @register
-class RocketKV(PageMethod):
+class RocketKV(Composition):
     """Keeps the prompt tokens that its last tokens attend to; a decoded token reads the best pages of the kept tokens.
 
     Pages are runs of kept tokens in their order, and tokens decoded later follow them. The heads of a group vote and
@@ -49,9 +76,6 @@ class RocketKV(PageMethod):
         full_budget={"keep": 1.0, "top_k": 1.0},
         small_budget={"keep": 25, "top_k": 9, "page_size": 3, "window": 8, "kernel_size": 3},
     )
-    evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
-    stateful: ClassVar[bool] = True
-    sparse_from_tokens: ClassVar[int | None] = None  # what is kept is always short
 
     top_k: int | float = setting(256, "keys read: a number, or a share of those kept, at least 128; in whole pages")
     page_size: int = setting(4, "tokens of a page")
@@ -61,39 +85,18 @@ class RocketKV(PageMethod):
     evict_every: int = eviction_setting()  # type: ignore[misc]
 
     def __post_init__(self):
-        super().__post_init__()
+        self._check_budget("top_k")
+        self._check_count("page_size", 1, MOST_KEPT)
         self._check_budget("keep")
         self._check_count("window", 1, MOST_KEPT)
         self._check_odd("kernel_size")
         self._check_count("evict_every")
 
-    @property
-    def prompt_evicts_every(self) -> int:  # type: ignore[override]
-        return self.evict_every
+    @functools.cached_property
+    def evicting(self) -> VotesOfGroup:  # type: ignore[override]
+        how = {"window": self.window, "kernel_size": self.kernel_size, "evict_every": self.evict_every}
+        return VotesOfGroup(top_k=self.keep, **how)
 
     @functools.cached_property
-    def summaries(self) -> PageBoxes:
-        return GroupBoxes(self.page_size)
-
-    def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        queries = Channel((geometry.num_heads, self.window, geometry.head_dim), per=0, dtype=None)
-        return super().channels(geometry) | {"queries": queries}
-
-    @property
-    def observation(self) -> Observation:
-        return Observation(("queries", self.window))
-
-    def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        note_queries(cache, q, self.window)
-
-    def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        allowed = max(budget(self.keep, cache.lengths[0]), self.window)
-        votes = window_votes(cache, self.window, scaling) if cache.used > allowed else None
-        if votes is None:
-            return None
-        votes = votes.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2)
-        votes = F.max_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
-        return keep_heavy(cache, F.pad(votes, (0, self.window)), allowed, self.window)
-
-    def prompt_packed(self, cache: SlotCache) -> None:
-        self.summaries.write(cache, 0, cache.used // self.page_size)
+    def selecting(self) -> PagesOfGroup:  # type: ignore[override]
+        return PagesOfGroup(self.top_k, self.page_size)

@@ -20,6 +20,9 @@ from foveate.methods._declared import check_class
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
 
+COMPOSED = "composed"
+"""Name of the method that a spec ``A+B`` stands for."""
+
 
 def names() -> list[str]:
     """Registered methods, sorted; without `auto`, which stands for another."""
@@ -123,8 +126,12 @@ def spelled(spec: str) -> str:
 
 def _read(spec: str) -> tuple[type[Method], dict[str, Any], dict[str, Any] | None]:
     """The class that a spec names, or the file that `foveate tune` has written, the settings that it gives, and the
-    architecture that a file names."""
+    architecture that a file names. The settings of a composition are the specs of its methods."""
     architecture = None
+    if len(both := split(spec)) > 1:
+        if len(both) > 2:
+            raise ValueError(f"{spec!r}: a composition has two methods, one that evicts and one that selects: A+B")
+        return get(COMPOSED), dict(zip(("keeps", "reads"), both)), None
     if spec.strip().endswith(".json") and ":" not in spec:
         spec, architecture = _of_file(Path(spec.strip()))
     name, _, rest = spec.partition(":")
@@ -181,10 +188,15 @@ def _split(text: str, spec: str) -> dict[str, Any]:
     return _each_once(spec, pairs)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """What commas divide that are in no quotation marks and within no brackets."""
+def split(spec: str) -> list[str]:
+    """The specs that + joins; of one method the spec alone. A + is such a sign where a name follows it."""
+    return [one.strip() for one in _pieces(spec, r"\+(?=\s*[A-Za-z_][\w-]*\s*(?:[:+]|$))")]
+
+
+def _pieces(text: str, sign: str = ",") -> Iterator[str]:
+    """What signs divide, by default commas, that are in no quotation marks and within no brackets."""
     start = depth = 0
-    for found in re.finditer(r"""("(?:\\.|[^"\\])*")|([\[{])|([\]}])|(,)""", text):
+    for found in re.finditer(rf"""("(?:\\.|[^"\\])*")|([\[{{])|([\]}}])|({sign})""", text):
         depth += 1 if found[2] else -1 if found[3] else 0
         if found[4] and depth <= 0:
             yield text[start : found.start()]
@@ -211,7 +223,7 @@ def _known(cls: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
         if key not in known:
             raise ValueError(
                 f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
-                + (f"it has {', '.join(known)}" if known else "it has none")
+                + (f"it has {', '.join(known)}{cls._unknown}" if known else "it has none")
             )
     return dict(settings)
 

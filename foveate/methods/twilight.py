@@ -3,7 +3,7 @@
 import torch
 
 from foveate import ops
-from foveate.methods import About, ReadsChosen, register, setting
+from foveate.methods import About, Evicts, ReadsChosen, register, setting
 from foveate.methods.base import NEVER_FASTER
 
 
@@ -20,6 +20,7 @@ class Twilight(ReadsChosen):
         estimates=True,
     )
 
+    allows_eviction = Evicts.IN_DECODE | Evicts.UNEVENLY
     sparse_from_tokens = NEVER_FASTER  # the estimate reads all keys without a kernel
 
     p: float = setting(0.85, "share of the estimated attention that the chosen keys reach")

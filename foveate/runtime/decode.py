@@ -118,6 +118,10 @@ def _counted_whole(plan: StepPlan, choice: Choice) -> Choice:
 def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
     """Count what a step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     described = (cache.geometry, cache.dtype)
+    if cache.uneven:  # KV heads hold numbers of tokens of their own
+        held = (cache.positions >= 0).sum(-1).where(plan.for_sparse_rows(torch.sign, of="live")[:, None] > 0, 0)
+        cache.count("keys_read", method.scored(held.double(), *described))
+        return
 
     def scored_now() -> float | Tensor:
         if not plan.captured and not method.scored_at:

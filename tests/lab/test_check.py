@@ -11,7 +11,21 @@ import foveate
 from foveate.cli import app
 from foveate.lab import checks
 from foveate.lab.checks import check
-from foveate.methods import REGISTRY, About, Channel, KeepsByScore, Method, ReadsChosen, Replay, register, setting
+from foveate.methods import (
+    REGISTRY,
+    About,
+    Channel,
+    KeepsByScore,
+    Method,
+    ReadsChosen,
+    Replay,
+    budget,
+    get,
+    make,
+    parse,
+    register,
+    setting,
+)
 from foveate.ops import Choice
 
 FEW = ["kascade", "snapkv", "luka"]
@@ -32,7 +46,8 @@ def mine():
 def test_methods_of_foveate_pass(name):
     found = check(name)
     assert found.passed, str(found)
-    assert {line.name for line in found.lines} == {"hooks", *checks._CHECKS}
+    without = set() if hasattr(get(name), "top_k") else {"other budget"}
+    assert {line.name for line in found.lines} == {"hooks", *checks._CHECKS} - without
 
 
 def chooses(**changes):
@@ -235,3 +250,83 @@ def test_a_budget_that_is_ignored_and_choosing_that_is_not_counted_are_told(mine
     assert found.passed, str(found)
     assert found.lines[0].text.endswith("what it reads in order to choose is not counted (`scored`)")
     assert "scored" not in check(mine(chooses()).name).lines[0].text
+
+
+@pytest.mark.parametrize(
+    ("spec", "other"),
+    [
+        ("snapkv:top_k=12,window=8", "snapkv:top_k=0.25,window=8"),
+        ("tova:top_k=0.2,min_k=8", "tova:top_k=12,min_k=8"),
+        ("snapkv:top_k=12,window=8+quest:top_k=9", "snapkv:top_k=0.25,window=8+quest:top_k=0.25"),
+        ("streaming:window=7+twilight", None),
+        ("uniform:top_k=14+twilight:p=0.4", "uniform:top_k=0.25+twilight:p=0.4"),
+        ("rocketkv:top_k=9", "rocketkv:top_k=0.25"),
+        ("streaming", None),
+        ("per_layer:layers={'rest': 'h2o'}".replace("'", '"'), None),
+    ],
+)
+def test_the_other_budget_is_a_share_beside_a_number_and_a_number_beside_a_share(spec, other):
+    found = checks.with_other_budgets(parse(spec))
+    assert (None if found is None else found.spec) == other
+
+
+def shares_of(rows):
+    class Shares(ReadsChosen):
+        """The newest keys, as a share of the tokens of each row, or of the first row."""
+
+        name = f"shares_of_{rows}"
+        about = About("nowhere", small_budget={"top_k": 8})
+        top_k: int | float = setting(0.25, "newest keys: a number, or a share")
+
+        def choose(self, cache, q, scaling):
+            counts = cache.plan.per_row(self.count)
+            counts = counts if rows == "each" else counts[:1]
+            return cache.positions >= (cache.plan["lengths"] - counts)[:, None, None]
+
+        def count(self, length):
+            return budget(self.top_k, length, 1)
+
+    return Shares
+
+
+@pytest.mark.parametrize("rows", ["each", "first"])
+def test_a_share_that_is_counted_by_one_row_is_found_without_being_asked_for(mine, rows):
+    found = {line.name: line for line in check(mine(shares_of(rows)).name).lines}
+    assert found["padded batch"].outcome == "passed", "a number is the same in all rows"
+    line = found["other budget"]
+    assert line.outcome == ("passed" if rows == "each" else "failed")
+    assert (
+        "with shares_of_each:top_k=0.25" if rows == "each" else "in a padded batch is not what it is alone"
+    ) in line.text
+
+
+def test_a_budget_that_is_not_taken_is_told(mine):
+    class Picky(KeepsByScore):
+        """Takes numbers alone, and says so late."""
+
+        name = "picky"
+        about = About("nowhere", small_budget={"top_k": 12, "window": 8})
+
+        def __post_init__(self):
+            super().__post_init__()
+            self._check("top_k", isinstance(self.top_k, int) or self.top_k == 1.0, "a number, or 1.0")
+
+        def scores(self, cache, scaling):
+            return cache.keys.float().norm(dim=-1)
+
+    mine(Picky)
+    with pytest.raises(ValueError, match="picky: top_k must be a number"):
+        make("picky", top_k=0.25)
+    (line,) = [line for line in check("picky:top_k=12,window=8").lines if line.name == "other budget"]
+    assert (line.outcome, line.text) == ("told", "picky: top_k must be a number, or 1.0, not 0.25")
+
+
+def test_a_second_prompt_is_a_prompt(mine):
+    """Its tokens are observed, and its end evicts."""
+    observed = []
+
+    def observe(self, cache, q, attended, scaling):
+        observed.append((cache.lengths[0], q.shape[2]))
+
+    assert check(mine(keeps(observe=observe)).name).passed
+    assert {(31 + 7 + 12, 12), (18 + 7 + 29, 29)} <= {*observed}

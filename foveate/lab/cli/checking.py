@@ -30,10 +30,9 @@ def check(
         check_model(model, needs_weights=True)
 
     from foveate.lab import checks
-    from foveate.lab.evaluation.runner import parse_method
 
     quiet()
-    chosen = parse_method(method) if ":" in method else checks.small(method)
+    chosen = checks.small(method)
     found = checks.check(chosen, None if model is None else _loaded(model))
     if as_json:
         typer.echo(json.dumps([line._asdict() for line in found.lines], indent=2))
