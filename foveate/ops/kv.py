@@ -41,20 +41,24 @@ class KV:
 
     def __post_init__(self):
         k, v, table, lengths = self.k, self.v, self.block_table, self.lengths
-        if k.dim() != 4 or not k.is_floating_point():
-            raise ValueError(f"k must be a floating-point [B, H, L, D], not {k.dtype} {list(k.shape)}")
-        if v is not None and (v.dim() != 4 or not v.is_floating_point()):
-            raise ValueError(f"v must be a floating-point [B, H, L, D], not {v.dtype} {list(v.shape)}")
-        if v is not None and v.shape[:3] != k.shape[:3]:
-            raise ValueError(f"shapes do not fit: k {tuple(k.shape)}, v {tuple(v.shape)}")
+        shape = k.shape
+        if len(shape) != 4 or not k.is_floating_point():
+            raise ValueError(f"k must be a floating-point [B, H, L, D], not {k.dtype} {list(shape)}")
+        batch, heads, number, _ = shape
+        if v is not None:
+            of_values = v.shape
+            if len(of_values) != 4 or not v.is_floating_point():
+                raise ValueError(f"v must be a floating-point [B, H, L, D], not {v.dtype} {list(of_values)}")
+            rows, own, values, _ = of_values
+            if rows != batch or own != heads or values != number:
+                raise ValueError(f"shapes do not fit: k {tuple(shape)}, v {tuple(of_values)}")
         if table is not None:
             table.check_memory(k, v)
-        if lengths is not None:
-            batch, heads = len(k) if table is None else len(table.table), k.shape[1]
-            if lengths.dtype not in INTEGERS or lengths.shape not in ((batch,), (batch, heads)):
-                given = f"{lengths.dtype} {list(lengths.shape)}"
-                raise ValueError(f"lengths must be integers [{batch}] or [{batch}, {heads}], not {given}")
-        object.__setattr__(self, "num_keys", k.shape[2] if table is None else table.length)
+            batch, number = len(table.table), table.length
+        if lengths is not None and (lengths.dtype not in INTEGERS or lengths.shape not in ((batch,), (batch, heads))):
+            given = f"{lengths.dtype} {list(lengths.shape)}"
+            raise ValueError(f"lengths must be integers [{batch}] or [{batch}, {heads}], not {given}")
+        object.__setattr__(self, "num_keys", number)
 
     def check_queries(self, q: Tensor, values: bool = False) -> None:
         """Raise ValueError unless ``q [B, Hq, Lq, D]`` are floating-point queries of these rows and KV heads, and there
