@@ -371,7 +371,7 @@ def _prepared(policy: Method, cache: SlotCache, queries: Tensor, scaling: float)
         last = queries[:, :, -min(_OBSERVED, cache.used) :]
         offset = cache.used - last.shape[2]
         how = {"logits": branch.logits(scaling), "offset": offset, "need_lse": policy.observation.needs_lse}
-        policy.observe(branch, last, ops.attend_causal(last, branch.keys, branch.values, **how), scaling)
+        policy.observe(branch, last, ops.attend_causal(last, branch.view(), **how), scaling)
     branch.rows["observed"] = list(branch.lengths)
     finish_prompt(policy, branch, scaling)
     return branch

@@ -52,11 +52,11 @@ class TimedLayer(NamedTuple):
         number on the device."""
         k, v = newest(self.cache)
         self.cache.append(k, v)
-        keys, values = (self.cache.tensors[name] for name in ("keys", "values"))
+        memory = ops.KV(self.cache.tensors["keys"], self.cache.tensors["values"])
         slots = torch.full((len(k),), self.cache.used - 1, device=k.device)
 
         def token() -> None:
-            ops.put_token(keys, values, k, v, slots)
+            ops.put_token(memory, k, v, slots)
             self.look()
 
         return token

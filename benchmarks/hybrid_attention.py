@@ -173,12 +173,12 @@ def _decode_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
 
     def attention(what: str, keys: Tensor, values: Tensor, used: int) -> Case:
         lengths = torch.full(size, used, device=plan.device)
-        step = functools.partial(ops.attend, q, keys, values, logits=ops.Logits(plan.scaling), lengths=lengths)
+        step = functools.partial(ops.attend, q, ops.KV(keys, values, lengths=lengths), logits=ops.Logits(plan.scaling))
 
         def exact() -> tuple[Tensor, Tensor]:
-            wide = (x[:1].double() for x in (q, keys[:, :, :used], values[:, :, :used]))
+            wide = ops.KV(*(x[:1, :, :used].double() for x in (keys, values)))
             with reference_only():
-                expected = ops.attend(*wide, logits=ops.Logits(plan.scaling)).out
+                expected = ops.attend(q[:1].double(), wide, logits=ops.Logits(plan.scaling)).out
             return step().out[:1], expected
 
         return Case(what, "swa", step, bytes=token * used, exact=exact)
@@ -287,7 +287,7 @@ def _prefill_cases(plan: Plan, batch: int, say: Say) -> list[Case]:
         return attend_until(q, k, v, until, **how).out
 
     def sliding() -> Tensor:
-        return ops.attend_window(q, k, v, logits=ops.Logits(plan.scaling), lower=at - plan.sliding + 1).out
+        return ops.attend_window(q, ops.KV(k, v), logits=ops.Logits(plan.scaling), lower=at - plan.sliding + 1).out
 
     def exact(step: Callable[[], Tensor], ends: Tensor) -> tuple[Tensor, Tensor]:
         last = q[:, :, -_CHECKED:].double()

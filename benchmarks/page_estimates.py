@@ -225,9 +225,8 @@ def measure(
     """
     v, offset = seen.v.float(), max(0, prompt - WINDOW)
     channels = ops.channel_weights(seen.q[:, :, offset:prompt], seen.k.shape[1])
-    recent = ops.query_mass(
-        seen.q[:, :, offset:prompt], seen.k[:, :, :prompt], logits=ops.Logits(seen.scaling), offset=offset
-    )
+    keys, logits = ops.KV(seen.k[:, :, :prompt]), ops.Logits(seen.scaling)
+    recent = ops.query_mass(seen.q[:, :, offset:prompt], keys, logits=logits, offset=offset)
     recent = recent.unflatten(1, (seen.k.shape[1], -1)).mean(2) / (prompt - offset)
     for size in sizes:
         stop = SINKS + (prompt - TAIL - SINKS) // size * size

@@ -106,9 +106,8 @@ def _case(rank: int, tokens: int, batch: int) -> tuple[float, float, float, int]
     counts, most = (lengths * SHARE).long(), int(tokens * SHARE)
 
     def choose(q: Any, k: Any, together: bool) -> Any:
-        table_of = ops.BlockTable(table, tokens)
-        logits = ops.Logits(DIM**-0.5)
-        mass = ops.pooled_mass(q, k, logits=logits, lengths=lengths, pooling="sqrt", pool="layer", block_table=table_of)
+        kv = ops.KV(k, block_table=ops.BlockTable(table, tokens), lengths=lengths)
+        mass = ops.pooled_mass(q, kv, logits=ops.Logits(DIM**-0.5), pooling="sqrt", pool="layer")
         if together:
             distributed.all_reduce(mass)
         return ops.topk_rows(mass, counts, most, lengths=lengths, dtype=torch.int32), mass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from foveate import methods
-from foveate.ops import BlockTable, Logits, attend
+from foveate.ops import KV, BlockTable, Logits, attend
 from foveate.runtime import EngineSteps
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYERS, ROWS, LONGEST = 4, 2, 16, 16, 6, 5, 320
@@ -121,8 +121,8 @@ class Served:
             steps.begin(self.lengths[some], self.table[some], length, [length])
             for n in range(LAYERS):
                 if length * real < BELOW or row in prompts:
-                    how = {"logits": LOGITS, "block_table": BlockTable(self.table[some], length)}
-                    out = attend(self.q[n, some], *self.kv(n), **how).out
+                    kv = KV(*self.kv(n), BlockTable(self.table[some], length))
+                    out = attend(self.q[n, some], kv, logits=LOGITS).out
                 else:
                     out = steps.attend(n, self.q[n, some], *self.kv(n), LOGITS)
                 outs[n, row] = out[0, :, 0]

@@ -34,7 +34,7 @@ The last two are the wings: what trains, and what measures. All else is the core
 """
 
 LAYERS_OF_OPS = (
-    ("_math", "dispatch", "block_table", "checks", "logits", "rotary"),
+    ("_math", "dispatch", "block_table", "checks", "kv", "logits", "rotary"),
     ("gpu",),
     ("score", "select", "attend", "compress", "retain", "fetch"),
     ("summaries",),

@@ -64,7 +64,7 @@ class H2OAsPublished(Method):
             raise ValueError(f"{self.name}: the prompt must come in one piece, and only once")
         blind = max(0, cache.used - self.window)
         keys, values = cache.keys[:, :, blind:], cache.values[:, :, blind:]
-        seeing = ops.attend_causal(q[:, :, blind:], keys, values, logits=cache.logits(scaling), need_lse=True)
+        seeing = ops.attend_causal(q[:, :, blind:], ops.KV(keys, values), logits=cache.logits(scaling), need_lse=True)
         average = values.mean(2, keepdim=True, dtype=torch.float32).to(values.dtype)
         average = average.repeat_interleave(cache.geometry.group, 1).expand(-1, -1, blind, -1)
         return ops.Attended(torch.cat([average, seeing.out], 2), seeing.lse)
@@ -72,8 +72,8 @@ class H2OAsPublished(Method):
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         blind = max(0, cache.used - self.window)
         mass = cache.channel("mass")[:, :, blind:]
-        seen, logits = (q[:, :, blind:], cache.keys[:, :, blind:]), cache.logits(scaling)
-        ops.column_mass(*seen, attended.lse, logits=logits, out=mass)
+        keys, logits = ops.KV(cache.keys[:, :, blind:]), cache.logits(scaling)
+        ops.column_mass(q[:, :, blind:], keys, attended.lse, logits=logits, out=mass)
         mass += blind * cache.geometry.group / mass.shape[2]
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:

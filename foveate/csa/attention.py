@@ -58,26 +58,27 @@ def sparse_attention(
             undefined), a window of size 0 or without the queries' tokens, sinks of another number of heads, and
             ``offset`` or ``ratio`` out of range.
     """
-    recent = (None, None, 0) if window is None else window
-    check(q, k, v, indices, *recent, offset, sinks)
+    kv = ops.KV(k, v)
+    recent, size = (None, 0) if window is None else (ops.KV(window.k, window.v), window.size)
+    check(q, kv, indices, recent, size, offset, sinks)
     check_number("ratio", ratio, 1)
     shape = q.shape[0], q.shape[2]
     if positions is not None and (positions.shape != shape or positions.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"positions must be int [B, S] = {list(shape)}, not {positions.dtype} {list(positions.shape)}")
     if indices is not None and positions is None:
-        recent = dict(zip(("recent_k", "recent_v", "window"), recent))
-        return attend_selected(q, k, v, indices, scaling=scaling, offset=offset, sinks=sinks, **recent)
+        how = {"recent": recent, "window": size, "offset": offset, "sinks": sinks}
+        return attend_selected(q, kv, indices, scaling=scaling, **how)
     end = offset + q.shape[2]
     if positions is None:
         positions = torch.arange(offset, end, device=q.device)[None]
     parts = []
     if indices is not None:
-        parts.append(attend_selected(q, k, v, indices, scaling=scaling))
+        parts.append(attend_selected(q, kv, indices, scaling=scaling))
     elif k.shape[2]:
-        parts.append(attend_prefix(q, k, v, (positions + 1) // ratio, scaling=scaling))
+        parts.append(attend_prefix(q, kv, (positions + 1) // ratio, scaling=scaling))
     if window is not None:
-        raw = (x[:, :, :end] for x in (window.k, window.v))
-        parts.append(attend_recent(q, *raw, positions + 1, size=window.size, scaling=scaling))
+        seen = ops.KV(window.k[:, :, :end], window.v[:, :, :end])
+        parts.append(attend_recent(q, seen, positions + 1, size=size, scaling=scaling))
     if not parts:
         parts.append(
             ops.Attended(q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf")).float())

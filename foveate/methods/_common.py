@@ -64,7 +64,7 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
         return None, 0
     queries = cache.channel("queries")[:, :, window - observing :]
     how = {"offset": cache.used - observing, "mask": cache.positions >= 0 if cache.uneven else None}
-    return ops.query_mass(queries, cache.keys, logits=cache.logits(scaling), **how), observing
+    return ops.query_mass(queries, ops.KV(cache.keys), logits=cache.logits(scaling), **how), observing
 
 
 def window_votes(cache: SlotCache, window: int, scaling: float) -> Tensor | None:

@@ -118,8 +118,7 @@ class PageBoxes(PageSummaries):
 
     def write_newest(self, cache: SlotCache) -> None:
         corners = cache.channel("low"), cache.channel("high")
-        how = {"block_table": cache.block_table}
-        ops.bound_newest(cache.memory[0], *corners, cache.plan["counts"], self.size, **how)
+        ops.bound_newest(cache.view(cache.plan["counts"]), *corners, self.size)
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The largest logit that a key in the page's box can have, for each query head.
@@ -224,14 +223,12 @@ class LowRankPages(PageSummaries):
         plan = cache.plan
         if isinstance(cache, EngineCache) or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
             return
-        lengths, form = plan["counts"], self.form(cache.geometry)
-        keys, table = cache.newest_page() if cache.offloaded else (cache.memory[0], cache.block_table)
-        how = {"weights": self._weights(cache), "block_table": table}
-        ops.compress_newest(keys, cache.channel("records"), lengths, form, **how)
+        kv = (cache.newest_page if cache.offloaded else cache.view)(plan["counts"])
+        ops.compress_newest(kv, cache.channel("records"), self.form(cache.geometry), self._weights(cache))
 
     def _write_filled(self, cache: SlotCache, slots: Tensor) -> None:
         """Write the records of the pages that new tokens fill, see :class:`~foveate.state.Channel`."""
-        ops.compress_written(cache.memory[0], cache.tensors["records"], slots, self.form(cache.geometry))
+        ops.compress_written(cache.tensors["keys"], cache.tensors["records"], slots, self.form(cache.geometry))
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self.mass(cache, q, scaling, self.pooling)

@@ -55,7 +55,7 @@ class TopKByMass(SharedSelection):
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         lengths = scored_lengths(cache)
-        mass = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths))
+        mass = ops.pooled_mass(q, cache.view(lengths), **self._pooling(cache, scaling))
         return self._chosen(cache, mass, lengths)
 
     def choose_for_readers(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
@@ -64,10 +64,9 @@ class TopKByMass(SharedSelection):
     def choose_by(self, cache: SlotCache, scores: Tensor) -> ops.Choice:
         return self._choice(cache, self._chosen(cache, scores, scored_lengths(cache)))
 
-    def _pooled(self, cache: SlotCache, scaling: float, lengths: Tensor | None) -> dict[str, Any]:
-        """Which keys are pooled, and how."""
-        how = {"lengths": lengths, "block_table": cache.block_table}
-        return {"logits": cache.logits(scaling), "pooling": self.pooling, "pool": self.pool, **how}
+    def _pooling(self, cache: SlotCache, scaling: float) -> dict[str, Any]:
+        """How keys are pooled, as arguments of :func:`~foveate.ops.pooled_mass`."""
+        return {"logits": cache.logits(scaling), "pooling": self.pooling, "pool": self.pool}
 
     def _chosen(self, cache: SlotCache, scores: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The keys of each row by their scores ``[B, Hkv or 1, N]``: ``[B, Hkv, K]``, as :meth:`_best`."""
@@ -111,7 +110,7 @@ class TopKByMass(SharedSelection):
         role, offset, heads = self.role, cache.used - q.shape[2], None
         how = {"logits": cache.logits(scaling), "offset": offset}
         if role.chooses:
-            attended = ops.attend_causal(q, cache.keys, cache.values, need_lse=True, **how)
+            attended = ops.attend_causal(q, ops.KV(cache.keys, cache.values), need_lse=True, **how)
             lse, exact = attended.lse, self.reads_prompt_whole
             attended = attended if exact else None  # the dense output is freed before scores are there
             with torch.no_grad():
@@ -122,8 +121,7 @@ class TopKByMass(SharedSelection):
                 return attended
         else:
             chosen, heads = left_for(cache, self)
-        how |= {"tile": tile, "heads": heads, "block_table": cache.block_table}
-        return ops.attend_tile_keys(q, *cache.memory, chosen, **how)
+        return ops.attend_tile_keys(q, cache.view(), chosen, tile=tile, heads=heads, **how)
 
     def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
@@ -131,7 +129,7 @@ class TopKByMass(SharedSelection):
         """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
         power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
         logits = ops.Logits(power * scaling, softcap=None if cache.softcap is None else power * cache.softcap)
-        blocks = ops.tile_mass(q, cache.keys, power * lse, logits=logits, tile=tile, offset=offset)
+        blocks = ops.tile_mass(q, ops.KV(cache.keys), power * lse, logits=logits, tile=tile, offset=offset)
         start, end = offset // tile, -(-(offset + q.shape[2]) // tile)
         counts = [self.count(tile * t) for t in range(start, end)]
         places = tuple(itertools.accumulate(counts, initial=0))

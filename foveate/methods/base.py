@@ -185,12 +185,13 @@ class Method(Settings):
         offset, k, v = cache.used - q.shape[2], cache.keys, cache.values
         logits = cache.logits(scaling)
         if not (cache.uneven and offset):
-            return ops.attend_causal(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
+            return ops.attend_causal(q, ops.KV(k, v), logits=logits, offset=offset, need_lse=need_lse)
         how = {"logits": logits._replace(sinks=None), "need_lse": True}
-        own = ops.attend_causal(q, k[:, :, offset:], v[:, :, offset:], **how)
+        own = ops.attend_causal(q, ops.KV(k[:, :, offset:], v[:, :, offset:]), **how)
+        before = ops.KV(k[:, :, :offset], v[:, :, :offset])
         there = cache.positions[:, :, None, :offset] >= 0
         step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * offset))
-        parts = [ops.attend(part, k[:, :, :offset], v[:, :, :offset], mask=there, **how) for part in q.split(step, 2)]
+        parts = [ops.attend(part, before, mask=there, **how) for part in q.split(step, 2)]
         held = ops.Attended(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
         return ops.with_sinks(ops.merge([held, own]), logits.sinks)
 

@@ -41,11 +41,12 @@ class Duo(ReadsChosen):
         start, heads, logits, outs = cache.used - q.shape[2], cache.geometry.num_kv_heads, cache.logits(scaling), []
         self._check("heads", max(self.heads, default=0) < heads, f"numbers below {heads}, as the layer has KV heads")
         lower = (torch.arange(start, cache.used, device=q.device) + 1 - self.recent).clamp_min(0)
-        for head, given in enumerate(zip(*(x.chunk(heads, 1) for x in (q, cache.keys, cache.values)))):
+        for head, (queries, k, v) in enumerate(zip(*(x.chunk(heads, 1) for x in (q, cache.keys, cache.values)))):
             sinks = None if logits.sinks is None else logits.sinks.chunk(heads)[head]
             how = {"logits": logits._replace(sinks=sinks), "offset": start}
             streaming = {"lower": lower, "sinks": self.sinks} if head in self.heads else {}
-            outs.append((ops.attend_window if streaming else ops.attend_causal)(*given, **how, **streaming).out)
+            attend = ops.attend_window if streaming else ops.attend_causal
+            outs.append(attend(queries, ops.KV(k, v), **how, **streaming).out)
         return ops.Attended(torch.cat(outs, 1))
 
     def choose(self, cache, q, scaling):

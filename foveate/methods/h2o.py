@@ -37,7 +37,7 @@ class H2O(KeepsByScore):
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
         how = {"logits": cache.logits(scaling), "offset": cache.used - q.shape[2]}
-        ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
+        ops.column_mass(q, ops.KV(cache.keys), attended.lse, out=cache.channel("mass"), **how)
 
     def note(self, cache: SlotCache, mass: Tensor) -> None:
         cache.channel("mass").add_(mass)

@@ -353,7 +353,8 @@ class Kascade(KeepsSummaries, TopKByMass):
         lengths, heads = cache.plan["counts"], 1 if self.pools_layer else cache.geometry.num_kv_heads
 
         def mass(due: Tensor) -> Tensor:
-            found = ops.pooled_mass(q, cache.memory[0], **self._pooled(cache, scaling, lengths.where(due, 0)))
+            kv = cache.view(lengths.where(due, 0))
+            found = ops.pooled_mass(q, kv, **self._pooling(cache, scaling))
             return found if found.shape[1] == heads else found.mean(1, keepdim=True)
 
         scores, at = KeptScores(self.every).renew(cache, heads, cache.used, mass)
@@ -363,12 +364,14 @@ class Kascade(KeepsSummaries, TopKByMass):
     def _select_in(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
         """The keys of some pages that hold most of the attention to these."""
         plan = cache.plan
-        how = {"logits": cache.logits(scaling), "block_table": cache.block_table, "lengths": plan["lengths"]}
-        how |= {"counts": plan.for_sparse_rows(self.scored_pages), "pooling": self.pooling, "pool": self.pool}
-        keys, scored = (cache.memory[0], pages) if not cache.offloaded else self._hot_keys(cache, pages)
         if cache.offloaded:  # a copy of the pages alone, in their order
-            how |= {"lengths": plan.per_row(self.page_keys), "block_table": None}
-        mass = ops.pooled_mass_of_pages(q, keys, scored, self.page_size, **how)
+            keys, scored = self._hot_keys(cache, pages)
+            kv = ops.KV(keys, lengths=plan.per_row(self.page_keys))
+        else:
+            kv, scored = cache.view(plan["lengths"]), pages
+        counts = plan.for_sparse_rows(self.scored_pages)
+        how = self._pooling(cache, scaling)
+        mass = ops.pooled_mass_of_pages(q, kv, scored, self.page_size, counts=counts, **how)
         there = plan.for_sparse_rows(self.places)
         places = self._chosen(cache, mass, there)[:, : pages.shape[1]]
         return ops.keys_at_places(places, pages, self.page_size).expand(-1, cache.geometry.num_kv_heads, -1)
@@ -376,11 +379,10 @@ class Kascade(KeepsSummaries, TopKByMass):
     def _hot_keys(self, cache: SlotCache, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Of a cache in host memory, the keys of pages ``[B, Hkv or 1, P]`` that are on the device, copied to
         ``[B, Hkv, P * page_size, D]``; and the pages as those of this copy."""
-        memory, table = cache.hot()
-        heads = cache.geometry.num_kv_heads
+        hot, heads = cache.hot(), cache.geometry.num_kv_heads
         rows = pages.expand(-1, heads, -1).flatten(0, 1)
-        blocks = table.table.gather(1, rows.clamp_min(0).long()).clamp_min(0).long()
-        keys = memory[0][blocks, 0].flatten(1, 2).unflatten(0, (-1, heads))
+        blocks = hot.block_table.table.gather(1, rows.clamp_min(0).long()).clamp_min(0).long()
+        keys = hot.k[blocks, 0].flatten(1, 2).unflatten(0, (-1, heads))
         places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
         return keys, places.where(pages >= 0, -1)
 

@@ -63,8 +63,8 @@ class OmniKV(SharedSelection):
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         lengths = scored_lengths(cache)
         pooling = "max" if self.score == "softmax" else "max_logit"
-        how = {"pooling": pooling, "pool": "layer", "lengths": lengths, "block_table": cache.block_table}
-        scores = ops.pooled_mass(q, cache.memory[0], logits=cache.logits(scaling), **how)
+        how = {"logits": cache.logits(scaling), "pooling": pooling, "pool": "layer"}
+        scores = ops.pooled_mass(q, cache.view(lengths), **how)
         scores = cache.of_all_heads(scores)
         scores = scores if scores.shape[1] == 1 else scores.amax(1, keepdim=True)
         counts, most = cache.plan.per_row(self.count), self.count(cache.used)

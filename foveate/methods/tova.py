@@ -41,7 +41,8 @@ class TOVA(KeepsByScore):
         return Observation((TOVA, self.pool))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        mass = ops.query_mass(q[:, :, -1:], cache.keys, logits=cache.logits(scaling), offset=cache.used - 1)
+        keys = ops.KV(cache.keys)
+        mass = ops.query_mass(q[:, :, -1:], keys, logits=cache.logits(scaling), offset=cache.used - 1)
         self.note(cache, mass.unflatten(1, (cache.geometry.num_kv_heads, -1)).sum(2))
 
     def note(self, cache: SlotCache, mass: Tensor) -> None:

@@ -5,8 +5,8 @@ one exists, a kernel beside it that is tested against the reference. A verb cont
 one operation that fuses several verbs, LuKA's.
 
 Shapes, everywhere: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v [B, Hkv, Lk, Dv]`` with ``Hq`` a multiple of
-``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32. Verbs that take a ``block_table`` read
-keys and values in blocks that all rows share, ``k [N, Hkv, n, D]``, see :class:`BlockTable`.
+``Hkv`` (grouped-query attention); softmax and log-sum-exp are computed in fp32. A verb takes keys and values as one
+operand, :class:`KV`: in one piece, or in blocks that all rows share, ``k [N, Hkv, n, D]``, with a :class:`BlockTable`.
 """
 
 from foveate.ops import retain as retain
@@ -41,6 +41,7 @@ from foveate.ops.compress import compress_newest as compress_newest
 from foveate.ops.compress import compress_pages as compress_pages
 from foveate.ops.compress import compress_written as compress_written
 from foveate.ops.compress import summarise as summarise
+from foveate.ops.kv import KV as KV
 from foveate.ops.logits import Logits as Logits
 from foveate.ops.retain import keep_best as keep_best
 from foveate.ops.retain import put_token as put_token

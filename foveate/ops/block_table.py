@@ -24,7 +24,8 @@ class BlockTable:
     Args:
         table: int32 or int64 ``[B, M]``, each row contiguous. Entries of blocks that hold no key of a row may be
             anything: what they name is not used.
-        length: how many keys the longest row has, Lk, at most ``M * n``. A verb takes ``lengths`` for shorter rows.
+        length: how many keys the longest row has, Lk, at most ``M * n``. The lengths of shorter rows are those of
+            :class:`~foveate.ops.KV`.
 
     Raises:
         ValueError: for a table that is not of integers.
@@ -40,12 +41,23 @@ class BlockTable:
     def check(self, q: Tensor, *memory: Tensor) -> None:
         """Raise ValueError unless the table is one for the rows of q, on the memory's device, and has blocks for all
         keys."""
+        self.check_memory(*memory)
+        self.check_rows(q)
+
+    def check_rows(self, x: Tensor) -> None:
+        """Raise ValueError unless the table has a row for each row of ``x [B, ...]``."""
+        if len(self.table) != len(x):
+            raise ValueError(f"a block table of {len(self.table)} rows does not fit q {list(x.shape)}")
+
+    def check_memory(self, *memory: Tensor | None) -> None:
+        """Raise ValueError unless the table is on the device of each memory ``[N, Hkv, n, D]`` that is given, and has
+        blocks for all keys."""
         table = self.table
         if table.dim() != 2 or (table.numel() and table.stride(1) != 1):
             raise ValueError(f"a block table must be [B, M] of contiguous rows, not {list(table.shape)}")
-        if table.shape[0] != q.shape[0]:
-            raise ValueError(f"a block table of {len(table)} rows does not fit q {list(q.shape)}")
         for x in memory:
+            if x is None:
+                continue
             if x.dim() != 4 or x.device != table.device:
                 raise ValueError(
                     f"memory {list(x.shape)} on {x.device} must be [N, Hkv, n, D] on the block table's {table.device}"

@@ -5,34 +5,16 @@ on the CPU alone: a GPU does not wait for that, and an index out of range gives 
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foveate.ops._math import on_host
-from foveate.ops.block_table import BlockTable
 from foveate.ops.logits import Logits
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def check_keys(q: Tensor, k: Tensor, v: Tensor | None = None, block_table: BlockTable | None = None) -> int:
-    """How many keys a row has; raise unless queries, keys and values are floating-point tensors that fit each other."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None and (x.dim() != 4 or not x.is_floating_point()):
-            raise ValueError(f"{name} must be a floating-point [B, H, L, D], not {x.dtype} {list(x.shape)}")
-    (batch, heads, _, dim), (rows, kv_heads, number, _) = q.shape, k.shape
-    if block_table is not None:
-        block_table.check(q, k, *(() if v is None else (v,)))
-        batch, number = rows, block_table.length
-    if heads % max(1, kv_heads):
-        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} KV heads of k")
-    if not kv_heads or rows != batch or k.shape[3] != dim or (v is not None and v.shape[:3] != k.shape[:3]):
-        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)) if x is not None)
-        raise ValueError(f"shapes do not fit: {given}")
-    return number
 
 
 def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
@@ -52,19 +34,14 @@ def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
     raise ValueError(f"mask must be bool, broadcastable to {list(shape)}, not {mask.dtype} {list(mask.shape)}")
 
 
-def check_lengths(lengths: Tensor | None, batch: int, kv_heads: int) -> None:
-    """Raise unless there are none, or one integer for each row, or for each KV head of each row."""
-    shapes = (batch,), (batch, kv_heads)
-    if lengths is not None and (lengths.dtype not in INTEGERS or lengths.shape not in shapes):
-        raise ValueError(
-            f"lengths must be integers [{batch}] or [{batch}, {kv_heads}], not {lengths.dtype} {list(lengths.shape)}"
-        )
-
-
-def check_counts(counts: Tensor | None, batch: int) -> None:
-    """Raise unless there are none, or one integer for each row."""
-    if counts is not None and (counts.dtype not in INTEGERS or counts.shape != (batch,)):
-        raise ValueError(f"counts must be integers [{batch}], not {counts.dtype} {list(counts.shape)}")
+def check_counts(counts: Tensor | None, batch: int, kv_heads: int | None = None, name: str = "counts") -> None:
+    """Raise unless there are none, or one integer for each row or, with ``kv_heads``, for each KV head of each row."""
+    if counts is None:
+        return
+    shapes = [(batch,)] if kv_heads is None else [(batch,), (batch, kv_heads)]
+    if counts.dtype not in INTEGERS or counts.shape not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must be integers {allowed}, not {counts.dtype} {list(counts.shape)}")
 
 
 def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], number: int) -> None:
@@ -95,7 +72,7 @@ def check_logits(logits: Logits, heads: int | None = None) -> None:
     number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
     if softcap is not None and not (number and math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a finite number above 0, or None, not {softcap!r}")
-    if heads is not None:
+    if heads is not None and logits.sinks is not None:
         check_sinks(logits.sinks, heads)
 
 
@@ -120,18 +97,3 @@ def check_own_keys(number: int, queries: int, offset: int) -> None:
     check_number("offset", offset, 0)
     if number < offset + queries:
         raise ValueError(f"k has {number} keys; offset {offset} and {queries} queries need {offset + queries}")
-
-
-def check_blocks(block_table: BlockTable | None, memory: Tensor, read: Callable[[], Tensor] | None = None) -> None:
-    """On the CPU, raise unless a block table names a block of ``memory`` wherever a key is read.
-
-    ``read()``: bool ``[B, H, Lk]``, the keys that are; it is called only where some entry names no block. None: all.
-    """
-    if block_table is None or not on_host(block_table.table):
-        return
-    table, number = block_table.table, len(memory)
-    wrong = (table < 0) | (table >= number)
-    if wrong.any():
-        of_keys = wrong.repeat_interleave(memory.shape[2], 1)[:, None, : block_table.length]
-        if (of_keys if read is None else of_keys & read()).any():
-            raise ValueError(f"a block table must name one of {number} blocks for every key, not {table[wrong][0]}")

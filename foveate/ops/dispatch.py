@@ -28,6 +28,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from foveate.ops.kv import KV
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,14 +71,16 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
 
 
 def use_kernel(*given: Any) -> bool:
-    """Whether a kernel may run on the tensors among the arguments; warns once when it may not although they are on a
-    GPU."""
-    tensors = []
+    """Whether a kernel may run on the tensors among the arguments, those of a :class:`KV` included; warns once when it
+    may not although they are on a GPU."""
+    tensors, given = [], list(given)
     for x in given:
         if isinstance(x, Tensor):
             if not x.is_cuda:
                 return False
             tensors.append(x)
+        elif isinstance(x, KV):
+            given += x.k, x.v, x.lengths
     device = tensors[0].device
     if not kernels_wanted() or any(x.device != device for x in tensors):
         return False

@@ -11,7 +11,7 @@ from torch import Tensor
 from foveate import ops
 from foveate.methods import Method
 from foveate.methods.handed_on import hand_on, handed_on
-from foveate.ops import Attended, Choice
+from foveate.ops import KV, Attended, Choice
 from foveate.ops.attend.gather import membership_mask
 from foveate.ops.choice import ALL, ALL_WITH_MASS
 from foveate.runtime import returned
@@ -154,21 +154,21 @@ def _attend(
             q, cache.keys, cache.values, tree, refinement, logits=logits, sums=sums
         )
         return _counted(method, cache, covered)
-    how = {"logits": logits, "block_table": cache.block_table, "out": cache.out}
+    how = {"logits": logits, "out": cache.out}
     if choice.scores is not None:
-        how |= {"lengths": cache.stored()[1], **choice.scores._asdict()}
-        return ops.attend_pooled(q, *cache.memory, **how)
+        pooling, pool = choice.scores
+        return ops.attend_pooled(q, cache.view(cache.stored()[1]), pooling=pooling, pool=pool, **how)
     if choice.reads_all:
         mask, lengths = cache.stored()
-        how |= {"mask": None if mask is None else mask[:, :, None], "lengths": lengths, "need_mass": choice.need_mass}
-        return ops.attend(q, *cache.memory, **how)
+        how |= {"mask": None if mask is None else mask[:, :, None], "need_mass": choice.need_mass}
+        return ops.attend(q, cache.view(lengths), **how)
     how |= {"whole": plan.whole, "need_lse": need_lse}
     if choice.pages is not None:
-        how |= {"lengths": plan["counts"], "counts": choice.counts}
-        return ops.attend_pages(q, *cache.memory, choice.pages, choice.page_size, **how)
-    how |= {"heads": choice.heads, "lengths": choice.read if choice.packed and not plan.alike else None}
+        kv = cache.view(plan["counts"])
+        return ops.attend_pages(q, kv, choice.pages, choice.page_size, counts=choice.counts, **how)
+    how |= {"heads": choice.heads, "counts": choice.read if choice.packed and not plan.alike else None}
     how["need_mass"] = choice.need_mass
-    attended = ops.attend_indices(q, *cache.memory, choice.keys, **how)
+    attended = ops.attend_indices(q, cache.view(), choice.keys, **how)
     if choice.rest is None:
         return attended
     value, share = choice.rest
@@ -194,8 +194,8 @@ def _attend_fetched(method: Method, cache: SlotCache, q: Tensor, choice: Choice,
         return _counted(method, cache, covered)
     if choice.reads_all:  # the context is short: what is chosen of a long one is on the device
         slots = torch.arange(cache.used, device=q.device).expand(cache.batch_size, heads, -1)
-        how = {"lengths": cache.stored()[1], "need_mass": choice.need_mass, "logits": logits}
-        return ops.attend(q, *cache.fetch_slots(slots), **how)
+        kv = KV(*cache.fetch_slots(slots), lengths=cache.stored()[1])
+        return ops.attend(q, kv, logits=logits, need_mass=choice.need_mass)
     if choice.pages is not None:
         chosen = choice.pages.expand(-1, heads, -1)
         if not choice.fetched:
@@ -213,15 +213,14 @@ def _attend_fetched(method: Method, cache: SlotCache, q: Tensor, choice: Choice,
 def _attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0) -> Attended:
     """Attention to pages of ``page_size`` keys or, if that is 0, to slots: int ``[B, Hkv, K]``, whose pages are on the
     device."""
-    memory, table = cache.hot()
     logits, (batch, heads) = cache.logits(scaling), chosen.shape[:2]
     q_rows, sinks = q.reshape(batch * heads, -1, 1, q.shape[3]), logits.sinks  # each KV head as a row of its own
-    how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None, "block_table": table}
+    how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None}
     chosen = chosen.reshape(batch * heads, 1, -1)
     if page_size:
         lengths = cache.plan.per_row(torch.repeat_interleave, heads, of="counts")
-        found = ops.attend_pages(q_rows, *memory, chosen, page_size, lengths=lengths, **how)
+        found = ops.attend_pages(q_rows, cache.hot(lengths), chosen, page_size, **how)
     else:
-        found = ops.attend_indices(q_rows, *memory, chosen, **how)
+        found = ops.attend_indices(q_rows, cache.hot(), chosen, **how)
     found = Attended(*(None if x is None else x.reshape(*q.shape[:3], *x.shape[3:]) for x in found[:2]))
     return ops.with_sinks(found, sinks)

@@ -114,8 +114,7 @@ def verified(method: Method, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, 
             with store.as_of(number - 1 - n):
                 method.note_newest(store, q[:, :, n : n + 1])
     store.count_read()
-    how = {"logits": store.logits(scaling), "lengths": store.stored()[1], "block_table": store.block_table}
-    attended = ops.attend_newest(q, *store.memory, **how)
+    attended = ops.attend_newest(q, store.view(store.stored()[1]), logits=store.logits(scaling))
     if kind.learn is not Method.learn:
         method.learn(store, ALL, attended)
     return attended.out

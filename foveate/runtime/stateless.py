@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveate.methods import Method, sparse_prompt
-from foveate.ops import Logits, Rotary, attend_causal
+from foveate.ops import KV, Logits, Rotary, attend_causal
 from foveate.state.borrowed import cache_of
 
 
@@ -47,7 +47,7 @@ def without_cache(
             cache = cache_of(k, v, q.shape[1], forward, row, logits)
             cache.rotary = rotary
             return method.prompt(cache, q, logits.scaling).out
-        return attend_causal(q, k, v, logits=logits).out
+        return attend_causal(q, KV(k, v), logits=logits).out
 
     if mask is None or bool(mask.all()):
         return attend_row(q, k, v)

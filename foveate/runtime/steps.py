@@ -366,8 +366,7 @@ class EngineSteps:
             chosen = choice.keys if choice.pages is None else choice.pages
             found = store.of_all_heads(chosen[:, :1])  # of each rank
             self._audit.alike.append((found == found[:, :1]).all(2).all(1).float())
-        how = {"lengths": store.plan["counts"], "block_table": store.block_table, "out": store.out}
-        dense = ops.attend(q, *store.memory, logits=logits, need_lse=True, **how)
+        dense = ops.attend(q, store.view(store.plan["counts"]), logits=logits, need_lse=True, out=store.out)
         self._audit.mass.append((lse - dense.lse).exp().clamp_max(1).mean((1, 2)))
         return dense.out
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops import BlockTable, Logits
+from foveate.ops import KV, BlockTable, Logits
 from foveate.state.cache import SlotCache
 from foveate.state.counters import Counters
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
@@ -126,14 +126,10 @@ class EngineCache(SlotCache):
         self.tensors["block_table"], self.capacity = block_table, bound
         self.out, self.device_state = out, DeviceState(rows, None)
 
-    @property
-    def memory(self) -> tuple[Tensor, Tensor]:
-        """All blocks of keys and values, ``[N, Hkv, block_size, D(v)]``."""
-        return self.tensors["keys"], self.tensors["values"]
-
-    @property
-    def block_table(self) -> BlockTable:
-        return BlockTable(self.tensors["block_table"], self.used)
+    def view(self, lengths: Tensor | None = None) -> KV:
+        """All blocks of keys and values, ``[N, Hkv, block_size, D(v)]``, with the table of the step's rows."""
+        tensors = self.tensors
+        return KV(tensors["keys"], tensors["values"], BlockTable(tensors["block_table"], self.used), lengths)
 
     @property
     def keys(self) -> Tensor:
@@ -146,7 +142,7 @@ class EngineCache(SlotCache):
         return self._in_one_piece(self.tensors["values"])
 
     def _in_one_piece(self, memory: Tensor) -> Tensor:
-        table = self.block_table
+        table = BlockTable(self.tensors["block_table"], self.used)
         return table.gather(table.table, memory)[0]
 
     def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable]:

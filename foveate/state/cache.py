@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.ops import Logits, Rotary, put_token
+from foveate.ops import KV, Logits, Rotary, put_token
 from foveate.state.counters import BytesInUse, Counters, Tally, over_rows
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
@@ -245,7 +245,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             self.reserve(max(self._rows["counts"]) + 1)
             self._advance(1, 1)
         first = self.plan.per_row(operator.sub, k.shape[2], of="counts")
-        put_token(self.tensors["keys"], self.tensors["values"], k, v, first)
+        put_token(KV(self.tensors["keys"], self.tensors["values"]), k, v, first)
 
     # Captured steps
 
@@ -330,5 +330,5 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
         own["emptied"] = None if first is None else self.tensors[first]
         own |= {"freed": freed, "take": take}
-        slot = put_token(self.tensors["keys"], self.tensors["values"], k, v, slots, **own)
+        slot = put_token(KV(self.tensors["keys"], self.tensors["values"]), k, v, slots, **own)
         self._clear_channels(slot, done=first)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from foveate.ops import BlockTable
+from foveate.ops import KV, BlockTable
 from foveate.ops.attend.gather import membership_mask
 from foveate.ops.fetch import HotPages, fetch_pages, place_pages, put_both
 from foveate.ops.fetch.types import NEVER
@@ -131,14 +131,13 @@ class OffloadedCache(SlotCache):
         row = slice(None) if self._row is None else slice(self._row, self._row + 1)
         return found[0][row, :, : self.used], found[1][row, :, : self.used]
 
-    @property
-    def memory(self) -> tuple[Tensor, Tensor]:
+    def view(self, lengths: Tensor | None = None) -> KV:
         """Keys and values ``[B, Hkv, used, D(v)]`` on the device, while a prompt is read.
 
         Raises:
             RuntimeError: in a decode step.
         """
-        return self._on_device()
+        return KV(*self._on_device(), None, lengths)
 
     @property
     def keys(self) -> Tensor:
@@ -156,20 +155,29 @@ class OffloadedCache(SlotCache):
         self.host.read(0, self.used, 0, k, v)
         return k, v
 
-    def newest_page(self) -> tuple[Tensor, BlockTable]:
-        """Keys of the page that each row's newest token is in, as blocks, and a table that names it for every page."""
-        return self._decoding.open_keys, BlockTable(self._decoding.open_table, self.used)
+    def newest_page(self, lengths: Tensor) -> KV:
+        """Keys of the page that each row's newest token is in, as blocks, and a table that names it for every page.
+
+        Args:
+            lengths: see :class:`~foveate.ops.KV`.
+        """
+        decoding = self._decoding
+        return KV(decoding.open_keys, None, BlockTable(decoding.open_table, self.used), lengths)
 
     @property
     def decoding(self) -> bool:
         """Whether decode steps have begun, which read the pages that they fetch, and :meth:`newest_page`, alone."""
         return (self._parent or self)._decoding is not None
 
-    def hot(self) -> tuple[tuple[Tensor, Tensor], BlockTable]:
-        """The pages that are on the device: blocks of keys and of values, ``[N, 1, n, D(v)]``, and their table. Each KV
-        head of a sequence is a row of its own, with one KV head."""
+    def hot(self, lengths: Tensor | None = None) -> KV:
+        """The pages that are on the device, as blocks ``[N, 1, n, D(v)]``. Each KV head of a sequence is a row of its
+        own, with one KV head.
+
+        Args:
+            lengths: of these rows, see :class:`~foveate.ops.KV`.
+        """
         hot = self._decoding.hot
-        return (hot.keys, hot.values), BlockTable(hot.table, self.used)
+        return KV(hot.keys, hot.values, BlockTable(hot.table, self.used), lengths)
 
     def fetch(self, pages: Tensor) -> None:
         """Bring the pages that a decode step reads to the device, and count them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.ops import BlockTable
+from foveate.ops import KV
 from foveate.state.counters import BytesInUse, Counters
 from foveate.state.description import Channel, Geometry
 
@@ -66,16 +66,14 @@ class Storage:
 
     # What methods read
 
-    @property
-    def memory(self) -> tuple[Tensor, Tensor]:
-        """Keys and values without a copy, ``[B, Hkv, used, D(v)]``, for verbs that also take :attr:`block_table`."""
-        used = self.used
-        return self.tensors["keys"][:, :, :used], self.tensors["values"][:, :, :used]
+    def view(self, lengths: Tensor | None = None) -> KV:
+        """Keys and values without a copy, for the verbs of :mod:`foveate.ops`: ``[B, Hkv, used, D(v)]``.
 
-    @property
-    def block_table(self) -> BlockTable | None:
-        """Where :attr:`memory` is blocks that rows share, the blocks of each row; None: it is contiguous."""
-        return None
+        Args:
+            lengths: see :class:`~foveate.ops.KV`.
+        """
+        used, tensors = self.used, self.tensors
+        return KV(tensors["keys"][:, :, :used], tensors["values"][:, :, :used], None, lengths)
 
     @property
     def keys(self) -> Tensor:

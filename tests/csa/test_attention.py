@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import csa
+from foveate.ops import KV
 from foveate.ops.attend import attend_selected
 from tests.helpers import LargestTensor, Shape, assert_close, naive, problem, shapes
 
@@ -30,13 +31,15 @@ def selection(shape, number, heads, seed):
 def test_each_query_reads_what_is_selected_for_it(shape, seed, number, shared):
     q, k, v = problem(shape, seed)
     indices, mask = selection(shape, number, 1 if shared else shape.kv_heads, seed)
-    found = attend_selected(q, k, v, indices[:, 0] if shared else indices, scaling=0.3)
+    found = attend_selected(q, KV(k, v), indices[:, 0] if shared else indices, scaling=0.3)
     expected = naive(q, k, v, 0.3, mask)
     assert_close(found.out, expected.out)
     assert torch.equal(found.lse.isneginf(), expected.lse.isneginf())
     assert_close(found.lse.nan_to_num(neginf=0), expected.lse.nan_to_num(neginf=0))
     unread = ~mask.any(2)[..., None]
-    again = attend_selected(q, k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan), indices, scaling=0.3)
+    again = attend_selected(
+        q, KV(k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan)), indices, scaling=0.3
+    )
     assert torch.equal(again.out, found.out)
 
 
@@ -44,10 +47,10 @@ def test_blocks_change_nothing_and_bound_memory(monkeypatch):
     shape = Shape(1, 1, 4, 64, 200, 32, 32)
     q, k, v = problem(shape)
     indices, _ = selection(shape, 50, 1, 0)
-    expected = attend_selected(q, k, v, indices, scaling=0.3)
+    expected = attend_selected(q, KV(k, v), indices, scaling=0.3)
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 14)
     with LargestTensor() as gauge:
-        found = attend_selected(q, k, v, indices, scaling=0.3)
+        found = attend_selected(q, KV(k, v), indices, scaling=0.3)
     assert_close(found.out, expected.out)
     assert gauge.bytes <= 1 << 16, gauge.what
 
@@ -136,7 +139,8 @@ CHOSEN, POSITIONS = torch.zeros(2, 3, 2, dtype=torch.int32), torch.arange(3).exp
         ({"k": KEYS[:, :0], "v": KEYS[:, :0]}, r"shapes do not fit: .* k \(2, 0, 5, 4\)"),
         ({"window": csa.Window(RAW[:1], RAW[:1], 2)}, r"shapes do not fit: window \(1, 1, 9, 4\)"),
         ({"window": csa.Window(*[RAW.expand(-1, 2, -1, -1)] * 2, 2)}, r"shapes do not fit: window \(2, 2, 9, 4\)"),
-        ({"window": csa.Window(RAW[:, :, :3], RAW, 2), "offset": 1}, "hold 4 positions, not 2 of 3"),
+        ({"window": csa.Window(RAW[:, :, :3], RAW[:, :, :3], 2), "offset": 1}, "hold 4 positions, not 2 of 3"),
+        ({"window": csa.Window(RAW[:, :, :3], RAW, 2)}, r"shapes do not fit: k \(2, 1, 3, 4\), v \(2, 1, 9, 4\)"),
         ({"window": csa.Window(RAW, RAW, 0)}, "window must be of at least 1 token"),
         ({"sinks": torch.zeros(3)}, r"sinks must be one logit for each of 2 heads, not \(3,\)"),
     ],

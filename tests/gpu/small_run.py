@@ -15,7 +15,7 @@ from matrix import Driver, Tokens
 from foveate import csa, methods, ops
 from foveate.hybrids.layers import LearnedEviction, NativeSparseAttention
 from foveate.hybrids.state import BlockMemory, RetainedMemory
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import attend_selected
 from foveate.state.borrowed import cache_of
 
@@ -106,7 +106,7 @@ def attend_chosen(dtype: torch.dtype) -> None:
     rows = torch.randn(2, 6, 1, 16, device="cuda").to(dtype)
     keys = torch.randn(2, 2, 300, 16, device="cuda").to(dtype)
     chosen = torch.arange(0, 300, 7, device="cuda", dtype=torch.int32).expand(2, 2, -1)
-    ops.attend_indices(rows, keys, keys, chosen, logits=Logits(0.25), heads=torch.tensor([1, 0], device="cuda"))
+    ops.attend_indices(rows, KV(keys, keys), chosen, logits=Logits(0.25), heads=torch.tensor([1, 0], device="cuda"))
 
 
 def summarise_blocks(dtype: torch.dtype) -> None:
@@ -171,7 +171,7 @@ def index() -> None:
     for heads, kv_heads, dim in ((64, 1, 512), (8, 2, 64)):
         q, k = (torch.randn(1, n, 70, dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads))
         chosen = torch.randint(-1, 70, (1, kv_heads, 70, 24), device="cuda", dtype=torch.int32)
-        attend_selected(q, k, k, chosen.sort(-1, descending=True).values, scaling=0.1)
+        attend_selected(q, KV(k, k), chosen.sort(-1, descending=True).values, scaling=0.1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods, ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import window
 from foveate.state.borrowed import cache_of
 from tests.combinations import every_pair
@@ -81,10 +81,10 @@ def lower_of(kind, length, offset, device="cuda"):
 def check(q, k, v, lower, sinks, offset):
     arguments = {"logits": Logits(q.shape[-1] ** -0.5), "lower": lower, "sinks": sinks, "offset": offset}
     with poisoned_memory(str(q.device)):
-        out = ops.attend_window(q, k, v, **arguments).out
-        assert torch.equal(out, ops.attend_window(q, k, v, **arguments).out), "repeats are equal bit for bit"
+        out = ops.attend_window(q, KV(k, v), **arguments).out
+        assert torch.equal(out, ops.attend_window(q, KV(k, v), **arguments).out), "repeats are equal bit for bit"
     assert out.dtype == q.dtype
-    exact = window.attend_window(*(x.double() for x in (q, k, v)), **arguments).out
+    exact = window.attend_window(q.double(), KV(k.double(), v.double()), **arguments).out
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     return out
@@ -154,7 +154,7 @@ def test_keys_that_no_query_sees_leave_no_trace(dtype, poison):
     for x in (k, v):
         x[:, :, 4 : lower[0]] = poison
         x[:, :, 800:] = poison
-    out = ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower, sinks=4, offset=500).out
+    out = ops.attend_window(q, KV(k, v), logits=Logits(0.125), lower=lower, sinks=4, offset=500).out
     assert torch.equal(out, clean)
 
 
@@ -164,7 +164,7 @@ def test_queries_that_see_nothing_get_zero(dtype):
     lower = lower_of("window", 300, 0)
     lower[130:] = 5000
     with poisoned_memory("cuda"):
-        out = ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower).out
+        out = ops.attend_window(q, KV(k, v), logits=Logits(0.125), lower=lower).out
     assert (out[:, :, 130:] == 0).all()
     check(q[:, :, :130], k, v, lower[:130], 0, 0)
 
@@ -172,11 +172,11 @@ def test_queries_that_see_nothing_get_zero(dtype):
 def test_a_call_is_one_launch_and_waits_for_nothing(launches):
     q, k, v = problem(1, 14, 2, 600, 40, 64, torch.bfloat16)
     arguments = {"logits": Logits(0.125), "lower": lower_of("window", 600, 40), "sinks": 4, "offset": 40}
-    ops.attend_window(q, k, v, **arguments)  # compiled
+    ops.attend_window(q, KV(k, v), **arguments)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
         with Operations() as asked:
-            ops.attend_window(q, k, v, **arguments)
+            ops.attend_window(q, KV(k, v), **arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert asked.names == ["new_empty", "transpose"]
@@ -188,7 +188,7 @@ def test_a_prompt_of_the_method_takes_the_kernel(spec, launches):
     q, k, v = problem(1, 14, 2, 613, 0, 64, torch.bfloat16)
     method = methods.parse(spec)
     expected = method.prompt(cache_of(*(x.float().cpu() for x in (k, v)), 14), q.float().cpu(), 0.125).out
-    ops.attend_window(q, k, v, logits=Logits(0.125), lower=lower_of("window", 613, 0), sinks=4)  # compiled
+    ops.attend_window(q, KV(k, v), logits=Logits(0.125), lower=lower_of("window", 613, 0), sinks=4)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = method.prompt(cache_of(k, v, 14), q, 0.125).out
@@ -207,10 +207,10 @@ def test_windows_on_the_gpu_begin_where_they_begin_on_the_cpu(window):
 def test_what_takes_the_reference(launches):
     q, k, v = problem(1, 4, 2, 70, 9, 64, torch.float32)
     arguments = {"logits": Logits(0.125), "lower": lower_of("window", 70, 9), "sinks": 4, "offset": 9}
-    expected = window.attend_window(q, k, v, **arguments).out
+    expected = window.attend_window(q, KV(k, v), **arguments).out
     with dispatch.reference_only():
-        assert torch.equal(ops.attend_window(q, k, v, **arguments).out, expected)
-    torch.autograd.grad(ops.attend_window(q.requires_grad_(), k, v, **arguments).out.sum(), q)
+        assert torch.equal(ops.attend_window(q, KV(k, v), **arguments).out, expected)
+    torch.autograd.grad(ops.attend_window(q.requires_grad_(), KV(k, v), **arguments).out.sum(), q)
     assert not launches
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import Logits, _math, dispatch
+from foveate.ops import KV, Logits, _math, dispatch
 from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.select import bits, bits_kernel
@@ -71,11 +71,11 @@ def test_attention_over_bits(room, monkeypatch):
     monkeypatch.setattr(_math, "GPU_SCORES_BYTES", room)
     how = {"tile": tile, "logits": Logits(0.125), "offset": offset}
     with poisoned_memory("cuda"):
-        found = ops.attend_tile_keys(q, k, v, chosen, **how).out
-        assert torch.equal(found, ops.attend_tile_keys(q, k, v, chosen, **how).out), "repeats are equal bit for bit"
+        found = ops.attend_tile_keys(q, KV(k, v), chosen, **how).out
+        assert torch.equal(found, ops.attend_tile_keys(q, KV(k, v), chosen, **how).out), "repeats are equal bit for bit"
     how |= listed(indices)
-    assert torch.equal(found, attend_tiles(q, k, v, **how).out)
-    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **how).out
+    assert torch.equal(found, attend_tiles(q, KV(k, v), **how).out)
+    exact = attend_reference.attend_tiles(q.double(), KV(k.double(), v.double()), **how).out
     torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
 
 

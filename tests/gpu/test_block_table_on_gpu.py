@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import BlockTable, Logits, dispatch
+from foveate.ops import KV, BlockTable, Logits, dispatch
 from foveate.ops.attend import attend_tiles
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -63,19 +63,19 @@ def same(found, expected):
 def test_all_keys(dtype, heads, kv_heads, dim, value_dim, batch, number, block_size, layout):
     q, k, v, lengths = problem(batch, heads, kv_heads, number, dim, value_dim, dtype)
     *memory, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "lengths": lengths}
+    blocks, kv = KV(*memory, table, lengths), KV(k, v, lengths=lengths)
     for more in ({"need_lse": True}, {"need_lse": True, "need_mass": True}):
         with poisoned_memory("cuda"):
-            found = ops.attend(q, *memory, block_table=table, **how, **more)
-        same(found, ops.attend(q, k, v, **how, **more))
+            found = ops.attend(q, blocks, **SCALING, **more)
+        same(found, ops.attend(q, kv, **SCALING, **more))
     for pooling in ("post_softmax", "max_logit"):
         with poisoned_memory("cuda"):
-            found = ops.pooled_mass(q, memory[0], block_table=table, pooling=pooling, **how)
-        expected = ops.pooled_mass(q, k, pooling=pooling, **how)
+            found = ops.pooled_mass(q, blocks, pooling=pooling, **SCALING)
+        expected = ops.pooled_mass(q, kv, pooling=pooling, **SCALING)
         same(*([of_rows(mass, lengths)] for mass in (found, expected)))
         with poisoned_memory("cuda"):
-            found = ops.attend_pooled(q, *memory, block_table=table, pooling=pooling, **how)
-        expected = ops.attend_pooled(q, k, v, pooling=pooling, **how)
+            found = ops.attend_pooled(q, blocks, pooling=pooling, **SCALING)
+        expected = ops.attend_pooled(q, kv, pooling=pooling, **SCALING)
         same(*(one._replace(mass=of_rows(one.mass, lengths)) for one in (found, expected)))
 
 
@@ -89,20 +89,20 @@ def test_chosen_keys_and_pages(dtype, heads, kv_heads, dim, value_dim, batch, nu
         indices = draw.argsort(-1)[..., : max(1, number // 3)]
         indices = indices.masked_fill(indices >= lengths[:, None, None], -1).to(integers)
         with poisoned_memory("cuda"):
-            found = ops.attend_indices(q, *memory, indices, need_lse=True, block_table=table, **SCALING)
-        same(found, ops.attend_indices(q, k, v, indices, need_lse=True, **SCALING))
+            found = ops.attend_indices(q, KV(*memory, block_table=table), indices, need_lse=True, **SCALING)
+        same(found, ops.attend_indices(q, KV(k, v), indices, need_lse=True, **SCALING))
     for page_size, choosing in ((16, kv_heads), (5, heads)):
         pages = -(-number // page_size)
         draw = torch.rand(batch, choosing, pages, generator=generator, device="cuda")
         chosen = draw.argsort(-1).masked_fill(draw < 0.5, -1).to(torch.int32)
-        how = {"need_lse": True, "lengths": lengths, **SCALING}
+        blocks, kv = KV(*memory, table, lengths), KV(k, v, lengths=lengths)
         with poisoned_memory("cuda"):
-            found = ops.attend_pages(q, *memory, chosen, page_size, block_table=table, **how)
-        same(found, ops.attend_pages(q, k, v, chosen, page_size, **how))
-        how, chosen = {"lengths": lengths, **SCALING}, chosen[:, :kv_heads]
+            found = ops.attend_pages(q, blocks, chosen, page_size, need_lse=True, **SCALING)
+        same(found, ops.attend_pages(q, kv, chosen, page_size, need_lse=True, **SCALING))
+        chosen = chosen[:, :kv_heads]
         with poisoned_memory("cuda"):
-            found = ops.pooled_mass_of_pages(q, memory[0], chosen, page_size, block_table=table, **how)
-        same([found], [ops.pooled_mass_of_pages(q, k, chosen, page_size, **how)])
+            found = ops.pooled_mass_of_pages(q, blocks, chosen, page_size, **SCALING)
+        same([found], [ops.pooled_mass_of_pages(q, kv, chosen, page_size, **SCALING)])
 
 
 @every_pair(DTYPES, GROUPS, DIMS, BLOCK_SIZES, LAYOUTS, (("queries", "offset"), [(1, 0), (300, 0), (129, 900)]))
@@ -113,15 +113,15 @@ def test_prompts(dtype, heads, kv_heads, dim, value_dim, block_size, layout, que
     q = q.expand(-1, -1, queries, -1) + torch.linspace(0, 1, queries, device="cuda")[:, None].to(dtype)
     k, v = (x.nan_to_num(0.5, 0.5) for x in (k, v))
     *memory, table = in_blocks(k, v, block_size, layout)
-    where, how = {"block_table": table}, {"offset": offset, **SCALING}
+    how = {"offset": offset, **SCALING}
     tile = 32
     number = -(-end // tile) - offset // tile
     draw = torch.rand(1, kv_heads, number, 256, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
     begins = (torch.arange(number, device="cuda") + offset // tile)[:, None] * tile
     chosen = listed((draw * begins).int().where(draw * begins >= 1, -1))
     with poisoned_memory("cuda"):
-        found = attend_tiles(q, *memory, **chosen, tile=tile, **where, **how).out
-    expected = attend_tiles(q, k, v, **chosen, tile=tile, **how).out
+        found = attend_tiles(q, KV(*memory, table), **chosen, tile=tile, **how).out
+    expected = attend_tiles(q, KV(k, v), **chosen, tile=tile, **how).out
     tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     if torch.cuda.get_device_capability() != (9, 0):
@@ -134,8 +134,8 @@ def test_boxes_summaries_and_writes(dtype, block_size, layout, page_size):
     keys, values, table = in_blocks(k, v, block_size, layout)
     corners = torch.zeros(2, 3, 2, -(-700 // page_size), 80, dtype=dtype, device="cuda")
     mine, its = corners.clone(), corners.clone()
-    ops.bound_newest(keys, *mine, lengths, page_size, block_table=table)
-    ops.bound_newest(k, *its, lengths, page_size)
+    ops.bound_newest(KV(keys, block_table=table, lengths=lengths), *mine, page_size)
+    ops.bound_newest(KV(k, lengths=lengths), *its, page_size)
     assert torch.equal(mine, its)
     assert mine.any()
     form = ops.PageRecord(80, min(max(page_size, 2), 64))
@@ -143,33 +143,33 @@ def test_boxes_summaries_and_writes(dtype, block_size, layout, page_size):
     mine, its = (
         torch.zeros(3, 2, -(-700 // form.page_size), form.bytes, dtype=torch.uint8, device="cuda") for _ in "ab"
     )
-    ops.compress_newest(keys, mine, full, form, block_table=table)
-    ops.compress_newest(k, its, full, form)
+    ops.compress_newest(KV(keys, block_table=table, lengths=full), mine, form)
+    ops.compress_newest(KV(k, lengths=full), its, form)
     assert torch.equal(mine, its)
     assert mine.any()
     new = k[:, :, :1].clone() + 1, v[:, :, :1].clone() + 1
-    ops.put_token(keys, values, *new, lengths - 1, block_table=table)
-    ops.put_token(k, v, *new, lengths - 1)
+    ops.put_token(KV(keys, values, table), *new, lengths - 1)
+    ops.put_token(KV(k, v), *new, lengths - 1)
     for found, expected in zip(table.gather(k, keys, values), (k, v)):
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def put_tokens(q, k, v, table, lengths):
     new = torch.linspace(-1, 1, k.shape[3], device="cuda").half().expand(len(q), k.shape[1], 1, -1).contiguous()
-    slot = ops.put_token(k, v, new, -new, lengths - 1, block_table=table)
+    slot = ops.put_token(KV(k, v, table), new, -new, lengths - 1)
     return [slot, *table.gather(q, k, v)]
 
 
 def newest_box(q, k, v, table, lengths):
     corners = torch.zeros(2, len(q), k.shape[1], table.length // 16, k.shape[3], dtype=k.dtype, device="cuda")
-    ops.bound_newest(k, *corners, lengths, 16, block_table=table)
+    ops.bound_newest(KV(k, block_table=table, lengths=lengths), *corners, 16)
     return [corners]
 
 
 def newest_summary(q, k, v, table, lengths):
     form = ops.PageRecord(k.shape[3], 16)
     records = torch.zeros(len(q), k.shape[1], table.length // 16, form.bytes, dtype=torch.uint8, device="cuda")
-    ops.compress_newest(k, records, lengths.clamp_min(16) // 16 * 16, form, block_table=table)
+    ops.compress_newest(KV(k, block_table=table, lengths=lengths.clamp_min(16) // 16 * 16), records, form)
     return [records]
 
 
@@ -181,24 +181,24 @@ def ascending(step, end):
 def chosen_keys(q, k, v, table, lengths):
     indices = ascending(3, table.length)
     indices = indices.masked_fill(indices >= lengths[:, None, None], -1)
-    return ops.attend_indices(q, k, v, indices, need_lse=True, block_table=table, **SCALING)
+    return ops.attend_indices(q, KV(k, v, block_table=table), indices, need_lse=True, **SCALING)
 
 
 def chosen_pages(q, k, v, table, lengths):
-    pages, how = ascending(2, table.length // 16), {"lengths": lengths, "block_table": table, **SCALING}
-    attended = ops.attend_pages(q, k, v, pages, 16, need_lse=True, **how)
-    return [*attended, ops.pooled_mass_of_pages(q, k, pages, 16, **how)]
+    pages, kv = ascending(2, table.length // 16), KV(k, v, table, lengths)
+    attended = ops.attend_pages(q, kv, pages, 16, need_lse=True, **SCALING)
+    return [*attended, ops.pooled_mass_of_pages(q, kv, pages, 16, **SCALING)]
 
 
 def all_keys(q, k, v, table, lengths):
-    how = {"lengths": lengths, "block_table": table, **SCALING}
-    return [*ops.attend(q, k, v, need_lse=True, **how), *ops.attend(q, k, v, need_lse=True, need_mass=True, **how)]
+    kv, how = KV(k, v, table, lengths), {"need_lse": True, **SCALING}
+    return [*ops.attend(q, kv, **how), *ops.attend(q, kv, need_mass=True, **how)]
 
 
 def pooled_masses(q, k, v, table, lengths):
-    how = {"lengths": lengths, "block_table": table, **SCALING}
-    out, lse, mass = ops.attend_pooled(q, k, v, **how)
-    return [out, lse, *(of_rows(one, lengths) for one in (mass, ops.pooled_mass(q, k, **how)))]
+    kv = KV(k, v, table, lengths)
+    out, lse, mass = ops.attend_pooled(q, kv, **SCALING)
+    return [out, lse, *(of_rows(one, lengths) for one in (mass, ops.pooled_mass(q, kv, **SCALING)))]
 
 
 def last_queries(q, number=129):
@@ -210,7 +210,7 @@ def tiles_of_prompt(q, k, v, table, lengths):
     offset = table.length - q.shape[2]
     number = -(-table.length // tile) - offset // tile
     indices = ascending(7, offset // tile * tile)[:, :, None].expand(-1, -1, number, -1).contiguous()
-    return attend_tiles(q, k, v, **listed(indices), tile=tile, offset=offset, block_table=table, **SCALING)
+    return attend_tiles(q, KV(k, v, block_table=table), **listed(indices), tile=tile, offset=offset, **SCALING)
 
 
 FAR = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.score import reference
 from tests.combinations import every_pair
 
@@ -34,10 +34,10 @@ def problem(batch, heads, kv_heads, length, offset, dim, dtype, extra=0, device=
 
 def check(q, k, lse, offset):
     arguments = {"logits": Logits(q.shape[-1] ** -0.5), "offset": offset}
-    mass = ops.column_mass(q, k, lse, **arguments)
-    expected = reference.column_mass(q, k, lse, **arguments)
+    mass = ops.column_mass(q, KV(k), lse, **arguments)
+    expected = reference.column_mass(q, KV(k), lse, **arguments)
     torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-4)
-    assert torch.equal(mass, ops.column_mass(q, k, lse, **arguments)), "repeats are equal bit for bit"
+    assert torch.equal(mass, ops.column_mass(q, KV(k), lse, **arguments)), "repeats are equal bit for bit"
     return mass
 
 
@@ -79,7 +79,7 @@ def test_strides_and_poisoned_buffers(dtype):
     lse = rows[..., 1].copy_(lse)
     buffer = torch.full((2, 3, 500), float("nan"), device="cuda")
     out = buffer[:, 1:, 9:386].fill_(1.0)
-    assert ops.column_mass(q, k, lse, logits=Logits(80**-0.5), offset=77, out=out) is out
+    assert ops.column_mass(q, KV(k), lse, logits=Logits(80**-0.5), offset=77, out=out) is out
     torch.testing.assert_close(out, 1 + expected, rtol=1e-5, atol=1e-5)
     assert buffer.isnan().sum() == buffer.numel() - out.numel()
 
@@ -90,17 +90,17 @@ def test_queries_that_saw_nothing_and_later_keys_leave_no_trace():
     before = check(q, k, lse, 0)
     assert before.isfinite().all()
     k[:, :, -1] = float("inf")  # seen by the last query alone
-    assert torch.equal(ops.column_mass(q, k, lse, logits=Logits(0.125))[..., :-1], before[..., :-1])
+    assert torch.equal(ops.column_mass(q, KV(k), lse, logits=Logits(0.125))[..., :-1], before[..., :-1])
 
 
 def test_what_takes_the_reference():
     q, k, lse = problem(1, 4, 2, 70, 9, 64, torch.float32)
-    expected = reference.column_mass(q, k, lse, logits=Logits(0.125), offset=9)
+    expected = reference.column_mass(q, KV(k), lse, logits=Logits(0.125), offset=9)
     assert not dispatch.use_kernel(q.requires_grad_(), k)
     with torch.no_grad():
         assert dispatch.use_kernel(q, k)
         with dispatch.reference_only():
-            assert torch.equal(ops.column_mass(q, k, lse, logits=Logits(0.125), offset=9), expected)
+            assert torch.equal(ops.column_mass(q, KV(k), lse, logits=Logits(0.125), offset=9), expected)
     assert not dispatch.use_kernel(k, lse.cpu())
 
 

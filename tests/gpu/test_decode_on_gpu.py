@@ -5,7 +5,7 @@ import torch
 from matrix import Driver, Tokens
 
 from foveate import methods, ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.compress import boxes, boxes_kernel, low_rank_kernel
 from foveate.ops.retain import reference as retain
@@ -94,7 +94,8 @@ def selection(batch, heads, number, places, seed=0):
 
 def exact(q, k, v, **more):
     run = decode.attend_indices if "indices" in more else decode.attend
-    return run(q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double(), need_lse=True, **more)
+    kv = KV(k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double())
+    return run(q.double(), kv, need_lse=True, **more)
 
 
 def check_attended(found, expected, dtype):
@@ -111,7 +112,7 @@ def test_attention_of_all_keys_of_any_group(dtype, heads, kv_heads, batch, numbe
     mask = holes(batch, number)
     for more in ({}, {"mask": mask}, {"mask": holes(batch, number, kv_heads)}):
         with poisoned_memory("cuda"):
-            found = ops.attend(q, k, v, logits=Logits(0.1), need_lse=True, **more)
+            found = ops.attend(q, KV(k, v), logits=Logits(0.1), need_lse=True, **more)
         check_attended(found, exact(q, k, v, logits=Logits(0.1), **more), dtype)
 
 
@@ -123,21 +124,15 @@ def test_the_first_keys_alone_among_nan(dtype, heads, kv_heads, batch, number, o
     there = (torch.arange(number, device="cuda") < lengths.view(batch, -1, 1)).expand(-1, kv_heads, -1)
     k[~there], v[~there] = torch.nan, torch.inf
     with poisoned_memory("cuda"):
-        found = ops.attend(q, k, v, logits=Logits(0.1), lengths=lengths, need_lse=True)
-        mass = of_rows(ops.pooled_mass(q, k, logits=Logits(0.1), lengths=lengths), lengths)
-        chosen = ops.attend_indices(
-            q,
-            k,
-            v,
-            torch.arange(number, device="cuda").expand(there.shape),
-            logits=Logits(0.1),
-            lengths=lengths,
-            need_lse=True,
-        )
+        found = ops.attend(q, KV(k, v, lengths=lengths), logits=Logits(0.1), need_lse=True)
+        mass = of_rows(ops.pooled_mass(q, KV(k, lengths=lengths), logits=Logits(0.1)), lengths)
+        every = torch.arange(number, device="cuda").expand(there.shape)
+        chosen = ops.attend_indices(q, KV(k, v), every, logits=Logits(0.1), counts=lengths, need_lse=True)
     expected = exact(q, k, v, logits=Logits(0.1), mask=there[:, :, None])
     check_attended(found, expected, dtype)
     check_attended(chosen, expected, dtype)
-    expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), logits=Logits(0.1), lengths=lengths).float()
+    clean = KV(k.nan_to_num(0.0).double(), lengths=lengths)
+    expected = pooled.pooled_mass(q.double(), clean, logits=Logits(0.1)).float()
     torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-7)
 
 
@@ -145,8 +140,8 @@ def test_the_first_keys_alone_among_nan(dtype, heads, kv_heads, batch, number, o
 def test_attention_of_any_head_dim(dtype, dim, value_dim, batch, number):
     q, k, v = problem(batch, 8, 2, number, dim, value_dim, dtype)
     with poisoned_memory("cuda"):
-        found = ops.attend(q, k, v, logits=Logits(0.1), need_lse=True)
-        chosen = ops.attend_indices(q, k, v, selection(batch, 2, number, 333), logits=Logits(0.1), need_lse=True)
+        found = ops.attend(q, KV(k, v), logits=Logits(0.1), need_lse=True)
+        chosen = ops.attend_indices(q, KV(k, v), selection(batch, 2, number, 333), logits=Logits(0.1), need_lse=True)
     check_attended(found, exact(q, k, v, logits=Logits(0.1)), dtype)
     check_attended(chosen, exact(q, k, v, indices=selection(batch, 2, number, 333), logits=Logits(0.1)), dtype)
 
@@ -159,12 +154,12 @@ def test_attention_of_chosen_keys_among_nan(dtype, heads, kv_heads, places):
     unread = unread.scatter(2, indices.where(indices >= 0, 2000).long(), False)[..., :2000]
     k[unread], v[unread] = torch.nan, torch.inf
     with poisoned_memory("cuda"):
-        found = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
+        found = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.1), need_lse=True)
     check_attended(found, exact(q, k, v, indices=indices, logits=Logits(0.1)), dtype)
     assert not found.out[-1].any()
-    assert torch.equal(ops.attend_indices(q, k, v, indices.long(), logits=Logits(0.1)).out, found.out)
+    assert torch.equal(ops.attend_indices(q, KV(k, v), indices.long(), logits=Logits(0.1)).out, found.out)
     heads = torch.arange(kv_heads, device="cuda").flip(0)
-    assert torch.equal(ops.attend_indices(q, k, v, indices.flip(1), logits=Logits(0.1), heads=heads).out, found.out)
+    assert torch.equal(ops.attend_indices(q, KV(k, v), indices.flip(1), logits=Logits(0.1), heads=heads).out, found.out)
 
 
 def unread(number, pages, page_size, kv_heads, lengths):
@@ -179,12 +174,12 @@ def check_pages(q, k, v, pages, page_size, lengths):
     """Against the reference in fp64, among NaN; returns what was found."""
     beyond = unread(k.shape[2], pages, page_size, k.shape[1], lengths)
     k[beyond], v[beyond] = torch.nan, torch.inf
-    how = {"logits": Logits(0.1), "lengths": lengths, "need_lse": True}
+    kv, how = KV(k, v, lengths=lengths), {"logits": Logits(0.1), "need_lse": True}
     with poisoned_memory("cuda"):
-        found = ops.attend_pages(q, k, v, pages, page_size, **how)
-    wide = (q.double(), k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double())
-    check_attended(found, decode.attend_pages(*wide, pages, page_size, **how), q.dtype)
-    assert torch.equal(ops.attend_pages(q, k, v, pages.long(), page_size, **how).out, found.out)
+        found = ops.attend_pages(q, kv, pages, page_size, **how)
+    wide = KV(k.nan_to_num(0.0).double(), v.nan_to_num(0.0, 0.0).double(), lengths=lengths)
+    check_attended(found, decode.attend_pages(q.double(), wide, pages, page_size, **how), q.dtype)
+    assert torch.equal(ops.attend_pages(q, kv, pages.long(), page_size, **how).out, found.out)
     return found
 
 
@@ -232,16 +227,16 @@ def test_strides_among_nan(layout):
     mask, indices = holes(3, 777), selection(3, 2, 777, 100)
     k[~mask.expand(3, 2, 1, 777)[:, :, 0]] = torch.nan
     check_attended(
-        ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True),
+        ops.attend(q, KV(k, v), logits=Logits(0.1), mask=mask, need_lse=True),
         exact(q, k, v, logits=Logits(0.1), mask=mask),
         q.dtype,
     )
     k.nan_to_num_(0.0)
-    found = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
+    found = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.1), need_lse=True)
     check_attended(found, exact(q, k, v, indices=indices, logits=Logits(0.1)), q.dtype)
-    mass = ops.pooled_mass(q, k, logits=Logits(0.1))
+    mass = ops.pooled_mass(q, KV(k), logits=Logits(0.1))
     torch.testing.assert_close(
-        mass, pooled.pooled_mass(q.double(), k.double(), logits=Logits(0.1)).float(), rtol=1e-3, atol=1e-9
+        mass, pooled.pooled_mass(q.double(), KV(k.double()), logits=Logits(0.1)).float(), rtol=1e-3, atol=1e-9
     )
 
 
@@ -257,10 +252,11 @@ def test_pooled_mass(dtype, heads, kv_heads, batch, number, pooling, pool):
         if lengths is not None:
             beyond = torch.arange(number, device="cuda") >= lengths[:, None, None]
             k[beyond.expand(-1, kv_heads, -1)] = torch.nan
-        how = {"logits": Logits(0.25), "lengths": lengths, "pooling": pooling, "pool": pool}
+        how = {"logits": Logits(0.25), "pooling": pooling, "pool": pool}
         with poisoned_memory("cuda"):
-            found = of_rows(ops.pooled_mass(q, k, **how), lengths)
-        expected = pooled.pooled_mass(q.double(), k.nan_to_num(0.0).double(), **how).float()
+            found = of_rows(ops.pooled_mass(q, KV(k, lengths=lengths), **how), lengths)
+        clean = KV(k.nan_to_num(0.0).double(), lengths=lengths)
+        expected = pooled.pooled_mass(q.double(), clean, **how).float()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 if pooling == "max_logit" else 1e-7)
 
 
@@ -268,12 +264,12 @@ def check_mass_of_pages(q, k, pages, page_size, lengths, **how):
     """Against the reference in fp64, among NaN; repeats are equal bit for bit."""
     of_heads = pages.expand(-1, k.shape[1], -1)
     k[unread(k.shape[2], of_heads, page_size, k.shape[1], lengths)] = torch.nan
-    how |= {"lengths": lengths}
+    kv = KV(k, lengths=lengths)
     with poisoned_memory("cuda"):
-        found, again = (ops.pooled_mass_of_pages(q, k, x, page_size, **how) for x in (pages, pages.long()))
+        found, again = (ops.pooled_mass_of_pages(q, kv, x, page_size, **how) for x in (pages, pages.long()))
     assert torch.equal(found, again)
-    wide = q.double(), k.nan_to_num(0.0).double()
-    expected = pooled.pooled_mass_of_pages(*wide, pages, page_size, **how).float()
+    wide = KV(k.nan_to_num(0.0).double(), lengths=lengths)
+    expected = pooled.pooled_mass_of_pages(q.double(), wide, pages, page_size, **how).float()
     atol = 1e-3 if how.get("pooling") == "max_logit" else 1e-7
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=atol)
     return found
@@ -340,13 +336,13 @@ def test_pages_that_are_always_read_and_the_mass_that_pages_hold(number, heads):
 @every_pair(DIMS)
 def test_pooled_mass_of_any_head_dim(dim, value_dim):
     q, k, _ = problem(2, 8, 2, 3000, dim, value_dim, torch.bfloat16)
-    expected = pooled.pooled_mass(q.double(), k.double(), logits=Logits(dim**-0.5)).float()
-    torch.testing.assert_close(ops.pooled_mass(q, k, logits=Logits(dim**-0.5)), expected, rtol=1e-3, atol=1e-9)
+    expected = pooled.pooled_mass(q.double(), KV(k.double()), logits=Logits(dim**-0.5)).float()
+    torch.testing.assert_close(ops.pooled_mass(q, KV(k), logits=Logits(dim**-0.5)), expected, rtol=1e-3, atol=1e-9)
 
 
 def test_masses_add_up():
     q, k, _ = problem(4, 32, 8, 100_003, 128, 16, torch.float16)
-    mass = ops.pooled_mass(q, k, logits=Logits(128**-0.5))
+    mass = ops.pooled_mass(q, KV(k), logits=Logits(128**-0.5))
     torch.testing.assert_close(mass.sum(-1), torch.ones(4, 8, device="cuda"), rtol=3e-4, atol=0)
 
 
@@ -403,19 +399,19 @@ def test_topk_of_rows_of_nan_and_of_negative_counts(number):
 
 def steps(q, k, v, mask, indices, counts, most):
     """One of each: what a step of decoding calls."""
-    dense = ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True)
-    mass = ops.pooled_mass(q, k, logits=Logits(0.1), lengths=counts)
+    dense = ops.attend(q, KV(k, v), logits=Logits(0.1), mask=mask, need_lse=True)
+    mass = ops.pooled_mass(q, KV(k, lengths=counts), logits=Logits(0.1))
     chosen = ops.topk_rows(mass, counts, most, lengths=counts, dtype=torch.int32)
-    sparse = ops.attend_indices(q, k, v, chosen, logits=Logits(0.1), lengths=counts, need_lse=True)
-    given = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
+    sparse = ops.attend_indices(q, KV(k, v), chosen, logits=Logits(0.1), counts=counts, need_lse=True)
+    given = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.1), need_lse=True)
     boxes, rows = k.shape[2] // 16, ops.fold_group(q, k.shape[1])
     low, high = (of(k, v)[:, :, :boxes] for of in (torch.minimum, torch.maximum))
     bounds = ops.largest_logit(rows, low, high, 0.1, lengths=counts // 2)
     how = {"lengths": counts // 2, "dtype": torch.int32}
     pages = ops.topk_rows(bounds.flatten(1, 2), counts // 20, most // 20, **how)
-    paged = ops.attend_pages(q, k, v, pages, 16, logits=Logits(0.1), lengths=8 * counts - 5, need_lse=True)
+    paged = ops.attend_pages(q, KV(k, v, lengths=8 * counts - 5), pages, 16, logits=Logits(0.1), need_lse=True)
     best = pages[:, :: pages.shape[1] // k.shape[1]]
-    of_best = ops.pooled_mass_of_pages(q, k, best, 16, logits=Logits(0.1), lengths=8 * counts - 5)
+    of_best = ops.pooled_mass_of_pages(q, KV(k, lengths=8 * counts - 5), best, 16, logits=Logits(0.1))
     best = ops.keys_at_places(ops.topk_rows(of_best, counts // 2, most // 2, dtype=torch.int32), best, 16)
     mass, bounds = of_rows(mass, counts), of_rows(bounds, counts // 2)
     return *dense[:2], mass, chosen, *sparse[:2], *given[:2], bounds, pages, *paged[:2], of_best, best
@@ -461,20 +457,20 @@ def test_keys_beyond_the_reach_of_32_bits():
     v[2, :, -3000:] = values[0]
     q = q.expand(3, -1, -1, -1)
     expected = exact(q[2:], near, values, logits=Logits(0.1))
-    found = ops.attend(q, k, v, logits=Logits(0.1), mask=mask, need_lse=True)
+    found = ops.attend(q, KV(k, v), logits=Logits(0.1), mask=mask, need_lse=True)
     check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
     indices = torch.arange(3_497_000, 3_500_000, dtype=torch.int32, device="cuda").expand(3, 2, -1)
-    found = ops.attend_indices(q, k, v, indices, logits=Logits(0.1), need_lse=True)
+    found = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.1), need_lse=True)
     check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
     pages = torch.arange(3_497_000 // 8, 3_500_000 // 8, dtype=torch.int32, device="cuda")
     for chosen in (pages.expand(3, 2, -1), pages.expand(3, 8, -1)):
-        found = ops.attend_pages(q, k, v, chosen, 8, logits=Logits(0.1), need_lse=True)
+        found = ops.attend_pages(q, KV(k, v), chosen, 8, logits=Logits(0.1), need_lse=True)
         check_attended(ops.Attended(found.out[2:], found.lse[2:]), expected, q.dtype)
     bounds = ops.largest_logit(ops.fold_group(q, 2), k, k, 0.1)[2:, :, :, -3000:]
     logits = nodes.key_logits(ops.fold_group(q[2:], 2).double(), near.double(), Logits(0.1)).float()
     torch.testing.assert_close(bounds, logits, rtol=1e-4, atol=1e-4)
-    expected = pooled.pooled_mass(q[2:].double(), near.double(), logits=Logits(0.1)).float()
-    mass = ops.pooled_mass_of_pages(q, k, pages.expand(3, 2, -1), 8, logits=Logits(0.1))[2:]
+    expected = pooled.pooled_mass(q[2:].double(), KV(near.double()), logits=Logits(0.1)).float()
+    mass = ops.pooled_mass_of_pages(q, KV(k), pages.expand(3, 2, -1), 8, logits=Logits(0.1))[2:]
     torch.testing.assert_close(mass, expected, rtol=1e-3, atol=1e-9)
 
 
@@ -522,8 +518,8 @@ def test_boxes_of_newest_pages(dtype, page_size):
     for row, length in enumerate(lengths.tolist()):
         keys[row, :, length:] = torch.nan
     mine, its = corners.clone(), corners.clone()
-    ops.bound_newest(keys, *mine, lengths, page_size)
-    boxes.bound_newest(keys, *its, lengths, page_size)
+    ops.bound_newest(KV(keys, lengths=lengths), *mine, page_size)
+    boxes.bound_newest(KV(keys, lengths=lengths), *its, page_size)
     assert torch.equal(mine, its)
     assert not torch.equal(mine, corners)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import dense, dense_obstacles, library, prompt_path
 from tests.combinations import every_pair
 from tests.kernels import poisoned_memory
@@ -61,8 +61,8 @@ def test_output_and_log_sum_exp(name, dtype, heads, dim, queries, offset):
     assert library.obstacle(one, q, k, v, offset) == ""
     given = (q, k, v, Logits(dim**-0.5), offset)
     found = one.attend(*given, True)
-    full = [x.float() for x in (q, k, v)]
-    close(found, dense.attend_causal(*full, logits=Logits(dim**-0.5), offset=offset, need_lse=True), dtype)
+    full = KV(k.float(), v.float())
+    close(found, dense.attend_causal(q.float(), full, logits=Logits(dim**-0.5), offset=offset, need_lse=True), dtype)
     again = one.attend(*given, True)
     assert torch.equal(again.out, found.out)
     assert torch.equal(again.lse, found.lse)
@@ -79,9 +79,9 @@ def test_capped_logits(dtype, heads, dim):
     q, k, v = draw(heads, 300, 211, dim, dtype)
     if one.limit(q, k, v, 211, 5.0):
         pytest.skip("FlashAttention-3 is built without caps of logits")
-    full, logits = [x.float() for x in (q, k, v)], Logits(dim**-0.5, softcap=5.0)
+    full, logits = KV(k.float(), v.float()), Logits(dim**-0.5, softcap=5.0)
     found = one.attend(q, k, v, logits, 211, True)
-    expected = dense.attend_causal(*full, logits=logits, offset=211, need_lse=True)
+    expected = dense.attend_causal(q.float(), full, logits=logits, offset=211, need_lse=True)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(found.out.float(), expected.out, rtol=2e-2, atol=2e-2)
 
@@ -118,10 +118,10 @@ def test_chunks_equal_the_whole(name, dtype, monkeypatch):
     monkeypatch.setattr(library, "LIBRARIES", (one,))
     monkeypatch.setattr(type(one), "least_work", 0)
     q, k, v = draw((32, 8), 3001, 0, 128, dtype, batch=1)
-    whole = ops.attend_causal(q, k, v, logits=Logits(0.09), need_lse=True)
+    whole = ops.attend_causal(q, KV(k, v), logits=Logits(0.09), need_lse=True)
     calls, outs, lses = calls_of(one, monkeypatch), [], []
     for first, end in ((0, 1000), (1000, 1777), (1777, 3001)):
-        some = ops.attend_causal(q[:, :, first:end], k, v, logits=Logits(0.09), offset=first, need_lse=True)
+        some = ops.attend_causal(q[:, :, first:end], KV(k, v), logits=Logits(0.09), offset=first, need_lse=True)
         outs.append(some.out)
         lses.append(some.lse)
     assert calls == [(1000, 0), (777, 1000), (1224, 1777)]
@@ -136,10 +136,10 @@ def test_the_fastest_one_is_used(monkeypatch):
     calls = {one.name: calls_of(one, monkeypatch) for one in here}
     for length in (8192, 500):
         q, k, v = draw((32, 8), length, 0, 128, torch.bfloat16, batch=1)
-        ops.attend_causal(q, k, v, logits=Logits(0.09))
+        ops.attend_causal(q, KV(k, v), logits=Logits(0.09))
         for of in calls.values():
             of.clear()
-        ops.attend_causal(q, k, v, logits=Logits(0.09))
+        ops.attend_causal(q, KV(k, v), logits=Logits(0.09))
         first = next(one for one in here if length**2 >= one.least_work)
         assert {name: of for name, of in calls.items() if of} == {first.name: [(length, 0)]}
     assert prompt_path(heads).split(" (")[0] == here[0].name

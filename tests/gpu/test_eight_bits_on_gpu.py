@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods
-from foveate.ops import BlockTable, Logits, PageRecord
+from foveate.ops import KV, BlockTable, Logits, PageRecord
 from foveate.ops.attend import decode, decode_kernel, pooled
 from foveate.ops.block_table import EIGHT_BITS
 from foveate.ops.compress import low_rank_kernel
@@ -40,21 +40,22 @@ def test_attention_and_scores_are_those_of_the_same_numbers(problem):
     lengths, logits = torch.tensor(LENGTHS, device="cuda"), Logits(SCALING)
     indices = torch.rand(B, KV_HEADS, 900, device="cuda").argsort(-1)[..., :128].int()
     pages = torch.arange(0, 100, 3, device="cuda").int().expand(B, KV_HEADS, -1).contiguous()
-    how = {"logits": logits, "block_table": table}
+    how, every, ragged = {"logits": logits}, (table,), (table, lengths)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if q.dtype != torch.float32 else {"rtol": 1e-3, "atol": 1e-4}
     calls = [
-        (decode_kernel.attend, decode.attend, (), {"lengths": lengths, "need_lse": True}),
-        (decode_kernel.attend_indices, decode.attend_indices, (indices,), {"need_lse": True}),
-        (decode_kernel.attend_pages, decode.attend_pages, (pages, 8), {"lengths": lengths, "need_lse": True}),
-        (decode_kernel.attend_pooled, pooled.attend_pooled, (), {"lengths": lengths}),
+        (decode_kernel.attend, decode.attend, ragged, (), {"need_lse": True}),
+        (decode_kernel.attend_indices, decode.attend_indices, every, (indices,), {"need_lse": True}),
+        (decode_kernel.attend_pages, decode.attend_pages, ragged, (pages, 8), {"need_lse": True}),
+        (decode_kernel.attend_pooled, pooled.attend_pooled, ragged, (), {}),
     ]
-    for kernel, reference, chosen, more in calls:
-        found, expected = kernel(q, *stored, *chosen, **how, **more), reference(q, *same, *chosen, **how, **more)
+    for kernel, reference, where, chosen, more in calls:
+        found = kernel(q, KV(*stored, *where), *chosen, **how, **more)
+        expected = reference(q, KV(*same, *where), *chosen, **how, **more)
         torch.testing.assert_close(found.out, expected.out, **tolerance)
         torch.testing.assert_close(found.lse, expected.lse, rtol=1e-2, atol=1e-2)
     there = torch.arange(LENGTH, device="cuda") < lengths[:, None, None]
-    mass = pooled_kernel.pooled_mass(q, stored[0], lengths=lengths, **how)
-    expected = score.pooled_mass(q, same[0], lengths=lengths, **how)
+    mass = pooled_kernel.pooled_mass(q, KV(*stored, *ragged), **how)
+    expected = score.pooled_mass(q, KV(*same, *ragged), **how)
     torch.testing.assert_close(mass.where(there, 0), expected.where(there, 0), rtol=2e-2, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ from matrix import DECODED, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, ea
 from foveate import methods, ops
 from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.calibration import calibrate
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from tests import tiny
 from tests.combinations import every_pair
 
@@ -48,8 +48,8 @@ def test_attention_and_mass_of_every_dtype_against_fp64(dtype, heads, kv_heads, 
     q = torch.randn(2, heads, length, 64, device="cuda", dtype=dtype)
     k, v = torch.randn(2, 2, kv_heads, offset + length + 50, 64, device="cuda", dtype=dtype)
     end = offset + length
-    attended = ops.attend_causal(q, k, v, logits=Logits(0.125), offset=offset, need_lse=True)
-    mass = ops.column_mass(q, k[:, :, :end], attended.lse, logits=Logits(0.125), offset=offset)
+    attended = ops.attend_causal(q, KV(k, v), logits=Logits(0.125), offset=offset, need_lse=True)
+    mass = ops.column_mass(q, KV(k[:, :, :end]), attended.lse, logits=Logits(0.125), offset=offset)
     group = heads // kv_heads
     wide_k, wide_v = (x[:, :, :end].double().repeat_interleave(group, 1) for x in (k, v))
     logits = q.double() @ wide_k.transpose(-1, -2) * 0.125
@@ -60,7 +60,7 @@ def test_attention_and_mass_of_every_dtype_against_fp64(dtype, heads, kv_heads, 
     close(attended.out.double(), weights @ wide_v, tolerance)
     close(attended.lse.double(), logits.logsumexp(-1), 2e-3 if dtype != torch.float32 else 1e-4)
     close(mass.double(), weights.sum(2).unflatten(1, (kv_heads, group)).sum(2), 5e-3)
-    fused = ops.attend_causal(q, k, v, logits=Logits(0.125), offset=offset)
+    fused = ops.attend_causal(q, KV(k, v), logits=Logits(0.125), offset=offset)
     close(fused.out.double(), weights @ wide_v, tolerance)
 
 
@@ -72,8 +72,8 @@ def test_attention_and_mass_of_every_dtype_against_fp64(dtype, heads, kv_heads, 
 def test_prompt_output_is_the_same_to_the_last_bit_with_the_log_sum_exp(dtype, heads, kv_heads, dim, batch, length):
     q = torch.randn(batch, heads, length, dim, device="cuda", dtype=dtype)
     k, v = torch.randn(2, batch, kv_heads, length + 50, dim, device="cuda", dtype=dtype)[:, :, :, :length]
-    with_lse = ops.attend_causal(q, k, v, logits=Logits(dim**-0.5), need_lse=True)
-    assert torch.equal(ops.attend_causal(q, k, v, logits=Logits(dim**-0.5)).out, with_lse.out)
+    with_lse = ops.attend_causal(q, KV(k, v), logits=Logits(dim**-0.5), need_lse=True)
+    assert torch.equal(ops.attend_causal(q, KV(k, v), logits=Logits(dim**-0.5)).out, with_lse.out)
 
 
 @pytest.mark.parametrize("spec", ["h2o", "luka:compressor=attention", "snapkv", "tova"])

@@ -7,7 +7,7 @@ import torch
 
 import foveate
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import newest
 from foveate.ops.retain import reference
 from tests.combinations import every_pair
@@ -52,15 +52,15 @@ def test_the_newest_tokens_read_the_keys_up_to_their_own(dtype, heads, dim, quer
     for b, length in enumerate(lengths.tolist()):
         k[b, :, length:] = v[b, :, length:] = float("nan")
     sinks = draw(num_heads, dtype=dtype, seed=3) if extra.get("sinks") else None
-    how = {"logits": Logits(dim**-0.5, sinks, extra.get("softcap")), "lengths": lengths}
+    how = {"logits": Logits(dim**-0.5, sinks, extra.get("softcap"))}
     memory, table = (k, v), None
     if blocks:
         *memory, table = in_blocks(k, v, 16)
-    found = ops.attend_newest(q, *memory, block_table=table, **how).out
-    assert torch.equal(found, ops.attend_newest(q, *memory, block_table=table, **how).out)
-    exact = [x.nan_to_num(0.0).double() for x in (q, k, v)]
+    found = ops.attend_newest(q, KV(*memory, table, lengths), **how).out
+    assert torch.equal(found, ops.attend_newest(q, KV(*memory, table, lengths), **how).out)
+    exact = KV(*(x.nan_to_num(0.0).double() for x in (k, v)), lengths=lengths)
     how["logits"] = how["logits"]._replace(sinks=None if sinks is None else sinks.double())
-    expected = newest.attend_newest(*exact, **how).out
+    expected = newest.attend_newest(q.double(), exact, **how).out
     tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -71,7 +71,7 @@ def test_tokens_are_put(number):
     slots, found = torch.tensor([7, 0, 80], device="cuda"), []
     for put in (ops.put_token, reference.put_token):
         memory = [torch.zeros(3, 4, 100, x.shape[3], dtype=x.dtype, device="cuda") for x in (k, v)]
-        found.append((put(*memory, k, v, slots), *memory))
+        found.append((put(KV(*memory), k, v, slots), *memory))
     assert all(map(torch.equal, *found))
 
 

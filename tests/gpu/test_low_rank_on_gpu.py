@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import page_slots
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.score import low_rank
@@ -66,10 +66,10 @@ def test_the_page_that_the_newest_key_fills(dtype, sizes):
         keys[row, :, length:] = torch.nan
     before = torch.full((3, 3, 4, form.bytes), 7, dtype=torch.uint8, device="cuda")
     found = before.clone()
-    ops.compress_newest(keys, found, lengths, form, weights)
+    ops.compress_newest(KV(keys, lengths=lengths), found, form, weights)
     graph, replayed = torch.cuda.CUDAGraph(), before.clone()
     with torch.cuda.graph(graph):
-        ops.compress_newest(keys, replayed, lengths, form, weights)
+        ops.compress_newest(KV(keys, lengths=lengths), replayed, form, weights)
     graph.replay()
     assert torch.equal(found, replayed)
     written = torch.zeros(3, 3, 4, dtype=torch.bool, device="cuda")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import csa
-from foveate.ops import dispatch
+from foveate.ops import KV, dispatch
 from foveate.ops.attend import attend_selected, selected, selected_hopper_kernel, selected_kernel
 from tests.combinations import every_pair
 from tests.helpers import in_buffer
@@ -61,7 +61,9 @@ def check(q, k, v, indices, **more):
     """In poisoned memory, twice; keys and values that no query of a KV head reads are NaN."""
     arguments = {"scaling": q.shape[-1] ** -0.5, **more}
     doubled = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    exact = selected.attend_selected(*(x.double() for x in (q, k, v)), indices, **doubled)
+    if recent := more.get("recent"):
+        doubled["recent"] = KV(recent.k.double(), recent.v.double())
+    exact = selected.attend_selected(q.double(), KV(k.double(), v.double()), indices, **doubled)
     chosen = indices if indices.dim() == 4 else indices[:, None]
     for b in range(len(k)):
         for h in range(k.shape[1]):
@@ -69,8 +71,8 @@ def check(q, k, v, indices, **more):
             k[b, h, ~read] = torch.nan
             v[b, h, ~read] = torch.nan
     with poisoned_memory("cuda"):
-        found = attend_selected(q, k, v, indices, **arguments)
-        again = attend_selected(q, k, v, indices, **arguments)
+        found = attend_selected(q, KV(k, v), indices, **arguments)
+        again = attend_selected(q, KV(k, v), indices, **arguments)
     assert found.out.dtype == q.dtype
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(found.out.double(), exact.out, rtol=tolerance, atol=tolerance)
@@ -86,7 +88,7 @@ def window_of(batch, kv_heads, length, offset, size, dim, value_dim, dtype, seed
     for x in (k, v):
         x[:, :, offset + length :] = torch.nan
         x[:, :, : max(0, offset + 1 - size)] = torch.nan
-    return {"recent_k": k, "recent_v": v, "window": size, "offset": offset}
+    return {"recent": KV(k, v), "window": size, "offset": offset}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -122,10 +124,10 @@ def test_strides_among_nan(hopper, layout):
     q, k, _ = problem(2, 64, 1, 150, 300, 512, None, torch.bfloat16)
     k = in_buffer(k, layout)
     more = window_of(2, 1, 150, 31, 70, 512, None, torch.bfloat16)
-    recent = in_buffer(more["recent_k"], layout)
+    recent = in_buffer(more["recent"].k, layout)
     indices = torch.stack([selection(2, 1, 150, 300, 90), torch.full((2, 1, 150, 90), 5, device="cuda")], -1)[..., 0]
     q = in_buffer(q, "tokens_first")
-    check(q, k, k, indices, **{**more, "recent_k": recent, "recent_v": recent})
+    check(q, k, k, indices, **{**more, "recent": KV(recent, recent)})
     assert hopper is None or bool(hopper) == selected_hopper_kernel.fits(q, k, recent, 512, True, 160)
 
 
@@ -172,7 +174,7 @@ def test_a_decode_step_is_split_and_can_be_captured(batch, length, sinks):
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = attend_selected(q, k, v, indices, scaling=512**-0.5, **more)
+            found = attend_selected(q, KV(k, v), indices, scaling=512**-0.5, **more)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()
@@ -192,8 +194,8 @@ def test_keys_beyond_the_reach_of_32_bits(hopper):
     moved = indices.where(indices < 0, indices + number - 5000)
     scaling, offset = 512**-0.5, number - length
     both = {"scaling": scaling, "window": 128}
-    found = attend_selected(q, far, far, moved, recent_k=far, recent_v=far, offset=offset, **both)
-    expected = attend_selected(q, near, near, indices, recent_k=near, recent_v=near, offset=5000 - length, **both)
+    found = attend_selected(q, KV(far, far), moved, recent=KV(far, far), offset=offset, **both)
+    expected = attend_selected(q, KV(near, near), indices, recent=KV(near, near), offset=5000 - length, **both)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
     assert hopper is None or len(hopper) == 2
@@ -210,8 +212,8 @@ def test_outputs_beyond_the_reach_of_32_bits(hopper):
     kv = draw(1, 1, 2000, 512, dtype=torch.bfloat16)
     indices = torch.full((1, length, 64), -1, dtype=torch.int32, device="cuda")
     indices[:, -300:] = selection(1, 1, 300, 2000, 64)[:, 0]
-    found = attend_selected(long, kv, kv, indices, scaling=512**-0.5)
-    expected = attend_selected(q, kv, kv, indices[:, -300:], scaling=512**-0.5)
+    found = attend_selected(long, KV(kv, kv), indices, scaling=512**-0.5)
+    expected = attend_selected(q, KV(kv, kv), indices[:, -300:], scaling=512**-0.5)
     assert torch.equal(found.out[:, :, -300:], expected.out)
     assert torch.equal(found.lse[:, :, -300:], expected.lse)
     assert not found.out[:, :, :-300].any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from foveate.ops.attend import decode, decode_kernel, dense, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import pooled as score
 from foveate.ops.score import pooled_kernel
@@ -38,47 +38,48 @@ def close(found, expected):
 @every_pair(*SIZES.items())
 def test_decoding(dtype, heads, dim, number, batch):
     q, k, v, sinks = draw(batch, heads, number, dim, dtype)
-    full = [x.float() for x in (q, k, v)]
+    full_q, full, kv = q.float(), KV(k.float(), v.float()), KV(k, v)
     how = {"logits": Logits(dim**-0.5, sinks)}
     lengths = torch.randint(1, number + 1, (batch, heads[1]), device="cuda")
-    more = {"lengths": lengths, "need_lse": True, "need_mass": True}
-    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (decode, full)))
+    more, ragged = {"need_lse": True, "need_mass": True}, KV(k, v, lengths=lengths)
+    exact = KV(full.k, full.v, lengths=lengths)
+    found, expected = decode_kernel.attend(q, ragged, **how, **more), decode.attend(full_q, exact, **how, **more)
     close(found.out, expected.out)
     close(found.lse, expected.lse)
     torch.testing.assert_close(found.mass, expected.mass, rtol=3e-2, atol=1e-5)
     indices = torch.randint(-1, number, (batch, heads[1], 777), device="cuda", dtype=torch.int32)
     close(
-        decode_kernel.attend_indices(q, k, v, indices, **how).out,
-        decode.attend_indices(*full, indices, **how).out,
+        decode_kernel.attend_indices(q, kv, indices, **how).out,
+        decode.attend_indices(full_q, full, indices, **how).out,
     )
     pages = torch.rand(batch, heads[1], -(-number // 16), device="cuda").argsort(-1)[..., :50].to(torch.int32)
     close(
-        decode_kernel.attend_pages(q, k, v, pages, 16, **how).out,
-        decode.attend_pages(*full, pages, 16, **how).out,
+        decode_kernel.attend_pages(q, kv, pages, 16, **how).out,
+        decode.attend_pages(full_q, full, pages, 16, **how).out,
     )
     for pooling in ("post_softmax", "max"):
-        expected = score.pooled_mass(*full[:2], pooling=pooling, **how)
-        found = pooled_kernel.pooled_mass(q, k, pooling=pooling, **how)
+        expected = score.pooled_mass(full_q, full, pooling=pooling, **how)
+        found = pooled_kernel.pooled_mass(q, KV(k), pooling=pooling, **how)
         torch.testing.assert_close(found, expected, rtol=3e-2, atol=1e-6)
-        found = decode_kernel.attend_pooled(q, k, v, pooling=pooling, **how)
+        found = decode_kernel.attend_pooled(q, kv, pooling=pooling, **how)
         torch.testing.assert_close(found.mass, expected, rtol=3e-2, atol=1e-6)
-        close(found.out, pooled.attend_pooled(*full, pooling=pooling, **how).out)
+        close(found.out, pooled.attend_pooled(full_q, full, pooling=pooling, **how).out)
 
 
 @every_pair(*((name, SIZES[name]) for name in ("dtype", "heads", "dim")))
 def test_prompts(dtype, heads, dim):
     number = 1500
     q, k, v, sinks = draw(2, heads, number, dim, dtype, queries=number - 300)
-    full = [x.float() for x in (q, k, v)]
+    full_q, full, kv = q.float(), KV(k.float(), v.float()), KV(k, v)
     how = {"logits": Logits(dim**-0.5, sinks), "offset": 300}
     lower = torch.arange(300, number, device="cuda") - 257
     close(
-        window_kernel.attend_window(q, k, v, lower=lower, sinks=4, **how).out,
-        window.attend_window(*full, lower=lower, sinks=4, **how).out,
+        window_kernel.attend_window(q, kv, lower=lower, sinks=4, **how).out,
+        window.attend_window(full_q, full, lower=lower, sinks=4, **how).out,
     )
-    close(ops.attend_causal(q, k, v, **how).out, dense.attend_causal(*full, **how).out)
+    close(ops.attend_causal(q, kv, **how).out, dense.attend_causal(full_q, full, **how).out)
     tile, starts = 32, torch.arange(288, number, 32)
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
     how |= {"tile": tile, **listed(chosen)}
-    close(tiles_kernel.attend_tiles(q, k, v, **how).out, tiles.attend_tiles(*full, **how).out)
+    close(tiles_kernel.attend_tiles(q, kv, **how).out, tiles.attend_tiles(full_q, full, **how).out)

@@ -11,7 +11,7 @@ from test_cover_on_gpu import in_fp32
 import foveate
 from foveate import methods, ops
 from foveate.methods import SharedPrompt
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import decode, decode_kernel, pooled, tiles, tiles_kernel, window, window_kernel
 from foveate.ops.score import column_mass_kernel as mass_kernel
 from foveate.ops.score import pooled as score
@@ -70,31 +70,32 @@ def close_masses(found, expected, dtype):
 def test_decoding(dtype, heads, dim, softcap, number, beside):
     """One query a row, over all keys, over chosen ones and over pages. Learned sinks are not capped."""
     q, k, v, sinks = draw(2, heads, number, dim, dtype)
-    full = [x.float() for x in (q, k, v)]
+    full_q, full, kv = q.float(), KV(k.float(), v.float()), KV(k, v)
     how = {"logits": Logits(dim**-0.5, sinks if beside else None, softcap)}
     lengths = torch.randint(
         1, number + 1, (2, heads[1]), generator=torch.Generator("cuda").manual_seed(1), device="cuda"
     )
-    more = {"lengths": lengths, "need_lse": True, "need_mass": True}
-    found, expected = (one.attend(*x, **how, **more) for one, x in ((decode_kernel, (q, k, v)), (decode, full)))
+    more, ragged = {"need_lse": True, "need_mass": True}, KV(k, v, lengths=lengths)
+    exact = KV(full.k, full.v, lengths=lengths)
+    found, expected = decode_kernel.attend(q, ragged, **how, **more), decode.attend(full_q, exact, **how, **more)
     close(found.out, expected.out, dtype)
     close(found.lse, expected.lse, dtype)
     close_masses(found.mass, expected.mass, dtype)
-    again = decode_kernel.attend(q, k, v, **how, **more)
+    again = decode_kernel.attend(q, ragged, **how, **more)
     assert torch.equal(again.out, found.out)
     assert torch.equal(again.mass, found.mass)
     indices = torch.randint(-1, number, (2, heads[1], 777), device="cuda", dtype=torch.int32)
-    found = decode_kernel.attend_indices(q, k, v, indices, **how).out
-    close(found, decode.attend_indices(*full, indices, **how).out, dtype)
+    found = decode_kernel.attend_indices(q, kv, indices, **how).out
+    close(found, decode.attend_indices(full_q, full, indices, **how).out, dtype)
     pages = torch.rand(2, heads[1], -(-number // 16), device="cuda").argsort(-1)[..., :50].to(torch.int32)
-    found = decode_kernel.attend_pages(q, k, v, pages, 16, **how).out
-    close(found, decode.attend_pages(*full, pages, 16, **how).out, dtype)
+    found = decode_kernel.attend_pages(q, kv, pages, 16, **how).out
+    close(found, decode.attend_pages(full_q, full, pages, 16, **how).out, dtype)
     for pooling in ("post_softmax", "sqrt", "max"):
-        expected = score.pooled_mass(*full[:2], pooling=pooling, **how)
-        close_masses(pooled_kernel.pooled_mass(q, k, pooling=pooling, **how), expected, dtype)
-        found = decode_kernel.attend_pooled(q, k, v, pooling=pooling, **how)
+        expected = score.pooled_mass(full_q, full, pooling=pooling, **how)
+        close_masses(pooled_kernel.pooled_mass(q, KV(k), pooling=pooling, **how), expected, dtype)
+        found = decode_kernel.attend_pooled(q, kv, pooling=pooling, **how)
         close_masses(found.mass, expected, dtype)
-        close(found.out, pooled.attend_pooled(*full, pooling=pooling, **how).out, dtype)
+        close(found.out, pooled.attend_pooled(full_q, full, pooling=pooling, **how).out, dtype)
 
 
 @every_pair(DTYPES, HEADS, DIMS, CAPS)
@@ -102,24 +103,24 @@ def test_prompts(dtype, heads, dim, softcap):
     """Windows, all keys with the log-sum-exp, tiles, and the masses of keys and of tiles."""
     number = 1500
     q, k, v, sinks = draw(2, heads, number, dim, dtype, queries=number - 300)
-    full = [x.float() for x in (q, k, v)]
+    full_q, full, kv = q.float(), KV(k.float(), v.float()), KV(k, v)
     how = {"logits": Logits(dim**-0.5, softcap=softcap), "offset": 300}
     lower = torch.arange(300, number, device="cuda") - 257
     for learned in (None, sinks):
         own = how | {"logits": Logits(dim**-0.5, learned, softcap)}
         bounds = {"lower": lower, "sinks": 4, **own}
         found, expected = (
-            window_kernel.attend_window(q, k, v, **bounds).out,
-            window.attend_window(*full, **bounds).out,
+            window_kernel.attend_window(q, kv, **bounds).out,
+            window.attend_window(full_q, full, **bounds).out,
         )
         close(found, expected, dtype)
-        found = ops.attend_causal(q, k, v, **own)
+        found = ops.attend_causal(q, kv, **own)
         with dispatch.reference_only():
-            expected = ops.attend_causal(*full, **own)
+            expected = ops.attend_causal(full_q, full, **own)
         close(found.out, expected.out, dtype)
         close(found.lse, expected.lse, dtype)
-    lse = window.attend_capped(*full, **how).lse
-    found, expected = mass_kernel.column_mass(q, k, lse, **how), masses.column_mass(q, k, lse, **how)
+    lse = window.attend_capped(full_q, full, **how).lse
+    found, expected = mass_kernel.column_mass(q, KV(k), lse, **how), masses.column_mass(q, KV(k), lse, **how)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     tile, starts = 32, torch.arange(288, number, 32)
     rows = ops.fold_group(q[:, :, : 32 * 37], heads[1]).unflatten(2, (heads[0] // heads[1], 37, 32))
@@ -132,7 +133,7 @@ def test_prompts(dtype, heads, dim, softcap):
     chosen = torch.stack([torch.randperm(start)[:200].sort().values for start in starts.tolist()])
     chosen = chosen.to("cuda", torch.int32).expand(2, heads[1], -1, -1)
     how |= {"tile": tile, **listed(chosen)}
-    close(tiles_kernel.attend_tiles(q, k, v, **how).out, tiles.attend_tiles(*full, **how).out, dtype)
+    close(tiles_kernel.attend_tiles(q, kv, **how).out, tiles.attend_tiles(full_q, full, **how).out, dtype)
 
 
 def test_a_long_prompt_has_no_matrix(much_memory):
@@ -141,7 +142,7 @@ def test_a_long_prompt_has_no_matrix(much_memory):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ops.attend_causal(q, k, v, logits=Logits(0.1, softcap=50.0), need_lse=True)
+    ops.attend_causal(q, KV(k, v), logits=Logits(0.1, softcap=50.0), need_lse=True)
     assert torch.cuda.max_memory_allocated() - before < 256 << 20
 
 

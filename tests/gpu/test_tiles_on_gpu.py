@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import attend_tiles, tiles_hopper_kernel, tiles_kernel
 from foveate.ops.attend import tiles as attend_reference
 from foveate.ops.score import reference as score_reference
@@ -92,10 +92,10 @@ def selection(batch, kv_heads, length, offset, tile, number):
 def check(q, k, v, chosen, tile, offset):
     arguments = {"tile": tile, "logits": Logits(q.shape[-1] ** -0.5), "offset": offset, **listed(chosen)}
     with poisoned_memory("cuda"):
-        out = attend_tiles(q, k, v, **arguments).out
-        assert torch.equal(out, attend_tiles(q, k, v, **arguments).out), "repeats are equal bit for bit"
+        out = attend_tiles(q, KV(k, v), **arguments).out
+        assert torch.equal(out, attend_tiles(q, KV(k, v), **arguments).out), "repeats are equal bit for bit"
     assert out.dtype == q.dtype
-    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **arguments).out
+    exact = attend_reference.attend_tiles(q.double(), KV(k.double(), v.double()), **arguments).out
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
     return out
 
@@ -153,9 +153,9 @@ def test_tiles_of_as_many_places_as_they_need(dtype, dim, hopper):
     how = {"tile": 32, "logits": Logits(dim**-0.5), "offset": 300}
     own = {"indices": ragged, "starts": starts, "counts": apart["counts"]}
     with poisoned_memory("cuda"):
-        out = attend_tiles(q, k, v, **own, **how).out
-    assert torch.equal(out, attend_tiles(q, k, v, **apart, **how).out)
-    exact = attend_reference.attend_tiles(*(x.double() for x in (q, k, v)), **own, **how).out
+        out = attend_tiles(q, KV(k, v), **own, **how).out
+    assert torch.equal(out, attend_tiles(q, KV(k, v), **apart, **how).out)
+    exact = attend_reference.attend_tiles(q.double(), KV(k.double(), v.double()), **own, **how).out
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert hopper is None or len(hopper) == (0 if dtype == torch.float32 else 2)
 
@@ -192,8 +192,8 @@ def test_heads_that_read_the_choice_of_others(dtype, hopper):
     q, k, v = problem(2, 8, 4, 333, 77, 64, dtype)
     chosen, heads = selection(2, 4, 333, 77, 64, 90), torch.tensor([3, 3, 0, 1], device="cuda")
     arguments = {"tile": 64, "logits": Logits(0.125), "offset": 77}
-    mapped = attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
-    assert torch.equal(mapped, attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
+    mapped = attend_tiles(q, KV(k, v), **listed(chosen), heads=heads, **arguments).out
+    assert torch.equal(mapped, attend_tiles(q, KV(k, v), **listed(chosen[:, heads]), **arguments).out)
 
 
 @every_pair(DTYPES)
@@ -205,8 +205,8 @@ def test_strides_among_nan(dtype, layout, dim, hopper):
     check(*given, selection(2, 2, 300, 77, 32, 50), 32, 77)
     indices = chosen.pop("indices")
     every_other = torch.stack([indices, torch.full_like(indices, 5)], -1)[..., 0]
-    found = attend_tiles(*given, every_other, **chosen, **how).out
-    assert torch.equal(found, attend_tiles(*given, indices, **chosen, **how).out)
+    found = attend_tiles(given[0], KV(*given[1:]), every_other, **chosen, **how).out
+    assert torch.equal(found, attend_tiles(given[0], KV(*given[1:]), indices, **chosen, **how).out)
 
 
 @pytest.mark.usefixtures("much_memory", "hopper")
@@ -220,18 +220,18 @@ def test_keys_beyond_the_reach_of_32_bits():
 
 def check_mass(q, k, tile, offset, scaling=0.125):
     """All blocks of `tile_mass`, side by side with those of the reference in double precision."""
-    lse = ops.attend_causal(q, k, k, logits=Logits(scaling), offset=offset, need_lse=True).lse
+    lse = ops.attend_causal(q, KV(k, k), logits=Logits(scaling), offset=offset, need_lse=True).lse
     with poisoned_memory("cuda"):
-        found = list(ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset))
+        found = list(ops.tile_mass(q, KV(k), lse, tile=tile, logits=Logits(scaling), offset=offset))
     assert all(
         torch.equal(mass, again)
         for (_, mass), (_, again) in zip(
-            found, ops.tile_mass(q, k, lse, tile=tile, logits=Logits(scaling), offset=offset), strict=True
+            found, ops.tile_mass(q, KV(k), lse, tile=tile, logits=Logits(scaling), offset=offset), strict=True
         )
     )
     with dispatch.reference_only():
         expected = score_reference.tile_mass(
-            q.double(), k.double(), lse.double(), tile=tile, logits=Logits(scaling), offset=offset
+            q.double(), KV(k.double()), lse.double(), tile=tile, logits=Logits(scaling), offset=offset
         )
         for (first, mass), (also, exact) in zip(found, expected, strict=True):
             assert first == also

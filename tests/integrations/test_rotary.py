@@ -14,6 +14,7 @@ from foveate import methods, ops
 from foveate.integrations.transformers.rotary import rotary_of_layers
 from foveate.integrations.transformers.support import attention_modules, decoder_of
 from foveate.methods import Dense, base
+from foveate.ops import KV
 from tests.helpers import cached, generate, prepare, tokens
 
 SIZES = {
@@ -168,14 +169,14 @@ class Halves(methods.Method):
         k = cache.rotary.apply(cache.rotary.remove(cache.keys, held), held // 2)
         turned = cache.rotary.apply(cache.rotary.remove(q, at), at // 2)
         seen = (held[:, :, None] <= at[..., None]) & (held >= 0)[:, :, None]
-        return ops.attend(turned, k, cache.values, mask=seen, logits=cache.logits(scaling))
+        return ops.attend(turned, KV(k, cache.values), mask=seen, logits=cache.logits(scaling))
 
     def choose(self, cache, q, scaling):
         at = (cache.plan["lengths"] - 1)[:, None, None]
         k = cache.rotary.apply(cache.rotary.remove(cache.keys, cache.positions), cache.positions // 2)
         turned = cache.rotary.apply(cache.rotary.remove(q, at), at // 2)
         there = (cache.positions >= 0)[:, :, None]
-        attended = ops.attend(turned, k, cache.values, mask=there, logits=cache.logits(scaling))
+        attended = ops.attend(turned, KV(k, cache.values), mask=there, logits=cache.logits(scaling))
         return methods.Choice(attended=attended, read=cache.plan["lengths"][:, None])
 
 

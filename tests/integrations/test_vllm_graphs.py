@@ -10,7 +10,7 @@ import torch
 
 from foveate import methods
 from foveate.lab.recorded import record
-from foveate.ops import BlockTable, Logits, attend
+from foveate.ops import KV, BlockTable, Logits, attend
 from foveate.runtime import EngineSteps
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -47,8 +47,8 @@ BATCHES = [
 
 def flash_attention(self, layer, query, key, value, kv_cache, metadata, output, *scales):
     table = BlockTable(metadata.block_table_tensor, LONGEST)
-    how = {"logits": Logits(self.scale), "lengths": metadata.seq_lens, "block_table": table}
-    output.copy_(attend(query[:, :, None], kv_cache[..., :DIM], kv_cache[..., DIM:], **how).out[:, :, 0])
+    kv = KV(kv_cache[..., :DIM], kv_cache[..., DIM:], table, metadata.seq_lens)
+    output.copy_(attend(query[:, :, None], kv, logits=Logits(self.scale)).out[:, :, 0])
     return output
 
 

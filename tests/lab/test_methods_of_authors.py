@@ -30,6 +30,7 @@ from foveate.methods import (
     setting,
     window_votes,
 )
+from foveate.ops import KV
 from tests.matrix import PROMPT, SCALING, Driver, Tokens, close
 
 
@@ -114,7 +115,7 @@ class InfLLM(Method):
 
     def observe(self, cache, q, attended, scaling):
         how = {"logits": cache.logits(scaling), "offset": cache.used - q.shape[2]}
-        ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("received"), **how)
+        ops.column_mass(q, KV(cache.keys), attended.lse, out=cache.channel("received"), **how)
 
     def choose(self, cache, q, scaling):
         size, counts = self.block_size, cache.plan["counts"][:, None]
@@ -172,8 +173,8 @@ class SelfExtend(Method):
         logits = cache.logits(scaling)
         how = {"logits": logits._replace(sinks=None), "need_lse": True}
         parts = [
-            ops.attend(q, cache.keys, cache.values, mask=seen & near, **how),
-            ops.attend(far_q.to(q.dtype), far_k.to(q.dtype), cache.values, mask=seen & ~near, **how),
+            ops.attend(q, KV(cache.keys, cache.values), mask=seen & near, **how),
+            ops.attend(far_q.to(q.dtype), KV(far_k.to(q.dtype), cache.values), mask=seen & ~near, **how),
         ]
         return ops.with_sinks(ops.merge(parts), logits.sinks)
 

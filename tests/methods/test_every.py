@@ -78,7 +78,7 @@ def test_pages_are_chosen_by_the_last_scores(every, monkeypatch):
 
     monkeypatch.setattr(type(spec.summaries), "mass", mass)
     monkeypatch.setattr(
-        ops, "attend_pages", lambda q, k, v, *how, **more: chosen.append(how[0]) or attend(q, k, v, *how, **more)
+        ops, "attend_pages", lambda q, kv, *how, **more: chosen.append(how[0]) or attend(q, kv, *how, **more)
     )
     driver = Driver(methods.make(spec, every=every))
     driver.feed(0, PROMPT)

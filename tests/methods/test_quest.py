@@ -70,7 +70,7 @@ def test_keys_that_several_heads_read_count_once(size, top_k, monkeypatch):
     for name in ("lengths", "counts", "live"):
         cache.rows[name] = list(lengths)
     seen, real = [], ops.attend_pages
-    monkeypatch.setattr(ops, "attend_pages", lambda *args, **how: seen.append(args[3]) or real(*args, **how))
+    monkeypatch.setattr(ops, "attend_pages", lambda *args, **how: seen.append(args[2]) or real(*args, **how))
     decode(method, cache, torch.randn(4, HEADS, 1, DIM, generator=generator), SCALING)
     assert seen[0].shape[1] == HEADS
     expected = 0.0

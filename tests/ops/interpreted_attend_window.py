@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import window
 from foveate.ops.attend import window_kernel as kernel
 from foveate.ops.dispatch import UnsupportedError
@@ -39,13 +39,13 @@ def lower_of(kind, shape):
 
 
 def run(q, k, v, lower, sinks, offset):
-    return kernel.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
+    return kernel.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
 
 
 def check(q, k, v, lower, sinks, offset):
     out = run(q, k, v, lower, sinks, offset)
     assert out.dtype == q.dtype
-    expected = window.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
+    expected = window.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
     assert_close(out, expected, q.dtype)
     return out
 
@@ -170,13 +170,13 @@ def test_learned_sinks(dtype, level, small_tiles):
     lower[30:] += 40
     how = {"lower": lower, "sinks": 0, "offset": 14}
     learned = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
-    out = kernel.attend_window(q, k, v, logits=Logits(0.3, learned), **how).out
-    assert_close(out, window.attend_window(q, k, v, logits=Logits(0.3, learned), **how).out, dtype)
-    without = kernel.attend_window(q, k, v, logits=Logits(0.3), **how).out
+    out = kernel.attend_window(q, KV(k, v), logits=Logits(0.3, learned), **how).out
+    assert_close(out, window.attend_window(q, KV(k, v), logits=Logits(0.3, learned), **how).out, dtype)
+    without = kernel.attend_window(q, KV(k, v), logits=Logits(0.3), **how).out
     assert torch.equal(out, without) == (level < 0)
     assert (out[:, :, 30:] == 0).all()
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        ops.attend_window(q, k, v, logits=Logits(0.3, learned[:5]), **how)
+        ops.attend_window(q, KV(k, v), logits=Logits(0.3, learned[:5]), **how)
 
 
 @every_pair(
@@ -194,9 +194,9 @@ def test_capped_logits(dtype, softcap, beside, offset, small_tiles):
     how = {"lower": lower, "sinks": 3, "offset": offset}
     learned = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
     logits, without = Logits(3.0, learned, softcap), Logits(3.0, learned)
-    out = kernel.attend_window(q, k, v, logits=logits, **how).out
-    assert_close(out, window.attend_window(q, k, v, logits=logits, **how).out, dtype)
-    assert not torch.allclose(out, kernel.attend_window(q, k, v, logits=without, **how).out, rtol=0.01, atol=0.01)
+    out = kernel.attend_window(q, KV(k, v), logits=logits, **how).out
+    assert_close(out, window.attend_window(q, KV(k, v), logits=logits, **how).out, dtype)
+    assert not torch.allclose(out, kernel.attend_window(q, KV(k, v), logits=without, **how).out, rtol=0.01, atol=0.01)
 
 
 @every_pair(
@@ -207,7 +207,7 @@ def test_capped_prompts(dtype, softcap, offset, queries, small_tiles):
     shape = SOME._replace(batch=2, kv_heads=2, group=3, offset=offset, queries=queries, value_dim=24)
     q, k, v = problem(shape, dtype=dtype, extra=3)
     how = {"logits": Logits(3.0, softcap=softcap), "offset": offset}
-    found, expected = (one.attend_capped(q, k, v, **how) for one in (kernel, window))
+    found, expected = (one.attend_capped(q, KV(k, v), **how) for one in (kernel, window))
     assert_close(found.out, expected.out, dtype)
     assert_close(found.lse, expected.lse, dtype)
 
@@ -216,7 +216,7 @@ def test_capped_prompts(dtype, softcap, offset, queries, small_tiles):
 def test_caps_that_are_none(softcap):
     q, k, v = problem(SOME)
     with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap}"):
-        ops.attend_window(q, k, v, logits=Logits(0.3, softcap=softcap), lower=lower_of("dense", SOME), offset=14)
+        ops.attend_window(q, KV(k, v), logits=Logits(0.3, softcap=softcap), lower=lower_of("dense", SOME), offset=14)
 
 
 def test_large_logits(small_tiles):
@@ -238,10 +238,10 @@ def test_the_verb_runs_the_kernel_or_says_why_not(monkeypatch):
     monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: True)
     q, k, v = problem(SOME)
     arguments = {"lower": lower_of("window_of_20", SOME), "logits": Logits(0.3), "offset": 14}
-    out = ops.attend_window(q, k, v, **arguments).out
-    assert torch.equal(out, kernel.attend_window(q, k, v, **arguments).out)
+    out = ops.attend_window(q, KV(k, v), **arguments).out
+    assert torch.equal(out, kernel.attend_window(q, KV(k, v), **arguments).out)
     with pytest.warns(UserWarning, match="float64"):
-        assert_close(ops.attend_window(q.double(), k.double(), v.double(), **arguments).out, out)
+        assert_close(ops.attend_window(q.double(), KV(k.double(), v.double()), **arguments).out, out)
 
 
 def test_what_is_unsupported():
@@ -255,7 +255,7 @@ def test_what_is_unsupported():
         (fitting, fitting, fitting.half()),
     ):
         with pytest.raises(UnsupportedError):
-            kernel.attend_window(q, k, v, logits=Logits(0.3), lower=lower)
+            kernel.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower)
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,14 @@ def test_what_is_unsupported():
 )
 def test_shapes_that_do_not_fit_are_refused(change):
     fitting = {
-        "q": torch.zeros(1, 4, 4, 16),
         "k": torch.zeros(1, 2, 7, 16),
         "v": torch.zeros(1, 2, 7, 24),
         "lower": torch.zeros(4, dtype=torch.int64),
     }
-    ops.attend_window(**fitting, logits=Logits(0.3), offset=3)
+
+    def call(k, v, lower):
+        ops.attend_window(torch.zeros(1, 4, 4, 16), KV(k, v), logits=Logits(0.3), lower=lower, offset=3)
+
+    call(**fitting)
     with pytest.raises(ValueError, match=r"keys|KV heads|shapes|lower"):
-        ops.attend_window(**fitting | change, logits=Logits(0.3), offset=3)
+        call(**fitting | change)

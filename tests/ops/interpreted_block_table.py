@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from foveate.ops import BlockTable, Logits
+from foveate.ops import KV, BlockTable, Logits
 from foveate.ops.attend import attend_tiles, decode_kernel, tiles_kernel
-from foveate.ops.compress import PageRecord, boxes_kernel, low_rank, low_rank_kernel
+from foveate.ops.compress import PageRecord, boxes, boxes_kernel, low_rank, low_rank_kernel
 from foveate.ops.gpu.tiles import Tile
-from foveate.ops.retain import slots_kernel
+from foveate.ops.retain import reference, slots_kernel
 from foveate.ops.score import pooled_kernel
 from tests.combinations import every_pair
 from tests.problems import BLOCK_LAYOUTS, Shape, in_blocks, listed, of_rows
@@ -60,13 +60,15 @@ def test_attention_of_all_keys(dtype, block_size, layout, ragged, need_mass, spl
     how = {**SCALING, "need_lse": True, "need_mass": need_mass}
     lengths, mask = torch.tensor([70, 17]), torch.rand(2, 1, 1, N, generator=torch.Generator().manual_seed(1)) < 0.5
     if ragged == "lengths":
-        how["lengths"], mask = lengths, torch.arange(N) < lengths[:, None, None, None]
+        mask = torch.arange(N) < lengths[:, None, None, None]
     elif ragged == "mask":
         how["mask"] = mask
     if ragged:
         k, v = (x.masked_fill(~mask.transpose(2, 3), torch.nan) for x in (k, v))
+    lengths = lengths if ragged == "lengths" else None
     *memory, table = in_blocks(k, v, block_size, layout)
-    same(decode_kernel.attend(q, *memory, block_table=table, **how), decode_kernel.attend(q, k, v, **how))
+    expected = decode_kernel.attend(q, KV(k, v, lengths=lengths), **how)
+    same(decode_kernel.attend(q, KV(*memory, table, lengths), **how), expected)
 
 
 @every_pair(
@@ -82,12 +84,13 @@ def test_pooled_mass(dtype, block_size, layout, pooling, pool, splits):
     q, k, v = problem(dtype)
     lengths = torch.tensor([N, 17])
     k[1, :, 17:], v[1, :, 17:] = torch.nan, torch.nan
-    how = {**SCALING, "pooling": pooling, "pool": pool, "lengths": lengths}
+    how, kv = {**SCALING, "pooling": pooling, "pool": pool}, KV(k, v, lengths=lengths)
     *memory, table = in_blocks(k, v, block_size, layout)
-    found = pooled_kernel.pooled_mass(q, memory[0], block_table=table, **how)
-    same([of_rows(found, lengths)], [of_rows(pooled_kernel.pooled_mass(q, k, **how), lengths)])
-    found = decode_kernel.attend_pooled(q, *memory, block_table=table, **how)
-    expected = decode_kernel.attend_pooled(q, k, v, **how)
+    blocks = KV(*memory, table, lengths)
+    found = pooled_kernel.pooled_mass(q, blocks, **how)
+    same([of_rows(found, lengths)], [of_rows(pooled_kernel.pooled_mass(q, kv, **how), lengths)])
+    found = decode_kernel.attend_pooled(q, blocks, **how)
+    expected = decode_kernel.attend_pooled(q, kv, **how)
     same(*(one._replace(mass=of_rows(one.mass, lengths)) for one in (found, expected)))
 
 
@@ -110,9 +113,9 @@ def test_attention_of_chosen_keys(dtype, block_size, layout, integers, heads, sp
     chosen = torch.zeros(2, 2, N + 1, dtype=torch.bool).scatter_(2, read.long() % (N + 1), True)[..., :N, None]
     k, v = (x.masked_fill(~chosen, torch.nan) for x in (k, v))
     *memory, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "need_lse": True, "heads": heads, "lengths": torch.tensor([45, 20])}
-    found = decode_kernel.attend_indices(q, *memory, indices, block_table=table, **how)
-    same(found, decode_kernel.attend_indices(q, k, v, indices, **how))
+    how = {**SCALING, "need_lse": True, "heads": heads, "counts": torch.tensor([45, 20])}
+    found = decode_kernel.attend_indices(q, KV(*memory, block_table=table), indices, **how)
+    same(found, decode_kernel.attend_indices(q, KV(k, v), indices, **how))
 
 
 @every_pair(SIZES, LAYOUTS, ("page_size", [1, 5, 16]), ("own", [False, True]), HALF, SPLITS, indirect=["splits"])
@@ -124,9 +127,9 @@ def test_attention_of_pages(dtype, block_size, layout, page_size, own, splits):
     draw = torch.rand(2, 6 if own else 2, number, generator=torch.Generator().manual_seed(3))
     pages = draw.argsort(-1).masked_fill(draw < 0.5, -1).to(torch.int32)
     *memory, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "need_lse": True, "lengths": lengths}
-    found = decode_kernel.attend_pages(q, *memory, pages, page_size, block_table=table, **how)
-    same(found, decode_kernel.attend_pages(q, k, v, pages, page_size, **how))
+    how = {**SCALING, "need_lse": True}
+    found = decode_kernel.attend_pages(q, KV(*memory, table, lengths), pages, page_size, **how)
+    same(found, decode_kernel.attend_pages(q, KV(k, v, lengths=lengths), pages, page_size, **how))
 
 
 @every_pair(
@@ -147,9 +150,10 @@ def test_pooled_mass_of_pages(dtype, block_size, layout, page_size, pooling, poo
     read = (torch.arange(N) // page_size == pages[..., None]).any(2) & (torch.arange(N) < lengths[:, None, None])
     k[~read.expand(-1, 2, -1)] = torch.nan
     keys, _, table = in_blocks(k, v, block_size, layout)
-    how = {**SCALING, "lengths": lengths, "pooling": pooling, "pool": pool}
-    found = pooled_kernel.pooled_mass_of_pages(q, keys, pages, page_size, block_table=table, **how)
-    assert torch.equal(found, pooled_kernel.pooled_mass_of_pages(q, k, pages, page_size, **how))
+    how, blocks = {**SCALING, "pooling": pooling, "pool": pool}, KV(keys, block_table=table, lengths=lengths)
+    found = pooled_kernel.pooled_mass_of_pages(q, blocks, pages, page_size, **how)
+    expected = pooled_kernel.pooled_mass_of_pages(q, KV(k, lengths=lengths), pages, page_size, **how)
+    assert torch.equal(found, expected)
     assert found.isfinite().any()
     assert not found.isnan().any()
 
@@ -163,11 +167,11 @@ def test_the_newest_summary(dtype, block_size, layout, page_size):
     weights = torch.randint(-2, 3, (2, 2, 16), generator=torch.Generator().manual_seed(5)).float().exp2()
     mine, its, expected = (torch.zeros(2, 2, -(-N // page_size), form.bytes, dtype=torch.uint8) for _ in range(3))
     keys, _, table = in_blocks(k, v, block_size, layout)
-    low_rank_kernel.compress_newest(keys, mine, lengths, form, weights, block_table=table)
-    low_rank_kernel.compress_newest(k, its, lengths, form, weights)
+    low_rank_kernel.compress_newest(KV(keys, block_table=table, lengths=lengths), mine, form, weights)
+    low_rank_kernel.compress_newest(KV(k, lengths=lengths), its, form, weights)
     assert torch.equal(mine, its)
-    low_rank.compress_newest(keys, expected, lengths, form, weights, block_table=table)
-    low_rank.compress_newest(k, its.zero_(), lengths, form, weights)
+    low_rank.compress_newest(KV(keys, block_table=table, lengths=lengths), expected, form, weights)
+    low_rank.compress_newest(KV(k, lengths=lengths), its.zero_(), form, weights)
     assert torch.equal(expected, its)
     for records in (mine, expected):
         assert records[0].any(-1).sum(-1).tolist() == [1, 1]
@@ -182,8 +186,8 @@ def test_the_newest_box(dtype, block_size, layout, page_size):
     corners = torch.zeros(2, 2, 2, -(-N // page_size), 16, dtype=dtype)
     mine, its = corners.clone(), corners.clone()
     keys, _, table = in_blocks(k, v, block_size, layout)
-    boxes_kernel.bound_newest(keys, *mine, lengths, page_size, block_table=table)
-    boxes_kernel.bound_newest(k, *its, lengths, page_size)
+    boxes_kernel.bound_newest(KV(keys, block_table=table, lengths=lengths), *mine, page_size)
+    boxes_kernel.bound_newest(KV(k, lengths=lengths), *its, page_size)
     assert torch.equal(mine, its)
     assert mine.any()
     assert mine.isfinite().all()
@@ -196,8 +200,8 @@ def test_a_token_is_put(block_size, layout):
     keys, values, table = in_blocks(k, v, block_size, layout)
     new = torch.randn(2, 2, 1, 16).half(), torch.randn(2, 2, 1, 24).half()
     slots = torch.tensor([N - 1, 33])
-    assert slots_kernel.put_token(keys, values, *new, slots, block_table=table).tolist() == [[N - 1] * 2, [33] * 2]
-    slots_kernel.put_token(k, v, *new, slots)
+    assert slots_kernel.put_token(KV(keys, values, table), *new, slots).tolist() == [[N - 1] * 2, [33] * 2]
+    slots_kernel.put_token(KV(k, v), *new, slots)
     for mine, its in zip(table.gather(k, keys, values), (k, v)):
         assert torch.equal(mine, its)
     named = keys.isnan().all(-1).sum() + values.isnan().all(-1).sum()
@@ -226,27 +230,31 @@ def test_tiles_of_prompts(dtype, block_size, layout, tile, heads, small_tiles):
     heads = None if heads is None else torch.tensor(heads)
     *memory, table = in_blocks(k, v, block_size, layout)
     how = {**SCALING, "tile": tile, "offset": 28, "heads": heads}
-    found = tiles_kernel.attend_tiles(q, *memory, **chosen, block_table=table, **how)
-    same(found, tiles_kernel.attend_tiles(q, k, v, **chosen, **how))
+    found = tiles_kernel.attend_tiles(q, KV(*memory, block_table=table), **chosen, **how)
+    same(found, tiles_kernel.attend_tiles(q, KV(k, v), **chosen, **how))
 
 
 def test_what_does_not_fit():
-    """Of kernels whose verbs do not check it before."""
+    """Wherever it is seen: where the operand is made, by the verb, or by the kernel alone."""
     q, k, v = problem(torch.float32)
     *memory, table = in_blocks(k, v, 16)
     chosen = listed(torch.zeros(2, 2, 1, 3, dtype=torch.int32))
     form = PageRecord(16, 16)
     records = torch.zeros(2, 2, 6, form.bytes, dtype=torch.uint8)
+    corners, token = (k.clone(), k.clone()), (k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]))
+
+    def filled(table):
+        return KV(*memory, table, torch.full((len(table.table),), 16))
+
     calls = [
-        lambda table: low_rank_kernel.compress_newest(
-            memory[0], records, torch.tensor([16, 16]), form, block_table=table
+        *(
+            lambda table, one=one: one.compress_newest(filled(table), records, form)
+            for one in (low_rank, low_rank_kernel)
         ),
-        lambda table: low_rank.compress_newest(memory[0], records, torch.tensor([16, 16]), form, block_table=table),
-        lambda table: boxes_kernel.bound_newest(memory[0], k, k, torch.tensor([1, 1]), 1, block_table=table),
-        lambda table: attend_tiles(q, *memory, **chosen, tile=1, block_table=table, **SCALING),
-        lambda table: slots_kernel.put_token(
-            *memory, k[:, :, :1], v[:, :, :1], torch.tensor([1, 1]), block_table=table
-        ),
+        *(lambda table, one=one: one.bound_newest(filled(table), *corners, 1) for one in (boxes, boxes_kernel)),
+        lambda table: attend_tiles(q, KV(*memory, table), **chosen, tile=1, **SCALING),
+        lambda table: slots_kernel.put_token(KV(*memory, table), *token),
+        lambda table: reference.put_token(KV(*memory, table), *token),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="a block table of 1 rows does not fit"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foveate.ops import KV
 from foveate.ops.compress import boxes, boxes_kernel
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.select import pages, pages_kernel
@@ -21,8 +22,8 @@ def test_the_newest_box(page_size, dim, dtype):
         keys[row, :, length:] = float("nan")
     corners = torch.randn(2, 3, 2, -(-300 // page_size), dim + 3, generator=generator).to(dtype)
     mine, its = corners.clone(), corners.clone()
-    boxes_kernel.bound_newest(keys, *mine[..., :dim], lengths, page_size)
-    boxes.bound_newest(keys, *its[..., :dim], lengths, page_size)
+    boxes_kernel.bound_newest(KV(keys, lengths=lengths), *mine[..., :dim], page_size)
+    boxes.bound_newest(KV(keys, lengths=lengths), *its[..., :dim], page_size)
     assert torch.equal(mine, its)
     assert not torch.equal(mine, corners)
 
@@ -52,8 +53,8 @@ def test_keys_of_pages(group, page_size, number, most):
 def test_what_is_refused():
     keys, low, lengths = torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 2, 4), torch.tensor([8])
     with pytest.raises(UnsupportedError, match="float64"):
-        boxes_kernel.bound_newest(keys.double(), low.double(), low.double(), lengths, 4)
+        boxes_kernel.bound_newest(KV(keys.double(), lengths=lengths), low.double(), low.double(), 4)
     with pytest.raises(ValueError, match="do not fit keys"):
-        boxes_kernel.bound_newest(keys, low.half(), low.half(), lengths, 4)
+        boxes_kernel.bound_newest(KV(keys, lengths=lengths), low.half(), low.half(), 4)
     with pytest.raises(ValueError, match="do not fit 2 KV heads"):
         pages_kernel.keys_of_pages(torch.zeros(1, 3, 4, dtype=torch.int32), 2, 4, lengths)

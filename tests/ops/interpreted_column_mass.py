@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import window
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import column_mass_kernel as kernel
@@ -34,9 +34,9 @@ def log_sum_exp(q, k, shape):
 
 
 def check(q, k, lse, offset):
-    mass = kernel.column_mass(q, k, lse, logits=Logits(0.3), offset=offset)
+    mass = kernel.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=offset)
     assert mass.dtype == torch.float32
-    assert_close(mass, reference.column_mass(q, k, lse, logits=Logits(0.3), offset=offset))
+    assert_close(mass, reference.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=offset))
     return mass
 
 
@@ -73,9 +73,9 @@ def test_capped_logits(dtype, softcap, offset, small_tiles):
     shape = SOME._replace(batch=2, offset=offset)
     q, k, v = problem(shape, dtype=dtype)
     how = {"logits": Logits(3.0, softcap=softcap), "offset": offset}
-    lse = window.attend_capped(q, k, v, **how).lse
-    mass = kernel.column_mass(q, k, lse, **how)
-    assert_close(mass, reference.column_mass(q, k, lse, **how))
+    lse = window.attend_capped(q, KV(k, v), **how).lse
+    mass = kernel.column_mass(q, KV(k), lse, **how)
+    assert_close(mass, reference.column_mass(q, KV(k), lse, **how))
     assert_close(mass.sum(-1), torch.full((2, 2), 3.0 * shape.queries), torch.float16)
 
 
@@ -89,7 +89,7 @@ def test_strided_inputs_among_nan(layout, extra):
     lse = in_buffer(lse[..., None], "tokens_first")[..., 0]
     expected = check(q, k, lse, 14)
     assert expected.isfinite().all()
-    assert torch.equal(kernel.column_mass(in_buffer(q, layout), k, lse, logits=Logits(0.3), offset=14), expected)
+    assert torch.equal(kernel.column_mass(in_buffer(q, layout), KV(k), lse, logits=Logits(0.3), offset=14), expected)
     assert (expected[:, :, SOME.keys :] == 0).all()
 
 
@@ -98,17 +98,17 @@ def test_adds_to_a_view_of_a_poisoned_buffer(small_tiles):
     buffer = torch.full((1, 3, 90), float("nan"))
     out = buffer[:, 1:, 7 : 7 + k.shape[2]].fill_(1.0)
     untouched = buffer.isnan()
-    assert kernel.column_mass(q, k, lse, logits=Logits(0.3), offset=14, out=out) is out
-    assert_close(out, 1 + reference.column_mass(q, k, lse, logits=Logits(0.3), offset=14))
+    assert kernel.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14, out=out) is out
+    assert_close(out, 1 + reference.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14))
     assert torch.equal(buffer.isnan(), untouched)
 
 
 @pytest.mark.parametrize("cut", [1, 16, 40])
 def test_adds_up_over_chunks_of_queries(cut, small_tiles):
     q, k, lse = causal(SOME)
-    mass = kernel.column_mass(q[:, :, :cut], k, lse[:, :, :cut], logits=Logits(0.3), offset=14)
-    kernel.column_mass(q[:, :, cut:], k, lse[:, :, cut:], logits=Logits(0.3), offset=14 + cut, out=mass)
-    assert_close(mass, reference.column_mass(q, k, lse, logits=Logits(0.3), offset=14))
+    mass = kernel.column_mass(q[:, :, :cut], KV(k), lse[:, :, :cut], logits=Logits(0.3), offset=14)
+    kernel.column_mass(q[:, :, cut:], KV(k), lse[:, :, cut:], logits=Logits(0.3), offset=14 + cut, out=mass)
+    assert_close(mass, reference.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14))
 
 
 # Values
@@ -119,10 +119,12 @@ def test_adds_up_over_chunks_of_queries(cut, small_tiles):
 def test_later_keys_and_queries_leave_no_trace(poison, count, small_tiles):
     q, k, lse = causal(SOME)
     visible = 14 + count
-    before = kernel.column_mass(q[:, :, :count], k[:, :, :visible], lse[:, :, :count], logits=Logits(0.3), offset=14)
+    before = kernel.column_mass(
+        q[:, :, :count], KV(k[:, :, :visible]), lse[:, :, :count], logits=Logits(0.3), offset=14
+    )
     for x, end in ((q, count), (k, visible), (lse, count)):
         x[:, :, end:] = poison
-    after = kernel.column_mass(q[:, :, :count], k, lse[:, :, :count], logits=Logits(0.3), offset=14)
+    after = kernel.column_mass(q[:, :, :count], KV(k), lse[:, :, :count], logits=Logits(0.3), offset=14)
     assert torch.equal(after[:, :, :visible], before)
     assert (after[:, :, visible:] == 0).all()
 
@@ -131,10 +133,10 @@ def test_later_keys_and_queries_leave_no_trace(poison, count, small_tiles):
 def test_the_causal_bound_holds_inside_a_block(poison, small_tiles):
     """A key that only the last query sees gives the earlier ones nothing, whatever it holds."""
     q, k, lse = causal(SOME)
-    clean = kernel.column_mass(q, k, lse, logits=Logits(0.3), offset=14)
+    clean = kernel.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14)
     k[:, :, -1] = poison
-    mass = kernel.column_mass(q, k, lse, logits=Logits(0.3), offset=14)
-    own = kernel.column_mass(q[:, :, -1:], k, lse[:, :, -1:], logits=Logits(0.3), offset=SOME.keys - 1)
+    mass = kernel.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14)
+    own = kernel.column_mass(q[:, :, -1:], KV(k), lse[:, :, -1:], logits=Logits(0.3), offset=SOME.keys - 1)
     assert torch.equal(mass[:, :, :-1], clean[:, :, :-1])
     assert torch.equal(mass[:, :, -1].nan_to_num(), own[:, :, -1].nan_to_num())
 
@@ -148,7 +150,7 @@ def test_queries_that_saw_nothing_add_nothing(small_tiles):
 
 def test_repeats_are_equal(small_tiles):
     q, k, lse = causal(SOME)
-    first, second = (kernel.column_mass(q, k, lse, logits=Logits(0.3), offset=14) for _ in range(2))
+    first, second = (kernel.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -159,9 +161,9 @@ def test_the_verb_runs_the_kernel_or_says_why_not(monkeypatch):
     monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: True)
     q, k, lse = causal(SOME)
     arguments = {"lse": lse, "logits": Logits(0.3), "offset": 14}
-    assert torch.equal(ops.column_mass(q, k, **arguments), kernel.column_mass(q, k, **arguments))
+    assert torch.equal(ops.column_mass(q, KV(k), **arguments), kernel.column_mass(q, KV(k), **arguments))
     with pytest.warns(UserWarning, match="float64"):
-        assert_close(ops.column_mass(q.double(), k.double(), **arguments), ops.column_mass(q, k, **arguments))
+        assert_close(ops.column_mass(q.double(), KV(k.double()), **arguments), ops.column_mass(q, KV(k), **arguments))
 
 
 def test_what_is_unsupported():
@@ -172,21 +174,21 @@ def test_what_is_unsupported():
         (torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 16).half()),
     ):
         with pytest.raises(UnsupportedError):
-            kernel.column_mass(q, k, lse, logits=Logits(0.3))
+            kernel.column_mass(q, KV(k), lse, logits=Logits(0.3))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"k": torch.zeros(1, 2, 6, 16)},
-        {"k": torch.zeros(1, 3, 7, 16)},
+        {"kv": KV(torch.zeros(1, 2, 6, 16))},
+        {"kv": KV(torch.zeros(1, 3, 7, 16))},
         {"lse": torch.zeros(1, 1, 4)},
         {"out": torch.zeros(1, 1, 7)},
         {"out": torch.zeros(1, 2, 6)},
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change):
-    fitting = {"q": torch.zeros(1, 4, 4, 16), "k": torch.zeros(1, 2, 7, 16), "lse": torch.zeros(1, 4, 4)}
+    fitting = {"q": torch.zeros(1, 4, 4, 16), "kv": KV(torch.zeros(1, 2, 7, 16)), "lse": torch.zeros(1, 4, 4)}
     kernel.column_mass(**fitting, logits=Logits(0.3), offset=3)
     with pytest.raises(ValueError, match=r"keys|shapes"):
         kernel.column_mass(**fitting | change, logits=Logits(0.3), offset=3)

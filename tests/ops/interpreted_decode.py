@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from foveate.ops.attend import decode, decode_kernel, newest
 from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.dispatch import UnsupportedError
@@ -46,14 +46,14 @@ def close(found, expected, dtype):
 
 def check(q, k, v, indices=None, mask=None, lengths=None):
     """Against the reference over keys of which none is NaN."""
-    more = {"lengths": lengths, "logits": Logits(0.3), "need_lse": True}
+    more = {"logits": Logits(0.3), "need_lse": True}
     k_, v_ = k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0)
     if indices is not None:
-        found = decode_kernel.attend_indices(q, k, v, indices, **more)
-        expected = decode.attend_indices(q, k_, v_, indices, **more)
+        found = decode_kernel.attend_indices(q, KV(k, v), indices, counts=lengths, **more)
+        expected = decode.attend_indices(q, KV(k_, v_), indices, counts=lengths, **more)
     else:
-        found = decode_kernel.attend(q, k, v, mask=mask, **more)
-        expected = decode.attend(q, k_, v_, mask=mask, **more)
+        found = decode_kernel.attend(q, KV(k, v, lengths=lengths), mask=mask, **more)
+        expected = decode.attend(q, KV(k_, v_, lengths=lengths), mask=mask, **more)
     close(found, expected, q.dtype)
     return found
 
@@ -91,16 +91,16 @@ def test_the_newest_tokens(queries, lengths, extra, dims, dtype, splits):
     q = problem(number=1, heads=6 * queries, dim=dims[0], dtype=dtype)[0].view(2, 6, queries, -1)
     sinks = torch.linspace(-1, 2, 6).to(dtype) if extra.get("sinks") else None
     how = {"logits": Logits(0.3, sinks, extra.get("softcap"))}
+    ends = None if lengths is None else torch.tensor(lengths)
     if lengths is not None:
-        how["lengths"] = torch.tensor(lengths)
         for b, length in enumerate(lengths):
             k[b, :, length:] = v[b, :, length:] = float("nan")
-    found = decode_kernel.attend_newest(q, k, v, **how).out
-    expected = newest.attend_newest(q, k.nan_to_num(0.0), v.nan_to_num(0.0), **how).out
+    found = decode_kernel.attend_newest(q, KV(k, v, lengths=ends), **how).out
+    expected = newest.attend_newest(q, KV(k.nan_to_num(0.0), v.nan_to_num(0.0), lengths=ends), **how).out
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     *memory, table = in_blocks(k, v, 16)
-    assert torch.equal(decode_kernel.attend_newest(q, *memory, block_table=table, **how).out, found)
+    assert torch.equal(decode_kernel.attend_newest(q, KV(*memory, table, ends), **how).out, found)
 
 
 @every_pair(("of_heads", [1, 2]), ("of_rows", [1, 2]), HALF, SPLITS, indirect=["splits"], strength=3)
@@ -136,7 +136,7 @@ def test_the_first_keys_alone(dtype, lengths, masked, splits):
     chosen = indices.masked_fill(beyond, -1)
     k, v = k.nan_to_num(0.5), v.nan_to_num(0.5, posinf=0.5)
     found = check(q, k, v, indices, lengths=lengths)
-    close(found, decode_kernel.attend_indices(q, k, v, chosen, logits=Logits(0.3), need_lse=True), dtype)
+    close(found, decode_kernel.attend_indices(q, KV(k, v), chosen, logits=Logits(0.3), need_lse=True), dtype)
 
 
 @every_pair(("places", [1, 33, 140]), HALF, SPLITS, indirect=["splits"])
@@ -158,18 +158,18 @@ def test_memory_for_the_output(splits):
     q, k, v = problem(value_dim=5)
     for attend, chosen in ((decode_kernel.attend, ()), (decode_kernel.attend_indices, (selection(2, 2, 150, 33),))):
         out = torch.full((2, 6, 1, 5), torch.nan)
-        found = attend(q, k, v, *chosen, logits=Logits(0.3), out=out).out
+        found = attend(q, KV(k, v), *chosen, logits=Logits(0.3), out=out).out
         assert found.data_ptr() == out.data_ptr()
-        assert torch.equal(out, attend(q, k, v, *chosen, logits=Logits(0.3)).out)
+        assert torch.equal(out, attend(q, KV(k, v), *chosen, logits=Logits(0.3)).out)
 
 
 @pytest.mark.parametrize("stored", [torch.int32, torch.int64])
 def test_keys_that_another_head_has_chosen(stored, splits):
     q, k, v = problem(heads=12, kv_heads=4)
     indices, heads = selection(2, 4, 150, 70).to(stored), torch.tensor([[2, 9], [2, 9], [0, 9], [3, 9]])[:, 0]
-    expected = decode.attend_indices(q, k, v, indices[:, [2, 2, 0, 3]], logits=Logits(0.3), need_lse=True)
+    expected = decode.attend_indices(q, KV(k, v), indices[:, [2, 2, 0, 3]], logits=Logits(0.3), need_lse=True)
     for attend in (decode_kernel.attend_indices, decode.attend_indices):
-        close(attend(q, k, v, indices, logits=Logits(0.3), need_lse=True, heads=heads), expected, q.dtype)
+        close(attend(q, KV(k, v), indices, logits=Logits(0.3), need_lse=True, heads=heads), expected, q.dtype)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (24, 64), (64, 80), (80, 64), (192, 128), (256, 256)])
@@ -195,8 +195,8 @@ def test_strides_among_nan(layout, splits):
 
 def test_what_was_not_asked_for_is_none():
     q, k, v = problem()
-    assert decode_kernel.attend(q, k, v, logits=Logits(1.0)).lse is None
-    assert decode_kernel.attend_indices(q, k, v, selection(2, 2, 150, 3), logits=Logits(1.0)).lse is None
+    assert decode_kernel.attend(q, KV(k, v), logits=Logits(1.0)).lse is None
+    assert decode_kernel.attend_indices(q, KV(k, v), selection(2, 2, 150, 3), logits=Logits(1.0)).lse is None
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -204,8 +204,8 @@ def test_what_was_not_asked_for_is_none():
 def test_the_mass_of_the_keys(masked, lengths):
     q, k, v = problem()
     mask = torch.rand(2, 2, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
-    more = {"logits": Logits(0.3), "mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}
-    found, expected = decode_kernel.attend(q, k, v, **more), decode.attend(q, k, v, **more)
+    kv, more = KV(k, v, lengths=lengths), {"logits": Logits(0.3), "mask": mask, "need_lse": True, "need_mass": True}
+    found, expected = decode_kernel.attend(q, kv, **more), decode.attend(q, kv, **more)
     close(found, expected, q.dtype)
     torch.testing.assert_close(found.mass, expected.mass)
 
@@ -216,25 +216,25 @@ def test_learned_sinks(dtype, level, masked, splits):
     q, k, v = problem(dtype=dtype)
     sinks = torch.stack([torch.randn(6, generator=torch.manual_seed(0)) + level, torch.zeros(6)], 1).to(dtype)[:, 0]
     mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
-    lengths = torch.tensor([150, 0])
-    more, logits = {"mask": mask, "lengths": lengths, "need_lse": True, "need_mass": True}, Logits(0.3, sinks)
-    found = decode_kernel.attend(q, k, v, logits=logits, **more)
-    expected = decode.attend(q, k, v, logits=logits, **more)
+    kv = KV(k, v, lengths=torch.tensor([150, 0]))
+    more, logits = {"mask": mask, "need_lse": True, "need_mass": True}, Logits(0.3, sinks)
+    found = decode_kernel.attend(q, kv, logits=logits, **more)
+    expected = decode.attend(q, kv, logits=logits, **more)
     close(found, expected, dtype)
     torch.testing.assert_close(found.mass, expected.mass, rtol=2e-3, atol=2e-5)
     assert not found.out[1].any()
     torch.testing.assert_close(found.lse[1, :, 0], sinks.float())
-    without = decode_kernel.attend(q, k, v, logits=Logits(0.3), **more)
+    without = decode_kernel.attend(q, kv, logits=Logits(0.3), **more)
     assert torch.allclose(found.out, without.out, atol=1e-6) == (level < 0)
 
     indices, more = selection(2, 2, 150, 70), {"logits": logits, "need_lse": True}
-    found, expected = (one.attend_indices(q, k, v, indices, **more) for one in (decode_kernel, decode))
+    found, expected = (one.attend_indices(q, KV(k, v), indices, **more) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
-    found, expected = (one.attend_pages(q, k, v, pages, 15, **more) for one in (decode_kernel, decode))
+    found, expected = (one.attend_pages(q, KV(k, v), pages, 15, **more) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        ops.attend(q, k, v, logits=Logits(0.3, sinks[:5]))
+        ops.attend(q, KV(k, v), logits=Logits(0.3, sinks[:5]))
 
 
 @every_pair(POOLING, POOL, HALF, SPLITS, indirect=["splits"])
@@ -242,13 +242,13 @@ def test_pooled_mass_beside_learned_sinks(dtype, pool, pooling, splits):
     q, k, v = problem(dtype=dtype)
     sinks = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0))
     how = {"logits": Logits(0.3, sinks), "pooling": pooling, "pool": pool}
-    expected = pooled.pooled_mass(q, k, **how)
+    expected = pooled.pooled_mass(q, KV(k), **how)
     close_enough = {"rtol": 2e-3, "atol": 1e-3 if pooling == "max_logit" else 1e-5}
-    torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, **close_enough)
-    found = decode_kernel.attend_pooled(q, k, v, **how)
-    close(found, attend_pooled(q, k, v, **how), dtype)
+    torch.testing.assert_close(pooled_kernel.pooled_mass(q, KV(k), **how), expected, **close_enough)
+    found = decode_kernel.attend_pooled(q, KV(k, v), **how)
+    close(found, attend_pooled(q, KV(k, v), **how), dtype)
     torch.testing.assert_close(found.mass, expected, **close_enough)
-    without = pooled.pooled_mass(q, k, **how | {"logits": Logits(0.3)})
+    without = pooled.pooled_mass(q, KV(k), **how | {"logits": Logits(0.3)})
     assert torch.allclose(expected, without, rtol=0.1) == (pooling == "max_logit")  # which no sink changes
 
 
@@ -266,18 +266,18 @@ def test_capped_logits(dtype, softcap, masked, beside, splits):
     mask = torch.rand(2, 1, 1, 150, generator=torch.manual_seed(1)) < 0.5 if masked else None
     sinks = torch.randn(6, generator=torch.manual_seed(0)) if beside else None
     how = {"logits": Logits(2.0, sinks, softcap), "need_lse": True}
-    more = {"mask": mask, "lengths": torch.tensor([150, 77]), "need_mass": True}
-    found, expected = (one.attend(q, k, v, **more, **how) for one in (decode_kernel, decode))
+    kv, more = KV(k, v, lengths=torch.tensor([150, 77])), {"mask": mask, "need_mass": True}
+    found, expected = (one.attend(q, kv, **more, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     torch.testing.assert_close(found.mass, expected.mass, rtol=4e-3, atol=2e-5)
-    without = decode_kernel.attend(q, k, v, **more, **how | {"logits": Logits(2.0, sinks)})
+    without = decode_kernel.attend(q, kv, **more, **how | {"logits": Logits(2.0, sinks)})
     assert not torch.allclose(found.out, without.out, rtol=0.01, atol=0.01)
 
     indices = selection(2, 2, 150, 70)
-    found, expected = (one.attend_indices(q, k, v, indices, **how) for one in (decode_kernel, decode))
+    found, expected = (one.attend_indices(q, KV(k, v), indices, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
     pages = torch.tensor([[3, 0, -1, 9], [1, -1, -1, -1]], dtype=torch.int32).expand(2, 2, 4)
-    found, expected = (one.attend_pages(q, k, v, pages, 15, **how) for one in (decode_kernel, decode))
+    found, expected = (one.attend_pages(q, KV(k, v), pages, 15, **how) for one in (decode_kernel, decode))
     close(found, expected, dtype)
 
 
@@ -298,22 +298,24 @@ def test_rows_that_read_their_first_keys_instead_of_the_chosen_ones(dtype, whole
     for row in whole.nonzero()[:, 0]:
         k[row, :, whole[row] :], v[row, :, whole[row] :] = torch.nan, torch.inf
         k_[row, :, whole[row] :], v_[row, :, whole[row] :] = 0, 0
-    how = {"logits": Logits(0.3), "need_lse": True}
+    how, lengths = {"logits": Logits(0.3), "need_lse": True}, None
     if of_pages:
         pages = torch.tensor([3, 0, -1, 9, 2], dtype=torch.int32)[: max(2, places // 30)].expand(3, 2, -1)
         chosen, name, size = pages, "attend_pages", (15,)
-        how["lengths"] = torch.tensor([150, 150, 140]) if bounded else None
+        lengths = torch.tensor([150, 150, 140]) if bounded else None
     else:
         chosen, name, size = selection(3, 2, 150, places), "attend_indices", ()
-        how["lengths"] = torch.tensor([10, 3, 0]) if bounded else None
-    found = getattr(decode_kernel, name)(q, k, v, chosen, *size, whole=whole, **how)
-    close(found, getattr(decode, name)(q, k_, v_, chosen, *size, whole=whole, **how), dtype)
+        how["counts"] = torch.tensor([10, 3, 0]) if bounded else None
+    clean = KV(k_, v_, lengths=lengths)
+    found = getattr(decode_kernel, name)(q, KV(k, v, lengths=lengths), chosen, *size, whole=whole, **how)
+    close(found, getattr(decode, name)(q, clean, chosen, *size, whole=whole, **how), dtype)
     for block_size in (16, 40):
         *memory, table = in_blocks(k, v, block_size, "side_by_side")
-        in_pieces = getattr(decode_kernel, name)(q, *memory, chosen, *size, whole=whole, block_table=table, **how)
+        blocks = KV(*memory, table, lengths)
+        in_pieces = getattr(decode_kernel, name)(q, blocks, chosen, *size, whole=whole, **how)
         assert torch.equal(in_pieces.out, found.out)
-    sparse = getattr(decode, name)(q, k_, v_, chosen, *size, **how)
-    dense = decode.attend(q, k_, v_, logits=Logits(0.3), lengths=whole, need_lse=True)
+    sparse = getattr(decode, name)(q, clean, chosen, *size, **how)
+    dense = decode.attend(q, KV(k_, v_, lengths=whole), logits=Logits(0.3), need_lse=True)
     rows = (whole > 0)[:, None, None]
     expected = dense.out.where(rows[..., None], sparse.out), dense.lse.where(rows, sparse.lse)
     close(found, ops.Attended(*expected), dtype)
@@ -324,11 +326,11 @@ def test_the_first_key_that_is_not_there_has_no_score(pooling, pool, dtype):
     """Of a row without keys, too, and of one whose keys fill what programs pool at once."""
     q, k, v = problem(3, number=600, dtype=dtype)
     lengths = torch.tensor([0, 256, 512])
-    how = {"logits": Logits(0.3), "lengths": lengths, "pooling": pooling, "pool": pool}
-    for found in (pooled_kernel.pooled_mass(q, k, **how), decode_kernel.attend_pooled(q, k, v, **how).mass):
+    kv, how = KV(k, v, lengths=lengths), {"logits": Logits(0.3), "pooling": pooling, "pool": pool}
+    for found in (pooled_kernel.pooled_mass(q, kv, **how), decode_kernel.attend_pooled(q, kv, **how).mass):
         assert all(found[row, :, length].isneginf().all() for row, length in enumerate(lengths))
         torch.testing.assert_close(
-            of_rows(found, lengths), pooled.pooled_mass(q, k, **how), **tolerance(dtype, pooling)
+            of_rows(found, lengths), pooled.pooled_mass(q, kv, **how), **tolerance(dtype, pooling)
         )
 
 
@@ -336,12 +338,14 @@ def test_the_first_key_that_is_not_there_has_no_score(pooling, pool, dtype):
 def test_pooled_mass_of_capped_logits(dtype, softcap, pool, pooling, splits):
     q, k, v = problem(dtype=dtype)
     how = {"logits": Logits(2.0, softcap=softcap), "pooling": pooling, "pool": pool}
-    expected = pooled.pooled_mass(q, k, **how)
-    torch.testing.assert_close(pooled_kernel.pooled_mass(q, k, **how), expected, rtol=4e-3, atol=1e-5)
-    found = decode_kernel.attend_pooled(q, k, v, **how)
-    close(found, attend_pooled(q, k, v, **how), dtype)
+    expected = pooled.pooled_mass(q, KV(k), **how)
+    torch.testing.assert_close(pooled_kernel.pooled_mass(q, KV(k), **how), expected, rtol=4e-3, atol=1e-5)
+    found = decode_kernel.attend_pooled(q, KV(k, v), **how)
+    close(found, attend_pooled(q, KV(k, v), **how), dtype)
     torch.testing.assert_close(found.mass, expected, rtol=4e-3, atol=1e-5)
-    assert not torch.allclose(expected, pooled.pooled_mass(q, k, **how | {"logits": Logits(2.0)}), rtol=4e-3, atol=1e-5)
+    assert not torch.allclose(
+        expected, pooled.pooled_mass(q, KV(k), **how | {"logits": Logits(2.0)}), rtol=4e-3, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
@@ -349,12 +353,12 @@ def test_caps_that_are_none(softcap):
     q, k, v = problem()
     for call in (ops.attend, ops.attend_pooled):
         with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap}"):
-            call(q, k, v, logits=Logits(1.0, softcap=softcap))
+            call(q, KV(k, v), logits=Logits(1.0, softcap=softcap))
 
 
 def test_no_keys():
     q, k, v = problem(number=0)
-    found = decode_kernel.attend(q, k, v, logits=Logits(1.0), need_lse=True)
+    found = decode_kernel.attend(q, KV(k, v), logits=Logits(1.0), need_lse=True)
     assert not found.out.any()
     assert found.lse.isneginf().all()
 
@@ -362,21 +366,21 @@ def test_no_keys():
 def test_several_queries_are_the_librarys():
     q, k, v = problem()
     q = q.expand(-1, -1, 3, -1)
-    expected = decode.attend(q, k, v, logits=Logits(0.3))
-    assert torch.equal(decode_kernel.attend(q, k, v, logits=Logits(0.3)).out, expected.out)
+    expected = decode.attend(q, KV(k, v), logits=Logits(0.3))
+    assert torch.equal(decode_kernel.attend(q, KV(k, v), logits=Logits(0.3)).out, expected.out)
 
 
 def test_what_attention_refuses():
     q, k, v = problem()
-    indices = selection(2, 2, 150, 8)
+    indices, (wide, wide_k, wide_v) = selection(2, 2, 150, 8), problem(dim=257)
     with pytest.raises(UnsupportedError, match="float64"):
-        decode_kernel.attend(q.double(), k.double(), v.double(), logits=Logits(1.0))
+        decode_kernel.attend(q.double(), KV(k.double(), v.double()), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
-        decode_kernel.attend(*problem(dim=257), logits=Logits(1.0))
+        decode_kernel.attend(wide, KV(wide_k, wide_v), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="the mass of the keys"):
-        decode_kernel.attend_indices(q, k, v, indices, logits=Logits(1.0), need_mass=True)
+        decode_kernel.attend_indices(q, KV(k, v), indices, logits=Logits(1.0), need_mass=True)
     with pytest.raises(UnsupportedError, match="more than one query"):
-        decode_kernel.attend_indices(q.expand(-1, -1, 2, -1), k, v, indices, logits=Logits(1.0))
+        decode_kernel.attend_indices(q.expand(-1, -1, 2, -1), KV(k, v), indices, logits=Logits(1.0))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 512])
@@ -388,9 +392,9 @@ def test_splits_cover_all_blocks_and_none_is_empty(rows, blocks):
     assert blocks < 64 or rows * splits >= min(264, rows * 128)
 
 
-def check_mass(q, k, **more):
-    found = of_rows(pooled_kernel.pooled_mass(q, k, logits=Logits(0.3), **more), more.get("lengths"))
-    expected = pooled.pooled_mass(q, k.nan_to_num(0.0), logits=Logits(0.3), **more)
+def check_mass(q, k, lengths=None, **more):
+    found = of_rows(pooled_kernel.pooled_mass(q, KV(k, lengths=lengths), logits=Logits(0.3), **more), lengths)
+    expected = pooled.pooled_mass(q, KV(k.nan_to_num(0.0), lengths=lengths), logits=Logits(0.3), **more)
     torch.testing.assert_close(found, expected, **tolerance(q.dtype, more.get("pooling")))
     return found
 
@@ -411,15 +415,15 @@ def test_pooled_mass(dtype, pooling, pool, number, splits):
 @every_pair(("ragged", [False, True]), POOLING, POOL, HALF, SPLITS, indirect=["splits"], strength=3)
 def test_attention_with_pooled_mass_of_the_same_pass(dtype, pooling, pool, ragged, splits):
     q, k, v = problem(number=300, dtype=dtype)
-    more = {"logits": Logits(0.3), "pooling": pooling, "pool": pool}
+    lengths, more = None, {"logits": Logits(0.3), "pooling": pooling, "pool": pool}
     if ragged:
-        more["lengths"] = torch.tensor([[300, 17], [0, 131]])
-        beyond = torch.arange(300) >= more["lengths"][:, :, None]
+        lengths = torch.tensor([[300, 17], [0, 131]])
+        beyond = torch.arange(300) >= lengths[:, :, None]
         k[beyond], v[beyond] = torch.nan, torch.inf
-    found = decode_kernel.attend_pooled(q, k, v, **more)
-    expected = attend_pooled(q, k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), **more)
+    found = decode_kernel.attend_pooled(q, KV(k, v, lengths=lengths), **more)
+    expected = attend_pooled(q, KV(k.nan_to_num(0.0), v.nan_to_num(0.0, 0.0), lengths=lengths), **more)
     close(found, expected, dtype)
-    mass = of_rows(found.mass, more.get("lengths"))
+    mass = of_rows(found.mass, lengths)
     torch.testing.assert_close(mass, expected.mass, **tolerance(dtype, pooling))
 
 
@@ -442,8 +446,8 @@ def test_pooled_mass_of_the_first_keys(dtype, pool, pooling, lengths, splits):
 def test_masses_that_are_nothing_in_16_bits():
     q, k, _ = problem(1, 2, 1, 60, dtype=torch.float16)
     k[0, 0, 7] = 400 * q[0, 0, 0] / q[0, 0, 0].float().norm()
-    found = pooled_kernel.pooled_mass(q, k, logits=Logits(1.0))
-    expected = pooled.pooled_mass(q, k, logits=Logits(1.0))
+    found = pooled_kernel.pooled_mass(q, KV(k), logits=Logits(1.0))
+    expected = pooled.pooled_mass(q, KV(k), logits=Logits(1.0))
     torch.testing.assert_close(found, expected, rtol=3e-4, atol=2.0**-32)
 
 
@@ -454,7 +458,7 @@ def test_logits_far_below_their_blocks_largest_in_16_bits():
     logits = torch.einsum("hd,nd->hn", q[0, :, 0].double(), k[0, 0].double())
     floors = logits.amax(1, keepdim=True) - 65535 / 512 * math.log(2)
     assert bool((logits[0, :7] < floors[0] - 100).all())
-    found = pooled_kernel.pooled_mass(q, k, logits=Logits(1.0), pooling="max_logit")
+    found = pooled_kernel.pooled_mass(q, KV(k), logits=Logits(1.0), pooling="max_logit")
     torch.testing.assert_close(found[0, 0], logits.maximum(floors).amax(0).float(), rtol=1e-4, atol=1e-3)
 
 
@@ -466,18 +470,18 @@ def test_pooled_mass_of_groups_and_strides(layout, heads, kv_heads, dim, splits)
 
 
 def test_what_pooled_mass_refuses():
-    q, k, _ = problem()
-    assert pooled_kernel.pooled_mass(q, k[:, :, :0], logits=Logits(1.0)).shape == (2, 2, 0)
+    (q, k, _), (wide, wide_k, _) = problem(), problem(dim=257)
+    assert pooled_kernel.pooled_mass(q, KV(k[:, :, :0]), logits=Logits(1.0)).shape == (2, 2, 0)
     with pytest.raises(UnsupportedError, match="float64"):
-        pooled_kernel.pooled_mass(q.double(), k.double(), logits=Logits(1.0))
+        pooled_kernel.pooled_mass(q.double(), KV(k.double()), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
-        pooled_kernel.pooled_mass(*problem(dim=257)[:2], logits=Logits(1.0))
+        pooled_kernel.pooled_mass(wide, KV(wide_k), logits=Logits(1.0))
     with pytest.raises(ValueError, match="do not fit one query a row"):
-        pooled_kernel.pooled_mass(q.expand(-1, -1, 2, -1), k, logits=Logits(1.0))
+        pooled_kernel.pooled_mass(q.expand(-1, -1, 2, -1), KV(k), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match=r"float32 with keys in torch\.float16"):
-        pooled_kernel.pooled_mass(q, k.half(), logits=Logits(1.0))
+        pooled_kernel.pooled_mass(q, KV(k.half()), logits=Logits(1.0))
     for function in (pooled.pooled_mass, pooled_kernel.pooled_mass):
         with pytest.raises(ValueError, match="pooling must be"):
-            function(q, k, logits=Logits(1.0), pooling="pre_softmax")
+            function(q, KV(k), logits=Logits(1.0), pooling="pre_softmax")
         with pytest.raises(ValueError, match="pool must be"):
-            function(q, k, logits=Logits(1.0), pool="head")
+            function(q, KV(k), logits=Logits(1.0), pool="head")

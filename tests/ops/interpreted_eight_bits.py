@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foveate.ops import BlockTable, Logits, PageRecord
+from foveate.ops import KV, BlockTable, Logits, PageRecord
 from foveate.ops.attend import decode, decode_kernel
 from foveate.ops.attend.pooled import attend_pooled
 from foveate.ops.block_table import EIGHT_BITS
@@ -40,17 +40,17 @@ def calls(q, k, v, table, kernel):
     indices = indices.view(B, KV_HEADS, 20).int()
     pages = torch.tensor([[[0, 2, 8], [1, 3, 4]], [[0, 1, -1], [2, 4, -1]]], dtype=torch.int32)
     logits = Logits(0.3 * SCALES[0])
-    how = {"logits": logits, "block_table": table}
+    how, kv, shorter = {"logits": logits}, KV(k, v, table), KV(k, v, table, LENGTHS)
     found = {
-        "attend": attend.attend(q, k, v, lengths=LENGTHS, need_lse=True, **how),
-        "indices": attend.attend_indices(q, k, v, indices, need_lse=True, **how),
-        "whole": attend.attend_indices(q, k, v, indices, whole=torch.tensor([0, 33]), need_lse=True, **how),
-        "pages": attend.attend_pages(q, k, v, pages, 8, lengths=LENGTHS, need_lse=True, **how),
-        "pooled": pooling(q, k, v, lengths=LENGTHS, **how),
+        "attend": attend.attend(q, shorter, need_lse=True, **how),
+        "indices": attend.attend_indices(q, kv, indices, need_lse=True, **how),
+        "whole": attend.attend_indices(q, kv, indices, whole=torch.tensor([0, 33]), need_lse=True, **how),
+        "pages": attend.attend_pages(q, shorter, pages, 8, need_lse=True, **how),
+        "pooled": pooling(q, shorter, **how),
     }
     found = {f"{name} {part}": x for name, one in found.items() for part, x in zip(("out", "lse", "mass"), one)}
-    found["mass"] = score.pooled_mass(q, k, lengths=LENGTHS, **how)
-    found["mass of pages"] = score.pooled_mass_of_pages(q, k, pages, 8, lengths=LENGTHS, **how)
+    found["mass"] = score.pooled_mass(q, shorter, **how)
+    found["mass of pages"] = score.pooled_mass_of_pages(q, shorter, pages, 8, **how)
     there = torch.arange(LENGTH) < LENGTHS[:, None, None]
     cut = {name: x for name, x in found.items() if x is not None}
     for name in ("mass", "pooled mass"):  # after a row's keys it may be anything
@@ -75,9 +75,9 @@ def test_values_of_any_width_and_stride(dim, rest):
     table = BlockTable(torch.arange(B * -(-LENGTH // BLOCK), dtype=torch.int32).view(B, -1), LENGTH)
     kv = torch.randn(table.table.numel(), KV_HEADS, BLOCK, 2 * dim + rest, generator=generator).to(EIGHT_BITS)
     k, v = kv[..., :dim], kv[..., dim : 2 * dim]
-    how = {"logits": Logits(0.3), "lengths": LENGTHS, "block_table": table}
-    found = decode_kernel.attend(q, k, v, **how).out
-    torch.testing.assert_close(found, decode.attend(q, k, v, **how).out, rtol=2e-2, atol=2e-3)
+    kv, how = KV(k, v, table, LENGTHS), {"logits": Logits(0.3)}
+    found = decode_kernel.attend(q, kv, **how).out
+    torch.testing.assert_close(found, decode.attend(q, kv, **how).out, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
@@ -88,8 +88,8 @@ def test_queries_in_bf16_of_any_size(size):
     table = BlockTable(torch.arange(B * -(-LENGTH // BLOCK), dtype=torch.int32).view(B, -1), LENGTH)
     kv = torch.randn(table.table.numel(), KV_HEADS, BLOCK, 2 * DIM, generator=generator).to(EIGHT_BITS)
     k, v = kv[..., :DIM], kv[..., DIM:]
-    how = {"logits": Logits(0.3 / size), "lengths": LENGTHS, "block_table": table, "need_lse": True}
-    found, meant = decode_kernel.attend(q, k, v, **how), decode.attend(q.float(), k.float(), v.float(), **how)
+    how, exact = {"logits": Logits(0.3 / size), "need_lse": True}, KV(k.float(), v.float(), table, LENGTHS)
+    found, meant = decode_kernel.attend(q, KV(k, v, table, LENGTHS), **how), decode.attend(q.float(), exact, **how)
     torch.testing.assert_close(found.out.float(), meant.out, rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(found.lse, meant.lse, rtol=1e-3, atol=1e-3)
 
@@ -105,7 +105,7 @@ def test_references_read_them_alike(problem):
 def test_scales_belong_to_the_logits_and_the_output(problem):
     q, stored, _, table = problem
     (k, v), what = [x.float() * scale for x, scale in zip(stored, SCALES)], calls(q, *stored, table, kernel=True)
-    meant = decode.attend(q.float(), k, v, logits=Logits(0.3), lengths=LENGTHS, block_table=table).out
+    meant = decode.attend(q.float(), KV(k, v, table, LENGTHS), logits=Logits(0.3)).out
     torch.testing.assert_close(what["attend out"].float() * SCALES[1], meant, rtol=2e-3, atol=0.05)
 
 
@@ -128,6 +128,6 @@ def test_without_blocks_they_are_refused(problem):
     q, stored, _, _ = problem
     k, v = (x[:B] for x in stored)
     with pytest.raises(UnsupportedError, match=r"queries in torch\.float.* with keys in torch\.float8_e4m3fn"):
-        decode_kernel.attend(q, k, v, logits=Logits(0.3))
+        decode_kernel.attend(q, KV(k, v), logits=Logits(0.3))
     with pytest.raises(UnsupportedError, match=r"with keys in torch\.float8_e4m3fn"):
-        pooled_kernel.pooled_mass(q, k, logits=Logits(0.3))
+        pooled_kernel.pooled_mass(q, KV(k), logits=Logits(0.3))

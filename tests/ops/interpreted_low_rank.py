@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from foveate.ops import BlockTable, Logits
+from foveate.ops import KV, BlockTable, Logits
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
 from foveate.ops.compress.low_rank import PageRecord
@@ -62,8 +62,8 @@ def test_the_page_that_the_newest_key_fills(form):
     before = torch.full((3, 2, 4, form.bytes + 16), 7, dtype=torch.uint8)
     found, expected = before.clone(), before.clone()
     weights = powers(3, 2, form.head_dim)
-    summaries_kernel.compress_newest(keys, found[..., : form.bytes], lengths, form, weights)
-    summaries.compress_newest(keys, expected[..., : form.bytes], lengths, form, weights)
+    summaries_kernel.compress_newest(KV(keys, lengths=lengths), found[..., : form.bytes], form, weights)
+    summaries.compress_newest(KV(keys, lengths=lengths), expected[..., : form.bytes], form, weights)
     written = torch.zeros(3, 2, 4, dtype=torch.bool)
     written[0, :, 2] = written[1, :, 0] = True
     for records in (found, expected):
@@ -254,9 +254,9 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match="weights must be float32"):
             module.compress_pages(keys, form, torch.ones(1, 2, 8).double())
         with pytest.raises(ValueError, match="records must be uint8"):
-            module.compress_newest(keys, records[..., 1:], torch.tensor([8]), form)
+            module.compress_newest(KV(keys, lengths=torch.tensor([8])), records[..., 1:], form)
         with pytest.raises(ValueError, match="do not fit records"):
-            module.compress_newest(keys[:, :1], records, torch.tensor([8]), form)
+            module.compress_newest(KV(keys[:, :1], lengths=torch.tensor([8])), records, form)
     for module in (low_rank, low_rank_kernel):
         with pytest.raises(ValueError, match="records must be uint8"):
             module.page_lse(rows, records.int(), form, logits=Logits(1.0))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from foveate.ops.attend import decode, decode_kernel, gather
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import pooled, pooled_kernel
@@ -46,11 +46,11 @@ def forget_unread(k, v, pages, page_size, lengths):
 
 
 def check(q, k, v, pages, page_size, lengths=None):
-    more = {"logits": Logits(0.3), "lengths": lengths, "need_lse": True}
+    kv, more = KV(k, v, lengths=lengths), {"logits": Logits(0.3), "need_lse": True}
     forget_unread(k, v, pages, page_size, lengths)
-    expected = decode.attend_pages(q, k, v, pages, page_size, **more)
+    expected = decode.attend_pages(q, kv, pages, page_size, **more)
     tolerance = 1e-5 if q.dtype == torch.float32 else 2e-3
-    found = decode_kernel.attend_pages(q, k, v, pages, page_size, **more)
+    found = decode_kernel.attend_pages(q, kv, pages, page_size, **more)
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-4)
     return found
@@ -102,16 +102,16 @@ def test_rows_without_pages(own, splits):
     found = check(q, k, v, pages.long(), 16, torch.tensor([150, 150]))
     assert not found.out[1].any()
     assert found.lse[1].isneginf().all()
-    assert not decode_kernel.attend_pages(q, k, v, pages[:, :, :0], 16, logits=Logits(0.3)).out.any()
+    assert not decode_kernel.attend_pages(q, KV(k, v), pages[:, :, :0], 16, logits=Logits(0.3)).out.any()
 
 
 def test_heads_of_a_group_read_pages_of_their_own(splits):
     q, k, v = problem(1, 1, 4, 64)
     pages = torch.arange(4, dtype=torch.int32).view(1, 4, 1)
-    found = decode_kernel.attend_pages(q, k, v, pages, 16, logits=Logits(0.3))
+    found = decode_kernel.attend_pages(q, KV(k, v), pages, 16, logits=Logits(0.3))
     for head in range(4):
         some = slice(16 * head, 16 * head + 16)
-        alone = decode.attend(q[:, head : head + 1], k[:, :, some], v[:, :, some], logits=Logits(0.3))
+        alone = decode.attend(q[:, head : head + 1], KV(k[:, :, some], v[:, :, some]), logits=Logits(0.3))
         torch.testing.assert_close(found.out[:, head : head + 1], alone.out)
 
 
@@ -137,12 +137,12 @@ def test_what_attention_over_pages_refuses():
     q, k, v = problem()
     pages = selection(2, 2, 150, 16)
     with pytest.raises(UnsupportedError, match="more than one query"):
-        decode_kernel.attend_pages(q.expand(-1, -1, 2, -1), k, v, pages, 16, logits=Logits(1.0))
+        decode_kernel.attend_pages(q.expand(-1, -1, 2, -1), KV(k, v), pages, 16, logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="float64"):
-        decode_kernel.attend_pages(q.double(), k.double(), v.double(), pages, 16, logits=Logits(1.0))
+        decode_kernel.attend_pages(q.double(), KV(k.double(), v.double()), pages, 16, logits=Logits(1.0))
     for wrong in (pages[:1], pages[:, :1], pages.repeat(1, 2, 1)):
         with pytest.raises(ValueError, match=r"do not fit \d+ rows of"):
-            ops.attend_pages(q, k, v, wrong, 16, logits=Logits(1.0))
+            ops.attend_pages(q, KV(k, v), wrong, 16, logits=Logits(1.0))
 
 
 # Mass
@@ -155,15 +155,16 @@ RAGGED = {"all": None, **LENGTHS}
 
 def check_mass(q, k, pages, page_size, lengths=None, **how):
     """Against the reference, of which pages are read and keys that are not hold NaN; repeats are equal bit for bit."""
-    how = {"logits": Logits(0.3), "lengths": lengths, **how}
+    how = {"logits": Logits(0.3), **how}
     forget_unread(k, k.clone(), pages.expand(-1, k.shape[1], -1), page_size, lengths)
     exact, logit = q.dtype == torch.float32, how.get("pooling") == "max_logit"
-    precise = (q.double(), k.double()) if exact else (q, k)  # sums in fp32 differ by processor
-    expected = pooled.pooled_mass_of_pages(*precise, pages, page_size, **how).float()
-    found = pooled_kernel.pooled_mass_of_pages(q, k, pages, page_size, **how)
+    more_q, more_k = (q.double(), k.double()) if exact else (q, k)  # sums in fp32 differ by processor
+    expected = pooled.pooled_mass_of_pages(more_q, KV(more_k, lengths=lengths), pages, page_size, **how).float()
+    kv = KV(k, lengths=lengths)
+    found = pooled_kernel.pooled_mass_of_pages(q, kv, pages, page_size, **how)
     atol = (1e-5 if exact else 1e-3) if logit else 1e-9
     torch.testing.assert_close(found, expected, rtol=1e-5 if exact else 3e-4, atol=atol)
-    assert torch.equal(found, pooled_kernel.pooled_mass_of_pages(q, k, pages.long(), page_size, **how))
+    assert torch.equal(found, pooled_kernel.pooled_mass_of_pages(q, kv, pages.long(), page_size, **how))
     return found
 
 
@@ -184,14 +185,14 @@ def test_the_mass_of_keys_of_pages_capped_and_beside_sinks(pool, beside, softcap
     q, k, _ = problem(dtype=dtype)
     sinks = 5 + 2 * torch.randn(6, generator=torch.manual_seed(0)) if beside else None
     pages = selection(2, 1 if pool == "layer" else 2, 150, 16, 0.9)
-    how = {"pooling": pooling, "pool": pool, "lengths": torch.tensor([150, 77])}
-    found = check_mass(q, k, pages, 16, **how, logits=Logits(0.3, sinks, softcap))
+    how, lengths = {"pooling": pooling, "pool": pool}, torch.tensor([150, 77])
+    found = check_mass(q, k, pages, 16, lengths, **how, logits=Logits(0.3, sinks, softcap))
     others = (
         (Logits(0.3, sinks), softcap is not None),
         (Logits(0.3, None, softcap), beside and pooling != "max_logit"),
     )
     for logits, changed in others:
-        without = pooled_kernel.pooled_mass_of_pages(q, k, pages, 16, **how, logits=logits)
+        without = pooled_kernel.pooled_mass_of_pages(q, KV(k, lengths=lengths), pages, 16, **how, logits=logits)
         assert torch.equal(found, without) != changed
 
 
@@ -214,8 +215,8 @@ def test_the_mass_of_keys_of_pages_of_any_head_dim_and_strides(layout, dim, spli
 def test_the_mass_of_keys_of_all_pages_in_order_is_that_of_all_keys(splits):
     q, k, _ = problem(number=160)
     pages = torch.arange(10, dtype=torch.int32).expand(2, 2, -1)
-    found = pooled_kernel.pooled_mass_of_pages(q, k, pages, 16, logits=Logits(0.3), lengths=torch.tensor([160, 99]))
-    assert torch.equal(found, pooled_kernel.pooled_mass(q, k, logits=Logits(0.3), lengths=torch.tensor([160, 99])))
+    found = pooled_kernel.pooled_mass_of_pages(q, KV(k, lengths=torch.tensor([160, 99])), pages, 16, logits=Logits(0.3))
+    assert torch.equal(found, pooled_kernel.pooled_mass(q, KV(k, lengths=torch.tensor([160, 99])), logits=Logits(0.3)))
 
 
 def test_the_mass_of_rows_without_pages(splits):
@@ -223,17 +224,17 @@ def test_the_mass_of_rows_without_pages(splits):
     pages = selection(2, 2, 150, 16)
     pages[1] = -1
     assert check_mass(q, k, pages, 16)[1].isneginf().all()
-    assert pooled_kernel.pooled_mass_of_pages(q, k, pages[:, :, :0], 16, logits=Logits(0.3)).shape == (2, 2, 0)
+    assert pooled_kernel.pooled_mass_of_pages(q, KV(k), pages[:, :, :0], 16, logits=Logits(0.3)).shape == (2, 2, 0)
 
 
 def test_what_the_mass_of_keys_of_pages_refuses():
     q, k, _ = problem()
     pages = selection(2, 2, 150, 16)
     with pytest.raises(UnsupportedError, match="float64"):
-        pooled_kernel.pooled_mass_of_pages(q.double(), k.double(), pages, 16, logits=Logits(1.0))
+        pooled_kernel.pooled_mass_of_pages(q.double(), KV(k.double()), pages, 16, logits=Logits(1.0))
     for module in (pooled, pooled_kernel):
         with pytest.raises(ValueError, match="pooling must be"):
-            module.pooled_mass_of_pages(q, k, pages, 16, logits=Logits(1.0), pooling="pre_softmax")
+            module.pooled_mass_of_pages(q, KV(k), pages, 16, logits=Logits(1.0), pooling="pre_softmax")
 
 
 @every_pair(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foveate.ops import KV
 from foveate.ops.attend import selected, selected_kernel
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.tiles import Tile
@@ -33,8 +34,8 @@ def selection(batch, heads, length, number, places, seed=0):
 
 def check(q, k, v, indices, **more):
     arguments = {"scaling": 0.3, **more}
-    found = selected_kernel.attend_selected(q, k, v, indices, **arguments)
-    expected = selected.attend_selected(q, k, v, indices, **arguments)
+    found = selected_kernel.attend_selected(q, KV(k, v), indices, **arguments)
+    expected = selected.attend_selected(q, KV(k, v), indices, **arguments)
     tolerance = 1e-5 if q.dtype == torch.float32 else 2e-3
     torch.testing.assert_close(found.out, expected.out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-4)
@@ -80,7 +81,7 @@ def test_windows_and_sinks(sinks, value_dim, size, offset, splits):
     recent_k[:, :, offset + 3 :], recent_v[:, :, offset + 3 :] = torch.nan, torch.nan
     recent_k[:, :, : max(0, offset + 1 - size)], recent_v[:, :, : max(0, offset + 1 - size)] = torch.nan, torch.nan
     logits = torch.tensor([0.0, 3.0, -2.0, -torch.inf, 40.0, 1.0]) if sinks else None
-    arguments = {"recent_k": recent_k, "recent_v": recent_v, "window": size, "offset": offset, "sinks": logits}
+    arguments = {"recent": KV(recent_k, recent_v), "window": size, "offset": offset, "sinks": logits}
     check(q, k, v, selection(2, 1, 3, 60, 20), **arguments)
     nothing = torch.full((2, 3, 7), -1, dtype=torch.int32)
     check(q, k, v, nothing, **arguments)
@@ -109,9 +110,9 @@ def test_groups(heads, kv_heads, splits):
 def test_strides_among_nan(layout, splits):
     q, k, v = (in_buffer(x, layout) for x in problem(value_dim=24))
     indices = torch.stack([selection(2, 2, 3, 60, 20), torch.full((2, 2, 3, 20), 5)], -1)[..., 0]
-    recent = in_buffer(k.clone(), "own"), in_buffer(v.clone(), layout)
+    recent = KV(in_buffer(k.clone(), "own"), in_buffer(v.clone(), layout))
     logits = torch.stack([torch.ones(6), torch.full((6,), torch.nan)], 1)[:, 0]
-    check(q, k, v, indices, recent_k=recent[0], recent_v=recent[1], window=7, offset=9, sinks=logits)
+    check(q, k, v, indices, recent=recent, window=7, offset=9, sinks=logits)
 
 
 @pytest.mark.parametrize("value_dim", [None, 24])
@@ -122,34 +123,35 @@ def test_keys_that_are_not_selected_may_be_nan(value_dim, splits):
     for b in range(2):
         unread = ~torch.isin(torch.arange(60), indices[b])
         k[b, :, unread], v[b, :, unread] = torch.nan, torch.inf
-    found = selected_kernel.attend_selected(q, k, v, indices, scaling=0.3)
+    found = selected_kernel.attend_selected(q, KV(k, v), indices, scaling=0.3)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
 
 
 def test_blocks_larger_than_what_is_selected(monkeypatch):
     monkeypatch.setattr(selected_kernel, "tile_for", lambda *_: Tile(64, 64, num_warps=8, num_stages=2))
-    check(*problem(), selection(2, 1, 3, 60, 3), window=3, recent_k=problem()[1], recent_v=problem()[1])
+    check(*problem(), selection(2, 1, 3, 60, 3), window=3, recent=KV(*problem()[1:]))
 
 
 def test_nothing_to_do():
     q, k, v = problem()
-    assert selected_kernel.attend_selected(q[:, :, :0], k, v, torch.zeros(2, 0, 3).int(), scaling=1.0).out.shape[2] == 0
+    found = selected_kernel.attend_selected(q[:, :, :0], KV(k, v), torch.zeros(2, 0, 3).int(), scaling=1.0)
+    assert found.out.shape[2] == 0
 
 
 def test_what_it_refuses():
     q, k, v = problem()
     indices = selection(2, 1, 3, 60, 8)
     with pytest.raises(UnsupportedError, match="float64"):
-        selected_kernel.attend_selected(q.double(), k.double(), v.double(), indices, scaling=1.0)
+        selected_kernel.attend_selected(q.double(), KV(k.double(), v.double()), indices, scaling=1.0)
     wide = problem(dim=577, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match="head dims above 576"):
-        selected_kernel.attend_selected(*wide, indices, scaling=1.0)
+        selected_kernel.attend_selected(wide[0], KV(*wide[1:]), indices, scaling=1.0)
     with pytest.raises(ValueError, match="do not fit 2 rows of 3 queries"):
-        selected_kernel.attend_selected(q, k, v, indices[:1], scaling=1.0)
+        selected_kernel.attend_selected(q, KV(k, v), indices[:1], scaling=1.0)
     with pytest.raises(ValueError, match="shapes do not fit"):
-        selected_kernel.attend_selected(q, k[..., :8], v, indices, scaling=1.0)
+        selected_kernel.attend_selected(q, KV(k[..., :8], v), indices, scaling=1.0)
     with pytest.raises(ValueError, match="indices must be those of 60 keys, from 0 on, or -1 for none, not 60"):
-        selected_kernel.attend_selected(q, k, v, torch.full_like(indices, 60), scaling=1.0)
+        selected_kernel.attend_selected(q, KV(k, v), torch.full_like(indices, 60), scaling=1.0)
     with pytest.raises(ValueError, match="window must be of at least 1 token"):
-        selected_kernel.attend_selected(q, k, v, indices, scaling=1.0, window=3)
+        selected_kernel.attend_selected(q, KV(k, v), indices, scaling=1.0, window=3)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
+from foveate.ops import KV
 from foveate.ops.block_table import in_one_piece
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.retain import reference, slots_kernel
@@ -81,9 +82,11 @@ def test_a_token_is_put(dim, value_dim, freed, take, evicts):
         numbers = torch.rand(3, 2, 50, generator=generator)[..., :40]
         given.append((keys, values, k, v, torch.tensor([[11, 0], [20, 0], [39, 0]])[:, 0], own, positions, numbers))
     newest, found = torch.tensor([100, 200, 300], dtype=torch.int32), []
-    for run, (*memory, own, positions, numbers) in zip((slots_kernel.put_token, reference.put_token), given):
+    for run, (keys, values, *token, own, positions, numbers) in zip(
+        (slots_kernel.put_token, reference.put_token), given
+    ):
         more = {"positions": positions, "newest": newest, "emptied": numbers} if evicts else {}
-        found.append(run(*memory, freed=own, take=take, **more))
+        found.append(run(KV(keys, values), *token, freed=own, take=take, **more))
     assert torch.equal(*found)
     for mine, its in zip(*given):
         assert mine is its is None or torch.equal(mine, its)
@@ -96,22 +99,22 @@ def test_several_tokens_are_put(blocks):
     k, v = torch.randn(2, 3, 4, 2, 8, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
     for run in (slots_kernel.put_token, reference.put_token):
         memory.zero_()
-        assert run(*memory, k, v, slots).tolist() == [[11] * 2, [44] * 2, [0] * 2]
+        assert run(KV(*memory), k, v, slots).tolist() == [[11] * 2, [44] * 2, [0] * 2]
         for b, first in enumerate(slots.tolist()):
             assert torch.equal(memory[:, b, :, first : first + 4], torch.stack([k[b], v[b]]))
         assert int((memory != 0).sum()) == k.numel() + v.numel()
         if blocks:
             *parts, table = in_blocks(*torch.zeros_like(memory), 16)
-            run(*parts, k, v, slots, block_table=table)
+            run(KV(*parts, table), k, v, slots)
             assert all(map(torch.equal, in_one_piece(k, table, *parts), memory))
 
 
 def test_what_putting_refuses():
     keys, k, slots = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 1, 8), torch.tensor([1])
     with pytest.raises(ValueError, match="does not fit memory"):
-        slots_kernel.put_token(keys, keys, k[..., :4], k, slots)
+        slots_kernel.put_token(KV(keys, keys), k[..., :4], k, slots)
     with pytest.raises(ValueError, match="for memory in"):
-        slots_kernel.put_token(keys, keys, k.half(), k, slots)
+        slots_kernel.put_token(KV(keys, keys), k.half(), k, slots)
 
 
 def test_what_giving_up_refuses():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from foveate import ops
-from foveate.ops import Logits, _math
+from foveate.ops import KV, Logits, _math
 from foveate.ops.attend import attend_tiles, tiles, tiles_kernel
 from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.dispatch import UnsupportedError
@@ -49,9 +49,9 @@ def selection(shape, tile, number, seed=0):
 
 def check(q, k, v, indices, tile, offset):
     arguments = {"tile": tile, "logits": Logits(0.3), "offset": offset, **listed(indices)}
-    out = tiles_kernel.attend_tiles(q, k, v, **arguments).out
+    out = tiles_kernel.attend_tiles(q, KV(k, v), **arguments).out
     assert out.dtype == q.dtype
-    assert_close(out, tiles.attend_tiles(q, k, v, **arguments).out, q.dtype)
+    assert_close(out, tiles.attend_tiles(q, KV(k, v), **arguments).out, q.dtype)
     return out
 
 
@@ -68,11 +68,11 @@ def test_learned_sinks(dtype, level, small_blocks):
     q, k, v = problem(shape, dtype=dtype)
     sinks = (torch.randn(6, generator=torch.manual_seed(0)) + level).to(dtype)
     how = {"tile": 8, "offset": 14, **listed(selection(shape, 8, 9))}
-    out = tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out
-    assert_close(out, tiles.attend_tiles(q, k, v, logits=Logits(0.3, sinks), **how).out, dtype)
-    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, logits=Logits(0.3), **how).out) == (level < 0)
+    out = tiles_kernel.attend_tiles(q, KV(k, v), logits=Logits(0.3, sinks), **how).out
+    assert_close(out, tiles.attend_tiles(q, KV(k, v), logits=Logits(0.3, sinks), **how).out, dtype)
+    assert torch.equal(out, tiles_kernel.attend_tiles(q, KV(k, v), logits=Logits(0.3), **how).out) == (level < 0)
     with pytest.raises(ValueError, match="one logit for each of 6 heads"):
-        attend_tiles(q, k, v, logits=Logits(0.3, sinks[:5]), **how)
+        attend_tiles(q, KV(k, v), logits=Logits(0.3, sinks[:5]), **how)
 
 
 @every_pair(
@@ -87,9 +87,11 @@ def test_capped_logits(dtype, softcap, beside, small_blocks):
     how = {"tile": 8, "offset": 14, **listed(selection(shape, 8, 9))}
     sinks = torch.randn(6, generator=torch.manual_seed(0)).to(dtype) if beside else None
     logits, without = Logits(3.0, sinks, softcap), Logits(3.0, sinks)
-    out = tiles_kernel.attend_tiles(q, k, v, logits=logits, **how).out
-    assert_close(out, tiles.attend_tiles(q, k, v, logits=logits, **how).out, dtype)
-    assert not torch.allclose(out, tiles_kernel.attend_tiles(q, k, v, logits=without, **how).out, rtol=0.01, atol=0.01)
+    out = tiles_kernel.attend_tiles(q, KV(k, v), logits=logits, **how).out
+    assert_close(out, tiles.attend_tiles(q, KV(k, v), logits=logits, **how).out, dtype)
+    assert not torch.allclose(
+        out, tiles_kernel.attend_tiles(q, KV(k, v), logits=without, **how).out, rtol=0.01, atol=0.01
+    )
 
 
 @every_pair(
@@ -160,15 +162,15 @@ def test_tiles_of_as_many_places_as_they_need(mapped, small_blocks):
     heads = torch.tensor([1, 1]) if mapped else None
     how = {"tile": 8, "logits": Logits(0.3), "offset": 14, "heads": heads}
     own = {"starts": starts, "counts": counts}
-    out = tiles_kernel.attend_tiles(q, k, v, ragged, **own, **how).out
-    assert torch.equal(out, tiles_kernel.attend_tiles(q, k, v, **listed(apart), **how).out)
-    assert_close(out, tiles.attend_tiles(q, k, v, ragged, **own, **how).out, q.dtype)
+    out = tiles_kernel.attend_tiles(q, KV(k, v), ragged, **own, **how).out
+    assert torch.equal(out, tiles_kernel.attend_tiles(q, KV(k, v), **listed(apart), **how).out)
+    assert_close(out, tiles.attend_tiles(q, KV(k, v), ragged, **own, **how).out, q.dtype)
     every_other = ragged.long().repeat_interleave(2, 2)[..., ::2]
-    assert torch.equal(tiles_kernel.attend_tiles(q, k, v, every_other, **own, **how).out, out)
+    assert torch.equal(tiles_kernel.attend_tiles(q, KV(k, v), every_other, **own, **how).out, out)
     for wrong, said in ((own | {"starts": starts[1:]}, r"with starts \(9,\)"), (own, r"indices \(2, 2, 9, 21\)")):
         indices = chosen if wrong is own else ragged
         with pytest.raises(ValueError, match=said + ".* do not fit 9 tiles"):
-            attend_tiles(q, k, v, indices, **wrong, tile=8, logits=Logits(0.3), offset=14)
+            attend_tiles(q, KV(k, v), indices, **wrong, tile=8, logits=Logits(0.3), offset=14)
 
 
 @pytest.mark.parametrize("attend", [tiles.attend_tiles, tiles_kernel.attend_tiles], ids=["reference", "kernel"])
@@ -179,15 +181,17 @@ def test_counts_and_an_output_that_are_given(attend, small_blocks):
     how = {"tile": 8, "logits": Logits(0.3), "offset": 14}
     q, k, v = problem(shape)
     given = listed(chosen)
-    expected = attend(q, k, v, **given, **how).out
+    expected = attend(q, KV(k, v), **given, **how).out
     whole = q.new_full((2, 64, q.shape[1], v.shape[3]), 7.0).transpose(1, 2)
-    found = attend(q, k, v, **given, out=whole[:, :, 3:63], **how).out
+    found = attend(q, KV(k, v), **given, out=whole[:, :, 3:63], **how).out
     assert found.data_ptr() == whole[:, :, 3:63].data_ptr()
     assert torch.equal(found, expected)
     assert bool((whole[:, :, [0, 1, 2, 63]] == 7.0).all())
     fewer = given["counts"].clamp_max(5)
     first = listed(chosen.masked_fill(torch.arange(21) >= fewer[..., None], -1))
-    assert torch.equal(attend(q, k, v, **given | {"counts": fewer}, **how).out, attend(q, k, v, **first, **how).out)
+    assert torch.equal(
+        attend(q, KV(k, v), **given | {"counts": fewer}, **how).out, attend(q, KV(k, v), **first, **how).out
+    )
     for name, wrong in (
         ("counts", given["counts"][:, :, 1:]),
         ("counts", given["counts"].long()),
@@ -196,7 +200,7 @@ def test_counts_and_an_output_that_are_given(attend, small_blocks):
         ("out", q.new_empty(*q.shape[:2], v.shape[3], 60).transpose(2, 3)),
     ):
         with pytest.raises(ValueError, match=f"^{name} must be"):
-            attend_tiles(q, k, v, **given | {name: wrong}, **how)
+            attend_tiles(q, KV(k, v), **given | {name: wrong}, **how)
 
 
 @pytest.mark.parametrize("room", [1, 3000, 1 << 20])
@@ -214,8 +218,8 @@ def test_pieces_of_a_prompt_are_the_whole_bit_for_bit(room, small_blocks, monkey
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
     monkeypatch.setattr(chosen_keys, "attend_tiles", tiles_kernel.attend_tiles)
     how = {"tile": 8, "logits": Logits(0.3), "offset": 45}
-    found = ops.attend_tile_keys(q, k, v, ops.TileKeys(words, begins, starts, tuple(starts.tolist())), **how).out
-    assert torch.equal(found, tiles_kernel.attend_tiles(q, k, v, **listed(indices), **how).out)
+    found = ops.attend_tile_keys(q, KV(k, v), ops.TileKeys(words, begins, starts, tuple(starts.tolist())), **how).out
+    assert torch.equal(found, tiles_kernel.attend_tiles(q, KV(k, v), **listed(indices), **how).out)
 
 
 @pytest.mark.parametrize("heads", [[1, 1, 0], [2, 0, 1]])
@@ -226,8 +230,8 @@ def test_heads_that_read_the_choice_of_others(heads):
     q, k, v = problem(shape)
     check(q, k, v, chosen[:, heads], 8, 14)
     arguments = {"tile": 8, "logits": Logits(0.3), "offset": 14}
-    mapped = tiles_kernel.attend_tiles(q, k, v, **listed(chosen), heads=heads, **arguments).out
-    assert torch.equal(mapped, tiles_kernel.attend_tiles(q, k, v, **listed(chosen[:, heads]), **arguments).out)
+    mapped = tiles_kernel.attend_tiles(q, KV(k, v), **listed(chosen), heads=heads, **arguments).out
+    assert torch.equal(mapped, tiles_kernel.attend_tiles(q, KV(k, v), **listed(chosen[:, heads]), **arguments).out)
 
 
 def test_keys_that_are_not_chosen_leave_no_trace():
@@ -239,7 +243,7 @@ def test_keys_that_are_not_chosen_leave_no_trace():
     unread = [slot for slot in range(k.shape[2]) if slot not in read]
     k[:, :, unread], v[:, :, unread] = float("nan"), float("inf")
     assert torch.equal(
-        tiles_kernel.attend_tiles(q, k, v, **listed(chosen), tile=16, logits=Logits(0.3), offset=32).out, clean
+        tiles_kernel.attend_tiles(q, KV(k, v), **listed(chosen), tile=16, logits=Logits(0.3), offset=32).out, clean
     )
 
 
@@ -248,16 +252,16 @@ def test_what_attention_refuses():
     chosen = selection(SOME, 8, 4)
     arguments = {"tile": 8, "logits": Logits(0.3), "offset": 14, **listed(chosen)}
     with pytest.raises(UnsupportedError, match="float64"):
-        tiles_kernel.attend_tiles(q.double(), k.double(), v.double(), **arguments)
+        tiles_kernel.attend_tiles(q.double(), KV(k.double(), v.double()), **arguments)
     wide = problem(SOME._replace(dim=272))
     with pytest.raises(UnsupportedError, match="above 256"):
-        tiles_kernel.attend_tiles(*wide, **arguments)
+        tiles_kernel.attend_tiles(wide[0], KV(*wide[1:]), **arguments)
     with pytest.raises(ValueError, match=r"counts must be \(1, 1, 6\)"):
-        attend_tiles(q, k, v, **arguments | listed(chosen[:, :, :-1]))
+        attend_tiles(q, KV(k, v), **arguments | listed(chosen[:, :, :-1]))
     with pytest.raises(ValueError, match="k has 54 keys; offset 14 and 41 queries need 55"):
-        attend_tiles(q, k[:, :, :-1], v[:, :, :-1], **arguments)
+        attend_tiles(q, KV(k[:, :, :-1], v[:, :, :-1]), **arguments)
     with pytest.raises(ValueError, match="shapes do not fit"):
-        attend_tiles(q, k[..., :8], v, **arguments)
+        attend_tiles(q, KV(k[..., :8], v), **arguments)
 
 
 # tile_block_mass
@@ -327,11 +331,11 @@ def test_the_verb_gives_the_same_with_the_kernel(monkeypatch):
     """`tile_mass` as a method calls it, in parts of tiles."""
     shape = SOME._replace(batch=2, kv_heads=2, queries=70, offset=13)
     q, k, v = problem(shape)
-    lse = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=13, need_lse=True).lse
+    lse = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=13, need_lse=True).lse
     how = {"tile": 8, "logits": Logits(0.3), "offset": 13}
-    expected = list(ops.tile_mass(q, k, lse, **how))
+    expected = list(ops.tile_mass(q, KV(k), lse, **how))
     monkeypatch.setattr(reference, "_block_mass", mass_kernel.tile_block_mass)
-    found = list(ops.tile_mass(q, k, lse, **how))
+    found = list(ops.tile_mass(q, KV(k), lse, **how))
     for (first, mass), (also_first, also) in zip(expected, found, strict=True):
         assert first == also_first
         torch.testing.assert_close(mass, also)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
-from foveate.ops import Logits, _math
+from foveate.ops import KV, Logits, _math
 from foveate.ops.attend import attend_tiles, gather_pages, page_slots
 from tests.combinations import every_pair
 from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
@@ -36,8 +36,8 @@ def random_mask(shape: Shape, heads: int, seed: int, blind: bool) -> torch.Tenso
 def test_attend_without_mask(shape, seed, layout):
     q, k, v = problem(shape, seed, layout=layout)
     expected = naive(q, k, v, 0.3)
-    assert_close(ops.attend(q, k, v, logits=Logits(0.3)).out, expected.out)
-    attended = ops.attend(q, k, v, logits=Logits(0.3), need_lse=True, need_mass=True)
+    assert_close(ops.attend(q, KV(k, v), logits=Logits(0.3)).out, expected.out)
+    attended = ops.attend(q, KV(k, v), logits=Logits(0.3), need_lse=True, need_mass=True)
     assert_close(attended.out, expected.out)
     assert_close(attended.lse, expected.lse)
     assert_close(attended.mass, expected.mass)
@@ -49,8 +49,8 @@ def test_attend_with_mask(shape, seed, layout, per_head, blind):
     q, k, v = problem(shape, seed, layout=layout)
     mask = random_mask(shape, shape.kv_heads if per_head else 1, seed, blind)
     expected = naive(q, k, v, 0.3, mask)
-    assert_close(ops.attend(q, k, v, logits=Logits(0.3), mask=mask).out, expected.out)
-    attended = ops.attend(q, k, v, logits=Logits(0.3), mask=mask, need_lse=True, need_mass=True)
+    assert_close(ops.attend(q, KV(k, v), logits=Logits(0.3), mask=mask).out, expected.out)
+    attended = ops.attend(q, KV(k, v), logits=Logits(0.3), mask=mask, need_lse=True, need_mass=True)
     assert_close(attended.out, expected.out)
     assert_close(attended.lse, expected.lse)
     assert_close(attended.mass, expected.mass)
@@ -62,10 +62,10 @@ def test_the_newest_tokens_read_the_keys_up_to_their_own(lengths, extra):
     q, k, v = problem(SOME, 3)
     number, n, how = k.shape[2], 4, {"logits": Logits(0.3, **extra)}
     given = None if lengths is None else torch.tensor(lengths)
-    found = ops.attend_newest(q[:, :, :n], k, v, lengths=given, **how).out
+    found = ops.attend_newest(q[:, :, :n], KV(k, v, lengths=given), **how).out
     for i in range(n):
         ends = torch.tensor([length - n + i + 1 for length in lengths or [number] * len(q)])
-        one = ops.attend(q[:, :, i : i + 1], k, v, lengths=ends, **how)
+        one = ops.attend(q[:, :, i : i + 1], KV(k, v, lengths=ends), **how)
         assert_close(found[:, :, i : i + 1], one.out)
 
 
@@ -75,8 +75,8 @@ def test_attend_in_half_precision(dtype, masked):
     q, k, v = problem(SOME, dtype=dtype, layout="slots")
     mask = random_mask(SOME, 2, 0, blind=True) if masked else None
     expected = naive(q, k, v, 0.3, mask)
-    plain = ops.attend(q, k, v, logits=Logits(0.3), mask=mask)
-    full = ops.attend(q, k, v, logits=Logits(0.3), mask=mask, need_lse=True, need_mass=True)
+    plain = ops.attend(q, KV(k, v), logits=Logits(0.3), mask=mask)
+    full = ops.attend(q, KV(k, v), logits=Logits(0.3), mask=mask, need_lse=True, need_mass=True)
     assert plain.out.dtype == full.out.dtype == dtype
     assert full.lse.dtype == full.mass.dtype == torch.float32
     for out in (plain.out, full.out):
@@ -87,7 +87,8 @@ def test_attend_in_half_precision(dtype, masked):
 
 @pytest.mark.parametrize("wants", [{}, {"need_lse": True}, {"need_mass": True}])
 def test_attend_returns_only_what_is_asked_for(wants):
-    attended = ops.attend(*problem(SOME), logits=Logits(0.3), **wants)
+    q, k, v = problem(SOME)
+    attended = ops.attend(q, KV(k, v), logits=Logits(0.3), **wants)
     assert (attended.lse is not None) == ("need_lse" in wants)
     assert (attended.mass is not None) == ("need_mass" in wants)
 
@@ -96,7 +97,7 @@ def test_attend_returns_only_what_is_asked_for(wants):
 def test_what_sees_nothing_gives_zero(need_lse):
     q, k, v = problem(SOME)
     attended = ops.attend(
-        q, k, v, logits=Logits(0.3), mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool), need_lse=need_lse
+        q, KV(k, v), logits=Logits(0.3), mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool), need_lse=need_lse
     )
     assert torch.equal(attended.out, torch.zeros_like(attended.out))
     if need_lse:
@@ -107,7 +108,7 @@ def test_what_sees_nothing_gives_zero(need_lse):
 def test_attend_survives_large_logits(need_lse):
     q, k, v = problem(SOME)
     assert_close(
-        ops.attend(100 * q, 100 * k, v, logits=Logits(1.0), need_lse=need_lse).out,
+        ops.attend(100 * q, KV(100 * k, v), logits=Logits(1.0), need_lse=need_lse).out,
         naive(100 * q, 100 * k, v, 1.0).out,
     )
 
@@ -115,7 +116,7 @@ def test_attend_survives_large_logits(need_lse):
 def test_query_heads_must_be_a_multiple_of_kv_heads():
     q, k, v = problem(SOME)
     with pytest.raises(ValueError, match="5 heads, which is not a multiple of the 2 KV heads"):
-        ops.attend(q[:, :5], k, v, logits=Logits(0.3))
+        ops.attend(q[:, :5], KV(k, v), logits=Logits(0.3))
 
 
 @pytest.mark.parametrize("function", ["attend", "attend_causal", "attend_indices"])
@@ -125,12 +126,12 @@ def test_gradients_equal_those_of_naive_attention(function, need_lse):
     indices = torch.tensor([3, 8, 1, -1]).expand(2, 2, 4)
     mask = None
     if function == "attend":
-        out = ops.attend(q, k, v, logits=Logits(0.3), need_lse=need_lse).out
+        out = ops.attend(q, KV(k, v), logits=Logits(0.3), need_lse=need_lse).out
     elif function == "attend_causal":
-        out = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=SOME.offset, need_lse=need_lse).out
+        out = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=SOME.offset, need_lse=need_lse).out
         mask = causal_mask(SOME.queries, SOME.offset)
     else:
-        out = ops.attend_indices(q, k, v, indices, logits=Logits(0.3), need_lse=need_lse).out
+        out = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.3), need_lse=need_lse).out
         mask = chosen_mask(indices, SOME.keys)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     actual = torch.autograd.grad((out * weights).sum(), (q, k, v))
@@ -146,7 +147,7 @@ def test_gradients_equal_those_of_naive_attention(function, need_lse):
 @settings(max_examples=80)
 def test_causal(shape, seed, layout, need_lse, extra):
     q, k, v = problem(shape, seed, layout=layout, extra=extra)
-    attended = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=shape.offset, need_lse=need_lse)
+    attended = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=shape.offset, need_lse=need_lse)
     visible = slice(None, shape.keys)
     expected = naive(q, k[:, :, visible], v[:, :, visible], 0.3, causal_mask(shape.queries, shape.offset))
     assert_close(attended.out, expected.out)
@@ -159,8 +160,8 @@ def test_causal(shape, seed, layout, need_lse, extra):
 @pytest.mark.parametrize(("queries", "offset"), [(1, 0), (61, 0), (333, 0), (61, 14)])
 def test_causal_output_is_the_same_to_the_last_bit_with_the_log_sum_exp(dtype, dim, queries, offset):
     q, k, v = problem(Shape(2, 2, 3, queries, offset, dim, dim), dtype=dtype, layout="slots")
-    with_lse = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset, need_lse=True)
-    assert torch.equal(ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset).out, with_lse.out)
+    with_lse = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset, need_lse=True)
+    assert torch.equal(ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset).out, with_lse.out)
 
 
 @given(shapes(), SEEDS, st.sampled_from([1 << 8, 1 << 12]))
@@ -170,7 +171,7 @@ def test_causal_in_blocks_does_not_depend_on_the_block(shape, seed, scratch):
     expected = naive(q, k, v, 0.3, causal_mask(shape.queries, shape.offset))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_math, "SCRATCH_BYTES", scratch)
-        attended = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=shape.offset, need_lse=True)
+        attended = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=shape.offset, need_lse=True)
     assert_close(attended.out, expected.out)
     assert_close(attended.lse, expected.lse)
 
@@ -182,12 +183,12 @@ def test_causal_in_half_precision(dtype, offset, value_dim):
     shape = SOME._replace(offset=offset, value_dim=value_dim)
     q, k, v = problem(shape, dtype=dtype, layout="slots")
     expected = naive(q, k, v, 0.3, causal_mask(9, offset))
-    attended = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset, need_lse=True)
+    attended = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset, need_lse=True)
     assert attended.out.dtype == dtype
     assert attended.lse.dtype == torch.float32
     assert_close(attended.out, expected.out, dtype)
     assert_close(attended.lse, expected.lse, dtype)
-    assert_close(ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset).out, expected.out, dtype)
+    assert_close(ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset).out, expected.out, dtype)
 
 
 @pytest.mark.parametrize("offset", [0, 14])
@@ -195,10 +196,10 @@ def test_causal_in_half_precision(dtype, offset, value_dim):
 @pytest.mark.parametrize("need_lse", [False, True])
 def test_causal_output_ignores_the_future(offset, value_dim, need_lse):
     q, k, v = problem(SOME._replace(offset=offset, value_dim=value_dim))
-    before = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset, need_lse=need_lse).out
+    before = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset, need_lse=need_lse).out
     k, v = k.clone(), v.clone()
     k[:, :, offset + 6 :], v[:, :, offset + 6 :] = 50.0, -7.0
-    after = ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset, need_lse=need_lse).out
+    after = ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset, need_lse=need_lse).out
     assert torch.equal(before[:, :, :6], after[:, :, :6])
     assert not torch.equal(before[:, :, 6:], after[:, :, 6:])
 
@@ -206,7 +207,7 @@ def test_causal_output_ignores_the_future(offset, value_dim, need_lse):
 def test_causal_needs_enough_keys():
     q, k, v = problem(SOME)
     with pytest.raises(ValueError, match="k has 23 keys; offset 15 and 9 queries need 24"):
-        ops.attend_causal(q, k, v, logits=Logits(0.3), offset=15)
+        ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=15)
 
 
 def test_products_of_double_precision_stay_in_it():
@@ -234,26 +235,26 @@ def test_tiles_share_their_keys_and_see_their_own_causally(shape, seed, layout, 
                 for i in range(max(begin - shape.offset, 0), min(begin + tile - shape.offset, shape.queries)):
                     mask[b, h, i, picked] = True
                     mask[b, h, i, begin : shape.offset + i + 1] = True
-    out = attend_tiles(q, k, v, **listed(indices), tile=tile, logits=Logits(0.3), offset=shape.offset).out
+    out = attend_tiles(q, KV(k, v), **listed(indices), tile=tile, logits=Logits(0.3), offset=shape.offset).out
     assert_close(out, naive(q, k, v, 0.3, mask).out)
     unread = ~mask.any(2)
     k, v = (x.masked_fill(unread[..., None], NAN) for x in (k, v))
     arguments = {"tile": tile, "logits": Logits(0.3), "offset": shape.offset}
-    assert torch.equal(attend_tiles(q, k, v, **listed(indices), **arguments).out, out)
+    assert torch.equal(attend_tiles(q, KV(k, v), **listed(indices), **arguments).out, out)
     heads = torch.randint(shape.kv_heads, (shape.kv_heads,), generator=generator)
     keys, values = (x.nan_to_num(1.0) for x in (k, v))
-    mapped = attend_tiles(q, keys, values, **listed(indices), heads=heads, **arguments).out
-    assert torch.equal(mapped, attend_tiles(q, keys, values, **listed(indices[:, heads]), **arguments).out)
+    mapped = attend_tiles(q, KV(keys, values), **listed(indices), heads=heads, **arguments).out
+    assert torch.equal(mapped, attend_tiles(q, KV(keys, values), **listed(indices[:, heads]), **arguments).out)
 
 
 def test_tiles_in_blocks_and_selections_that_do_not_fit(monkeypatch):
     q, k, v = problem(SOME)
     indices = torch.arange(5).expand(2, 2, 2, 5) - 1
-    out = attend_tiles(q, k, v, **listed(indices), tile=6, logits=Logits(0.3), offset=14).out
+    out = attend_tiles(q, KV(k, v), **listed(indices), tile=6, logits=Logits(0.3), offset=14).out
     monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
-    assert_close(attend_tiles(q, k, v, **listed(indices), tile=6, logits=Logits(0.3), offset=14).out, out)
+    assert_close(attend_tiles(q, KV(k, v), **listed(indices), tile=6, logits=Logits(0.3), offset=14).out, out)
     with pytest.raises(ValueError, match=r"counts must be \(2, 2, 1\) in torch.int32"):
-        attend_tiles(q, k, v, **listed(indices), tile=12, logits=Logits(0.3), offset=14)
+        attend_tiles(q, KV(k, v), **listed(indices), tile=12, logits=Logits(0.3), offset=14)
 
 
 # attend_window
@@ -277,7 +278,7 @@ def windows(draw):
 def test_window_equals_its_dense_mask(window, seed, layout, extra):
     shape, lower, sinks = window
     q, k, v = problem(shape, seed, layout=layout, extra=extra)
-    out = ops.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=sinks, offset=shape.offset).out
+    out = ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=sinks, offset=shape.offset).out
     visible = slice(None, shape.keys)
     mask = window_mask(lower, sinks, shape.queries, shape.offset)
     assert_close(out, naive(q, k[:, :, visible], v[:, :, visible], 0.3, mask).out)
@@ -290,18 +291,18 @@ def test_window_over_several_blocks(sinks, offset, pace):
     shape = SOME._replace(queries=1100, offset=offset, batch=1)
     q, k, v = problem(shape, layout="slots")
     lower = ((torch.arange(offset, shape.keys) - 29) * pace).floor().long()
-    out = ops.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
+    out = ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=sinks, offset=offset).out
     assert_close(out, naive(q, k, v, 0.3, window_mask(lower, sinks, 1100, offset)).out)
 
 
 def test_window_reads_nothing_between_sinks_and_window():
     q, k, v = problem(SOME)
     lower = torch.arange(SOME.offset, SOME.keys) - 3
-    before = ops.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=2, offset=SOME.offset).out
+    before = ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=2, offset=SOME.offset).out
     k, v = k.clone(), v.clone()
     k[:, :, 2 : SOME.offset - 3], v[:, :, 2 : SOME.offset - 3] = NAN, NAN
     assert torch.equal(
-        before, ops.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=2, offset=SOME.offset).out
+        before, ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=2, offset=SOME.offset).out
     )
 
 
@@ -309,7 +310,7 @@ def test_window_reads_nothing_between_sinks_and_window():
 def test_window_in_half_precision(dtype):
     q, k, v = problem(SOME, dtype=dtype)
     lower = torch.arange(SOME.offset, SOME.keys) - 3
-    out = ops.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=2, offset=SOME.offset).out
+    out = ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=2, offset=SOME.offset).out
     assert out.dtype == dtype
     assert_close(out, naive(q, k, v, 0.3, window_mask(lower, 2, 9, SOME.offset)).out, dtype)
 
@@ -338,8 +339,8 @@ def test_gathered_attention_equals_its_dense_mask(selection, seed, layout, dtype
     shape, indices = selection
     q, k, v = problem(shape, seed, layout=layout)
     expected = naive(q, k, v, 0.3, chosen_mask(indices, shape.keys))
-    assert_close(ops.attend_indices(q, k, v, indices.to(dtype), logits=Logits(0.3)).out, expected.out)
-    attended = ops.attend_indices(q, k, v, indices.to(dtype), logits=Logits(0.3), need_lse=True, need_mass=True)
+    assert_close(ops.attend_indices(q, KV(k, v), indices.to(dtype), logits=Logits(0.3)).out, expected.out)
+    attended = ops.attend_indices(q, KV(k, v), indices.to(dtype), logits=Logits(0.3), need_lse=True, need_mass=True)
     assert_close(attended.out, expected.out)
     assert_close(attended.lse, expected.lse)
     mass = torch.zeros(*indices.shape[:2], shape.keys + 1).scatter_(2, indices % (shape.keys + 1), attended.mass)
@@ -351,18 +352,18 @@ def test_gathered_attention_equals_its_dense_mask(selection, seed, layout, dtype
 def test_gathered_attention_reads_only_what_is_selected(indices, need_lse):
     q, k, v = problem(SOME._replace(queries=1))
     chosen = torch.tensor(indices).expand(2, 2, 4)
-    before = ops.attend_indices(q, k, v, chosen, logits=Logits(0.3), need_lse=need_lse).out
+    before = ops.attend_indices(q, KV(k, v), chosen, logits=Logits(0.3), need_lse=need_lse).out
     others = [slot for slot in range(k.shape[2]) if slot not in indices]
     k, v = k.clone(), v.clone()
     k[:, :, others], v[:, :, others] = NAN, NAN
-    assert torch.equal(before, ops.attend_indices(q, k, v, chosen, logits=Logits(0.3), need_lse=need_lse).out)
+    assert torch.equal(before, ops.attend_indices(q, KV(k, v), chosen, logits=Logits(0.3), need_lse=need_lse).out)
 
 
 def test_a_head_without_any_selected_key_gives_zero():
     q, k, v = problem(SOME._replace(queries=1))
     indices = torch.tensor([[[0, 2], [-1, -1]], [[-1, 3], [4, 5]]])
-    attended = ops.attend_indices(q, k, v, indices, logits=Logits(0.3), need_lse=True)
-    plain = ops.attend_indices(q, k, v, indices, logits=Logits(0.3))
+    attended = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.3), need_lse=True)
+    plain = ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.3))
     for out in (attended.out, plain.out):
         assert torch.equal(out[0, 3:], torch.zeros_like(out[0, 3:]))
         assert (out[0, :3] != 0).any()
@@ -375,8 +376,8 @@ def test_gathered_attention_in_half_precision(dtype):
     q, k, v = problem(SOME, dtype=dtype)
     indices = torch.tensor([7, -1, 0, 20]).expand(2, 2, 4)
     expected = naive(q, k, v, 0.3, chosen_mask(indices, SOME.keys)).out
-    assert_close(ops.attend_indices(q, k, v, indices, logits=Logits(0.3)).out, expected, dtype)
-    assert_close(ops.attend_indices(q, k, v, indices, logits=Logits(0.3), need_mass=True).out, expected, dtype)
+    assert_close(ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.3)).out, expected, dtype)
+    assert_close(ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.3), need_mass=True).out, expected, dtype)
 
 
 @pytest.mark.parametrize("keys", [30, 31])
@@ -386,10 +387,10 @@ def test_pages_are_their_slots(page_size, keys):
     pages = torch.tensor([[[0, 4], [5, -1]], [[-1, -1], [2, 3]]])
     seen = (pages[..., None] == torch.arange(keys) // page_size).any(2)[:, :, None]
     expected = naive(q, k, v, 0.3, seen)
-    attended = ops.attend_pages(q, k, v, pages, page_size, logits=Logits(0.3), need_lse=True)
+    attended = ops.attend_pages(q, KV(k, v), pages, page_size, logits=Logits(0.3), need_lse=True)
     assert_close(attended.out, expected.out)
     assert_close(attended.lse, expected.lse)
-    assert_close(ops.attend_pages(q, k, v, pages, page_size, logits=Logits(0.3)).out, expected.out)
+    assert_close(ops.attend_pages(q, KV(k, v), pages, page_size, logits=Logits(0.3)).out, expected.out)
 
 
 @given(
@@ -432,7 +433,7 @@ def test_partitions_merge_to_the_whole(shape, seed, parts, blind):
     mask = random_mask(shape, shape.kv_heads, seed, blind)
     owner = torch.randint(parts, (shape.batch, shape.kv_heads, 1, shape.keys), generator=torch.manual_seed(seed))
     pieces = [
-        ops.attend(q, k, v, logits=Logits(0.3), mask=mask & (owner == part), need_lse=True, need_mass=True)
+        ops.attend(q, KV(k, v), logits=Logits(0.3), mask=mask & (owner == part), need_lse=True, need_mass=True)
         for part in range(parts)
     ]
     merged, expected = ops.merge(pieces), naive(q, k, v, 0.3, mask)
@@ -460,7 +461,8 @@ def test_merging_nothing_but_blind_parts_gives_zero():
 def test_merging_keeps_the_dtype():
     q, k, v = problem(SOME, dtype=torch.bfloat16)
     parts = [
-        ops.attend(q, k[:, :, s], v[:, :, s], logits=Logits(0.3), need_lse=True) for s in (slice(10), slice(10, None))
+        ops.attend(q, KV(k[:, :, s], v[:, :, s]), logits=Logits(0.3), need_lse=True)
+        for s in (slice(10), slice(10, None))
     ]
     merged = ops.merge(parts)
     assert merged.out.dtype == torch.bfloat16
@@ -480,7 +482,7 @@ def test_causal_attention_makes_no_square_matrix(grad, need_lse, offset, value_d
     q.requires_grad_(grad)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
         patch.setattr(_math, "SCRATCH_BYTES", scratch)
-        ops.attend_causal(q, k, v, logits=Logits(0.3), offset=offset, need_lse=need_lse)
+        ops.attend_causal(q, KV(k, v), logits=Logits(0.3), offset=offset, need_lse=need_lse)
     assert largest.bytes <= scratch, largest.what
 
 
@@ -517,7 +519,7 @@ def test_window_attention_makes_no_square_matrix(window):
     lower = torch.arange(4096) - window
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
         patch.setattr(_math, "SCRATCH_BYTES", scratch)
-        ops.attend_window(q, k, v, logits=Logits(0.3), lower=lower, sinks=4)
+        ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=lower, sinks=4)
     assert largest.bytes <= scratch, largest.what
 
 
@@ -526,9 +528,9 @@ def test_a_decode_step_copies_no_cache(need_lse):
     q, k, v = problem(LONG._replace(queries=1, offset=4095, batch=2), layout="slots")
     indices = torch.arange(0, 4096, 64).expand(2, 2, 64)
     with LargestTensor() as largest:
-        ops.attend(q, k, v, logits=Logits(0.3), need_lse=need_lse, need_mass=need_lse)
-        ops.attend_indices(q, k, v, indices, logits=Logits(0.3), need_lse=need_lse)
-        ops.attend_pages(q, k, v, indices // 64, 4, logits=Logits(0.3), need_lse=need_lse)
+        ops.attend(q, KV(k, v), logits=Logits(0.3), need_lse=need_lse, need_mass=need_lse)
+        ops.attend_indices(q, KV(k, v), indices, logits=Logits(0.3), need_lse=need_lse)
+        ops.attend_pages(q, KV(k, v), indices // 64, 4, logits=Logits(0.3), need_lse=need_lse)
     assert largest.bytes < k.nbytes / 2, largest.what
 
 
@@ -546,13 +548,13 @@ def test_a_query_that_reads_no_key_gets_zeros(softcap, has_sinks, number):
     for need_lse in (False, True):
         more = how | {"need_lse": need_lse}
         found = [
-            ops.attend(q, k, v, lengths=length, **more),
-            ops.attend(q, k, v, mask=nothing, **more),
-            *(ops.attend_indices(q, k, v, places, **more) for places in (none, unused)),
-            *(ops.attend_pages(q, k, v, places, 2, **more) for places in (none, unused)),
+            ops.attend(q, KV(k, v, lengths=length), **more),
+            ops.attend(q, KV(k, v), mask=nothing, **more),
+            *(ops.attend_indices(q, KV(k, v), places, **more) for places in (none, unused)),
+            *(ops.attend_pages(q, KV(k, v), places, 2, **more) for places in (none, unused)),
         ]
         if not number:
-            found.append(ops.attend(q, k, v, **more))
+            found.append(ops.attend(q, KV(k, v), **more))
         for one in found:
             assert torch.equal(one.out, torch.zeros(2, 6, 1, 4))
             if need_lse:
@@ -589,12 +591,12 @@ def test_pages_of_rows_and_heads_of_any_length(group, by_query_head, by_kv_head)
     heads = kv_heads * group if by_query_head else kv_heads
     order = torch.rand(batch, heads, 6, generator=generator).argsort(-1)[..., :4]
     lengths = torch.tensor([[23, 9], [1, 17], [0, 23]]) if by_kv_head else torch.tensor([23, 9, 0])
-    found = ops.attend_pages(q, k, v, order, size, logits=Logits(0.4), lengths=lengths, need_lse=True)
+    found = ops.attend_pages(q, KV(k, v, lengths=lengths), order, size, logits=Logits(0.4), need_lse=True)
     ends = (lengths if by_kv_head else lengths[:, None].expand(-1, kv_heads)).repeat_interleave(group, 1)
     chosen = order if by_query_head else order.repeat_interleave(group, 1)
     places = torch.arange(number)
     mask = (places[:, None] // size == chosen[..., None, :]).any(-1) & (places < ends[..., None])
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-    expected = ops.attend(q, keys, values, logits=Logits(0.4), mask=mask[:, :, None], need_lse=True)
+    expected = ops.attend(q, KV(keys, values), logits=Logits(0.4), mask=mask[:, :, None], need_lse=True)
     assert_close(found.out, expected.out)
     assert_close(found.lse, expected.lse)

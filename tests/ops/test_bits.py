@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, _math
+from foveate.ops import KV, Logits, _math
 from foveate.ops.attend import attend_tiles
 from foveate.ops.attend import chosen as chosen_keys
 from foveate.ops.select import WORD_KEYS, TileKeys, keys_of_bits, set_bits
@@ -115,9 +115,9 @@ def test_attention_over_bits_is_that_over_lists(monkeypatch, room, heads, mapped
     mapped = None if mapped is None else torch.tensor(mapped)
     how = {"tile": 8, "logits": Logits(0.3), "offset": 14, "heads": mapped}
     counts = chosen.starts.diff().int().expand(2, 2, -1)
-    expected = attend_tiles(q, k, v, indices.expand(-1, 2, -1), starts=chosen.starts, counts=counts, **how).out
+    expected = attend_tiles(q, KV(k, v), indices.expand(-1, 2, -1), starts=chosen.starts, counts=counts, **how).out
     monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
-    assert_close(ops.attend_tile_keys(q, k, v, chosen, **how).out, expected)
+    assert_close(ops.attend_tile_keys(q, KV(k, v), chosen, **how).out, expected)
 
 
 def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
@@ -137,7 +137,7 @@ def test_memory_of_attention_over_bits_is_bounded(monkeypatch):
         chosen, indices = tiles_of(shape, 8, 0.5, 2)
         assert indices.nbytes > 3 * room
         with LargestTensor() as gauge:
-            out = ops.attend_tile_keys(q, k, v, chosen, tile=8, logits=Logits(0.3)).out
+            out = ops.attend_tile_keys(q, KV(k, v), chosen, tile=8, logits=Logits(0.3)).out
         largest.append(gauge.bytes)
         assert gauge.bytes <= max(8 * room, out.nbytes), gauge.what
     assert largest[1] <= max(largest[0], out.nbytes)
@@ -148,4 +148,4 @@ def test_tiles_without_keys_are_refused():
     q, k, v = problem(SHAPE)
     chosen, _ = tiles_of(SHAPE, 8, 0.4, 2)
     with pytest.raises(ValueError, match="keys of 11 tiles do not fit 6 tiles of queries"):
-        ops.attend_tile_keys(q, k, v, chosen, tile=16, logits=Logits(0.3), offset=14)
+        ops.attend_tile_keys(q, KV(k, v), chosen, tile=16, logits=Logits(0.3), offset=14)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import BlockTable, Logits
+from foveate.ops import KV, BlockTable, Logits
 from foveate.ops.attend import attend_tiles
 from tests.problems import BLOCK_LAYOUTS, in_blocks, listed
 
@@ -52,24 +52,26 @@ def test_verbs(block_size, layout):
     *memory, table = in_blocks(k, v, block_size, layout)
     indices = torch.randint(-1, 50, (2, 2, 9), generator=torch.Generator().manual_seed(0))
     pages = torch.tensor([[0, 3, -1], [2, 1, 0]]).expand(2, 2, 3)
-    where, how = {"block_table": table, **SCALING}, {"lengths": lengths, "need_lse": True}
+    lse = {"need_lse": True, **SCALING}
+    kv, shorter = KV(k, v), KV(k, v, lengths=lengths)
+    blocks, shorter_blocks = KV(*memory, table), KV(*memory, table, lengths)
     in_one_piece = [
-        ops.attend(q, k, v, need_mass=True, **how, **SCALING),
-        ops.attend(several, k, v, **SCALING),
-        ops.attend_pooled(q, k, v, lengths=lengths, **SCALING),
-        ops.attend_indices(q, k, v, indices, need_mass=True, **SCALING),
-        ops.attend_pages(q, k, v, pages, 7, **how, **SCALING),
-        (ops.pooled_mass(q, k, lengths=lengths, pooling="sqrt", **SCALING),),
-        (ops.pooled_mass_of_pages(q, k, pages, 7, lengths=lengths, **SCALING),),
+        ops.attend(q, shorter, need_mass=True, **lse),
+        ops.attend(several, kv, **SCALING),
+        ops.attend_pooled(q, shorter, **SCALING),
+        ops.attend_indices(q, kv, indices, need_mass=True, **SCALING),
+        ops.attend_pages(q, shorter, pages, 7, **lse),
+        (ops.pooled_mass(q, shorter, pooling="sqrt", **SCALING),),
+        (ops.pooled_mass_of_pages(q, shorter, pages, 7, **SCALING),),
     ]
     found = [
-        ops.attend(q, *memory, need_mass=True, **how, **where),
-        ops.attend(several, *memory, **where),
-        ops.attend_pooled(q, *memory, lengths=lengths, **where),
-        ops.attend_indices(q, *memory, indices, need_mass=True, **where),
-        ops.attend_pages(q, *memory, pages, 7, **how, **where),
-        (ops.pooled_mass(q, memory[0], lengths=lengths, pooling="sqrt", **where),),
-        (ops.pooled_mass_of_pages(q, memory[0], pages, 7, lengths=lengths, **where),),
+        ops.attend(q, shorter_blocks, need_mass=True, **lse),
+        ops.attend(several, blocks, **SCALING),
+        ops.attend_pooled(q, shorter_blocks, **SCALING),
+        ops.attend_indices(q, blocks, indices, need_mass=True, **SCALING),
+        ops.attend_pages(q, shorter_blocks, pages, 7, **lse),
+        (ops.pooled_mass(q, shorter_blocks, pooling="sqrt", **SCALING),),
+        (ops.pooled_mass_of_pages(q, shorter_blocks, pages, 7, **SCALING),),
     ]
     for mine, its in zip(found, in_one_piece):
         for x, y in zip(mine, its):
@@ -87,13 +89,13 @@ def test_verbs_of_prompts(block_size, layout):
     ops.set_bits(bits, indices[:, :, :, :1], begins)
     starts = torch.arange(7)
     chosen = ops.TileKeys(bits, begins, starts, tuple(starts.tolist()))
-    how, where = {"offset": 30, **SCALING}, {"block_table": table}
+    how = {"offset": 30, **SCALING}
     for verb, given, more in [
         (attend_tiles, (), {"tile": 4, **listed(indices)}),
         (ops.attend_tile_keys, (chosen,), {"tile": 4}),
     ]:
-        found = verb(q, *memory, *given, **how | more, **where)
-        expected = verb(q, k, v, *given, **how | more)
+        found = verb(q, KV(*memory, table), *given, **how | more)
+        expected = verb(q, KV(k, v), *given, **how | more)
         for x, y in zip(found, expected):
             assert x is y is None or torch.equal(x, y)
 
@@ -104,8 +106,8 @@ def test_the_newest_box(block_size, layout):
     _, k, v = problem()
     keys, _, table = in_blocks(k, v, block_size, layout)
     mine, its = torch.zeros(2, 2, 2, 8, 16), torch.zeros(2, 2, 2, 8, 16)
-    ops.bound_newest(keys, *mine, torch.tensor([50, 17]), 7, block_table=table)
-    ops.bound_newest(k, *its, torch.tensor([50, 17]), 7)
+    ops.bound_newest(KV(keys, block_table=table, lengths=torch.tensor([50, 17])), *mine, 7)
+    ops.bound_newest(KV(k, lengths=torch.tensor([50, 17])), *its, 7)
     assert torch.equal(mine, its)
     assert mine.any()
 
@@ -120,8 +122,8 @@ def test_a_token_is_put(block_size, layout, freed):
     before = int(keys.isnan().sum() + values.isnan().sum())
     new, slots = (torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 24)), torch.tensor([49, 17])
     freed = None if freed is None else torch.tensor(freed)
-    found = ops.put_token(keys, values, *new, slots, freed=freed, block_table=table)
-    assert torch.equal(found, ops.put_token(k, v, *new, slots, freed=freed))
+    found = ops.put_token(KV(keys, values, table), *new, slots, freed=freed)
+    assert torch.equal(found, ops.put_token(KV(k, v), *new, slots, freed=freed))
     for mine, its in zip(table.gather(k, keys, values), (k, v)):
         assert torch.equal(mine, its)
     assert int(keys.isnan().sum() + values.isnan().sum()) == before
@@ -137,8 +139,8 @@ def test_entries_after_a_rows_last_block_may_be_anything(beyond):
     for found, expected in zip(BlockTable(entries, 48).gather(q, *memory), (k, v)):
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1, :, :17], expected[1, :, :17])
-    how = {"lengths": lengths, "need_lse": True, **SCALING}
-    found, expected = ops.attend(q, *memory, block_table=BlockTable(entries, 48), **how), ops.attend(q, k, v, **how)
+    blocks = KV(*memory, BlockTable(entries, 48), lengths)
+    found, expected = (ops.attend(q, kv, need_lse=True, **SCALING) for kv in (blocks, KV(k, v, lengths=lengths)))
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
 
@@ -146,7 +148,7 @@ def test_entries_after_a_rows_last_block_may_be_anything(beyond):
 def test_no_blocks():
     q, empty, table = problem()[0], torch.zeros(0, 2, 16, 16), torch.zeros(2, 0, dtype=torch.int32)
     assert BlockTable(table, 0).gather(q, empty)[0].shape == (2, 2, 0, 16)
-    assert not ops.attend(q, empty, empty, block_table=BlockTable(table, 0), **SCALING).out.any()
+    assert not ops.attend(q, KV(empty, empty, block_table=BlockTable(table, 0)), **SCALING).out.any()
 
 
 def test_what_does_not_fit():
@@ -161,12 +163,12 @@ def test_what_does_not_fit():
         (BlockTable(good.table.to("meta"), 50), r"on cpu must be \[N, Hkv, n, D\] on the block table's meta"),
     ]:
         for call in (
-            lambda how: ops.attend(q, *memory, **how),
-            lambda how: ops.pooled_mass(q, memory[0], **how),
-            lambda how: ops.pooled_mass_of_pages(q, memory[0], pages, 16, **how),
+            lambda table: ops.attend(q, KV(*memory, table), **SCALING),
+            lambda table: ops.pooled_mass(q, KV(memory[0], block_table=table), **SCALING),
+            lambda table: ops.pooled_mass_of_pages(q, KV(memory[0], block_table=table), pages, 16, **SCALING),
         ):
             with pytest.raises(ValueError, match=message):
-                call({"block_table": table, **SCALING})
+                call(table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 
 Q, K, V = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
 PAGES = torch.tensor([0, 2]).expand(2, 2, 2)
 TOKENS = torch.arange(4, dtype=torch.int32).expand(2, 1, 4)
 
 
-def attend(q=Q, k=K, v=V, **how):
-    return ops.attend(q, k, v, logits=Logits(0.3), **how)
+def attend(q=Q, k=K, v=V, lengths=None, verb=ops.attend, **how):
+    return verb(q, KV(k, v, lengths=lengths), logits=Logits(0.3), **how)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def test_attend(given, message):
             attend(**given, **more)
     if "mask" not in given:
         with pytest.raises(ValueError, match=message):
-            ops.attend_pooled(**{"q": Q, "k": K, "v": V, "logits": Logits(0.3)} | given)
+            attend(verb=ops.attend_pooled, **given)
 
 
 def test_memory_for_the_output():
     verbs = {
         "attend": lambda **how: attend(**how),
         "lse": lambda **how: attend(need_lse=True, **how),
-        "pooled": lambda **how: ops.attend_pooled(Q, K, V, logits=Logits(0.3), **how),
-        "indices": lambda **how: ops.attend_indices(Q, K, V, PAGES, logits=Logits(0.3), **how),
-        "pages": lambda **how: ops.attend_pages(Q, K, V, PAGES, 4, logits=Logits(0.3), **how),
+        "pooled": lambda **how: ops.attend_pooled(Q, KV(K, V), logits=Logits(0.3), **how),
+        "indices": lambda **how: ops.attend_indices(Q, KV(K, V), PAGES, logits=Logits(0.3), **how),
+        "pages": lambda **how: ops.attend_pages(Q, KV(K, V), PAGES, 4, logits=Logits(0.3), **how),
     }
     for name, verb in verbs.items():
         out = torch.full((2, 4, 1, 8), torch.nan)
@@ -67,12 +67,12 @@ def test_offset(offset):
     q = torch.randn(2, 4, 4, 8)
     for verb, more in ((ops.attend_causal, {}), (ops.attend_window, {"lower": torch.zeros(4, dtype=torch.long)})):
         with pytest.raises(ValueError, match="offset must be an integer of at least 0"):
-            verb(q, K, V, logits=Logits(0.3), offset=offset, **more)
+            verb(q, KV(K, V), logits=Logits(0.3), offset=offset, **more)
 
 
 def test_sinks_of_a_window():
     with pytest.raises(ValueError, match="sinks must be an integer of at least 0, not -2"):
-        ops.attend_window(Q, K, V, logits=Logits(0.3), lower=torch.zeros(1, dtype=torch.long), sinks=-2)
+        ops.attend_window(Q, KV(K, V), logits=Logits(0.3), lower=torch.zeros(1, dtype=torch.long), sinks=-2)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_sinks_of_a_window():
 )
 def test_pages(pages, size, message):
     with pytest.raises(ValueError, match=message):
-        ops.attend_pages(Q, K, V, pages, size, logits=Logits(0.3))
+        ops.attend_pages(Q, KV(K, V), pages, size, logits=Logits(0.3))
     with pytest.raises(ValueError, match=message):
-        ops.pooled_mass_of_pages(Q, K, pages, size, logits=Logits(0.3))
+        ops.pooled_mass_of_pages(Q, KV(K), pages, size, logits=Logits(0.3))
 
 
 def test_indices():
     with pytest.raises(ValueError, match="indices must be below 16, or -1 for none, not 17"):
-        ops.attend_indices(Q, K, V, PAGES + 15, logits=Logits(0.3))
+        ops.attend_indices(Q, KV(K, V), PAGES + 15, logits=Logits(0.3))
 
 
 @pytest.mark.parametrize("block", [-1, 5])
@@ -101,25 +101,26 @@ def test_a_block_that_is_not_there(block):
     """It is refused where a key is read, and may be anything elsewhere."""
     memory = torch.randn(2, 5, 2, 8, 8)
     table = ops.BlockTable(torch.tensor([[0, 1], [2, block]]), 16)
-    how, short, mask = {"logits": Logits(0.3), "block_table": table}, torch.tensor([16, 8]), torch.arange(16) < 8
+    how, short, mask = {"logits": Logits(0.3)}, torch.tensor([16, 8]), torch.arange(16) < 8
+    kv, shorter = KV(*memory, table), KV(*memory, table, short)
     indices = PAGES.expand(2, 2, 2)
     for call in (
-        lambda: ops.attend(Q, *memory, **how),
-        lambda: ops.attend(Q, *memory, lengths=short + 1, **how),
-        lambda: ops.attend_pooled(Q, *memory, **how),
-        lambda: ops.pooled_mass(Q, memory[0], **how),
-        lambda: ops.attend_indices(Q, *memory, indices + 6, **how),
-        lambda: ops.attend_pages(Q, *memory, PAGES, 4, **how),
-        lambda: ops.pooled_mass_of_pages(Q, memory[0], PAGES, 4, **how),
+        lambda: ops.attend(Q, kv, **how),
+        lambda: ops.attend(Q, KV(*memory, table, short + 1), **how),
+        lambda: ops.attend_pooled(Q, kv, **how),
+        lambda: ops.pooled_mass(Q, kv, **how),
+        lambda: ops.attend_indices(Q, kv, indices + 6, **how),
+        lambda: ops.attend_pages(Q, kv, PAGES, 4, **how),
+        lambda: ops.pooled_mass_of_pages(Q, kv, PAGES, 4, **how),
     ):
         with pytest.raises(ValueError, match=f"name one of 5 blocks for every key, not {block}"):
             call()
-    ops.attend(Q, *memory, lengths=short, **how)
-    ops.attend(Q, *memory, mask=mask[None, None, None], **how)
-    ops.pooled_mass(Q, memory[0], lengths=short, **how)
-    ops.attend_indices(Q, *memory, indices, **how)
-    ops.attend_pages(Q, *memory, PAGES, 4, lengths=short, **how)
-    ops.pooled_mass_of_pages(Q, memory[0], PAGES, 4, lengths=short, **how)
+    ops.attend(Q, shorter, **how)
+    ops.attend(Q, kv, mask=mask[None, None, None], **how)
+    ops.pooled_mass(Q, shorter, **how)
+    ops.attend_indices(Q, kv, indices, **how)
+    ops.attend_pages(Q, shorter, PAGES, 4, **how)
+    ops.pooled_mass_of_pages(Q, shorter, PAGES, 4, **how)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_slot_that_is_not_there(slot, message):
     memory = torch.zeros(2, 5, 2, 8, 8)
     table = ops.BlockTable(torch.tensor([[0, 1], [2, -1]]), 16)
     with pytest.raises(ValueError, match=message):
-        ops.put_token(*memory, Q[:, :2], Q[:, :2], torch.tensor([3, slot]), block_table=table)
+        ops.put_token(KV(*memory, table), Q[:, :2], Q[:, :2], torch.tensor([3, slot]))
     assert not memory.any()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.score import reference
 from tests.combinations import in_turn
 from tests.kernels import assert_compiled_well, compile_for
@@ -79,17 +79,17 @@ def test_compiles_for_ampere_and_hopper(capability, dtype, dim, softcap):
 @pytest.fixture
 def problem():
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 8, 16)
-    return {"q": q, "k": k, "lse": torch.full(q.shape[:3], 3.0), "logits": Logits(0.3), "offset": 3}
+    return {"q": q, "kv": KV(k), "lse": torch.full(q.shape[:3], 3.0), "logits": Logits(0.3), "offset": 3}
 
 
 @pytest.fixture
 def zeros(monkeypatch):
     """A verb whose kernel answers zeros, but for head dims below 16, and is chosen on every device."""
 
-    def column_mass(q, k, lse, *, logits, offset=0, out=None):
+    def column_mass(q, kv, lse, *, logits, offset=0, out=None):
         if q.shape[-1] < 16:
             raise dispatch.UnsupportedError("head dims below 16")
-        return torch.zeros(k.shape[:3])
+        return torch.zeros(kv.k.shape[:3])
 
     monkeypatch.delenv("FOVEATE_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "kernel_of_zeros", SimpleNamespace(column_mass=column_mass))
@@ -109,8 +109,9 @@ def test_sinks_are_on_the_device_of_the_kernel_too(problem, zeros, monkeypatch):
     monkeypatch.setattr(dispatch, "use_kernel", lambda *given: seen.extend(given))
     zeros(**problem | {"logits": Logits(0.3, sinks)})
     assert [x.shape for x in seen if isinstance(x, torch.Tensor)] == [
-        x.shape for x in (*(problem[name] for name in ("q", "k", "lse")), sinks)
+        x.shape for x in (problem["q"], problem["lse"], sinks)
     ]
+    assert problem["kv"] in seen
 
 
 def test_kernels_can_be_switched_off(problem, zeros, monkeypatch):
@@ -124,7 +125,7 @@ def test_kernels_can_be_switched_off(problem, zeros, monkeypatch):
 
 
 def test_what_a_kernel_does_not_support_is_said_once(problem, zeros):
-    problem |= {"q": problem["q"][..., :9], "k": problem["k"][..., :9]}
+    problem |= {"q": problem["q"][..., :9], "kv": KV(problem["kv"].k[..., :9])}
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="column_mass: the kernel does not support head dims below 16"):
         mass = zeros(**problem)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
+from foveate.ops import KV
 from foveate.ops.compress import reference
 from tests.helpers import LAYOUTS, assert_close, in_buffer
 
@@ -180,7 +181,7 @@ def test_the_box_of_the_newest_key_is_drawn_around_the_keys_of_its_page(lengths,
     shape = (len(lengths), heads, slots // page_size, dim)
     low, high = (in_buffer(torch.full(shape, fill), layout) for fill in (7.0, 8.0))
     before = keys.clone()
-    ops.bound_newest(in_buffer(keys, layout), low, high, torch.tensor(lengths), page_size)
+    ops.bound_newest(KV(in_buffer(keys, layout), lengths=torch.tensor(lengths)), low, high, page_size)
     assert torch.equal(keys, before)
     for b, length in enumerate(lengths):
         newest = (length - 1) // page_size
@@ -196,7 +197,7 @@ def test_boxes_drawn_key_by_key_are_those_of_whole_pages(dtype):
     keys = torch.randn(2, 2, 24, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     low, high = torch.zeros(2, 2, 6, 5, dtype=dtype), torch.zeros(2, 2, 6, 5, dtype=dtype)
     for length in range(1, 25):
-        ops.bound_newest(keys, low, high, torch.full((2,), length), 4)
+        ops.bound_newest(KV(keys, lengths=torch.full((2,), length)), low, high, 4)
     pages = keys.unflatten(2, (6, 4))
     assert torch.equal(low, pages.amin(3))
     assert torch.equal(high, pages.amax(3))

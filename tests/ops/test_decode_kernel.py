@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from tests.combinations import every_pair, in_turn
 from tests.kernels import compile_for
 
@@ -424,6 +424,6 @@ def test_rows_that_are_read_whole_have_programs_for_their_keys(verb, monkeypatch
     splits = []
     for whole in (None, torch.tensor([65536])):
         with pytest.raises(_LaunchError) as launched:
-            getattr(kernels, verb)(q, k, k, chosen, *more, logits=Logits(0.1), whole=whole)
+            getattr(kernels, verb)(q, KV(k, k), chosen, *more, logits=Logits(0.1), whole=whole)
         splits.append(launched.value.args[0][1])
     assert splits[0] <= 4 < 64 < splits[1]

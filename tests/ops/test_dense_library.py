@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import dense, dense_obstacles, library, prompt_path
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PYTORCH, CuDNN, FlashAttention3, Library
@@ -70,7 +70,7 @@ def used(monkeypatch):
 def attended(dtype=torch.float16, shape=SHAPE, softcap=None, **how):
     """Attention of a problem, and the same in fp64."""
     q, k, v = problem(shape, dtype=dtype, layout="slots", extra=3)
-    found = ops.attend_causal(q, k, v, logits=Logits(0.125, softcap=softcap), offset=shape.offset, **how)
+    found = ops.attend_causal(q, KV(k, v), logits=Logits(0.125, softcap=softcap), offset=shape.offset, **how)
     expected = in_fp64(q.double(), *(x[:, :, : shape.keys] for x in (k, v)), 0.125, softcap)
     return found, expected
 
@@ -225,11 +225,11 @@ def test_autograd_is_recorded_as_before(used):
     q.requires_grad_()
     for offset in (0, SHAPE.offset):
         some, keys = q[:, :, : SHAPE.keys - offset], offset + min(SHAPE.queries, SHAPE.keys - offset)
-        out = ops.attend_causal(some, k[:, :, :keys], v[:, :, :keys], logits=Logits(0.125), offset=offset).out
+        out = ops.attend_causal(some, KV(k[:, :, :keys], v[:, :, :keys]), logits=Logits(0.125), offset=offset).out
         assert out.grad_fn is not None
     assert not one.calls
     with torch.no_grad():
-        ops.attend_causal(q, k, v, logits=Logits(0.125), offset=SHAPE.offset)
+        ops.attend_causal(q, KV(k, v), logits=Logits(0.125), offset=SHAPE.offset)
     assert one.calls
 
 
@@ -237,7 +237,7 @@ def test_learned_sinks_take_their_share_of_a_library_s_result(used):
     one, (q, k, v) = used(StandIn()), problem(SHAPE)
     sinks = torch.randn(12)
     how = {"logits": Logits(0.125, sinks), "offset": SHAPE.offset, "need_lse": True}
-    found, expected = ops.attend_causal(q, k, v, **how), dense.attend_causal(q, k, v, **how)
+    found, expected = ops.attend_causal(q, KV(k, v), **how), dense.attend_causal(q, KV(k, v), **how)
     assert one.calls
     assert_close(found.out, expected.out)
     assert_close(found.lse, expected.lse)
@@ -246,7 +246,7 @@ def test_learned_sinks_take_their_share_of_a_library_s_result(used):
 def test_the_reference_is_textbook_attention():
     q, k, v = problem(SHAPE, extra=3)
     expected = naive(q, *(x[:, :, : SHAPE.keys] for x in (k, v)), 0.125, causal_mask(SHAPE.queries, SHAPE.offset))
-    found = dense.attend_causal(q, k, v, logits=Logits(0.125), offset=SHAPE.offset, need_lse=True)
+    found = dense.attend_causal(q, KV(k, v), logits=Logits(0.125), offset=SHAPE.offset, need_lse=True)
     assert_close(found.out, expected.out)
     assert_close(found.lse, expected.lse)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate import ops
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from foveate.ops.compress.low_rank import factors
 from tests.problems import LargestTensor, in_buffer
 
@@ -161,7 +161,7 @@ def test_the_newest_page_is_written_when_it_is_full(form):
     for length in range(1, 3 * form.page_size + 1):
         seen = keys.clone()
         seen[:, :, length:] = torch.nan
-        ops.compress_newest(seen, records, torch.tensor([length, length]), form, weights)
+        ops.compress_newest(KV(seen, lengths=torch.tensor([length, length])), records, form, weights)
         full = length // form.page_size
         assert torch.equal(records[:, :, full:], empty[:, :, full:])
         assert (records[:, :, :full] != whole[:, :, :full]).float().mean() < 0.01 if full else True

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foveate.ops import KV
 from foveate.ops.attend import attend_prefix, attend_recent
 from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, naive, problem, shapes
 
@@ -28,7 +29,7 @@ def test_the_first_keys(shape, seed, shared, layout):
     q, k, v = problem(shape, seed, layout=layout)
     counts = counted(shape, seed, -2, shape.keys + 3, shared)
     mask = torch.arange(shape.keys) < counts[:, None, :, None]
-    same(attend_prefix(q, k, v, counts, scaling=0.3), naive(q, k, v, 0.3, mask))
+    same(attend_prefix(q, KV(k, v), counts, scaling=0.3), naive(q, k, v, 0.3, mask))
 
 
 @given(shapes(), st.integers(0, 1000), st.integers(1, 30), st.booleans(), st.sampled_from(LAYOUTS))
@@ -38,7 +39,7 @@ def test_keys_up_to_ones_own(shape, seed, size, shared, layout):
     counts = counted(shape, seed, -2, shape.keys + 3, shared)
     age = torch.arange(shape.offset, shape.keys)[:, None] - torch.arange(shape.keys)
     mask = (age >= 0) & (age < counts[:, None, :, None].clamp_max(size))
-    same(attend_recent(q, k, v, counts, size=size, scaling=0.3), naive(q, k, v, 0.3, mask))
+    same(attend_recent(q, KV(k, v), counts, size=size, scaling=0.3), naive(q, k, v, 0.3, mask))
 
 
 def test_blocks_change_nothing_and_bound_memory(monkeypatch):
@@ -46,8 +47,8 @@ def test_blocks_change_nothing_and_bound_memory(monkeypatch):
     counts = torch.arange(41, 341)[None]
 
     def both():
-        prefix = attend_prefix(q, k, v, counts, scaling=0.3)
-        return prefix, attend_recent(q, k, v, counts, size=9, scaling=0.3)
+        prefix = attend_prefix(q, KV(k, v), counts, scaling=0.3)
+        return prefix, attend_recent(q, KV(k, v), counts, size=9, scaling=0.3)
 
     expected = both()
     monkeypatch.setattr("foveate.ops._math.SCRATCH_BYTES", 1 << 15)
@@ -64,11 +65,11 @@ def test_bad_counts_are_named(counts):
     q, k, v = problem(Shape(2, 1, 2, 4, 3, 8, 8))
     for attend in (attend_prefix, lambda *a, **more: attend_recent(*a, size=3, **more)):
         with pytest.raises(ValueError, match=r"counts \(.*\) do not fit 2 rows of 4 queries"):
-            attend(q, k, v, counts, scaling=1.0)
+            attend(q, KV(k, v), counts, scaling=1.0)
 
 
 def test_windows_that_cannot_be():
     q, k, v = problem(Shape(1, 1, 2, 4, 0, 8, 8))
     for keys, size in ((3, 2), (4, 0)):
         with pytest.raises(ValueError, match=f"own keys and size be at least 1, not {keys}, {size}"):
-            attend_recent(q, k[:, :, :keys], v[:, :, :keys], torch.ones(1, 4), size=size, scaling=1.0)
+            attend_recent(q, KV(k[:, :, :keys], v[:, :, :keys]), torch.ones(1, 4), size=size, scaling=1.0)

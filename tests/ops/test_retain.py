@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate import ops
+from foveate.ops import KV
 from tests.problems import Waits
 
 INF = float("inf")
@@ -107,7 +108,7 @@ def test_a_token_goes_where_one_was_given_up_or_behind_the_others():
     k, v = torch.full((2, 2, 1, 3), 7.0), torch.full((2, 2, 1, 1), 8.0)
     numbers = torch.ones(2, 2, 5)
     how = {"positions": positions, "newest": torch.tensor([40, 50], dtype=torch.int32), "emptied": numbers}
-    found = ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed, **how)
+    found = ops.put_token(KV(keys, values), k, v, torch.tensor([3, 4]), freed=freed, **how)
     assert found.tolist() == [[1, 3], [0, 2]]
     assert freed.tolist() == [[1, -1], [0, 2]]
     there = torch.zeros(2, 2, 5, dtype=torch.bool).scatter_(2, found[..., None], True)
@@ -116,9 +117,9 @@ def test_a_token_goes_where_one_was_given_up_or_behind_the_others():
     assert positions[there].tolist() == [40, 40, 50, 50]
     assert bool((positions[~there] == -1).all())
     assert torch.equal(numbers, (~there).float())
-    found = ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed, take=True)
+    found = ops.put_token(KV(keys, values), k, v, torch.tensor([3, 4]), freed=freed, take=True)
     assert freed.tolist() == [[-1, -1], [-1, -1]]
-    assert ops.put_token(keys, values, k, v, torch.tensor([3, 4]), freed=freed).tolist() == [[3, 3], [4, 4]]
+    assert ops.put_token(KV(keys, values), k, v, torch.tensor([3, 4]), freed=freed).tolist() == [[3, 3], [4, 4]]
 
 
 @given(SCORES, st.data())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveate import ops
-from foveate.ops import Logits, _math
+from foveate.ops import KV, Logits, _math
 from tests.helpers import LAYOUTS, LargestTensor, Shape, assert_close, causal_mask, in_buffer, naive, problem, shapes
 
 SEEDS = st.integers(0, 1000)
@@ -31,7 +31,7 @@ def test_column_mass_is_the_column_sum(shape, seed, layout, extra, scratch):
     q, k, expected = causal(shape, seed, layout=layout, extra=extra)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_math, "SCRATCH_BYTES", scratch)
-        mass = ops.column_mass(q, k, expected.lse.float(), logits=Logits(0.3), offset=shape.offset)
+        mass = ops.column_mass(q, KV(k), expected.lse.float(), logits=Logits(0.3), offset=shape.offset)
     assert mass.shape == k.shape[:3]
     assert mass.dtype == torch.float32
     assert_close(mass[:, :, : shape.keys], expected.mass)
@@ -44,7 +44,7 @@ def test_column_mass_over_several_blocks_of_queries(offset):
     shape = SOME._replace(queries=700, offset=offset, batch=1)
     q, k, expected = causal(shape, layout="slots")
     assert_close(
-        ops.column_mass(q, k, expected.lse.float(), logits=Logits(0.3), offset=offset) / 100, expected.mass / 100
+        ops.column_mass(q, KV(k), expected.lse.float(), logits=Logits(0.3), offset=offset) / 100, expected.mass / 100
     )
 
 
@@ -53,16 +53,16 @@ def test_column_mass_adds_up_over_chunks_of_queries(cut):
     q, k, expected = causal(SOME)
     lse = expected.lse.float()
     mass = torch.zeros(k.shape[:3])
-    first = ops.column_mass(q[:, :, :cut], k, lse[:, :, :cut], logits=Logits(0.3), offset=14, out=mass)
+    first = ops.column_mass(q[:, :, :cut], KV(k), lse[:, :, :cut], logits=Logits(0.3), offset=14, out=mass)
     assert first is mass
-    ops.column_mass(q[:, :, cut:], k, lse[:, :, cut:], logits=Logits(0.3), offset=14 + cut, out=mass)
+    ops.column_mass(q[:, :, cut:], KV(k), lse[:, :, cut:], logits=Logits(0.3), offset=14 + cut, out=mass)
     assert_close(mass, expected.mass)
 
 
 def test_column_mass_adds_to_a_view_of_a_larger_buffer():
     q, k, expected = causal(SOME)
     buffer = torch.ones(2, 2, 40)
-    ops.column_mass(q, k, expected.lse.float(), logits=Logits(0.3), offset=14, out=buffer[:, :, : SOME.keys])
+    ops.column_mass(q, KV(k), expected.lse.float(), logits=Logits(0.3), offset=14, out=buffer[:, :, : SOME.keys])
     assert_close(buffer[:, :, : SOME.keys], 1 + expected.mass)
     assert (buffer[:, :, SOME.keys :] == 1).all()
 
@@ -70,7 +70,7 @@ def test_column_mass_adds_to_a_view_of_a_larger_buffer():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_column_mass_in_half_precision(dtype):
     q, k, expected = causal(SOME, dtype=dtype)
-    mass = ops.column_mass(q, k, expected.lse.float(), logits=Logits(0.3), offset=14)
+    mass = ops.column_mass(q, KV(k), expected.lse.float(), logits=Logits(0.3), offset=14)
     assert mass.dtype == torch.float32
     assert_close(mass, expected.mass, dtype)
 
@@ -84,13 +84,15 @@ def test_mass_of_earlier_queries_never_depends_on_later_keys(shape, seed, poison
     visible = shape.offset + count
     changed = k.clone()
     changed[:, :, visible:] = poison
-    before, after = (ops.column_mass(queries, x, lse, logits=Logits(0.3), offset=shape.offset) for x in (k, changed))
+    before, after = (
+        ops.column_mass(queries, KV(x), lse, logits=Logits(0.3), offset=shape.offset) for x in (k, changed)
+    )
     assert torch.equal(before, after)
     assert (after[:, :, visible:] == 0).all()
-    before, after = (ops.query_mass(queries, x, logits=Logits(0.3), offset=shape.offset) for x in (k, changed))
+    before, after = (ops.query_mass(queries, KV(x), logits=Logits(0.3), offset=shape.offset) for x in (k, changed))
     assert torch.equal(before, after)
     before, after = (
-        [mass for _, mass in ops.tile_mass(queries, x, lse, tile=4, logits=Logits(0.3), offset=shape.offset)]
+        [mass for _, mass in ops.tile_mass(queries, KV(x), lse, tile=4, logits=Logits(0.3), offset=shape.offset)]
         for x in (k, changed)
     )
     assert all(torch.equal(one, other) for one, other in zip(before, after))
@@ -103,9 +105,9 @@ def test_the_causal_bound_holds_inside_a_block_of_queries(later):
     lse = expected.lse.float()
     k = k.clone()
     k[:, :, 14 + later :] = 1e4  # exp overflows for the queries that must not look
-    mass = ops.column_mass(q[:, :, : later + 1], k, lse[:, :, : later + 1], logits=Logits(0.3), offset=14)
+    mass = ops.column_mass(q[:, :, : later + 1], KV(k), lse[:, :, : later + 1], logits=Logits(0.3), offset=14)
     own = ops.column_mass(
-        q[:, :, later : later + 1], k, lse[:, :, later : later + 1], logits=Logits(0.3), offset=14 + later
+        q[:, :, later : later + 1], KV(k), lse[:, :, later : later + 1], logits=Logits(0.3), offset=14 + later
     )
     assert torch.equal(mass[:, :, 14 + later], own[:, :, 14 + later])
     assert_close(
@@ -120,7 +122,7 @@ def test_queries_that_saw_nothing_add_nothing(group):
     saw = torch.ones(expected.lse.shape, dtype=torch.bool)
     saw[0, 0], saw[0, -1, 2], saw[1, :group, 2:6] = False, False, False
     lse = expected.lse.float().masked_fill(~saw, float("-inf"))
-    mass = ops.column_mass(q, k, lse, logits=Logits(0.3), offset=14)
+    mass = ops.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=14)
     assert_close(mass, (expected.weights * saw[..., None]).unflatten(1, (2, group)).sum((2, 3)))
 
 
@@ -132,7 +134,7 @@ def test_queries_that_saw_nothing_add_nothing(group):
 def test_tile_mass_is_the_mean_over_a_tile_and_its_group(shape, seed, layout, tile, extra):
     q, k, expected = causal(shape, seed, layout=layout, extra=extra)
     how = {"tile": tile, "logits": Logits(0.3), "offset": shape.offset}
-    blocks = list(ops.tile_mass(q, k, expected.lse.float(), **how))
+    blocks = list(ops.tile_mass(q, KV(k), expected.lse.float(), **how))
     tiles = [(first + t, mass[:, :, t]) for first, mass in blocks for t in range(mass.shape[2])]
     assert [index for index, _ in tiles] == list(
         range(shape.offset // tile, -(-(shape.offset + shape.queries) // tile))
@@ -152,7 +154,7 @@ def test_tile_mass_is_the_mean_over_a_tile_and_its_group(shape, seed, layout, ti
 @settings(max_examples=50)
 def test_query_mass_keeps_heads_apart(shape, seed, layout, extra):
     q, k, expected = causal(shape, seed, layout=layout, extra=extra)
-    mass = ops.query_mass(q, k, logits=Logits(0.3), offset=shape.offset)
+    mass = ops.query_mass(q, KV(k), logits=Logits(0.3), offset=shape.offset)
     assert mass.dtype == torch.float32
     assert_close(mass, expected.weights.sum(2))
 
@@ -160,7 +162,7 @@ def test_query_mass_keeps_heads_apart(shape, seed, layout, extra):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_query_mass_in_half_precision(dtype):
     q, k, expected = causal(SOME, dtype=dtype)
-    mass = ops.query_mass(q, k, logits=Logits(0.3), offset=14)
+    mass = ops.query_mass(q, KV(k), logits=Logits(0.3), offset=14)
     assert mass.dtype == torch.float32
     assert_close(mass, expected.weights.sum(2), dtype)
 
@@ -173,7 +175,7 @@ def test_many_small_tiles_come_a_few_at_a_time(monkeypatch):
     q, k, _ = problem(Shape(batch=1, kv_heads=1, group=1, queries=4096, offset=0, dim=8, value_dim=8))
     lse = torch.zeros(1, 1, 4096)
     with LargestTensor() as largest:
-        tiles = sum(block.shape[2] for _, block in ops.tile_mass(q, k, lse, tile=2, logits=Logits(0.3)))
+        tiles = sum(block.shape[2] for _, block in ops.tile_mass(q, KV(k), lse, tile=2, logits=Logits(0.3)))
     assert tiles == 2048
     assert largest.bytes <= SCRATCH, largest.what
 
@@ -185,11 +187,11 @@ def test_mass_makes_no_square_matrix(function):
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
         patch.setattr(_math, "SCRATCH_BYTES", SCRATCH)
         if function == "column_mass":
-            ops.column_mass(q, k, lse, logits=Logits(0.3), offset=1024)
+            ops.column_mass(q, KV(k), lse, logits=Logits(0.3), offset=1024)
         elif function == "tile_mass":
-            list(ops.tile_mass(q, k, lse, tile=128, logits=Logits(0.3), offset=1024))
+            list(ops.tile_mass(q, KV(k), lse, tile=128, logits=Logits(0.3), offset=1024))
         else:
-            ops.query_mass(q[:, :, -32:], k, logits=Logits(0.3), offset=4096 - 32)
+            ops.query_mass(q[:, :, -32:], KV(k), logits=Logits(0.3), offset=4096 - 32)
     assert largest.bytes <= SCRATCH, largest.what
 
 
@@ -202,18 +204,20 @@ def test_pooled_mass_is_the_mean_or_the_most_of_the_heads_that_share_a_key(shape
     q, k, expected = causal(shape, seed, layout=layout)
     weights = expected.weights[:, :, 0]
     groups = weights.unflatten(1, (shape.kv_heads, -1))
-    assert_close(ops.pooled_mass(q, k, logits=Logits(0.3)), groups.mean(2))
-    assert_close(ops.pooled_mass(q, k, logits=Logits(0.3), pooling="sqrt"), groups.sqrt().mean(2))
-    assert_close(ops.pooled_mass(q, k, logits=Logits(0.3), pool="layer"), weights.mean(1, keepdim=True))
-    assert_close(ops.pooled_mass(q, k, logits=Logits(0.3), pool="layer", pooling="max"), weights.amax(1, keepdim=True))
+    assert_close(ops.pooled_mass(q, KV(k), logits=Logits(0.3)), groups.mean(2))
+    assert_close(ops.pooled_mass(q, KV(k), logits=Logits(0.3), pooling="sqrt"), groups.sqrt().mean(2))
+    assert_close(ops.pooled_mass(q, KV(k), logits=Logits(0.3), pool="layer"), weights.mean(1, keepdim=True))
+    assert_close(
+        ops.pooled_mass(q, KV(k), logits=Logits(0.3), pool="layer", pooling="max"), weights.amax(1, keepdim=True)
+    )
     rows = q.double().unflatten(1, (shape.kv_heads, -1))[:, :, :, 0]
     logits = 0.3 * rows @ k.double().transpose(-1, -2)
-    assert_close(ops.pooled_mass(q, k, logits=Logits(0.3), pooling="max_logit"), logits.amax(2))
-    layer = ops.pooled_mass(q, k, logits=Logits(0.3), pool="layer", pooling="max_logit")
+    assert_close(ops.pooled_mass(q, KV(k), logits=Logits(0.3), pooling="max_logit"), logits.amax(2))
+    layer = ops.pooled_mass(q, KV(k), logits=Logits(0.3), pool="layer", pooling="max_logit")
     assert_close(layer, logits.amax((1, 2))[:, None])
-    found = ops.pooled_mass(q, k, logits=Logits(0.3), lengths=torch.full((len(q),), k.shape[2] - 1))
+    found = ops.pooled_mass(q, KV(k, lengths=torch.full((len(q),), k.shape[2] - 1)), logits=Logits(0.3))
     assert found[..., -1].isneginf().all()
-    assert_close(found[..., :-1], ops.pooled_mass(q, k[:, :, :-1], logits=Logits(0.3)))
+    assert_close(found[..., :-1], ops.pooled_mass(q, KV(k[:, :, :-1]), logits=Logits(0.3)))
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([23, 9]), torch.tensor([[5, 40], [23, 0]])], ids=str)
@@ -245,11 +249,11 @@ def test_pooled_mass_of_pages_is_that_of_their_keys_alone(page_size, pooling, po
     wanted = wanted.flatten(2).unflatten(1, (1 if pool == "layer" else 2, -1))
     wanted = (wanted.amax(2) if pooling.startswith("max") else wanted.mean(2)).nan_to_num(-torch.inf, neginf=-torch.inf)
     k[~read] = torch.nan
-    how = {"logits": Logits(0.3, sinks), "lengths": lengths, "pooling": pooling, "pool": pool}
-    found = ops.pooled_mass_of_pages(q, k, pages, page_size, **how)
+    kv, how = KV(k, lengths=lengths), {"logits": Logits(0.3, sinks), "pooling": pooling, "pool": pool}
+    found = ops.pooled_mass_of_pages(q, kv, pages, page_size, **how)
     assert found.shape == (2, 1 if pool == "layer" else 2, 3 * page_size)
     assert_close(found, wanted)
-    assert torch.equal(ops.pooled_mass_of_pages(q, k, pages.int(), page_size, **how), found)
+    assert torch.equal(ops.pooled_mass_of_pages(q, kv, pages.int(), page_size, **how), found)
 
 
 def test_pages_that_do_not_fit_have_no_mass():
@@ -262,7 +266,7 @@ def test_pages_that_do_not_fit_have_no_mass():
         (pages[0], "layer"),
     ):
         with pytest.raises(ValueError, match=r"pages .* do not fit 2 rows of 1"):
-            ops.pooled_mass_of_pages(q, k, wrong, 4, logits=Logits(0.3), pool=pool)
+            ops.pooled_mass_of_pages(q, KV(k), wrong, 4, logits=Logits(0.3), pool=pool)
 
 
 # largest_logit

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from foveate import ops
-from foveate.ops import Logits, dispatch
+from foveate.ops import KV, Logits, dispatch
 from foveate.ops.attend import attend_selected, decode, dense, pooled, tiles, window
 from foveate.ops.score import pooled as score
 from foveate.ops.score import reference as masses
@@ -67,13 +67,13 @@ def test_attention_and_its_mass(softcap, sinks):
     mask = torch.rand(2, 1, 7, SHAPE.keys, generator=torch.manual_seed(0)) < 0.6
     mask[0, :, 3] &= sinks is None  # else this query sees nothing but the sinks
     how = {"logits": logits_of(sinks, softcap), "mask": mask}
-    found = decode.attend(q, k, v, need_lse=True, need_mass=True, **how)
+    found = decode.attend(q, KV(k, v), need_lse=True, need_mass=True, **how)
     weights, lse = written_out(q, k, softcap, mask, sinks)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
     assert_close(found.mass, by_kv_head(weights.sum(2)).sum(2))
     assert found.out[0, :, 3].any() == (sinks is None)
-    alone = decode.attend(q, k, v, **how)
+    alone = decode.attend(q, KV(k, v), **how)
     assert torch.equal(alone.out, found.out)
     assert alone.lse is None
 
@@ -88,7 +88,7 @@ def test_causal_attention_with_gradients(softcap, offset, one, sinks):
     learned = [x for x in (q, None if softcap is None else k, sinks) if x is not None]
     for x in learned:
         x.requires_grad_()
-    found = one.attend_causal(q, k, v, need_lse=True, logits=logits_of(sinks, softcap), offset=offset)
+    found = one.attend_causal(q, KV(k, v), need_lse=True, logits=logits_of(sinks, softcap), offset=offset)
     weights, lse = written_out(q, k[:, :, : shape.keys], softcap, causal(shape), sinks)
     expected = output(weights, v[:, :, : shape.keys])
     assert_close(found.out, expected)
@@ -104,7 +104,7 @@ def test_long_prompts_have_no_matrix(monkeypatch):
     length = 1024
     q, k, v = (torch.randn(1, heads, length, 8) for heads in (4, 2, 2))
     with LargestTensor() as largest:
-        dense.attend_causal(q, k, v, logits=Logits(SCALING, softcap=5.0))
+        dense.attend_causal(q, KV(k, v), logits=Logits(SCALING, softcap=5.0))
     assert largest.bytes <= 4 << 16
 
 
@@ -115,7 +115,7 @@ def test_windows(softcap, sinks):
     lower = position - 5
     mask = causal(SHAPE) & ((keys >= lower[:, None]) | (keys < 2))
     logits = logits_of(sinks, softcap)
-    found = window.attend_window(q, k, v, logits=logits, lower=lower, sinks=2, offset=20)
+    found = window.attend_window(q, KV(k, v), logits=logits, lower=lower, sinks=2, offset=20)
     assert_close(found.out, output(written_out(q, k, softcap, mask, sinks)[0], v))
 
 
@@ -127,7 +127,7 @@ def test_chosen_keys_and_pages(softcap, sinks):
     indices = torch.tensor([[[3, 0, -1, 9], [1, 2, -1, -1]], [[5, 6, 7, 8], [one, -1, -1, -1]]])
     mask = torch.zeros(2, 2, shape.keys + 1, dtype=torch.bool).scatter_(2, indices % (shape.keys + 1), True)
     mask = mask[:, :, : shape.keys].repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_indices(q, k, v, indices, logits=logits, need_lse=True, need_mass=True)
+    found = decode.attend_indices(q, KV(k, v), indices, logits=logits, need_lse=True, need_mass=True)
     weights, lse = written_out(q, k, softcap, mask, sinks)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
@@ -136,7 +136,7 @@ def test_chosen_keys_and_pages(softcap, sinks):
     pages = torch.tensor([[[2, -1], [0, 1]], [[3, 0], [one, -1]]])
     mask = torch.stack([torch.arange(shape.keys) // 4 == page for page in pages.flatten().tolist()])
     mask = mask.view(2, 2, 2, -1).any(2).repeat_interleave(3, 1)[:, :, None]
-    found = decode.attend_pages(q, k, v, pages, 4, logits=logits)
+    found = decode.attend_pages(q, KV(k, v), pages, 4, logits=logits)
     assert_close(found.out, output(written_out(q, k, softcap, mask, sinks)[0], v))
 
 
@@ -150,8 +150,8 @@ def test_pooled_mass(pooling, pool, softcap, sinks):
     mass = weights[:, :, 0].sqrt() if pooling == "sqrt" else weights[:, :, 0]
     mass = by_kv_head(mass) if pool == "kv_head" else mass[:, None]
     expected = mass.amax(2) if pooling == "max" else mass.mean(2)
-    assert_close(score.pooled_mass(q, k, **how), expected)
-    found = pooled.attend_pooled(q, k, v, **how)
+    assert_close(score.pooled_mass(q, KV(k), **how), expected)
+    found = pooled.attend_pooled(q, KV(k, v), **how)
     assert_close(found.mass, expected)
     assert_close(found.out, output(weights, v))
     assert_close(found.lse, lse)
@@ -164,10 +164,10 @@ def test_tiles(softcap):
     q, k, v = problem(shape)
     how = {"tile": 8, "logits": Logits(SCALING, softcap=softcap), "offset": 20}
     before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
-    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), **how)
+    found = tiles.attend_tiles(q, KV(k, v), **listed(before.expand(2, 2, 2, 24)), **how)
     assert_close(found.out, output(written_out(q, k, softcap, causal(shape))[0], v))
     some = before.masked_fill(torch.arange(24) % 3 == 0, -1)
-    found = tiles.attend_tiles(q, k, v, **listed(some.expand(2, 2, 2, 24)), **how).out
+    found = tiles.attend_tiles(q, KV(k, v), **listed(some.expand(2, 2, 2, 24)), **how).out
     for t, (start, queries) in enumerate(((16, slice(0, 4)), (24, slice(4, 12)))):
         chosen = some[t][some[t] >= 0]
         own = torch.arange(start, min(start + 8, shape.keys))
@@ -184,17 +184,17 @@ def test_tiles_beside_sinks(sinks):
     q, k, v = problem(shape)
     how, beside = {"tile": 8, "offset": 20}, logits_of(sinks, None)
     before = torch.stack([torch.arange(24).masked_fill(torch.arange(24) >= start, -1) for start in (16, 24)])
-    found = tiles.attend_tiles(q, k, v, **listed(before.expand(2, 2, 2, 24)), logits=beside, **how)
+    found = tiles.attend_tiles(q, KV(k, v), **listed(before.expand(2, 2, 2, 24)), logits=beside, **how)
     weights, _ = written_out(q, k, None, causal(shape), sinks)
     assert_close(found.out, output(weights, v))
     some = listed(before.masked_fill(torch.arange(24) % 3 == 0, -1).expand(2, 2, 2, 24))
-    with_sinks = tiles.attend_tiles(q, k, v, **some, logits=beside, **how).out
-    low = tiles.attend_tiles(q, k, v, **some, logits=logits_of(torch.full_like(sinks, -1e4), None), **how).out
-    assert_close(low, tiles.attend_tiles(q, k, v, **some, logits=logits_of(None, None), **how).out)
+    with_sinks = tiles.attend_tiles(q, KV(k, v), **some, logits=beside, **how).out
+    low = tiles.attend_tiles(q, KV(k, v), **some, logits=logits_of(torch.full_like(sinks, -1e4), None), **how).out
+    assert_close(low, tiles.attend_tiles(q, KV(k, v), **some, logits=logits_of(None, None), **how).out)
     share = (with_sinks / low).mean(-1)  # one factor for all dims of a query
     torch.testing.assert_close(with_sinks, low * share[..., None], rtol=1e-3, atol=1e-4)
     assert bool(((share > 0) & (share < 1)).all())
-    assert_close(masses.query_mass(q, k[:, :, : shape.keys], logits=beside, offset=20), weights.sum(2))
+    assert_close(masses.query_mass(q, KV(k[:, :, : shape.keys]), logits=beside, offset=20), weights.sum(2))
 
 
 @each_cap
@@ -202,9 +202,9 @@ def test_masses_of_keys(softcap):
     q, k, _ = problem(SHAPE)
     weights, lse = written_out(q, k, softcap, causal(SHAPE))
     how = {"logits": Logits(SCALING, softcap=softcap), "offset": 20}
-    assert_close(masses.column_mass(q, k, lse.float(), **how), by_kv_head(weights.sum(2)).sum(2))
-    assert_close(masses.query_mass(q, k, **how), weights.sum(2))
-    for first, mass in masses.tile_mass(q, k, lse.float(), tile=8, **how):
+    assert_close(masses.column_mass(q, KV(k), lse.float(), **how), by_kv_head(weights.sum(2)).sum(2))
+    assert_close(masses.query_mass(q, KV(k), **how), weights.sum(2))
+    for first, mass in masses.tile_mass(q, KV(k), lse.float(), tile=8, **how):
         assert first == 2  # queries 20 .. 26: the tiles from 16 and from 24 on
         for t, (start, queries) in enumerate(((16, slice(0, 4)), (24, slice(4, 7)))):
             expected = by_kv_head(weights[:, :, queries, :start].mean(2)).mean(2)
@@ -216,7 +216,7 @@ def test_half_the_mass_to_the_base():
     q, k, _ = problem(SHAPE)
     weights, lse = written_out(q, k, 5.0, causal(SHAPE))
     how = {"logits": Logits(SCALING / 2, softcap=2.5), "offset": 20}
-    ((_, mass),) = masses.tile_mass(q, k, lse.float() / 2, tile=8, **how)
+    ((_, mass),) = masses.tile_mass(q, KV(k), lse.float() / 2, tile=8, **how)
     assert_close(mass[:, :, 1, :24], by_kv_head(weights[:, :, 4:, :24].sqrt().mean(2)).mean(2))
 
 
@@ -225,11 +225,11 @@ def test_caps_that_are_none(softcap):
     q, k, v = problem(SHAPE)
     for call in (ops.attend, ops.attend_causal):
         with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap!r}"):
-            call(q, k, v, logits=Logits(SCALING, softcap=softcap))
+            call(q, KV(k, v), logits=Logits(SCALING, softcap=softcap))
     lse, rows = torch.zeros(q.shape[:3]), ops.fold_group(q, k.shape[1])
     for call in (ops.column_mass, lambda *given, logits: next(ops.tile_mass(*given, tile=8, offset=20, logits=logits))):
         with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
-            call(q, k, lse, logits=Logits(SCALING, softcap=softcap))
+            call(q, KV(k), lse, logits=Logits(SCALING, softcap=softcap))
     with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
         ops.key_logits(rows, k, Logits(SCALING, softcap=softcap))
 
@@ -237,14 +237,14 @@ def test_caps_that_are_none(softcap):
 def test_what_cannot_cap_has_no_such_argument():
     q, k, v = problem(SHAPE)
     with pytest.raises(TypeError, match="logits"):
-        attend_selected(q, k, v, torch.zeros(2, 7, 3, dtype=torch.int64), logits=Logits(SCALING, softcap=5.0))
+        attend_selected(q, KV(k, v), torch.zeros(2, 7, 3, dtype=torch.int64), logits=Logits(SCALING, softcap=5.0))
 
 
 def test_sinks_of_other_heads(sinks):
     q, k, v = problem(SHAPE)
     for call in (ops.attend, ops.attend_causal):
         with pytest.raises(ValueError, match="one logit for each of 6 heads, not \\(5,\\)"):
-            call(q, k, v, logits=Logits(SCALING, sinks[:5]))
+            call(q, KV(k, v), logits=Logits(SCALING, sinks[:5]))
 
 
 def test_whether_a_kernel_may_run_is_asked_of_the_sinks_too(monkeypatch):
@@ -252,5 +252,5 @@ def test_whether_a_kernel_may_run_is_asked_of_the_sinks_too(monkeypatch):
     asked, sinks = [], torch.zeros(4)
     monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: asked.extend(tensors))
     q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
-    ops.attend_pooled(q, k, k, logits=Logits(0.3, sinks))
+    ops.attend_pooled(q, KV(k, k), logits=Logits(0.3, sinks))
     assert any(one is sinks for one in asked)

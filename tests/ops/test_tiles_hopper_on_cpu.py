@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from foveate.ops.attend import tiles
 from foveate.ops.score import reference
 from tests import gluon_on_cpu
@@ -59,7 +59,7 @@ def attend(seed, changed=()):
     out = torch.full_like(q, float("nan"))
     found = kernel.attend_tiles(q, k, v, *given, out, **how).out
     how |= dict(zip(("indices", "starts", "counts"), given, strict=True))
-    exact = tiles.attend_tiles(q.double(), k.double(), v.double(), **how).out
+    exact = tiles.attend_tiles(q.double(), KV(k.double(), v.double()), **how).out
     return float((found.double() - exact).abs().max())
 
 

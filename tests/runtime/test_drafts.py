@@ -10,7 +10,7 @@ import torch
 
 from foveate import methods, ops
 from foveate.methods import ReadsChosen
-from foveate.ops import Choice
+from foveate.ops import KV, Choice
 from foveate.runtime.capture import move_to_device, step
 from foveate.runtime.drafts import (
     LENGTHS,
@@ -149,7 +149,7 @@ def test_a_verifying_pass_writes_over_its_drafts(lengths, captured):
         assert torch.equal(store.channel("copy")[b, :, :first], -before[b, :, :first, :1])
         assert torch.equal(store.channel("copy")[b, :, first : length + 1], k[b, ..., :1] + 1)
         one = [x[b : b + 1, :, : length + 1] for x in (store.keys, store.values)]
-        alone = ops.attend_newest(q[b : b + 1], *one, logits=ops.Logits(0.3))
+        alone = ops.attend_newest(q[b : b + 1], KV(*one), logits=ops.Logits(0.3))
         torch.testing.assert_close(found[b : b + 1], alone.out)
 
 

@@ -17,8 +17,8 @@ EVICTING = [(name, method) for name, method in VARIANTS if method.evicts]
 def window(monkeypatch):
     """The reference of windowed attention reads the windows, and its kernel does not: dense attention stands in."""
 
-    def attend_window(q, k, v, *, logits, lower, sinks, offset):
-        return ops.attend_causal(q, k, v, logits=logits, offset=offset)
+    def attend_window(q, kv, *, logits, lower, sinks, offset):
+        return ops.attend_causal(q, kv, logits=logits, offset=offset)
 
     monkeypatch.setattr(ops, "attend_window", attend_window)
 

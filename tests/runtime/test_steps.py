@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate import methods
 from foveate.methods import base
-from foveate.ops import BlockTable, Choice, Logits, Rest, attend, dispatch
+from foveate.ops import KV, BlockTable, Choice, Logits, Rest, attend, dispatch
 from foveate.runtime import EngineSteps, Layer, Phase, drafts
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
@@ -148,7 +148,7 @@ def test_the_output_of_a_method_that_knows_no_such_place_is_copied(monkeypatch):
 
     def attends_itself(self, cache, q, scaling):
         lengths = cache.plan["counts"]
-        found = attend(q, *cache.memory, logits=cache.logits(scaling), lengths=lengths, block_table=cache.block_table)
+        found = attend(q, cache.view(lengths), logits=cache.logits(scaling))
         return Choice(attended=found, read=lengths[:, None])
 
     monkeypatch.setattr(methods.get(SPECS[0]), "choose", attends_itself)
@@ -274,8 +274,8 @@ def test_an_audit_reads_all_keys_and_tells_what_share_of_the_attention_is_read(s
     table, chooses = BlockTable(engine.table, max(tokens)), 0
     for n in range(LAYERS):
         k, v = engine.memory[n, ..., :DIM], engine.memory[n, ..., DIM:]
-        how = {"logits": Logits(SCALING), "lengths": engine.lengths.long(), "block_table": table}
-        torch.testing.assert_close(found[n], attend(q[n], k, v, **how).out)
+        kv = KV(k, v, table, engine.lengths.long())
+        torch.testing.assert_close(found[n], attend(q[n], kv, logits=Logits(SCALING)).out)
         chooses += not torch.allclose(found[n], sparse[n], atol=1e-3)
     shares = torch.stack(noted.mass)[:, engine.real]
     assert len(noted.mass) == chooses > 0
@@ -395,7 +395,7 @@ def test_memory_may_be_replaced_between_steps():
         blocks = memory[2]
         outs.append(steps.attend(2, q[2][:, :, -1:], blocks[..., :DIM], blocks[..., DIM:], Logits(SCALING)))
     torch.testing.assert_close(outs[0], outs[1])
-    torch.testing.assert_close(outs[0], attend(q[2][:, :, -1:], k[2], v[2], logits=Logits(SCALING)).out)
+    torch.testing.assert_close(outs[0], attend(q[2][:, :, -1:], KV(k[2], v[2]), logits=Logits(SCALING)).out)
 
 
 def test_buffers_of_a_number_of_rows_keep_their_addresses():
@@ -481,7 +481,7 @@ def test_rows_of_prompts_are_read_whole_by_an_authors_method_too(prompts):
     q = torch.randn(engine.rows, HEADS, 1, DIM, generator=engine.generator)
     k, v = engine.memory[0, ..., :DIM], engine.memory[0, ..., DIM:]
     table = BlockTable(engine.table, longest)
-    whole = attend(q, k, v, logits=logits, lengths=engine.lengths.long(), block_table=table).out
+    whole = attend(q, KV(k, v, lengths=engine.lengths.long(), block_table=table), logits=logits).out
     same = torch.allclose(steps.attend(0, q, k, v, logits)[engine.real], whole[engine.real], atol=1e-5)
     assert same == prompts
     assert float(steps.keys_read()) == (0 if prompts else len(PROMPTS))

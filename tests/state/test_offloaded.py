@@ -45,14 +45,14 @@ class Followed:
         self.store.truncate(tokens)
 
     def check(self):
-        size, (opened, table) = self.store.page_size, self.store.newest_page()
+        size, newest = self.store.page_size, self.store.newest_page(self.store.plan["counts"])
         slots = torch.arange(self.store.used).expand(len(self.rows), 2, -1)
         ends = torch.tensor([row[0].shape[1] for row in self.rows])
         fetched = self.store.fetch_slots(slots.masked_fill(slots >= ends[:, None, None], -1))
         for row, (k, v) in enumerate(self.rows):
             first, last = (k.shape[1] - 1) // size * size, k.shape[1]
-            block = int(table.table[row, first // size])
-            assert torch.equal(opened[block, :, : last - first], k[:, first:])
+            block = int(newest.block_table.table[row, first // size])
+            assert torch.equal(newest.k[block, :, : last - first], k[:, first:])
             for found, wanted in zip(fetched, (k, v)):
                 assert torch.equal(found[row, :, :last], wanted)
 

@@ -202,7 +202,7 @@ class _BlockMLP(nn.Module):
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Attention under a mask ``[B, 1 or Hkv, n, Lk]``; a query that sees nothing gets 0."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-        return ops.attend(q, k, v, logits=ops.Logits(scaling), mask=mask).out
+        return ops.attend(q, ops.KV(k, v), logits=ops.Logits(scaling), mask=mask).out
     group = q.shape[1] // k.shape[1]
     mask = mask.expand(q.shape[0], k.shape[1], -1, -1).repeat_interleave(group, 1)
     nothing = ~mask.any(-1, keepdim=True)

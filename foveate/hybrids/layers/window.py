@@ -289,12 +289,13 @@ class SlidingWindowAttention(nn.Module):
         if self.buffer and self._scores_due(memory):
             self._score_late(memory)
         held, ring, device = memory.tensors, memory.ring, k.device
-        ops.put_token(held["keys"], held["values"], k, v, memory.next_slots(device))
+        ops.put_token(ops.KV(held["keys"], held["values"]), k, v, memory.next_slots(device))
         memory.advance_step()
         out = None
         if q is not None:
             used = memory.lengths_on(device).clamp_max(ring)[:, None] + held["kept"]
-            out = ops.attend(q, held["keys"], held["values"], logits=ops.Logits(self.scaling), lengths=used).out
+            kv = ops.KV(held["keys"], held["values"], lengths=used)
+            out = ops.attend(q, kv, logits=ops.Logits(self.scaling)).out
         if self.buffer:  # the token that the next one writes over is offered to the buffer
             replace_weakest(
                 **{name: held[name] for name in ("keys", "values", "margins", "positions", "kept")},

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 LARGEST_DIM = 128
@@ -84,9 +85,10 @@ def attend_gated(
     causal = (number <= at)[:, None, None]
     near = causal & (number > at - window)[:, None, None]
     chosen = selected.gather(3, (number // block).expand(*selected.shape[:3], -1)) & causal
-    branches = [attend(q, k, v, logits=Logits(scaling), mask=mask, need_lse=True).out for mask in (chosen, near)]
+    kv = KV(k, v)
+    branches = [attend(q, kv, logits=Logits(scaling), mask=mask, need_lse=True).out for mask in (chosen, near)]
     if block_keys.shape[2]:
-        compressed = attend(q, block_keys, block_values, logits=Logits(scaling), mask=complete, need_lse=True).out
+        compressed = attend(q, KV(block_keys, block_values), logits=Logits(scaling), mask=complete, need_lse=True).out
     else:
         compressed = torch.zeros_like(branches[0])
     return Attended(sum(gate[..., None] * branch for gate, branch in zip(gates, (compressed, *branches))))

@@ -6,6 +6,7 @@ from torch import Tensor
 from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 LARGEST_DIM = 128
@@ -44,7 +45,7 @@ def attend_until(
         some = q[:, :, first : first + step]
         at = torch.arange(first, first + some.shape[2], device=q.device)[:, None]
         mask = (come <= at) & (at < until[:, :, None])
-        outs.append(attend(some, k, v, logits=Logits(scaling), mask=mask).out)
+        outs.append(attend(some, KV(k, v), logits=Logits(scaling), mask=mask).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 

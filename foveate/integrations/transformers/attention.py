@@ -159,11 +159,11 @@ def _with_mask(
     first = keys - length
     if mask is None and (window is None or keys <= window):
         if logits.softcap is not None and length == 1:  # whose keys a kernel of decoding splits among programs
-            return ops.attend(q, k, v, logits=logits).out
-        return ops.attend_causal(q, k, v, logits=logits, offset=first).out
+            return ops.attend(q, ops.KV(k, v), logits=logits).out
+        return ops.attend_causal(q, ops.KV(k, v), logits=logits, offset=first).out
     if mask is None:
         lower = torch.arange(first, keys, device=q.device) - window + 1
-        return ops.attend_window(q, k, v, logits=logits, lower=lower, offset=first).out
+        return ops.attend_window(q, ops.KV(k, v), logits=logits, lower=lower, offset=first).out
     if mask.dtype != torch.bool:
         beside = "beside learned sinks" if logits.sinks is not None else "under a cap of logits"
         raise ValueError(f"attention_mask must be bool {beside}, not {mask.dtype}")
@@ -171,8 +171,8 @@ def _with_mask(
     for start in range(0, length, _BLOCK):
         end = min(start + _BLOCK, length)
         seen = slice(0 if window is None else max(0, first + start - window + 1), first + end)
-        some = mask[:, :, start:end, seen]
-        outs.append(ops.attend(q[:, :, start:end], k[:, :, seen], v[:, :, seen], logits=logits, mask=some).out)
+        kv, some = ops.KV(k[:, :, seen], v[:, :, seen]), mask[:, :, start:end, seen]
+        outs.append(ops.attend(q[:, :, start:end], kv, logits=logits, mask=some).out)
     return torch.cat(outs, 2)
 
 

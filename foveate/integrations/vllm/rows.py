@@ -138,7 +138,7 @@ def attend_prompt(row: Prompt, query: Tensor, k: Tensor, v: Tensor, out: Tensor,
     """
     q = query[row.first : row.end].transpose(0, 1)[None]
     k, v = ops.BlockTable(row.blocks, row.length).gather(q, k, v)
-    found = ops.attend_causal(q, k, v, logits=logits, offset=row.length - q.shape[2]).out
+    found = ops.attend_causal(q, ops.KV(k, v), logits=logits, offset=row.length - q.shape[2]).out
     out[row.first : row.end] = found[0].transpose(0, 1)
 
 

@@ -18,7 +18,7 @@ from foveate.errors import UserError
 from foveate.lab.evaluation import generation
 from foveate.lab.evaluation.tasks.base import Item
 from foveate.lab.results.lens import STATES, pattern, texts, write
-from foveate.ops import Logits, first_keys, fold_group, key_logits
+from foveate.ops import KV, Logits, first_keys, fold_group, key_logits
 from foveate.ops.attend import page_slots
 from foveate.ops.attend.gather import membership_mask
 from foveate.ops.dispatch import reference_only, watched
@@ -201,25 +201,24 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
 # Which slots a verb reads: bool [Hkv, Lk], of its arguments
 
 
-def _all(k: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None, **_: Any) -> Tensor:
+def _all(kv: KV, mask: Tensor | None = None, **_: Any) -> Tensor:
+    k = kv.k
     there = torch.ones(k.shape[1:3], dtype=torch.bool, device=k.device)
-    if lengths is not None:
-        there = there & first_keys(lengths, k.shape[2])[0]
+    if kv.lengths is not None:
+        there = there & first_keys(kv.lengths, k.shape[2])[0]
     return there if mask is None else there & mask.expand(1, k.shape[1], -1, k.shape[2])[0].any(1)
 
 
-def _indices(
-    k: Tensor, indices: Tensor, lengths: Tensor | None = None, heads: Tensor | None = None, **_: Any
-) -> Tensor:
+def _indices(kv: KV, indices: Tensor, counts: Tensor | None = None, heads: Tensor | None = None, **_: Any) -> Tensor:
     indices = indices if heads is None else indices.index_select(1, heads)
-    if lengths is not None:
-        indices = indices.where(first_keys(lengths, indices.shape[2]), -1)
-    return membership_mask(indices, k.shape[2])[0]
+    if counts is not None:
+        indices = indices.where(first_keys(counts, indices.shape[2]), -1)
+    return membership_mask(indices, kv.num_keys)[0]
 
 
-def _pages(k: Tensor, pages: Tensor, page_size: int, lengths: Tensor | None = None, **_: Any) -> Tensor:
-    read = membership_mask(page_slots(pages, page_size).flatten(2), k.shape[2])[0]  # of KV heads, or of query heads
-    return read.unflatten(0, (k.shape[1], -1)).any(1) & _all(k, lengths=lengths)
+def _pages(kv: KV, pages: Tensor, page_size: int, **_: Any) -> Tensor:
+    read = membership_mask(page_slots(pages, page_size).flatten(2), kv.num_keys)[0]  # of KV heads, or of query heads
+    return read.unflatten(0, (kv.k.shape[1], -1)).any(1) & _all(kv)
 
 
 def _summaries(k: Tensor, tree: Any, need_lse: bool = False, sums: Any = None, **arguments: Any) -> Tensor:

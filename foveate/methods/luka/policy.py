@@ -153,7 +153,7 @@ class LuKA(Method):
             note_queries(cache, q, self.window)
         if self.weighs_mass:
             how = {"logits": cache.logits(scaling), "offset": offset}
-            ops.column_mass(q, cache.keys, attended.lse, out=cache.channel("mass"), **how)
+            ops.column_mass(q, ops.KV(cache.keys), attended.lse, out=cache.channel("mass"), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> None:
         if self.tracks_recent:

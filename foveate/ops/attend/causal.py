@@ -10,8 +10,9 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.sdpa import scaled_dot_product
-from foveate.ops.checks import check_keys, check_logits, check_own_keys
+from foveate.ops.checks import check_logits, check_own_keys
 from foveate.ops.dispatch import dispatch, runs_kernel
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 _capped = dispatch(window.attend_capped, "foveate.ops.attend.window_kernel")
@@ -19,8 +20,7 @@ _capped = dispatch(window.attend_capped, "foveate.ops.attend.window_kernel")
 
 def attend_causal(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     *,
     logits: Logits,
     offset: int = 0,
@@ -35,30 +35,32 @@ def attend_causal(
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
         logits: see :func:`attend`.
 
     Raises:
-        ValueError: for fewer keys than that, a negative offset, shapes that do not fit each other, sinks of other
-            heads, or a cap that is not a finite number above 0.
+        ValueError: for fewer keys than that, a negative offset, queries that do not fit the keys, a KV in blocks or
+            with lengths, sinks of other heads, or a cap that is not a finite number above 0.
     """
-    check_own_keys(check_keys(q, k, v), q.shape[2], offset)
+    kv.check_queries(q, values=True)
+    kv.check_unpaged()
+    check_own_keys(kv.num_keys, q.shape[2], offset)
     check_logits(logits, q.shape[1])
     if logits.sinks is not None:
         without = logits._replace(sinks=None)
-        return with_sinks(attend_causal(q, k, v, logits=without, offset=offset, need_lse=True), logits.sinks)
-    k, v = (x[:, :, : offset + q.shape[2]] for x in (k, v))
+        return with_sinks(attend_causal(q, kv, logits=without, offset=offset, need_lse=True), logits.sinks)
+    k, v = (x[:, :, : offset + q.shape[2]] for x in (kv.k, kv.v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if offset == 0 and not need_lse and not library.obstacle(library.PYTORCH, q, k, v, softcap=logits.softcap):
             return Attended(scaled_dot_product(q, k, v, logits.scaling, causal=True))
-        return dense.attend_causal(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
+        return dense.attend_causal(q, kv, logits=logits, offset=offset, need_lse=need_lse)
     found = library.attend(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
     if found is not None:
         return found
     if logits.softcap is not None:
-        return _capped(q, k, v, logits=logits, offset=offset)
-    return dense.attend_causal(q, k, v, logits=logits, offset=offset, need_lse=need_lse)
+        return _capped(q, KV(k, v), logits=logits, offset=offset)
+    return dense.attend_causal(q, kv, logits=logits, offset=offset, need_lse=need_lse)
 
 
 def prompt_path(heads: PromptHeads) -> str:

@@ -12,6 +12,7 @@ from foveate.ops import _math
 from foveate.ops.attend import tiles
 from foveate.ops.attend.attended import Attended
 from foveate.ops.dispatch import dispatch
+from foveate.ops.kv import KV
 from foveate.ops.select import TileKeys, keys_of_bits
 
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", tiles.check_tiles)
@@ -19,8 +20,7 @@ attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", t
 
 def attend_tile_keys(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     chosen: TileKeys,
     *,
     tile: int,
@@ -32,19 +32,20 @@ def attend_tile_keys(
     A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU.
 
     Args:
-        q, k, v, tile, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts`` and
+        q, kv, tile, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts`` and
             ``out``.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
 
     Raises:
-        ValueError: when there are not as many selections as tiles.
+        ValueError: as :func:`attend_tiles`, and when there are not as many selections as tiles.
     """
-    batch, heads, length = len(q), k.shape[1], q.shape[2]
+    kv.check_queries(q, values=True)
+    batch, heads, length = len(q), kv.k.shape[1], q.shape[2]
     start, end = offset - offset % tile, offset + length
     number = len(chosen.places) - 1
     if number != -(-(end - start) // tile):
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
-    out = q.new_empty(batch, length, q.shape[1], v.shape[3]).transpose(1, 2)
+    out = q.new_empty(batch, length, q.shape[1], kv.v.shape[3]).transpose(1, 2)
     room = _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES
     for first, last in _pieces(chosen.places, room // (4 * batch * chosen.words.shape[1])):
         begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
@@ -53,7 +54,7 @@ def attend_tile_keys(
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
         some = {"tile": tile, "offset": since, "starts": starts - starts[0], "counts": counts, **how}
         part = slice(since - offset, until - offset)
-        attend_tiles(q[:, :, part], k, v, indices, out=out[:, :, part], **some)
+        attend_tiles(q[:, :, part], kv, indices, out=out[:, :, part], **some)
         del found, indices  # before those of the next tiles are there
     return Attended(out)
 

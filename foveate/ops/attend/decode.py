@@ -9,57 +9,46 @@ from foveate.ops._math import capped, first_keys, fold_group, matmul_fp32, on_ho
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields, membership_mask, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
-from foveate.ops.block_table import BlockTable, in_one_piece
 from foveate.ops.checks import (
-    check_blocks,
     check_counts,
-    check_keys,
-    check_lengths,
     check_logits,
     check_mask,
     check_number,
     check_out,
     check_places,
 )
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     *,
     logits: Logits,
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
-    block_table: BlockTable | None = None,
     out: Tensor | None = None,
 ) -> Attended:
     """Attention of every query over every given key that the mask and the lengths leave.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D]``, ``[B, Hkv, Lk, Dv]``; read through their strides.
+        kv: ``k [B, Hkv, Lk, D]`` and ``v [B, Hkv, Lk, Dv]``, in one piece or in blocks, see :class:`~foveate.ops.KV`.
         logits: how logits are made, see :class:`~foveate.ops.Logits`.
         mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
             hold anything finite.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there, the others may hold anything
-            finite; None: all are.
         need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks or a
             cap, the fastest library kernel runs.
-        block_table: where keys and values are when ``k`` and ``v`` are blocks that all rows share, ``[N, Hkv, n,
-            D(v)]``; None: they are in one piece.
         out: contiguous ``[B, Hq, Lq, Dv]``, to which the output is written; None: to new memory.
 
     Raises:
-        ValueError: for shapes that do not fit each other, a mask that is not of bools, lengths that are not of
-            integers, sinks of other heads, a cap that is not a finite number above 0, or a table that does not fit, see
-            :meth:`BlockTable.check`. On the CPU also for a table that names no block where a key is read; what a GPU
-            reads there is not defined, for it does not wait to find out.
+        ValueError: for queries that do not fit the keys, a KV without values, a mask that is not of bools, sinks of
+            other heads, or a cap that is not a finite number above 0. On the CPU also for a table that names no block
+            where a key is read; what a GPU reads there is not defined, for it does not wait to find out.
     """
-    k, v = in_one_piece(q, block_table, k, v)
+    (k, v), lengths = kv.in_one_piece(q), kv.lengths
     num_heads, length = q.shape[1:3]
     rows = fold_group(q, k.shape[1])
     if lengths is not None:
@@ -95,28 +84,27 @@ def attend(
 
 def attend_indices(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     indices: Tensor,
     *,
     logits: Logits,
-    lengths: Tensor | None = None,
+    counts: Tensor | None = None,
     heads: Tensor | None = None,
     whole: Tensor | None = None,
     need_lse: bool = False,
     need_mass: bool = False,
-    block_table: BlockTable | None = None,
     out: Tensor | None = None,
 ) -> Attended:
     """Attention over gathered keys: only the selected keys are read.
 
     Args:
+        kv: see :func:`attend`; its lengths are not looked at, for indices name keys that are there.
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
+        counts: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         whole: int ``[B]``: a row where it is not 0 reads its first so many keys instead of selected ones; None: no row
             does. It excludes ``need_mass``.
-        logits, block_table, out: see :func:`attend`.
+        logits, out: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
@@ -125,11 +113,11 @@ def attend_indices(
         ValueError: as :func:`attend`, for indices of other shapes or not of integers, and on the CPU for an index that
             is not that of a key.
     """
-    k, v = in_one_piece(q, block_table, k, v)
+    k, v = kv.in_one_piece(q)
     indices = indices if heads is None else indices.index_select(1, heads)
     used = indices >= 0
-    if lengths is not None:
-        used &= first_keys(lengths, indices.shape[2])
+    if counts is not None:
+        used &= first_keys(counts, indices.shape[2])
     keys, values = gather_fields([k, v], indices)
     found = _attend_gathered(q, keys, values, used, logits=logits, need_lse=need_lse, need_mass=need_mass)
     return _or_whole(found, q, k, v, whole, logits).into(out)
@@ -137,35 +125,32 @@ def attend_indices(
 
 def attend_pages(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     pages: Tensor,
     page_size: int,
     *,
     logits: Logits,
-    lengths: Tensor | None = None,
     counts: Tensor | None = None,
     whole: Tensor | None = None,
     need_lse: bool = False,
-    block_table: BlockTable | None = None,
     out: Tensor | None = None,
 ) -> Attended:
     """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1`` that exist.
 
     Args:
+        kv: see :func:`attend`. Pages need not have the size of blocks. Keys of no page, and those after a row's
+            lengths, may hold anything.
         pages: int ``[B, H, P]``, of the KV heads, or of the query heads, each of which then reads pages of its own; -1
             marks an unused place. No page stands twice in a row.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
-            those that are not there, may hold anything.
         counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
         whole: see :func:`attend_indices`.
-        logits, block_table, out: see :func:`attend`. Pages need not have the size of blocks.
+        logits, out: see :func:`attend`.
 
     Raises:
         ValueError: as :func:`attend`, for a page size below 1, pages of neither kind of heads or not of integers, and
             on the CPU for a page that is not there.
     """
-    k, v = in_one_piece(q, block_table, k, v)
+    (k, v), lengths = kv.in_one_piece(q), kv.lengths
     num_kv_heads, number = k.shape[1:3]
     shared = pages.shape[1] // num_kv_heads
     ends = number
@@ -182,57 +167,57 @@ def attend_pages(
     return _or_whole(found, q, k, v, whole, logits).into(out)
 
 
-def check_attend(q, k, v, *, logits, mask=None, lengths=None, block_table=None, out=None, **_):
+def check_attend(q, kv, *, logits, mask=None, out=None, **_):
     """Raise for arguments of :func:`attend` that cannot be."""
-    number = check_keys(q, k, v, block_table)
-    check_mask(mask, (len(q), k.shape[1], q.shape[2], number))
-    check_lengths(lengths, len(q), k.shape[1])
+    kv.check_queries(q, values=True)
+    lengths, number = kv.lengths, kv.num_keys
+    check_mask(mask, (len(q), kv.k.shape[1], q.shape[2], number))
     check_logits(logits, q.shape[1])
-    check_out(out, q, v)
+    check_out(out, q, kv.v)
 
     def read() -> Tensor:
         there = torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
         return there if mask is None else there & mask.any(2)
 
-    check_blocks(block_table, k, read)
+    if kv.block_table is not None:
+        kv.check_blocks(read)
 
 
-def check_indices(
-    q, k, v, indices, *, logits, lengths=None, heads=None, whole=None, need_mass=False, block_table=None, out=None, **_,
-):  # fmt: skip
+def check_indices(q, kv, indices, *, logits, counts=None, heads=None, whole=None, need_mass=False, out=None, **_):
     """Raise for arguments of :func:`attend_indices` that cannot be."""
-    number = check_keys(q, k, v, block_table)
-    check_places("indices", indices, len(q), (k.shape[1],), number)
-    check_lengths(lengths, len(q), k.shape[1])
+    kv.check_queries(q, values=True)
+    kv_heads, number = kv.k.shape[1], kv.num_keys
+    check_places("indices", indices, len(q), (kv_heads,), number)
+    check_counts(counts, len(q), kv_heads)
     _check_whole(whole, len(q), number, need_mass)
     check_logits(logits, q.shape[1])
-    check_out(out, q, v)
-    if heads is not None and heads.shape != (k.shape[1],):
-        raise ValueError(f"heads must be [{k.shape[1]}], not {list(heads.shape)}")
-    check_blocks(block_table, k, lambda: membership_mask(indices, number))
+    check_out(out, q, kv.v)
+    if heads is not None and heads.shape != (kv_heads,):
+        raise ValueError(f"heads must be [{kv_heads}], not {list(heads.shape)}")
+    if kv.block_table is not None:
+        kv.check_blocks(lambda: membership_mask(indices, number))
 
 
-def check_pages(
-    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, block_table=None, out=None, **_,
-):  # fmt: skip
+def check_pages(q, kv, pages, page_size, *, logits, counts=None, whole=None, out=None, **_):
     """Raise for arguments of :func:`attend_pages` that cannot be."""
-    number = check_keys(q, k, v, block_table)
+    kv.check_queries(q, values=True)
+    kv_heads, number, lengths = kv.k.shape[1], kv.num_keys, kv.lengths
     _check_whole(whole, len(q), number)
     check_number("page_size", page_size, 1)
-    check_places("pages", pages, len(q), (k.shape[1], q.shape[1]), -(-number // page_size))
-    check_lengths(lengths, len(q), k.shape[1])
+    check_places("pages", pages, len(q), (kv_heads, q.shape[1]), -(-number // page_size))
     check_counts(counts, len(q))
     check_logits(logits, q.shape[1])
-    check_out(out, q, v)
+    check_out(out, q, kv.v)
 
     def read() -> Tensor:
         there = membership_mask(page_slots(pages, page_size).flatten(2), number)
         if lengths is None:
             return there
-        ends = lengths if lengths.dim() == 1 else lengths.repeat_interleave(pages.shape[1] // k.shape[1], 1)
+        ends = lengths if lengths.dim() == 1 else lengths.repeat_interleave(pages.shape[1] // kv_heads, 1)
         return there & first_keys(ends, number)
 
-    check_blocks(block_table, k, read)
+    if kv.block_table is not None:
+        kv.check_blocks(read)
 
 
 def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool = False) -> None:
@@ -240,9 +225,7 @@ def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool 
         return
     if need_mass:
         raise ValueError("rows that read their first keys have no mass of the selected ones")
-    check_lengths(whole, batch, 1)
-    if whole.dim() != 1:
-        raise ValueError(f"whole must be [{batch}], not {list(whole.shape)}")
+    check_counts(whole, batch, name="whole")
     if on_host(whole) and whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) <= number:
         raise ValueError(f"whole must be 0 to {number}, the keys that are there, not {whole.tolist()}")
 
@@ -252,7 +235,7 @@ def _or_whole(found: Attended, q: Tensor, k: Tensor, v: Tensor, whole: Tensor | 
     if whole is None:
         return found
     rows = (whole > 0)[:, None, None]
-    every = attend(q, k, v, logits=logits, lengths=whole, need_lse=found.lse is not None)
+    every = attend(q, KV(k, v, lengths=whole), logits=logits, need_lse=found.lse is not None)
     lse = None if found.lse is None else every.lse.where(rows, found.lse)
     return Attended(every.out.where(rows[..., None], found.out), lse)
 
@@ -261,4 +244,4 @@ def _attend_gathered(q: Tensor, k: Tensor, v: Tensor, used: Tensor, **how: Any) 
     """Attention over gathered keys; the content of unused places, NaN included, has no influence."""
     unused = ~used[..., None]
     k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
-    return attend(q, k, v, mask=used[:, :, None], **how)
+    return attend(q, KV(k, v), mask=used[:, :, None], **how)

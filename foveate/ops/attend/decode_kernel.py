@@ -9,7 +9,7 @@ from torch import Tensor
 from foveate.ops.attend import decode
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.splits_kernel import merge_splits
-from foveate.ops.block_table import EIGHT_BITS, BlockTable, number_of_keys
+from foveate.ops.block_table import EIGHT_BITS
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
 from foveate.ops.gpu.eight_bits import lower, queries_for
@@ -25,6 +25,7 @@ from foveate.ops.gpu.tiles import (
     split,
     split_of_row,
 )
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -33,7 +34,7 @@ _LARGEST = 256
 """The largest head dim."""
 
 
-def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mass=False, block_table=None, out=None):
+def attend(q, kv, *, logits, mask=None, need_lse=False, need_mass=False, out=None):
     """See :func:`foveate.ops.attend.decode.attend`; several queries are left to the library.
 
     The heads of a group share a program, so that a key is read once. Keys are split among programs as far as that
@@ -42,59 +43,48 @@ def attend(q, k, v, *, logits, mask=None, lengths=None, need_lse=False, need_mas
     lengths leave out are not read and may hold anything. For the mass, see :func:`attend_pooled`.
     """
     if q.shape[2] != 1:
-        more = {"mask": mask, "lengths": lengths, "need_lse": need_lse, "need_mass": need_mass, "out": out}
-        return decode.attend(q, k, v, logits=logits, block_table=block_table, **more)
-    how = ("sum", "kv_head") if need_mass else None
-    number = number_of_keys(k, block_table)
+        return decode.attend(q, kv, logits=logits, mask=mask, need_lse=need_lse, need_mass=need_mass, out=out)
+    how, number = ("sum", "kv_head") if need_mass else None, kv.num_keys
     if mask is not None:
-        mask = mask.expand(len(q), k.shape[1], 1, number)[:, :, 0].view(torch.int8)
-    more = {"how": how, "block_table": block_table, "out": out}
-    return _decode(q, k, v, None, mask, lengths, number, logits, need_lse, **more)
+        mask = mask.expand(len(q), kv.k.shape[1], 1, number)[:, :, 0].view(torch.int8)
+    return _decode(q, kv, None, mask, kv.lengths, number, logits, need_lse, how=how, out=out)
 
 
-def attend_newest(q, k, v, *, logits, lengths=None, block_table=None):
+def attend_newest(q, kv, *, logits):
     """See :func:`foveate.ops.attend.newest.attend_newest` and :func:`attend`.
 
     The tokens of a KV head's group share a program as its heads do: up to 64 heads times tokens read a key once.
     """
     batch, num_heads, queries, dim = q.shape
     logits = logits if logits.sinks is None else logits._replace(sinks=logits.sinks.repeat_interleave(queries))
-    folded, number = q.reshape(batch, num_heads * queries, 1, dim), number_of_keys(k, block_table)
-    how = {"block_table": block_table, "queries": queries}
-    found = _decode(folded, k, v, None, None, lengths, number, logits, False, **how)
+    folded = q.reshape(batch, num_heads * queries, 1, dim)
+    found = _decode(folded, kv, None, None, kv.lengths, kv.num_keys, logits, False, queries=queries)
     return Attended(found.out.view(batch, num_heads, queries, -1))
 
 
-def attend_pooled(q, k, v, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None, out=None):
+def attend_pooled(q, kv, *, logits, pooling="post_softmax", pool="kv_head", out=None):
     """See :func:`foveate.ops.attend.pooled.attend_pooled` and :func:`attend`.
 
     The logits are kept on the way, as :func:`foveate.ops.score.pooled_kernel.pooled_mass` keeps them, so that a key is
     read once; with the log-sum-exp a second pass over the logits makes attention of them and pools it.
     """
     check(pooling, pool)
-    number = number_of_keys(k, block_table)
-    more = {"how": (pooling, pool), "block_table": block_table, "out": out}
-    return _decode(q, k, v, None, None, lengths, number, logits, True, **more)
+    return _decode(q, kv, None, None, kv.lengths, kv.num_keys, logits, True, how=(pooling, pool), out=out)
 
 
 def attend_indices(
-    q, k, v, indices, *, logits, lengths=None, heads=None, whole=None, need_lse=False, need_mass=False,
-    block_table=None, out=None,
-):  # fmt: skip
+    q, kv, indices, *, logits, counts=None, heads=None, whole=None, need_lse=False, need_mass=False, out=None
+):
     """See :func:`foveate.ops.attend.decode.attend_indices`, and :func:`attend`: keys are read in place."""
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
     if need_mass:
         raise UnsupportedError("the mass of the keys")
     number, heads = indices.shape[2], None if heads is None else heads.contiguous()
-    more = {"heads": heads, "whole": whole, "block_table": block_table, "out": out}
-    return _decode(q, k, v, indices, None, lengths, number, logits, need_lse, **more)
+    return _decode(q, kv, indices, None, counts, number, logits, need_lse, heads=heads, whole=whole, out=out)
 
 
-def attend_pages(
-    q, k, v, pages, page_size, *, logits, lengths=None, counts=None, whole=None, need_lse=False, block_table=None,
-    out=None,
-):  # fmt: skip
+def attend_pages(q, kv, pages, page_size, *, logits, counts=None, whole=None, need_lse=False, out=None):
     """See :func:`foveate.ops.attend.decode.attend_pages`, and :func:`attend`: keys are read in place.
 
     Query heads that choose for themselves have programs of their own. Those of a group run one after the other, so
@@ -103,14 +93,13 @@ def attend_pages(
     if q.shape[2] != 1:
         raise UnsupportedError("more than one query")
     number = pages.shape[2] * page_size
-    how = {"page_size": page_size, "counts": counts, "whole": whole, "block_table": block_table, "out": out}
-    return _decode(q, k, v, pages, None, lengths, number, logits, need_lse, **how)
+    how = {"page_size": page_size, "counts": counts, "whole": whole, "out": out}
+    return _decode(q, kv, pages, None, kv.lengths, number, logits, need_lse, **how)
 
 
 def _decode(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     indices: Tensor | None,
     mask: Tensor | None,
     lengths: Tensor | None,
@@ -122,23 +111,24 @@ def _decode(
     counts: Tensor | None = None,
     heads: Tensor | None = None,
     whole: Tensor | None = None,
-    block_table: BlockTable | None = None,
     out: Tensor | None = None,
     queries: int = 1,
 ) -> Attended:
-    """Attention over ``number`` keys or places of ``indices``; ``mask`` int8 ``[B, Hkv, Lk]``.
+    """Attention over ``number`` keys or places of ``indices``, or over the first ``lengths`` of them; ``mask`` int8
+    ``[B, Hkv, Lk]``.
 
     ``how``: pooling and pool of the mass of all keys; None for none. ``page_size``: of pages, which ``indices``
     ``[B, Hkv or Hq, P]`` are then, of ``number`` keys in all, the first ``counts [B]`` of them; 0 for none.
     ``queries``: of each head, the newest tokens of a row, which stand in ``q`` as so many heads.
     """
+    k, v, block_table = kv.k, kv.v, kv.block_table
     (batch, num_heads, _, dim), (_, num_kv_heads, _, value_dim) = q.shape, v.shape
     if k.dtype != v.dtype or not reads(q, k, block_table):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
     sets = indices.shape[1] if page_size else num_kv_heads  # of heads that read the same keys
-    keys = number_of_keys(k, block_table)
+    keys = kv.num_keys
     group = num_heads // sets
     narrow = k.dtype == EIGHT_BITS and (how is not None or indices is not None)
     facts = q.dtype, max(dim, value_dim), group, capability(q.device), block_table is not None

@@ -7,13 +7,13 @@ from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.checks import check_own_keys
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 
 def attend_causal(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     *,
     logits: Logits,
     offset: int = 0,
@@ -26,13 +26,15 @@ def attend_causal(
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``; the rest is not read.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``; the rest is not read.
         offset: number of keys before the first query's own.
         logits: see :func:`attend`.
 
     Raises:
-        ValueError: for fewer keys than that.
+        ValueError: for fewer keys than that, or a KV in blocks or with lengths.
     """
+    kv.check_unpaged()
+    k, v = kv.k, kv.v
     batch, num_heads, length = q.shape[:3]
     check_own_keys(k.shape[2], length, offset)
     step = block_length(4 * batch * num_heads * (offset + length), length)
@@ -42,7 +44,7 @@ def attend_causal(
         end = offset + last
         query = torch.arange(offset + first, end, device=q.device)[:, None]
         mask = torch.arange(end, device=q.device) <= query
-        some = (q[:, :, first:last], k[:, :, :end], v[:, :, :end])
-        parts.append(attend(*some, logits=logits, mask=mask[None, None], need_lse=True))
+        some = KV(k[:, :, :end], v[:, :, :end])
+        parts.append(attend(q[:, :, first:last], some, logits=logits, mask=mask[None, None], need_lse=True))
     lse = torch.cat([part.lse for part in parts], 2) if need_lse else None
     return Attended(torch.cat([part.out for part in parts], 2), lse)

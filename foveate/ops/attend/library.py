@@ -22,6 +22,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.partials import merge
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.dispatch import KernelWarning, kernels_wanted
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -284,7 +285,8 @@ def _compared(library: Library, kind: _Kind) -> str:
             continue
         compared += 1
         logits = Logits(kind.head_dim**-0.5, softcap=cap)
-        right = dense.attend_causal(*(x.float() for x in (q, k, v)), logits=logits, offset=offset, need_lse=True)
+        exact = KV(k.float(), v.float())
+        right = dense.attend_causal(q.float(), exact, logits=logits, offset=offset, need_lse=True)
         found = library.attend(q, k, v, logits, offset, True)
         alone = library.attend(q, k, v, logits, offset, False).out
         what = f"of {queries} queries after {offset} keys"

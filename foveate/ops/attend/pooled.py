@@ -4,21 +4,18 @@ from torch import Tensor
 
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
-from foveate.ops.block_table import BlockTable, in_one_piece
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import pooled_mass
 
 
 def attend_pooled(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     *,
     logits: Logits,
-    lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
-    block_table: BlockTable | None = None,
     out: Tensor | None = None,
 ) -> Attended:
     """Attention over all keys, with its log-sum-exp, and their scores as :func:`pooled_mass` has them.
@@ -27,9 +24,7 @@ def attend_pooled(
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``; read through their strides.
-        lengths: see :func:`pooled_mass`.
-        logits, block_table, out: see :func:`attend`.
+        kv, logits, out: see :func:`attend`.
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
@@ -38,6 +33,7 @@ def attend_pooled(
     Raises:
         ValueError: for a pooling or a pool that there is not.
     """
-    k, v = in_one_piece(q, block_table, k, v)
-    scores = pooled_mass(q, k, logits=logits, lengths=lengths, pooling=pooling, pool=pool)
-    return attend(q, k, v, logits=logits, lengths=lengths, need_lse=True, out=out)._replace(mass=scores)
+    k, v = kv.in_one_piece(q)
+    kv = KV(k, v, lengths=kv.lengths)
+    scores = pooled_mass(q, kv, logits=logits, pooling=pooling, pool=pool)
+    return attend(q, kv, logits=logits, need_lse=True, out=out)._replace(mass=scores)

@@ -6,48 +6,51 @@ from torch import Tensor
 from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 _FEWEST = 256
 """Queries of a block at least, where memory allows, over a window that is shorter."""
 
 
-def attend_prefix(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, *, scaling: float) -> Attended:
+def attend_prefix(q: Tensor, kv: KV, counts: Tensor, *, scaling: float) -> Attended:
     """Attention of every query over the first keys, with the log-sum-exp, in blocks of queries.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]``.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece.
         counts: int ``[B, Lq]`` or ``[1, Lq]``: how many keys a query reads; what is below 0 is none, and what is beyond
             Lk is all. A query without any gets 0, and -inf as its log-sum-exp.
 
     Raises:
-        ValueError: when the counts are not those of the queries.
+        ValueError: as :func:`attend`, for a KV in blocks or with lengths, and when the counts are not those of the
+            queries.
     """
-    _check(q, counts)
-    length, keys = q.shape[2], torch.arange(k.shape[2], device=q.device)
-    step = block_length(4 * q.shape[0] * q.shape[1] * k.shape[2], length)
+    _check(q, kv, counts)
+    length, keys = q.shape[2], torch.arange(kv.num_keys, device=q.device)
+    step = block_length(4 * q.shape[0] * q.shape[1] * kv.num_keys, length)
     return _joined(
         [
-            _block(q, k, v, slice(first, first + step), keys < counts[:, first : first + step, None], scaling)
+            _block(q, kv, slice(first, first + step), keys < counts[:, first : first + step, None], scaling)
             for first in range(0, length, step)
         ]
     )
 
 
-def attend_recent(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, *, size: int, scaling: float) -> Attended:
+def attend_recent(q: Tensor, kv: KV, counts: Tensor, *, size: int, scaling: float) -> Attended:
     """Attention of every query over the keys up to its own, with the log-sum-exp, in blocks of queries.
 
     Args:
         q: ``[B, Hq, Lq, D]``; the last keys are those of the queries.
-        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= Lq``.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= Lq``.
         counts: int ``[B, Lq]`` or ``[1, Lq]``: how many keys a query reads, its own included; what is below 0 is none.
         size: the most that a query reads, whatever its count.
 
     Raises:
-        ValueError: when the counts are not those of the queries, or there are fewer keys than queries.
+        ValueError: as :func:`attend_prefix`, and when there are fewer keys than queries.
     """
-    _check(q, counts)
+    _check(q, kv, counts)
+    k, v = kv.k, kv.v
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     if before < 0 or size < 1:
         raise ValueError(f"k must hold the {length} queries' own keys and size be at least 1, not {k.shape[2]}, {size}")
@@ -60,18 +63,20 @@ def attend_recent(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, *, size: int,
         own = torch.arange(before + first, high, device=q.device)[:, None]
         age = own - torch.arange(low, high, device=q.device)
         mask = (age >= 0) & (age < counts[:, some, None].clamp_max(size))
-        parts.append(_block(q, k[:, :, low:high], v[:, :, low:high], some, mask, scaling))
+        parts.append(_block(q, KV(k[:, :, low:high], v[:, :, low:high]), some, mask, scaling))
     return _joined(parts)
 
 
-def _check(q: Tensor, counts: Tensor) -> None:
+def _check(q: Tensor, kv: KV, counts: Tensor) -> None:
+    kv.check_queries(q, values=True)
+    kv.check_unpaged()
     if counts.dim() != 2 or counts.shape[0] not in (1, q.shape[0]) or counts.shape[1] != q.shape[2]:
         raise ValueError(f"counts {tuple(counts.shape)} do not fit {q.shape[0]} rows of {q.shape[2]} queries")
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, some: slice, mask: Tensor, scaling: float) -> Attended:
+def _block(q: Tensor, kv: KV, some: slice, mask: Tensor, scaling: float) -> Attended:
     mask = mask[:, None].expand(q.shape[0], -1, -1, -1)
-    return attend(q[:, :, some], k, v, logits=Logits(scaling), mask=mask, need_lse=True)
+    return attend(q[:, :, some], kv, logits=Logits(scaling), mask=mask, need_lse=True)
 
 
 def _joined(parts: list[Attended]) -> Attended:

@@ -8,18 +8,17 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.gather import gather_fields
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_recent
-from foveate.ops.checks import INTEGERS, check_keys, check_number, check_sinks
+from foveate.ops.checks import INTEGERS, check_number, check_sinks
+from foveate.ops.kv import KV
 
 
 def attend_selected(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     indices: Tensor,
     *,
     scaling: float,
-    recent_k: Tensor | None = None,
-    recent_v: Tensor | None = None,
+    recent: KV | None = None,
     window: int = 0,
     offset: int = 0,
     sinks: Tensor | None = None,
@@ -29,12 +28,12 @@ def attend_selected(
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i is at position ``offset + i``.
-        k, v: ``[B, Hkv, Lk, D(v)]``; read once where they are one tensor.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece; read once where they are one tensor.
         indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` where KV heads have selections of their own, below Lk; -1
             alone marks an unused place. A query without any key gets 0, and -inf as its log-sum-exp.
         scaling: factor of the logits.
-        recent_k, recent_v: ``[B, Hkv, L, D(v)]``: keys of all positions, of which a query sees the last ``window`` up
-            to its own; None without a window.
+        recent: ``k, v [B, Hkv, L, D(v)]`` in one piece: keys and values of all positions, of which a query sees the
+            last ``window`` up to its own; None without a window.
         window: positions that a query sees, its own included; 0 for none.
         offset: positions before the first query's.
         sinks: ``[Hq]``: a logit for each head that takes its share of the softmax and has no value, or None.
@@ -43,37 +42,41 @@ def attend_selected(
         Output ``[B, Hq, Lq, Dv]`` in the dtype of q, and the log-sum-exp, fp32 ``[B, Hq, Lq]``, the sink's included.
 
     Raises:
-        ValueError: when the selections have other shapes than the queries or are not of integers, an index is not that
-            of a key (on the CPU alone: on a GPU, which does not wait for a check, the result is undefined), the window
-            does not have the queries' positions, or the sinks are of other heads.
+        ValueError: for a KV that does not fit the queries, or is in blocks or has lengths, when the selections have
+            other shapes than the queries or are not of integers, an index is not that of a key (on the CPU alone: on a
+            GPU, which does not wait for a check, the result is undefined), the window does not have the queries'
+            positions, or the sinks are of other heads.
     """
-    indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
-    parts = [_attend(q, k, v, indices, scaling)]
+    indices = check(q, kv, indices, recent, window, offset, sinks)
+    parts = [_attend(q, kv.k, kv.v, indices, scaling)]
     if window:
         end = offset + q.shape[2]
         counts = torch.arange(offset + 1, end + 1, device=q.device)[None]
-        parts.append(attend_recent(q, recent_k[:, :, :end], recent_v[:, :, :end], counts, size=window, scaling=scaling))
+        seen = KV(recent.k[:, :, :end], recent.v[:, :, :end])
+        parts.append(attend_recent(q, seen, counts, size=window, scaling=scaling))
     return with_sinks(merge(parts), sinks)
 
 
-def check(q, k, v, indices, recent_k, recent_v, window, offset, sinks):
+def check(q, kv, indices, recent, window, offset, sinks):
     """The indices as ``[B, Hkv or 1, Lq, K]``, or None without any; raises ValueError for arguments of
     :func:`attend_selected` that cannot be. What indices hold is looked at on the CPU alone: a GPU does not wait for
     it."""
-    keys = check_keys(q, k, v)
+    kv.check_queries(q, values=True)
+    kv.check_unpaged()
     check_number("offset", offset, 0)
     check_sinks(sinks, q.shape[1])
     batch, _, length, dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_kv_heads, keys = kv.k.shape[1], kv.num_keys
     if indices is not None:
         indices = _checked(indices, batch, num_kv_heads, length, keys)
-    if window or recent_k is not None or recent_v is not None:
-        end, number = offset + length, 0 if recent_k is None or recent_v is None else recent_k.shape[2]
+    if window or recent is not None:
+        end, number = offset + length, 0 if recent is None or recent.v is None else recent.num_keys
         if window < 1 or number < end:
             raise ValueError(f"window must be of at least 1 token and hold {end} positions, not {window} of {number}")
-        shapes = (batch, num_kv_heads, number, dim), (batch, num_kv_heads, number, v.shape[3])
-        if (recent_k.shape, recent_v.shape) != shapes:
-            raise ValueError(f"shapes do not fit: window {tuple(recent_k.shape)} and {tuple(recent_v.shape)}")
+        recent.check_unpaged()
+        shapes = (batch, num_kv_heads, number, dim), (batch, num_kv_heads, number, kv.v.shape[3])
+        if (recent.k.shape, recent.v.shape) != shapes:
+            raise ValueError(f"shapes do not fit: window {tuple(recent.k.shape)} and {tuple(recent.v.shape)}")
     return indices
 
 

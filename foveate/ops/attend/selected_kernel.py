@@ -44,7 +44,7 @@ def tile_for(dtype: torch.dtype, dim: int, heads: int, capability: int, shared: 
     return Tile(rows, 64, num_warps=4, num_stages=3)
 
 
-def attend_selected(q, k, v, indices, *, scaling, recent_k=None, recent_v=None, window=0, offset=0, sinks=None):
+def attend_selected(q, kv, indices, *, scaling, recent=None, window=0, offset=0, sinks=None):
     """See :func:`foveate.ops.attend.selected.attend_selected`.
 
     A program owns heads of one query that share a KV head, and walks over the selected keys and then over the window,
@@ -52,10 +52,11 @@ def attend_selected(q, k, v, indices, *, scaling, recent_k=None, recent_v=None, 
     few queries the keys are split among programs, and a second launch merges what they have found. Repeats are equal
     bit for bit, and fp32 is multiplied in full precision. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
-    indices = check(q, k, v, indices, recent_k, recent_v, window, offset, sinks)
+    indices = check(q, kv, indices, recent, window, offset, sinks)
+    k, v = kv.k, kv.v
     batch, num_heads, length, dim = q.shape
     num_kv_heads, _, value_dim = v.shape[1:]
-    of_window = (recent_k, recent_v) if window else (k, v)
+    of_window = (recent.k, recent.v) if window else (k, v)
     if any(x.dtype != q.dtype for x in (k, v, *of_window)) or q.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
     if max(dim, value_dim) > _LARGEST:

@@ -7,15 +7,14 @@ from torch import Tensor
 from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields
-from foveate.ops.block_table import BlockTable, in_one_piece
-from foveate.ops.checks import check_keys, check_logits, check_own_keys
+from foveate.ops.checks import check_logits, check_own_keys
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 
 def attend_tiles(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     indices: Tensor,
     *,
     tile: int,
@@ -25,7 +24,6 @@ def attend_tiles(
     counts: Tensor,
     heads: Tensor | None = None,
     out: Tensor | None = None,
-    block_table: BlockTable | None = None,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -34,19 +32,20 @@ def attend_tiles(
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``, in one piece or in blocks, without lengths; see
+            :class:`~foveate.ops.KV`.
         indices: int ``[B, Hkv, P]``: for each tile given, keys before its first position, tile after tile.
         starts: int64 ``[T + 1]``, ascending from 0 to P: tile t has the places ``starts[t] .. starts[t + 1] - 1``.
         counts: int32 ``[B, Hkv, T]``: how many of a tile's places are in use, the first ones.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
-        logits, block_table: see :func:`attend`.
+        logits: see :func:`attend`.
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
 
     Raises:
         ValueError: as :func:`attend`, and when there are fewer keys than that, not as many selections as tiles, or
             counts or ``out`` of another shape.
     """
-    k, v = in_one_piece(q, block_table, k, v)
+    k, v = kv.in_one_piece(q)
     batch, num_kv_heads = k.shape[:2]
     rows, lead = tile_rows(q, num_kv_heads, tile, offset)
     tiles, width = rows.shape[2:4]
@@ -82,12 +81,15 @@ def attend_tiles(
     return Attended(found if out is None else out.copy_(found))
 
 
-def check_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, block_table=None):
+def check_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None):
     """Raise for arguments of :func:`attend_tiles` that cannot be."""
-    check_own_keys(check_keys(q, k, v, block_table), q.shape[2], offset)
+    kv.check_queries(q, values=True)
+    if kv.lengths is not None:
+        raise ValueError("attend_tiles reads no lengths: its queries are the last of every row")
+    check_own_keys(kv.num_keys, q.shape[2], offset)
     check_logits(logits, q.shape[1])
-    batch, heads, tiles = len(q), k.shape[1], -(-(offset % tile + q.shape[2]) // tile)
-    expected = (*q.shape[:3], v.shape[3])
+    batch, heads, tiles = len(q), kv.k.shape[1], -(-(offset % tile + q.shape[2]) // tile)
+    expected = (*q.shape[:3], kv.v.shape[3])
     if out is not None and (out.shape != expected or out.dtype != q.dtype or out.stride(3) != 1):
         given = f"{tuple(out.shape)} in {out.dtype} with last stride {out.stride(3)}"
         raise ValueError(f"out must be {expected} in {q.dtype} with last stride 1, not {given}")

@@ -36,13 +36,14 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def attend_tiles(q, k, v, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, block_table=None):
+def attend_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None):
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
     the tile and then over its own, with an online softmax: repeats are equal bit for bit. fp32 is multiplied in full
     precision. New output is laid out as ``[B, Lq, Hq, Dv]``.
     """
+    k, v, block_table = kv.k, kv.v, kv.block_table
     batch, num_heads, length, dim = q.shape
     num_kv_heads, _, value_dim = v.shape[1:]
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:

@@ -7,14 +7,14 @@ from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.attend.dense import attend_causal
-from foveate.ops.checks import check_keys, check_logits, check_number, check_own_keys
+from foveate.ops.checks import check_logits, check_number, check_own_keys
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 
 def attend_window(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     *,
     logits: Logits,
     lower: Tensor,
@@ -25,7 +25,7 @@ def attend_window(
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``.
         lower: int64 ``[Lq]`` on the device of q, non-decreasing: query i sees the keys ``lower[i] .. offset + i``, and
             those of the first ``sinks`` that are not after its own. One that sees nothing gets 0.
         sinks: number of keys at the beginning that every query sees.
@@ -33,8 +33,10 @@ def attend_window(
         logits: see :func:`attend`.
 
     Raises:
-        ValueError: as :func:`attend`, for fewer keys than that, and for negative ``sinks`` or ``offset``.
+        ValueError: as :func:`attend`, for fewer keys than that, a KV in blocks or with lengths, and for negative
+            ``sinks`` or ``offset``.
     """
+    k, v = kv.k, kv.v
     length = q.shape[2]
     starts, lower = lower.tolist(), lower[:, None]
     width = max(offset + i - start for i, start in enumerate(starts)) + sinks + 512
@@ -52,19 +54,21 @@ def attend_window(
             seen = torch.cat([slots[:sinks], seen])
         query = slots[offset + first : end, None]
         mask = (seen <= query) & ((seen >= lower[first:last]) | (seen < sinks))
-        outs.append(attend(q[:, :, first:last], keys, values, logits=logits, mask=mask[None, None]).out)
+        outs.append(attend(q[:, :, first:last], KV(keys, values), logits=logits, mask=mask[None, None]).out)
     return Attended(torch.cat(outs, 2) if len(outs) > 1 else outs[0])
 
 
-def check_window(q, k, v, *, logits, lower, sinks=0, offset=0):
+def check_window(q, kv, *, logits, lower, sinks=0, offset=0):
     """Raise for arguments of :func:`attend_window` that cannot be."""
-    check_own_keys(check_keys(q, k, v), q.shape[2], offset)
+    kv.check_queries(q, values=True)
+    kv.check_unpaged()
+    check_own_keys(kv.num_keys, q.shape[2], offset)
     check_number("sinks", sinks, 0)
     check_logits(logits, q.shape[1])
     if lower.shape != q.shape[2:3] or lower.is_floating_point():
         raise ValueError(f"lower must be integers [{q.shape[2]}], not {lower.dtype} {list(lower.shape)}")
 
 
-def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:
+def attend_capped(q: Tensor, kv: KV, *, logits: Logits, offset: int) -> Attended:
     """:func:`attend_causal` under a cap, with the log-sum-exp."""
-    return attend_causal(q, k, v, logits=logits, offset=offset, need_lse=True)
+    return attend_causal(q, kv, logits=logits, offset=offset, need_lse=True)

@@ -11,6 +11,7 @@ from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST, accumulate, exponentials, log_sum_exp, normalised
 from foveate.ops.gpu.tiles import Tile, tile_of_width
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 _TILES = {
@@ -30,25 +31,24 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
-def attend_window(q, k, v, *, logits, lower, sinks=0, offset=0):
+def attend_window(q, kv, *, logits, lower, sinks=0, offset=0):
     """See :func:`foveate.ops.attend.window.attend_window`.
 
     A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
     (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
     The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
-    return _windowed(q, k, v, logits, lower, sinks, offset, need_lse=False)
+    return _windowed(q, kv, logits, lower, sinks, offset, need_lse=False)
 
 
-def attend_capped(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int) -> Attended:
+def attend_capped(q: Tensor, kv: KV, *, logits: Logits, offset: int) -> Attended:
     """See :func:`foveate.ops.attend.window.attend_capped`: a window that begins at the first key."""
     lower = torch.zeros(q.shape[2], dtype=torch.int64, device=q.device)
-    return _windowed(q, k, v, logits, lower, 0, offset, need_lse=True)
+    return _windowed(q, kv, logits, lower, 0, offset, need_lse=True)
 
 
-def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, logits: Logits, lower: Tensor, sinks: int, offset: int, need_lse: bool
-) -> Attended:
+def _windowed(q: Tensor, kv: KV, logits: Logits, lower: Tensor, sinks: int, offset: int, need_lse: bool) -> Attended:
+    k, v = kv.k, kv.v
     (batch, num_heads, length, dim), value_dim = q.shape, v.shape[3]
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")

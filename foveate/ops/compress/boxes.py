@@ -3,27 +3,24 @@
 import torch
 from torch import Tensor
 
-from foveate.ops.block_table import BlockTable
+from foveate.ops.kv import KV
 
 
-def bound_newest(
-    keys: Tensor,
-    low: Tensor,
-    high: Tensor,
-    lengths: Tensor,
-    page_size: int,
-    *,
-    block_table: BlockTable | None = None,
-) -> None:
+def bound_newest(kv: KV, low: Tensor, high: Tensor, page_size: int) -> None:
     """Write the box of the page that holds each row's newest key, around the keys that it has (Quest, section 3.2).
 
     Args:
-        keys: ``[B, Hkv, S, D]``, finite; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
+        kv: ``k [B, Hkv, S, D]``, finite, in one piece or in blocks, with lengths ``[B]`` of at least 1, see
+            :class:`~foveate.ops.KV`; values are not read. Page p is the keys ``p * page_size .. (p + 1) * page_size -
+            1``; pages need not have the size of blocks.
         low, high: ``[B, Hkv, P, D]`` of the same dtype: the corners of the boxes, written to.
-        lengths: int64 ``[B]``, at least 1: how many keys each row has.
-        block_table: where the keys are when ``keys`` is blocks that all rows share, ``[N, Hkv, n, D]``; None: in one
-            piece. Pages need not have the size of blocks.
+
+    Raises:
+        ValueError: for a KV without lengths, a block table of other rows than the corners', or on the CPU a table that
+            names no block where a key is read.
     """
+    kv.check_each_length()
+    keys, block_table, lengths = kv.k, kv.block_table, kv.lengths
     page = ((lengths - 1) // page_size)[:, None]
     slots = page * page_size + torch.arange(page_size, device=keys.device)
     there, heads, dim = slots < lengths[:, None], keys.shape[1], keys.shape[3]
@@ -31,7 +28,7 @@ def bound_newest(
     if block_table is None:
         of_page = keys.gather(2, slots[:, None, :, None].expand(-1, heads, -1, dim))
     else:
-        block_table.check(low, keys)
+        block_table.check_rows(low)
         block, slot = block_table.slots(slots, keys)
         of_page = keys[block, :, slot].transpose(1, 2)
     place = page[:, :, None, None].expand(-1, heads, 1, dim)

@@ -10,13 +10,15 @@ _MOST = 64
 """Keys that a program looks at at once."""
 
 
-def bound_newest(keys, low, high, lengths, page_size, *, block_table=None):
+def bound_newest(kv, low, high, page_size):
     """See :func:`foveate.ops.compress.boxes.bound_newest`. One launch; a program owns a row and a KV head."""
+    kv.check_each_length()
+    keys, block_table, lengths = kv.k, kv.block_table, kv.lengths
     batch, heads, dim = len(low), keys.shape[1], keys.shape[3]
     if keys.dtype not in FLOATS:
         raise UnsupportedError(f"keys in {keys.dtype}")
     if block_table is not None:
-        block_table.check(low, keys)
+        block_table.check_rows(low)
     shape = (len(keys) if block_table is None else batch, heads, low.shape[2], dim)
     if low.dtype != keys.dtype or high.dtype != keys.dtype or not low.shape == high.shape == shape:
         raise ValueError(f"corners {tuple(low.shape)} in {low.dtype} do not fit keys {tuple(keys.shape)}")

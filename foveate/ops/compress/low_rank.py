@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate.ops._math import block_length
 from foveate.ops.block_table import BlockTable
+from foveate.ops.kv import KV
 
 ITERATIONS = 4
 """Power iterations by which a direction is found."""
@@ -219,28 +220,21 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
     return records
 
 
-def compress_newest(
-    keys: Tensor,
-    records: Tensor,
-    lengths: Tensor,
-    form: PageRecord,
-    weights: Tensor | None = None,
-    *,
-    block_table: BlockTable | None = None,
-) -> None:
+def compress_newest(kv: KV, records: Tensor, form: PageRecord, weights: Tensor | None = None) -> None:
     """Write the summary of the page that each row's newest key fills; a row whose newest page is open keeps its own.
 
     Args:
-        keys: ``[B, Hkv, S, D]``, finite where a row has keys.
+        kv: ``k [B, Hkv, S, D]``, finite where a row has keys, in one piece or in blocks, with lengths ``[B]`` of at
+            least 1, see :class:`~foveate.ops.KV`; values are not read. Pages need not have the size of blocks.
         records: uint8 ``[B, Hkv, P, form.bytes]``, written to.
-        lengths: int64 ``[B]``, at least 1: how many keys each row has.
         weights: see :func:`compress_pages`.
-        block_table: where the keys are when ``keys`` is blocks that all rows share, ``[N, Hkv, n, D]``; None: in one
-            piece. Pages need not have the size of blocks.
 
     Raises:
-        ValueError: for records of another form, or records, weights or a table that do not fit the keys.
+        ValueError: for a KV without lengths, records of another form, or records, weights or a table that do not fit
+            the keys.
     """
+    kv.check_each_length()
+    keys, block_table, lengths = kv.k, kv.block_table, kv.lengths
     form.check(records, keys, weights, block_table)
     full = lengths % form.page_size == 0
     page = (lengths // form.page_size - 1).clamp_min(0)

@@ -35,10 +35,11 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
     return records
 
 
-def compress_newest(keys, records, lengths, form, weights=None, *, block_table=None):
+def compress_newest(kv, records, form, weights=None):
     """See :func:`foveate.ops.compress.low_rank.compress_newest`. One launch; a program owns a row and a KV head."""
-    form.check(records, keys, weights, block_table)
-    _launch(keys, records, lengths, form, weights, block_table)
+    kv.check_each_length()
+    form.check(records, kv.k, weights, kv.block_table)
+    _launch(kv.k, records, kv.lengths, form, weights, kv.block_table)
 
 
 def compress_written(keys: Tensor, records: Tensor, slots: Tensor, form: PageRecord) -> None:

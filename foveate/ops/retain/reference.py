@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import on_host
-from foveate.ops.block_table import BlockTable
 from foveate.ops.checks import check_number
+from foveate.ops.kv import KV
 
 
 def keep_best(scores: Tensor, number: int, protected: Tensor) -> Tensor:
@@ -122,8 +122,7 @@ def give_up(
 
 
 def put_token(
-    keys: Tensor,
-    values: Tensor,
+    kv: KV,
     k: Tensor,
     v: Tensor,
     slots: Tensor,
@@ -133,28 +132,28 @@ def put_token(
     positions: Tensor | None = None,
     newest: Tensor | None = None,
     emptied: Tensor | None = None,
-    block_table: BlockTable | None = None,
 ) -> Tensor:
     """Write one token of every row into memory: where one was given up, or else into the row's next slot. Or write n
     tokens into its next n slots, with nothing else.
 
     Args:
-        keys, values: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, written to through their strides.
+        kv: the memory that is written to, through its strides: ``k [B, Hkv, S, D]`` and ``v [B, Hkv, S, Dv]``, in one
+            piece or in blocks, see :class:`~foveate.ops.KV`. Its lengths are not looked at.
         k, v: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, of the same dtypes.
         slots: int64 ``[B]``: the next slots, none negative: an engine's padded rows must be left out.
         freed: int64 ``[B, Hkv]``: slots that were given up, -1 for none.
         take: whether ``freed`` becomes -1.
         positions: int32 ``[B, Hkv, S]``, in which the token gets its own from ``newest``, int32 ``[B]``.
         emptied: ``[B, Hkv, S]``, numbers of slots, of which the token's becomes 0.
-        block_table: where the slots are when ``keys`` and ``values`` are blocks that all rows share, ``[N, Hkv, n,
-            D(v)]``; None: they are in one piece.
 
     Returns:
         int64 ``[B, Hkv]``: the slots that were written, the first of several.
 
     Raises:
-        ValueError: for several tokens with ``freed``, ``positions`` or ``emptied``.
+        ValueError: for several tokens with ``freed``, ``positions`` or ``emptied``, and for a block table of other
+            rows.
     """
+    keys, values, block_table = kv.k, kv.v, kv.block_table
     if k.shape[2] > 1 and not (freed is positions is emptied is None):
         raise ValueError(f"{k.shape[2]} tokens of a row go to its next slots, with nothing beside keys and values")
     slot = slots[:, None].expand(-1, keys.shape[1])
@@ -163,7 +162,7 @@ def put_token(
         if take:
             freed.fill_(-1)
     if block_table is not None:
-        block_table.check(k, keys, values)
+        block_table.check_rows(k)
         head = torch.arange(keys.shape[1], device=keys.device)
         for n in range(k.shape[2]):
             block, place = block_table.slots(slot + n, keys)

@@ -30,13 +30,12 @@ def give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None
     return slots
 
 
-def put_token(
-    keys, values, k, v, slots, *, freed=None, take=False, positions=None, newest=None, emptied=None, block_table=None,
-):  # fmt: skip
+def put_token(kv, k, v, slots, *, freed=None, take=False, positions=None, newest=None, emptied=None):
     """See :func:`foveate.ops.retain.reference.put_token`. One launch; a program owns a KV head and a token of a row."""
+    keys, values, block_table = kv.k, kv.v, kv.block_table
     batch, heads, number, dim, value_dim = len(keys), keys.shape[1], k.shape[2], keys.shape[3], values.shape[3]
     if block_table is not None:
-        block_table.check(k, keys, values)
+        block_table.check_rows(k)
         batch = len(k)
     if (k.dtype, v.dtype) != (keys.dtype, values.dtype) or (positions is not None and newest.dtype != positions.dtype):
         raise ValueError(f"a token in {k.dtype} and {v.dtype} for memory in {keys.dtype} and {values.dtype}")

@@ -15,7 +15,7 @@ from foveate.ops.score.retention import Convolution as Convolution
 
 INDEXER_BLOCK = indexer.BLOCK
 
-column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel", check_logits_of_keys)
+column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel", reference.check_column)
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel", indexer.check)
 largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
 page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel", check_logits_of_keys)

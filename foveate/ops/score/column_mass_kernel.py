@@ -30,13 +30,14 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
     return _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
 
 
-def column_mass(q, k, lse, *, logits, offset=0, out=None):
+def column_mass(q, kv, lse, *, logits, offset=0, out=None):
     """See :func:`foveate.ops.score.reference.column_mass`.
 
     A program owns a block of keys and one query head, and walks over the queries that see the block, so every sum has
     one owner and one order: repeats are equal bit for bit. The heads of a group are added afterwards, from a scratch of
     ``4 * B * Hq * (offset + Lq)`` bytes. fp32 is multiplied in full precision.
     """
+    k = kv.k
     batch, num_heads, length, dim = q.shape
     num_kv_heads, visible = k.shape[1], offset + length
     if q.dtype != k.dtype or q.dtype not in FLOATS:

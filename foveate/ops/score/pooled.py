@@ -5,29 +5,19 @@ from torch import Tensor
 
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend.gather import gather_slots, membership_mask, page_slots
-from foveate.ops.block_table import BlockTable, in_one_piece
-from foveate.ops.checks import (
-    check_blocks,
-    check_counts,
-    check_keys,
-    check_lengths,
-    check_logits,
-    check_number,
-    check_places,
-)
+from foveate.ops.checks import check_counts, check_logits, check_number, check_places
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score.nodes import key_logits
 
 
 def pooled_mass(
     q: Tensor,
-    k: Tensor,
+    kv: KV,
     *,
     logits: Logits,
-    lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
-    block_table: BlockTable | None = None,
 ) -> Tensor:
     """The mean of the attention that query heads pay to each key (Kascade, section 3.3), or the most (OmniKV).
 
@@ -36,25 +26,21 @@ def pooled_mass(
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        k: ``[B, Hkv, N, D]``; read through its strides.
+        kv: ``k [B, Hkv, N, D]``, in one piece or in blocks, see :class:`~foveate.ops.KV`; values are not read.
         logits: how logits are made, see :class:`~foveate.ops.Logits`.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. The others may hold
-            anything finite.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
             any head (``max``), or the largest scaled logit of any head (``max_logit``), which no sink changes.
         pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
-        block_table: where the keys are when ``k`` is blocks that all rows share, ``[N, Hkv, n, D]``; None: in one
-            piece.
 
     Returns:
-        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer. After the keys of a row, which ``lengths`` counts, it may
+        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer. After the keys of a row, which its lengths count, it may
         be anything: a step does no work for keys that the row has not.
 
     Raises:
         ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend`.
     """
     check(pooling, pool)
-    (k,) = in_one_piece(q, block_table, k)
+    k, lengths = kv.keys_in_one_piece(q), kv.lengths
     there = None if lengths is None else first_keys(lengths, k.shape[2])
     return _pooled(q, k, there, logits, pooling, pool)
 
@@ -69,29 +55,26 @@ def _pooled(q: Tensor, k: Tensor, there: Tensor | None, logits: Logits, pooling:
 
 def pooled_mass_of_pages(
     q: Tensor,
-    k: Tensor,
+    kv: KV,
     pages: Tensor,
     page_size: int,
     *,
     logits: Logits,
-    lengths: Tensor | None = None,
     counts: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
-    block_table: BlockTable | None = None,
 ) -> Tensor:
     """:func:`pooled_mass` of the keys of some pages: attention is that among these keys, and sinks.
 
     Page p is the keys ``p * page_size .. (p + 1) * page_size - 1`` that exist.
 
     Args:
+        q, logits, pooling, pool: see :func:`pooled_mass`.
+        kv: see :func:`pooled_mass`. Pages need not have the size of blocks. Keys of no page, and those after a row's
+            lengths, may hold anything.
         pages: int ``[B, Hkv, P]``, or ``[B, 1, P]`` for all KV heads, which ``pool="layer"`` needs; -1 marks an unused
             place. No page stands twice in a row.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys are there; None: all are. Keys of no page, and
-            those that are not there, may hold anything.
         counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
-        q, k, logits, pooling, pool: see :func:`pooled_mass`.
-        block_table: see :func:`pooled_mass`. Pages need not have the size of blocks.
 
     Returns:
         fp32 ``[B, Hkv, P * page_size]``, or ``[B, 1, P * page_size]`` of the layer, in the order of the pages; -inf
@@ -101,7 +84,7 @@ def pooled_mass_of_pages(
         ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend_pages`.
     """
     check(pooling, pool)
-    (k,) = in_one_piece(q, block_table, k)
+    k, lengths = kv.keys_in_one_piece(q), kv.lengths
     if counts is not None:
         pages = pages.masked_fill(~first_keys(counts, pages.shape[2]), -1)
     slots = page_slots(pages, page_size).flatten(2).expand(-1, k.shape[1], -1)
@@ -137,16 +120,17 @@ def pool_logits(logits: Tensor, mask: Tensor | None, pooling: str, pool: str, si
     return scores
 
 
-def check_mass(q, k, *, logits, lengths=None, block_table=None, **_):
+def check_mass(q, kv, *, logits, **_):
     """Raise for arguments of :func:`pooled_mass` that cannot be."""
-    number = check_keys(q, k, None, block_table)
-    check_lengths(lengths, len(q), k.shape[1])
+    kv.check_queries(q)
     check_logits(logits, q.shape[1])
+    number, lengths = kv.num_keys, kv.lengths
 
     def read() -> Tensor:
         return torch.ones(1, 1, number, dtype=torch.bool) if lengths is None else first_keys(lengths, number)
 
-    check_blocks(block_table, k, read)
+    if kv.block_table is not None:
+        kv.check_blocks(read)
 
 
 def check(pooling: str, pool: str, *more: str) -> None:
@@ -158,14 +142,12 @@ def check(pooling: str, pool: str, *more: str) -> None:
         raise ValueError(f"pool must be kv_head or layer, not {pool!r}")
 
 
-def check_mass_of_pages(
-    q, k, pages, page_size, *, logits, lengths=None, counts=None, pool="kv_head", block_table=None, **_,
-):  # fmt: skip
+def check_mass_of_pages(q, kv, pages, page_size, *, logits, counts=None, pool="kv_head", **_):
     """Raise for arguments of :func:`pooled_mass_of_pages` that cannot be."""
-    number = check_keys(q, k, None, block_table)
+    kv.check_queries(q)
+    number, lengths = kv.num_keys, kv.lengths
     check_number("page_size", page_size, 1)
-    check_places("pages", pages, len(q), {1} if pool == "layer" else {1, k.shape[1]}, -(-number // page_size))
-    check_lengths(lengths, len(q), k.shape[1])
+    check_places("pages", pages, len(q), {1} if pool == "layer" else {1, kv.k.shape[1]}, -(-number // page_size))
     check_counts(counts, len(q))
     check_logits(logits, q.shape[1])
 
@@ -173,4 +155,5 @@ def check_mass_of_pages(
         there = membership_mask(page_slots(pages, page_size).flatten(2), number)
         return there if lengths is None else there & first_keys(lengths, number)
 
-    check_blocks(block_table, k, read)
+    if kv.block_table is not None:
+        kv.check_blocks(read)

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size, located, offsets, reads, slots_at
 from foveate.ops.gpu.eight_bits import queries_for
 from foveate.ops.gpu.softcap import capped, constant
 from foveate.ops.gpu.softmax import LOG2E, LOWEST
 from foveate.ops.gpu.tiles import Tile, capability, cdiv, multiprocessors, next_power_of_2, split, split_of_row
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score.kept_logits_kernel import VARYING, counted, keep, per_head, pooled, room_for, steps
 from foveate.ops.score.pooled import check
@@ -37,7 +37,7 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     return Tile(heads, keys, num_warps=4, num_stages=3 if heads < 64 else 2)
 
 
-def pooled_mass(q, k, *, logits, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None):
+def pooled_mass(q, kv, *, logits, pooling="post_softmax", pool="kv_head"):
     """See :func:`foveate.ops.score.pooled.pooled_mass`.
 
     One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
@@ -47,40 +47,34 @@ def pooled_mass(q, k, *, logits, lengths=None, pooling="post_softmax", pool="kv_
     block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys that the lengths leave out are not
     read and may hold anything.
     """
-    number = number_of_keys(k, block_table)
-    return _pooled_mass(q, k, None, lengths, None, number, 0, logits, pooling, pool, block_table)
+    return _pooled_mass(q, kv, None, None, kv.num_keys, 0, logits, pooling, pool)
 
 
-def pooled_mass_of_pages(
-    q, k, pages, page_size, *, logits, lengths=None, counts=None, pooling="post_softmax", pool="kv_head",
-    block_table=None,
-):  # fmt: skip
+def pooled_mass_of_pages(q, kv, pages, page_size, *, logits, counts=None, pooling="post_softmax", pool="kv_head"):
     """See :func:`foveate.ops.score.pooled.pooled_mass_of_pages`, and :func:`pooled_mass`: keys are read where they are.
 
     Keys of no page, and those that are not there, are not read and may hold anything.
     """
-    pages, number = pages.expand(-1, k.shape[1], -1), pages.shape[2] * page_size
-    return _pooled_mass(q, k, pages, lengths, counts, number, page_size, logits, pooling, pool, block_table)
+    pages, number = pages.expand(-1, kv.k.shape[1], -1), pages.shape[2] * page_size
+    return _pooled_mass(q, kv, pages, counts, number, page_size, logits, pooling, pool)
 
 
 def _pooled_mass(
     q: Tensor,
-    k: Tensor,
+    kv: KV,
     pages: Tensor | None,
-    lengths: Tensor | None,
     counts: Tensor | None,
     number: int,
     page_size: int,
     logits: Logits,
     pooling: str,
     pool: str,
-    block_table: BlockTable | None,
 ) -> Tensor:
     """Scores of ``number`` keys or, with ``pages``, of page slots, of which row b has the first ``counts[b]``."""
     check(pooling, pool)
+    k, block_table, lengths = kv.k, kv.block_table, kv.lengths
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]
-    keys = number_of_keys(k, block_table)
     if not reads(q, k, block_table):
         raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype}")
     if dim > _LARGEST:
@@ -96,7 +90,7 @@ def _pooled_mass(
     room = _RESIDENT * multiprocessors(q.device)
     splits, _ = split(batch * num_kv_heads * parts, blocks, room)
     kept = room_for(q, number, blocks, splits, tile.block_n)
-    keys = keys if page_size else None
+    keys = kv.num_keys if page_size else None
     _keep_logits[batch * num_kv_heads * parts, splits](
         q, k, pages, lengths, *counted(counts), *arguments(block_table), *kept[:3],
         (q.stride(0), q.stride(1), q.stride(3)), k.stride(), *((0, 0, 0) if pages is None else pages.stride()),

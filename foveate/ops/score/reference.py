@@ -12,12 +12,13 @@ from torch import Tensor
 from foveate.ops._math import GPU_SCORES_BYTES, block_length, capped, fold_group, matmul_fp32, tile_rows
 from foveate.ops.checks import check_logits, check_logits_of_keys
 from foveate.ops.dispatch import dispatch
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 
 def column_mass(
     q: Tensor,
-    k: Tensor,
+    kv: KV,
     lse: Tensor,
     *,
     logits: Logits,
@@ -28,7 +29,7 @@ def column_mass(
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
-        k: ``[B, Hkv, Lk, D]``.
+        kv: ``k [B, Hkv, Lk, D]`` in one piece; values are not read.
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees; one with -inf saw
             nothing and adds nothing.
         offset: number of keys before the first query's own.
@@ -37,7 +38,11 @@ def column_mass(
 
     Returns:
         ``[B, Hkv, Lk]`` fp32: summed over queries and the heads of the group, so ``G * Lq`` over all keys.
+
+    Raises:
+        ValueError: for a KV in blocks or with lengths, or a cap that is not a finite number above 0.
     """
+    k = kv.k
     batch, num_heads, length = q.shape[:3]
     num_kv_heads, keys = k.shape[1], k.shape[2]
     out = k.new_zeros(batch, num_kv_heads, keys, dtype=torch.float32) if out is None else out
@@ -62,9 +67,15 @@ def column_mass(
     return out
 
 
+def check_column(q, kv, lse, *, logits, **_):
+    """Raise for arguments of :func:`column_mass` that cannot be."""
+    check_logits(logits)
+    kv.check_unpaged()
+
+
 def tile_mass(
     q: Tensor,
-    k: Tensor,
+    kv: KV,
     lse: Tensor,
     *,
     tile: int,
@@ -78,7 +89,7 @@ def tile_mass(
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        k: ``[B, Hkv, Lk, D]``.
+        kv: ``k [B, Hkv, Lk, D]`` in one piece; values are not read.
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees.
         tile: positions in a tile.
         logits: see :func:`column_mass`.
@@ -87,7 +98,12 @@ def tile_mass(
         ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
         the last of them: the mean over the tile's queries and the heads of the group; -inf from its first
         position on.
+
+    Raises:
+        ValueError: as :func:`column_mass`, when the first tiles are asked for.
     """
+    kv.check_unpaged()
+    k = kv.k
     group, lead = q.shape[1] // k.shape[1], offset % tile
     lse = F.pad(lse.masked_fill(lse.isneginf(), float("inf")), (lead, -(lead + q.shape[2]) % tile), value=float("inf"))
     for first, last, rows, begins in _tile_blocks(q, k.shape[1], tile, offset):
@@ -143,7 +159,7 @@ def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tupl
 
 def query_mass(
     q: Tensor,
-    k: Tensor,
+    kv: KV,
     *,
     logits: Logits,
     offset: int,
@@ -153,14 +169,20 @@ def query_mass(
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
-        k: ``[B, Hkv, Lk, D]`` with ``Lk >= offset + Lq``.
+        kv: ``k [B, Hkv, Lk, D]`` in one piece, with ``Lk >= offset + Lq``; values are not read.
         mask: bool ``[B, Hkv, offset + Lq]``, True for keys that are seen, each query's own among them; None: all.
         logits: how logits are made, see :class:`~foveate.ops.Logits`.
 
     Returns:
         ``[B, Hq, offset + Lq]`` fp32, summed over the queries.
+
+    Raises:
+        ValueError: for a KV in blocks or with lengths, sinks of other heads, or a cap that is not a finite number above
+            0.
     """
     check_logits(logits, q.shape[1])
+    kv.check_unpaged()
+    k = kv.k
     batch, num_heads, length = q.shape[:3]
     end = offset + length
     mass = q.new_zeros(batch, num_heads, end, dtype=torch.float32)

@@ -23,7 +23,7 @@ from foveate.lab.bench import breakdown, decode_model, models
 from foveate.lab.results import measurements, timing
 from foveate.methods import parse
 from foveate.methods.luka.pages import PageLevels
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 from foveate.state import SlotCache
 
 KEYS = 411  # that a step reads densely: its token fills no page
@@ -134,7 +134,7 @@ def times(monkeypatch):
 )
 def test_dense_of_our_own_competes_for_the_baseline(monkeypatch, milliseconds, baseline):
     def attend(q, k, v, scaling):
-        return ops.attend(q, k, v, logits=Logits(scaling)).out
+        return ops.attend(q, KV(k, v), logits=Logits(scaling)).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
     monkeypatch.setattr(decode, "_peer", lambda *args, **more: decode._Found(milliseconds["library"], 1.0, False, None))
@@ -280,7 +280,7 @@ def test_libraries_and_methods_decode_the_same_tokens(monkeypatch, times):
 
     def attend(q, k, v, scaling):
         lengths.append(k.shape[2])
-        return ops.attend(q, k, v, logits=Logits(scaling)).out
+        return ops.attend(q, KV(k, v), logits=Logits(scaling)).out
 
     monkeypatch.setattr(dense_peers, "available", lambda *args: {"library": attend})
     found = _quick("dense", level="layer")
@@ -294,7 +294,7 @@ def test_libraries_and_methods_decode_the_same_tokens(monkeypatch, times):
 def test_a_reading_layer_reads_what_another_with_its_own_keys_chose(monkeypatch, level):
     chosen, attend = [], ops.attend_indices
     monkeypatch.setattr(
-        ops, "attend_indices", lambda *args, **more: chosen.append((args[1], args[3])) or attend(*args, **more)
+        ops, "attend_indices", lambda *args, **more: chosen.append((args[1].k, args[2])) or attend(*args, **more)
     )
     (reading,) = (kind for kind in layer_kinds.kinds(parse(METHODS[1]), 12) if kind.name == "reading")
     plan = decode.Plan(METHODS[1:2], (400,), **SMALL | {"level": level})
@@ -464,7 +464,7 @@ def test_libraries_give_dense_attention(monkeypatch):
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-    expected = ops.attend(q, k, v, logits=Logits(0.3)).out
+    expected = ops.attend(q, KV(k, v), logits=Logits(0.3)).out
     libraries = dense_peers.available("cpu", "float32"), dense_peers.available("cuda", "float32")
     for attend in (dense_peers._flash_attention_3(), libraries[0]["sdpa"], libraries[1]["sdpa-math"]):
         torch.testing.assert_close(attend(q, k, v, 0.3), expected)

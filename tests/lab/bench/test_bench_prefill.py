@@ -19,7 +19,7 @@ from foveate.lab.bench import breakdown, models, prefill_model
 from foveate.lab.report.tables import general as markdown
 from foveate.lab.results import measurements
 from foveate.methods import parse
-from foveate.ops import Logits
+from foveate.ops import KV, Logits
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 12, "repeats": 1, "dtype": "float32"}
 SMALL |= {"seed": 0, "device": "cpu"}
@@ -111,7 +111,7 @@ def test_a_reading_layer_reads_what_another_chose(monkeypatch):
         branch = prefill._branch(policy, prompt, forward)
         chosen.append(policy.prompt(branch, prompt.q, plan.scaling).out)
     assert torch.equal(outs[0], chosen[1])
-    dense = ops.attend_causal(prompt.q, prompt.cache.keys, prompt.cache.values, logits=Logits(plan.scaling)).out
+    dense = ops.attend_causal(prompt.q, KV(prompt.cache.keys, prompt.cache.values), logits=Logits(plan.scaling)).out
     assert not torch.allclose(outs[0], dense, atol=1e-2)
 
 
@@ -122,20 +122,20 @@ def test_libraries_attend_causally(monkeypatch):
         assert causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if window_size == (-1, -1):
-            return ops.attend_causal(q, k, v, logits=Logits(softmax_scale)).out.transpose(1, 2)
+            return ops.attend_causal(q, KV(k, v), logits=Logits(softmax_scale)).out.transpose(1, 2)
         assert window_size[1] == 0
         lower = torch.arange(q.shape[2]) - window_size[0]
-        return ops.attend_window(q, k, v, logits=Logits(softmax_scale), lower=lower).out.transpose(1, 2)
+        return ops.attend_window(q, KV(k, v), logits=Logits(softmax_scale), lower=lower).out.transpose(1, 2)
 
     q, k, v = torch.randn(1, 8, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
-    expected = ops.attend_causal(q, k, v, logits=Logits(0.3)).out
+    expected = ops.attend_causal(q, KV(k, v), logits=Logits(0.3)).out
     for returned in (flash_attn_func, lambda *x, **how: (flash_attn_func(*x, **how), None)):
         module.flash_attn_func = returned
         monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
         known = dense_peers.causal("cuda", "float16")
         assert set(known) == {"sdpa-cudnn", "sdpa-flash", "flash-attention-3"}
         torch.testing.assert_close(known["flash-attention-3"](q, k, v, 0.3), expected)
-        windowed = ops.attend_window(q, k, v, logits=Logits(0.3), lower=torch.arange(40) - 7 + 1).out
+        windowed = ops.attend_window(q, KV(k, v), logits=Logits(0.3), lower=torch.arange(40) - 7 + 1).out
         torch.testing.assert_close(known[dense_peers.FLASH_ATTENTION_3](q, k, v, 0.3, window=7), windowed)
     torch.testing.assert_close(dense_peers.causal("cpu", "float32")["sdpa"](q, k, v, 0.3), expected)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)

@@ -74,12 +74,13 @@ class Similarity:
             raise UserError(
                 f"a prompt of {length:,} tokens is too short to calibrate on, which takes at least {least:,}"
             )
-        lse = ops.attend_causal(q, k, k, logits=logits, need_lse=True).lse
+        keys = ops.KV(k, k)
+        lse = ops.attend_causal(q, keys, logits=logits, need_lse=True).lse
         if not bool(torch.isfinite(lse).all()):
             raise UserError(f"layer {layer}: the attention logits of a prompt are not finite (NaN or infinite)")
         first_scored = _first_scored(self.k, self.tile, group)
         chosen, captured = [], []
-        for first, mass in ops.tile_mass(q, k, lse, tile=span, logits=logits):
+        for first, mass in ops.tile_mass(q, keys, lse, tile=span, logits=logits):
             mass = (_with_own(mass, first, q, k, lse, logits) if self.tile == 1 else mass)[0]
             mass = mass[:, max(first_scored - first, 0) :]
             if not mass.shape[1]:
