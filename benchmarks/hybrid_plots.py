@@ -1,15 +1,20 @@
 """Losses and retention of trained hybrids as plots: figures 6 and 5 of the laLTE/laNSA paper.
 
     python -m benchmarks.hybrid_plots benchmarks/results/hybrids-curves.jsonl docs/figures
+    python -m benchmarks.hybrid_plots benchmarks/results/hybrids-lesson-curves.jsonl docs/figures \\
+        --name hybrids-recipe --model gdn_recipe-27M-0 --model gdn_swa_recipe-27M-0 \\
+        --model gdn_attn_recipe-27M-0 --model lalte_lesson-27M-0 --model lte_mlp_lesson-27M-0 \\
+        --model pure_lte_lesson-27M-0
 
-The folder gets `hybrids-losses.png` and `hybrids-retention.png`.
+The folder gets `hybrids-losses.png` and, of models with LTE layers that `hybrid_curves.py` had at hand,
+`hybrids-retention.png`; `--name` stands in place of `hybrids`. `--model` draws some models of a file alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -90,11 +95,20 @@ def _facts(rows: Sequence[Row]) -> str:
     return "; ".join((", ".join(devices), ", ".join(versions)))
 
 
-def main(file: Path, folder: Path) -> None:
+def main(
+    file: Path,
+    folder: Path,
+    name: Annotated[str, typer.Option(help="Before the names of the pictures.")] = "hybrids",
+    model: Annotated[list[str] | None, typer.Option(help="Model to draw, repeated; all if left out.")] = None,
+) -> None:
     """Draw the rows of `benchmarks/hybrid_curves.py`."""
     rows = read([file])
-    losses(rows, folder / "hybrids-losses.png")
-    retention(rows, folder / "hybrids-retention.png")
+    if unknown := sorted({*(model or ())} - {row["model"] for row in rows}):
+        raise UserError(f"--model {unknown[0]}: {file} has {', '.join(dict.fromkeys(row['model'] for row in rows))}")
+    rows = [next(row for row in rows if row["model"] == one and row["held_out"]) for one in model] if model else rows
+    losses(rows, folder / f"{name}-losses.png")
+    if any(row["retention"] for row in rows):
+        retention(rows, folder / f"{name}-retention.png")
 
 
 if __name__ == "__main__":

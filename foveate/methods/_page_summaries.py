@@ -14,7 +14,6 @@ from foveate.methods._common import note_queries
 from foveate.methods.base import Method, Observation
 from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
-from foveate.state.borrowed import EngineCache
 
 _OBSERVED = 16
 """Last queries of a prompt by which the channels of keys are weighted."""
@@ -221,10 +220,10 @@ class LowRankPages(PageSummaries):
     def write_newest(self, cache: SlotCache) -> None:
         """Write the records of the pages that the rows' newest keys have filled, unless :meth:`_write_filled` has."""
         plan = cache.plan
-        if isinstance(cache, EngineCache) or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
+        if cache.fills_channels or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
             return
-        kv = (cache.newest_page if cache.offloaded else cache.view)(plan["counts"])
-        ops.compress_newest(kv, cache.channel("records"), self.form(cache.geometry), self._weights(cache))
+        newest, records = cache.newest_page(plan["counts"]), cache.channel("records")
+        ops.compress_newest(newest, records, self.form(cache.geometry), self._weights(cache))
 
     def _write_filled(self, cache: SlotCache, slots: Tensor) -> None:
         """Write the records of the pages that new tokens fill, see :class:`~foveate.state.Channel`."""
@@ -247,11 +246,7 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share. Rows that are not ``due``, bool ``[B]``, are not scored.
         """
-        number, table = self.pages(cache.used), None
-        if isinstance(cache, EngineCache):
-            records, table = cache.entries("records", number)
-        else:
-            records = cache.channel("records")[:, :, :number]
+        records, table = cache.entries("records", self.pages(cache.used))
         rule = self.newest if pooling == "of_largest" else self.full
         lengths = cache.plan.for_sparse_rows(rule, of="counts")
         lengths = lengths if due is None else lengths.where(due, 0)

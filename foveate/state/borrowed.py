@@ -93,6 +93,8 @@ class EngineCache(SlotCache):
         ValueError: when the pages of a channel do not divide a block.
     """
 
+    fills_channels = True
+
     def __init__(
         self,
         geometry: Geometry,
@@ -146,5 +148,4 @@ class EngineCache(SlotCache):
         return table.gather(table.table, memory)[0]
 
     def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable]:
-        """A channel, and a table of the first ``number`` entries of each row in it, for verbs that take one."""
         return self.tensors[name], BlockTable(self.tensors["block_table"], number)

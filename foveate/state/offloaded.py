@@ -194,11 +194,9 @@ class OffloadedCache(SlotCache):
             self.count(name, number.view(shape))
 
     def fetch_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values ``[B, Hkv, N, D(v)]`` on the device, whose pages are fetched.
-
-        Args:
-            slots: int64 ``[B, Hkv, N]``; -1 gives anything finite.
-        """
+        """See :meth:`Storage.fetch_slots`; a decode step fetches their pages."""
+        if not self.decoding:
+            return super().fetch_slots(slots)
         hot, size, shape = self._decoding.hot, self.page_size, slots.shape[:2]
         entries = hot.table.shape[1]
         there = membership_mask(slots.div(size, rounding_mode="floor"), entries)
@@ -208,8 +206,9 @@ class OffloadedCache(SlotCache):
         return tuple(x[block, 0, rows % size].unflatten(0, shape) for x in (hot.keys, hot.values))
 
     def read_slots(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values ``[B, Hkv, last - first, D(v)]`` on the device, straight from host memory; not in a
-        captured step."""
+        """See :meth:`Storage.read_slots`; in a decode step copies straight from host memory."""
+        if not self.decoding:
+            return super().read_slots(first, last)
         shape, row = (self.batch_size, self.geometry.num_kv_heads, last - first), self._row or 0
         k, v = (torch.empty(*shape, dim, dtype=self.dtype, device=self.device) for dim in self.host.dims)
         self.host.read(first, last, row, k, v)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveate.ops import KV
+from foveate.ops import KV, BlockTable
 from foveate.state.counters import BytesInUse, Counters
 from foveate.state.description import Channel, Geometry
 
@@ -36,6 +36,8 @@ class Storage:
     """Slots allocated for each row."""
     offloaded: bool = False
     """Whether keys and values are in host memory, see :class:`~foveate.state.offloaded.OffloadedCache`."""
+    fills_channels: bool = False
+    """Whether whoever writes a token's key also writes what channels hold of it, see :attr:`Channel.written`."""
     _borrowed: bool
     """Whether ``keys`` and ``values`` are the tensors of the cache that this one was branched from."""
 
@@ -74,6 +76,32 @@ class Storage:
         """
         used, tensors = self.used, self.tensors
         return KV(tensors["keys"][:, :, :used], tensors["values"][:, :, :used], None, lengths)
+
+    def newest_page(self, lengths: Tensor) -> KV:
+        """At least the keys of the page that each row's newest token is in, at the places of :meth:`view`.
+
+        Args:
+            lengths: see :class:`~foveate.ops.KV`.
+        """
+        return self.view(lengths)
+
+    def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
+        """A channel's first ``number`` entries of each row, ``[B, Hkv, number, ...]``, and None; of an engine's blocks
+        the channel in all blocks, and a table of these entries."""
+        return self.tensors[name][:, :, :number], None
+
+    def read_slots(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots ``first .. last - 1``, ``[B, Hkv, last - first, D(v)]``; not in a captured step."""
+        return self.keys[:, :, first:last], self.values[:, :, first:last]
+
+    def fetch_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of slots, ``[B, Hkv, N, D(v)]``.
+
+        Args:
+            slots: int64 ``[B, Hkv, N]``; one that is not in use, such as -1, gives anything finite.
+        """
+        index = slots.clamp(0, self.used - 1)[..., None]
+        return tuple(x.gather(2, index.expand(-1, -1, -1, x.shape[3])) for x in (self.keys, self.values))
 
     @property
     def keys(self) -> Tensor:

@@ -30,8 +30,8 @@ class UniformPages(NamedTuple):
         number = self.last - self.first
         return x[:, :, self.start : self.start + number * self.size].unflatten(2, (number, self.size))
 
-    def fetched(self, cache: SlotCache) -> list[Tensor]:
-        """Keys and values of the new pages' tokens as :meth:`tokens`, of a cache in host memory."""
+    def keys_and_values(self, cache: SlotCache) -> list[Tensor]:
+        """Keys and values of the new pages' tokens, as :meth:`tokens`."""
         number = self.last - self.first
         found = cache.read_slots(self.start, self.start + number * self.size)
         return [x.unflatten(2, (number, self.size)) for x in found]
@@ -74,8 +74,8 @@ class RaggedPages(NamedTuple):
         """See :meth:`UniformPages.tokens`."""
         return self._gather(x, 0, self.number * self.size, self.size)
 
-    def fetched(self, cache: SlotCache) -> list[Tensor]:
-        """See :meth:`UniformPages.fetched`."""
+    def keys_and_values(self, cache: SlotCache) -> list[Tensor]:
+        """See :meth:`UniformPages.keys_and_values`."""
         number = self.number * self.size
         slots = self.start[:, None] + torch.arange(number, device=self.start.device)
         slots = slots.clamp_max(cache.capacity - 1)[:, None].expand(-1, cache.geometry.num_kv_heads, -1)

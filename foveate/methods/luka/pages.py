@@ -217,8 +217,7 @@ class PageLevels:
 
     def _make(self, cache: SlotCache, new: UniformPages | RaggedPages) -> None:
         """Compute the new nodes of each level from their children and write them to the cache."""
-        fetch = cache.offloaded and cache.decoding
-        tokens = new.fetched(cache) if fetch else [new.tokens(x) for x in (cache.keys, cache.values)]
+        tokens = new.keys_and_values(cache)
         for level in range(len(self.sizes)):
             self._make_level(cache, level, new, self._made_of(cache, level, new, tokens), tokens[0])
 

@@ -75,6 +75,10 @@ def test_rows_and_figures(trained, store_folder, tmp_path, monkeypatch):
     hybrid_plots.losses(rows, tmp_path / "losses.png")
     hybrid_plots.retention(rows, tmp_path / "retention.png")
     assert all(imread(tmp_path / f"{name}.png").std() > 0 for name in ("losses", "retention"))
+    hybrid_plots.main(file, tmp_path, "some", [row["model"]])
+    assert {path.name for path in tmp_path.glob("some-*")} == {"some-losses.png", "some-retention.png"}
+    with pytest.raises(UserError, match=f"--model other: .* has .*{row['model']}"):
+        hybrid_plots.main(file, tmp_path, "some", ["other"])
 
 
 def test_no_model_no_rows_no_layers(tmp_path, store_folder):

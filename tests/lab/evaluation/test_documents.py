@@ -15,6 +15,7 @@ from foveate.lab.evaluation import tasks
 from foveate.lab.evaluation.tasks import documents
 from foveate.lab.evaluation.tasks.base import Output
 from foveate.lab.evaluation.tasks.fidelity import Fidelity
+from tests import tiny
 
 
 class Words:
@@ -149,7 +150,8 @@ def test_rows_are_not_written_among_the_documents(tmp_path):
     assert not one.reads(tmp_path, tmp_path.parent / "rows.jsonl")
     assert not tasks.parse("niah").reads(tmp_path, tmp_path / "rows.jsonl")
     (tmp_path / "text.txt").write_text("A text of few words.", encoding="utf-8")
-    given = ["compare", "--model", "m", "--task", "documents", "--data", tmp_path, "--out", tmp_path / "rows.jsonl"]
+    model = tiny.build(tmp_path.parent / "model-of-documents")  # a model that is not there is told first
+    given = ["compare", "--model", model, "--task", "documents", "--data", tmp_path, "--out", tmp_path / "rows.jsonl"]
     done = CliRunner().invoke(app, [str(word) for word in given])
     assert done.exit_code == 2
     assert "whose files are documents; choose another --out" in " ".join(done.output.split())
@@ -178,6 +180,7 @@ _AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from foveate.lab.evaluation.tasks.documents import Documents
+from tests import tiny
 b"x".decode("utf-8-sig")  # which nobody may not import
 if os.getuid() == 0:
     os.setgid(65534)
