@@ -46,6 +46,8 @@ class RowNumbers:
         device: of the tensors that are returned.
     """
 
+    batch_size: int
+    """Rows of the batch."""
     forward: dict[Hashable, Any]
     """What the layers of one forward pass share: the step's plan, and values under a :meth:`SlotCache.shared_key`."""
     _planned: tuple[list[list[int]], StepPlan] | None = None
@@ -76,6 +78,7 @@ class RowNumbers:
     @rows.setter
     def rows(self, rows: dict[str, list[int]]) -> None:
         self._rows: dict[str, list[int]] = rows
+        self.batch_size = len(rows["lengths"])
         self.device_state: DeviceState | None = None
 
     @property
@@ -93,10 +96,6 @@ class RowNumbers:
         if self.device_state is not None:
             moved = self.device_state.rows.read()[0]  # shared with other layers: copy the lists
             self.rows = self._rows | {name: list(numbers) for name, numbers in moved.items()}
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._rows["lengths"])
 
     @property
     def lengths(self) -> list[int]:
