@@ -19,6 +19,7 @@ from foveate.methods import (
     Method,
     ReadsChosen,
     Replay,
+    base,
     budget,
     get,
     make,
@@ -330,3 +331,11 @@ def test_a_second_prompt_is_a_prompt(mine):
 
     assert check(mine(keeps(observe=observe)).name).passed
     assert {(31 + 7 + 12, 12), (18 + 7 + 29, 29)} <= {*observed}
+
+
+def test_every_method_of_foveate_declares_what_it_scores():
+    """So that the check does not say of one of them that this is not counted."""
+    ours = [kind for kind in base.REGISTRY.values() if kind.__module__.startswith("foveate.")]
+    choosing = [kind for kind in ours if kind.choose is not base.Method.choose]
+    assert len(choosing) > 10
+    assert not [kind.name for kind in choosing if kind.scored is base.Method.scored]

@@ -11,13 +11,14 @@ import itertools
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from foveate import ops
 from foveate.methods._common import note_queries, observed_mass
 from foveate.methods._settings import MOST_KEPT
 from foveate.methods.base import SPARSE_FROM_TOKENS, About, Fetches, Method, Observation, Replay, register, setting
-from foveate.methods.budgets import budget, clamp
+from foveate.methods.budgets import Number, budget, clamp
 from foveate.methods.luka.cover import tree_of
 from foveate.methods.luka.pages import MakesPages, PageLevels
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
@@ -179,6 +180,10 @@ class LuKA(Method):
         sums = ops.summaries.Sums(1 / self.window, total, recent) if tracks else None
         tree = tree_of(self.pages, self.top_k, self.expand, cache)
         return ops.Choice(cover=ops.Cover(tree, self.refinement, sums))
+
+    def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
+        """Nothing beside the cover, which counts the summaries that it reads."""
+        return 0.0
 
     def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
         """Keep the running sums of attention up to date where no cover does.
