@@ -186,7 +186,7 @@ class Method(Settings):
         logits = cache.logits(scaling)
         if not (cache.uneven and offset):
             return ops.attend_causal(q, ops.KV(k, v), logits=logits, offset=offset, need_lse=need_lse)
-        how = {"logits": logits._replace(sinks=None), "need_lse": True}
+        how = {"logits": logits.without_sinks(), "need_lse": True}
         own = ops.attend_causal(q, ops.KV(k[:, :, offset:], v[:, :, offset:]), **how)
         before = ops.KV(k[:, :, :offset], v[:, :, :offset])
         there = cache.positions[:, :, None, :offset] >= 0

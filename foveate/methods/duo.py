@@ -43,7 +43,7 @@ class Duo(ReadsChosen):
         lower = (torch.arange(start, cache.used, device=q.device) + 1 - self.recent).clamp_min(0)
         for head, (queries, k, v) in enumerate(zip(*(x.chunk(heads, 1) for x in (q, cache.keys, cache.values)))):
             sinks = None if logits.sinks is None else logits.sinks.chunk(heads)[head]
-            how = {"logits": logits._replace(sinks=sinks), "offset": start}
+            how = {"logits": dataclasses.replace(logits, sinks=sinks), "offset": start}
             streaming = {"lower": lower, "sinks": self.sinks} if head in self.heads else {}
             attend = ops.attend_window if streaming else ops.attend_causal
             outs.append(attend(queries, ops.KV(k, v), **how, **streaming).out)

@@ -4,15 +4,12 @@ Shapes, dtypes and numbers of the host are checked on every device. The values i
 on the CPU alone: a GPU does not wait for that, and an index out of range gives an undefined result there.
 """
 
-import math
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from foveate.ops._math import on_host
-from foveate.ops.logits import Logits
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -61,35 +58,6 @@ def check_number(name: str, number: int, least: int) -> None:
     """Raise unless this is an integer of at least so much."""
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {number!r}")
-
-
-def check_logits(logits: Logits, heads: int | None = None) -> None:
-    """Raise unless sinks are ``[heads]``, and the cap is a finite number above 0, or None.
-
-    ``heads``: None where sinks have no part.
-    """
-    softcap = logits.softcap
-    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a finite number above 0, or None, not {softcap!r}")
-    if heads is not None and logits.sinks is not None:
-        check_sinks(logits.sinks, heads)
-
-
-def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise unless there are none, or one logit for each head."""
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must be one logit for each of {heads} heads, not {tuple(sinks.shape)}")
-
-
-def check_logits_of(q: Tensor, *_: Any, logits: Logits, **__: Any) -> None:
-    """:func:`check_logits` of a verb's arguments."""
-    check_logits(logits, q.shape[1])
-
-
-def check_logits_of_keys(*_: Any, logits: Logits, **__: Any) -> None:
-    """:func:`check_logits` of the arguments of a verb in which sinks have no part."""
-    check_logits(logits)
 
 
 def check_own_keys(number: int, queries: int, offset: int) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from foveate.ops.kv import KV
+from foveate.ops.logits import Logits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +59,7 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
             check(*args, **kwargs)
         if (watch := _watch.get()) is not None:
             watch(name, inspect.signature(reference).bind(*args, **kwargs).arguments)
-        given = (*args, *kwargs.values(), *kwargs.get("logits", ()))
+        given = (*args, *kwargs.values())
         if use_kernel(*given):
             try:
                 with torch.cuda.device_of(next(x for x in given if isinstance(x, Tensor))):
@@ -71,8 +72,8 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
 
 
 def use_kernel(*given: Any) -> bool:
-    """Whether a kernel may run on the tensors among the arguments, those of a :class:`KV` included; warns once when it
-    may not although they are on a GPU."""
+    """Whether a kernel may run on the tensors among the arguments, of a :class:`KV` and of :class:`Logits`, too; warns
+    once when it may not although they are on a GPU."""
     tensors, given = [], list(given)
     for x in given:
         if isinstance(x, Tensor):
@@ -81,6 +82,8 @@ def use_kernel(*given: Any) -> bool:
             tensors.append(x)
         elif isinstance(x, KV):
             given += x.k, x.v, x.lengths
+        elif isinstance(x, Logits):
+            given.append(x.sinks)
     device = tensors[0].device
     if not kernels_wanted() or any(x.device != device for x in tensors):
         return False

@@ -215,7 +215,7 @@ def _attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, pag
     device."""
     logits, (batch, heads) = cache.logits(scaling), chosen.shape[:2]
     q_rows, sinks = q.reshape(batch * heads, -1, 1, q.shape[3]), logits.sinks  # each KV head as a row of its own
-    how = {"logits": logits._replace(sinks=None), "need_lse": sinks is not None}
+    how = {"logits": logits.without_sinks(), "need_lse": sinks is not None}
     chosen = chosen.reshape(batch * heads, 1, -1)
     if page_size:
         lengths = cache.plan.per_row(torch.repeat_interleave, heads, of="counts")

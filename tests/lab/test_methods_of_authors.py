@@ -171,7 +171,7 @@ class SelfExtend(Method):
         far_q = cache.rotary.apply(cache.rotary.remove(q, at), at // group + self.window - self.window // group)
         far_k = cache.rotary.apply(cache.rotary.remove(cache.keys, there), there // group)
         logits = cache.logits(scaling)
-        how = {"logits": logits._replace(sinks=None), "need_lse": True}
+        how = {"logits": logits.without_sinks(), "need_lse": True}
         parts = [
             ops.attend(q, KV(cache.keys, cache.values), mask=seen & near, **how),
             ops.attend(far_q.to(q.dtype), KV(far_k.to(q.dtype), cache.values), mask=seen & ~near, **how),

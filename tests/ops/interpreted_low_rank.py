@@ -10,7 +10,7 @@ from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
 from foveate.ops.compress.low_rank import PageRecord
 from foveate.ops.dispatch import UnsupportedError
-from foveate.ops.score import low_rank, low_rank_kernel, page_lse
+from foveate.ops.score import low_rank, low_rank_kernel
 from tests.combinations import every_pair
 from tests.problems import in_buffer, of_rows
 
@@ -264,8 +264,6 @@ def test_what_is_refused():
             module.page_lse(rows[:, :1], records, form, logits=Logits(1.0))
         with pytest.raises(ValueError, match=r"weights must be float32 \[1, 2, 8\]"):
             module.page_lse(rows, records, form, logits=Logits(1.0), weights=torch.ones(2, 8))
-    with pytest.raises(ValueError, match="softcap must be"):
-        page_lse(rows, records, form, logits=Logits(1.0, softcap=-1.0))
     with pytest.raises(UnsupportedError, match="float64"):
         summaries_kernel.compress_pages(keys.double(), form)
     with pytest.raises(UnsupportedError, match="float64"):

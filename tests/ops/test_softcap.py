@@ -1,8 +1,11 @@
 """Capped logits, ``softcap * tanh(logit / softcap)``, and learned sinks, a logit of each head without a value: every
 reference against a softmax written out."""
 
+import dataclasses
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from foveate import ops
 from foveate.ops import KV, Logits, dispatch
@@ -222,16 +225,11 @@ def test_half_the_mass_to_the_base():
 
 @pytest.mark.parametrize("softcap", [0, 0.0, -5.0, float("inf"), float("nan"), True, "5"])
 def test_caps_that_are_none(softcap):
-    q, k, v = problem(SHAPE)
-    for call in (ops.attend, ops.attend_causal):
-        with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap!r}"):
-            call(q, KV(k, v), logits=Logits(SCALING, softcap=softcap))
-    lse, rows = torch.zeros(q.shape[:3]), ops.fold_group(q, k.shape[1])
-    for call in (ops.column_mass, lambda *given, logits: next(ops.tile_mass(*given, tile=8, offset=20, logits=logits))):
-        with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
-            call(q, KV(k), lse, logits=Logits(SCALING, softcap=softcap))
+    """No verb sees such a cap."""
+    with pytest.raises(ValueError, match=f"softcap must be a finite number above 0, or None, not {softcap!r}"):
+        Logits(SCALING, softcap=softcap)
     with pytest.raises(ValueError, match="softcap must be a finite number above 0"):
-        ops.key_logits(rows, k, Logits(SCALING, softcap=softcap))
+        dataclasses.replace(Logits(SCALING), softcap=softcap)
 
 
 def test_what_cannot_cap_has_no_such_argument():
@@ -247,10 +245,15 @@ def test_sinks_of_other_heads(sinks):
             call(q, KV(k, v), logits=Logits(SCALING, sinks[:5]))
 
 
-def test_whether_a_kernel_may_run_is_asked_of_the_sinks_too(monkeypatch):
-    """Sinks on another device, or that learn, are for the reference."""
-    asked, sinks = [], torch.zeros(4)
-    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors: asked.extend(tensors))
-    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
-    ops.attend_pooled(q, KV(k, k), logits=Logits(0.3, sinks))
-    assert any(one is sinks for one in asked)
+def test_whether_a_kernel_may_run_is_asked_of_the_operands_too(monkeypatch):
+    """Keys, lengths and sinks on another device, or that learn, are for the reference."""
+    monkeypatch.setattr(dispatch, "kernels_wanted", lambda: True)
+    monkeypatch.setattr(dispatch, "_unusable", lambda device: "")
+    with FakeTensorMode():
+        q, k = torch.randn(1, 4, 1, 8, device="cuda:0"), torch.randn(1, 2, 9, 8, device="cuda:0")
+        lengths, sinks = torch.zeros(1, dtype=torch.int64, device="cuda:0"), torch.zeros(4, device="cuda:0")
+        assert dispatch.use_kernel(q, KV(k, k, lengths=lengths), Logits(0.3, sinks))
+        assert not dispatch.use_kernel(q, KV(k, k, lengths=lengths), Logits(0.3, sinks.cpu()))
+        assert not dispatch.use_kernel(q, KV(k, k, lengths=lengths.cpu()), Logits(0.3, sinks))
+        assert not dispatch.use_kernel(q, KV(k, k.to("cuda:1")), Logits(0.3))
+        assert not dispatch.use_kernel(q, KV(k, k), Logits(0.3, sinks.requires_grad_()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -141,7 +142,7 @@ class Impl(AttentionImpl):
         logits, scale = logits_of(self), 1.0
         if kv_cache.dtype == torch.uint8:
             _, of_keys, scale = scales_of(layer)
-            logits = logits._replace(scaling=logits.scaling * of_keys)
+            logits = dataclasses.replace(logits, scaling=logits.scaling * of_keys)
         for row in attn_metadata.prompts:
             attend_prompt(row, query, *keys_and_values(self, kv_cache), output, logits)
             if scale != 1.0:

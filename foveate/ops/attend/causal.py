@@ -10,7 +10,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.library import PromptHeads
 from foveate.ops.attend.partials import with_sinks
 from foveate.ops.attend.sdpa import scaled_dot_product
-from foveate.ops.checks import check_logits, check_own_keys
+from foveate.ops.checks import check_own_keys
 from foveate.ops.dispatch import dispatch, runs_kernel
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
@@ -46,9 +46,9 @@ def attend_causal(
     kv.check_queries(q, values=True)
     kv.check_unpaged()
     check_own_keys(kv.num_keys, q.shape[2], offset)
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     if logits.sinks is not None:
-        without = logits._replace(sinks=None)
+        without = logits.without_sinks()
         return with_sinks(attend_causal(q, kv, logits=without, offset=offset, need_lse=True), logits.sinks)
     k, v = (x[:, :, : offset + q.shape[2]] for x in (kv.k, kv.v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

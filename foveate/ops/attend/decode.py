@@ -11,7 +11,6 @@ from foveate.ops.attend.gather import gather_fields, membership_mask, page_slots
 from foveate.ops.attend.sdpa import scaled_dot_product
 from foveate.ops.checks import (
     check_counts,
-    check_logits,
     check_mask,
     check_number,
     check_out,
@@ -172,7 +171,7 @@ def check_attend(q, kv, *, logits, mask=None, out=None, **_):
     kv.check_queries(q, values=True)
     lengths, number = kv.lengths, kv.num_keys
     check_mask(mask, (len(q), kv.k.shape[1], q.shape[2], number))
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     check_out(out, q, kv.v)
 
     def read() -> Tensor:
@@ -190,7 +189,7 @@ def check_indices(q, kv, indices, *, logits, counts=None, heads=None, whole=None
     check_places("indices", indices, len(q), (kv_heads,), number)
     check_counts(counts, len(q), kv_heads)
     _check_whole(whole, len(q), number, need_mass)
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     check_out(out, q, kv.v)
     if heads is not None and heads.shape != (kv_heads,):
         raise ValueError(f"heads must be [{kv_heads}], not {list(heads.shape)}")
@@ -206,7 +205,7 @@ def check_pages(q, kv, pages, page_size, *, logits, counts=None, whole=None, out
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), (kv_heads, q.shape[1]), -(-number // page_size))
     check_counts(counts, len(q))
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     check_out(out, q, kv.v)
 
     def read() -> Tensor:

@@ -1,6 +1,8 @@
 """Attention of one query a row, over all keys or over chosen ones, and of the newest tokens: Triton kernels of
 :func:`attend`, :func:`attend_newest`, :func:`attend_pooled`, :func:`attend_indices` and :func:`attend_pages`."""
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -56,7 +58,8 @@ def attend_newest(q, kv, *, logits):
     The tokens of a KV head's group share a program as its heads do: up to 64 heads times tokens read a key once.
     """
     batch, num_heads, queries, dim = q.shape
-    logits = logits if logits.sinks is None else logits._replace(sinks=logits.sinks.repeat_interleave(queries))
+    if logits.sinks is not None:
+        logits = dataclasses.replace(logits, sinks=logits.sinks.repeat_interleave(queries))
     folded = q.reshape(batch, num_heads * queries, 1, dim)
     found = _decode(folded, kv, None, None, kv.lengths, kv.num_keys, logits, False, queries=queries)
     return Attended(found.out.view(batch, num_heads, queries, -1))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
-from foveate.ops.checks import check_sinks
+from foveate.ops.logits import check_sinks
 
 
 def merge(parts: list[Attended]) -> Attended:

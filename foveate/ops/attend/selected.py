@@ -8,8 +8,9 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.gather import gather_fields
 from foveate.ops.attend.partials import merge, with_sinks
 from foveate.ops.attend.ranges import attend_recent
-from foveate.ops.checks import INTEGERS, check_number, check_sinks
+from foveate.ops.checks import INTEGERS, check_number
 from foveate.ops.kv import KV
+from foveate.ops.logits import check_sinks
 
 
 def attend_selected(

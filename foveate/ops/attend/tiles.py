@@ -7,7 +7,7 @@ from torch import Tensor
 from foveate.ops._math import block_length, capped, matmul_fp32, tile_rows
 from foveate.ops.attend.attended import Attended, rows_of_heads
 from foveate.ops.attend.gather import gather_fields
-from foveate.ops.checks import check_logits, check_own_keys
+from foveate.ops.checks import check_own_keys
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
@@ -87,7 +87,7 @@ def check_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads
     if kv.lengths is not None:
         raise ValueError("attend_tiles reads no lengths: its queries are the last of every row")
     check_own_keys(kv.num_keys, q.shape[2], offset)
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     batch, heads, tiles = len(q), kv.k.shape[1], -(-(offset % tile + q.shape[2]) // tile)
     expected = (*q.shape[:3], kv.v.shape[3])
     if out is not None and (out.shape != expected or out.dtype != q.dtype or out.stride(3) != 1):

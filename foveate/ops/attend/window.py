@@ -7,7 +7,7 @@ from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
 from foveate.ops.attend.dense import attend_causal
-from foveate.ops.checks import check_logits, check_number, check_own_keys
+from foveate.ops.checks import check_number, check_own_keys
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
@@ -64,7 +64,7 @@ def check_window(q, kv, *, logits, lower, sinks=0, offset=0):
     kv.check_unpaged()
     check_own_keys(kv.num_keys, q.shape[2], offset)
     check_number("sinks", sinks, 0)
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     if lower.shape != q.shape[2:3] or lower.is_floating_point():
         raise ValueError(f"lower must be integers [{q.shape[2]}], not {lower.dtype} {list(lower.shape)}")
 

@@ -1,6 +1,5 @@
 """score: how much each key, page or block matters to a query."""
 
-from foveate.ops.checks import check_logits_of_keys
 from foveate.ops.dispatch import dispatch
 from foveate.ops.score import indexer, low_rank, nodes, pooled, reference, retention
 from foveate.ops.score.indexer import IndexerScores as IndexerScores
@@ -18,12 +17,10 @@ INDEXER_BLOCK = indexer.BLOCK
 column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel", reference.check_column)
 indexer_scores = dispatch(indexer.indexer_scores, "foveate.ops.score.indexer_kernel", indexer.check)
 largest_logit = dispatch(nodes.largest_logit, "foveate.ops.score.bounds_kernel")
-page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel", check_logits_of_keys)
+page_lse = dispatch(low_rank.page_lse, "foveate.ops.score.low_rank_kernel")
 pooled_mass = dispatch(pooled.pooled_mass, "foveate.ops.score.pooled_kernel", pooled.check_mass)
 pooled_mass_of_pages = dispatch(
     pooled.pooled_mass_of_pages, "foveate.ops.score.pooled_kernel", pooled.check_mass_of_pages
 )
-pooled_mass_of_records = dispatch(
-    low_rank.pooled_mass_of_records, "foveate.ops.score.low_rank_kernel", check_logits_of_keys
-)
+pooled_mass_of_records = dispatch(low_rank.pooled_mass_of_records, "foveate.ops.score.low_rank_kernel")
 retention_logits = dispatch(retention.retention_logits, "foveate.ops.score.retention_kernel", retention.check_retention)

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from foveate.ops._math import capped, first_keys, matmul_fp32
-from foveate.ops.checks import check_logits
 from foveate.ops.logits import Logits
 
 
 def key_logits(rows: Tensor, k: Tensor, logits: Logits) -> Tensor:
     """Logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``, which sinks do not change: fp32 ``[B, Hkv, G, N]``."""
-    check_logits(logits)
     return capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling), logits.softcap)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from foveate.ops._math import first_keys, fold_group
 from foveate.ops.attend.gather import gather_slots, membership_mask, page_slots
-from foveate.ops.checks import check_counts, check_logits, check_number, check_places
+from foveate.ops.checks import check_counts, check_number, check_places
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score.nodes import key_logits
@@ -123,7 +123,7 @@ def pool_logits(logits: Tensor, mask: Tensor | None, pooling: str, pool: str, si
 def check_mass(q, kv, *, logits, **_):
     """Raise for arguments of :func:`pooled_mass` that cannot be."""
     kv.check_queries(q)
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     number, lengths = kv.num_keys, kv.lengths
 
     def read() -> Tensor:
@@ -149,7 +149,7 @@ def check_mass_of_pages(q, kv, pages, page_size, *, logits, counts=None, pool="k
     check_number("page_size", page_size, 1)
     check_places("pages", pages, len(q), {1} if pool == "layer" else {1, kv.k.shape[1]}, -(-number // page_size))
     check_counts(counts, len(q))
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
 
     def read() -> Tensor:
         there = membership_mask(page_slots(pages, page_size).flatten(2), number)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foveate.ops._math import GPU_SCORES_BYTES, block_length, capped, fold_group, matmul_fp32, tile_rows
-from foveate.ops.checks import check_logits, check_logits_of_keys
 from foveate.ops.dispatch import dispatch
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
@@ -69,7 +68,6 @@ def column_mass(
 
 def check_column(q, kv, lse, *, logits, **_):
     """Raise for arguments of :func:`column_mass` that cannot be."""
-    check_logits(logits)
     kv.check_unpaged()
 
 
@@ -138,7 +136,7 @@ def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, 
     return mass.masked_fill_(torch.arange(keys, device=begins.device) >= begins[:, None], float("-inf"))
 
 
-_block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel", check_logits_of_keys)
+_block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
 
 
 def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -180,7 +178,7 @@ def query_mass(
         ValueError: for a KV in blocks or with lengths, sinks of other heads, or a cap that is not a finite number above
             0.
     """
-    check_logits(logits, q.shape[1])
+    logits.check_heads(q)
     kv.check_unpaged()
     k = kv.k
     batch, num_heads, length = q.shape[:3]

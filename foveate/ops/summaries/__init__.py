@@ -20,7 +20,6 @@ the paper, which the reference runs. Kernels: ``score`` (with attention to raw t
 ``masses`` (running averages).
 """
 
-from foveate.ops.checks import check_logits_of
 from foveate.ops.dispatch import dispatch
 from foveate.ops.summaries import reference
 from foveate.ops.summaries.cover import Part as Part
@@ -34,4 +33,4 @@ from foveate.ops.summaries.types import Covered as Covered
 from foveate.ops.summaries.types import Refinement as Refinement
 from foveate.ops.summaries.types import Sums as Sums
 
-attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch", check_logits_of)
+attend_summaries = dispatch(reference.attend_summaries, "foveate.ops.summaries.launch", reference.check)

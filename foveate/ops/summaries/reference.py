@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ def attend_summaries(
     if sums is not None:
         note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
     return covered.beside(logits.sinks, need_lse)
+
+
+def check(q: Tensor, *_: Any, logits: Logits, **__: Any) -> None:
+    """Raise for arguments of :func:`attend_summaries` that cannot be."""
+    logits.check_heads(q)
 
 
 def with_masses(
@@ -243,7 +249,8 @@ class Reader:
         else:
             fields = dict(zip(fields, gather_fields(list(fields.values()), index, complete=hidden is None)))
         log_size = math.log(of.size)
-        plain, softcap = key_logits(self.queries, fields["k"], self.logits._replace(softcap=None)), self.logits.softcap
+        softcap = self.logits.softcap
+        plain = key_logits(self.queries, fields["k"], dataclasses.replace(self.logits, softcap=None))
         dot = plain if softcap is None else capped(plain.clone(), softcap)
         bias = {
             "none": lambda: None,
