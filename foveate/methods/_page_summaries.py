@@ -220,7 +220,7 @@ class LowRankPages(PageSummaries):
     def write_newest(self, cache: SlotCache) -> None:
         """Write the records of the pages that the rows' newest keys have filled, unless :meth:`_write_filled` has."""
         plan = cache.plan
-        if cache.fills_channels or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
+        if cache.fills_channels or not plan.some("counts", self.size):
             return
         newest, records = cache.newest_page(plan["counts"]), cache.channel("records")
         ops.compress_newest(newest, records, self.form(cache.geometry), self._weights(cache))

@@ -50,9 +50,10 @@ class StepPlan:
         """The row numbers of this name. Do not write to them."""
         return self._numbers[name] if self.captured else on_device(self._numbers[name], self.device)
 
-    def some(self, name: str) -> bool:
-        """Whether a row may have a number of this name above 0; True in a captured step."""
-        return self.captured or max(self._numbers[name]) > 0
+    def some(self, name: str, every: int = 1) -> bool:
+        """Whether a row may have a number of this name that is above 0 and a multiple of ``every``; True in a captured
+        step."""
+        return self.captured or any(number > 0 and number % every == 0 for number in self._numbers[name])
 
     def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """The result of ``compute()``, computed by the first layer of the step that asks for this key."""
