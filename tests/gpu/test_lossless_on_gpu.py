@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -59,7 +61,7 @@ def test_the_newest_tokens_read_the_keys_up_to_their_own(dtype, heads, dim, quer
     found = ops.attend_newest(q, KV(*memory, table, lengths), **how).out
     assert torch.equal(found, ops.attend_newest(q, KV(*memory, table, lengths), **how).out)
     exact = KV(*(x.nan_to_num(0.0).double() for x in (k, v)), lengths=lengths)
-    how["logits"] = how["logits"]._replace(sinks=None if sinks is None else sinks.double())
+    how["logits"] = dataclasses.replace(how["logits"], sinks=None if sinks is None else sinks.double())
     expected = newest.attend_newest(q.double(), exact, **how).out
     tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)

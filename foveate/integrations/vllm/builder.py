@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from dataclasses import dataclass
@@ -238,7 +239,7 @@ def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, s
         scaling *= of_keys
         if q.dtype != out.dtype:  # vLLM has rounded queries, too, for its own kernels
             q, scaling = q.to(out.dtype), scaling * of_queries
-    logits, out = logits_of(impl)._replace(scaling=scaling), out[:n, :, None]
+    logits, out = dataclasses.replace(logits_of(impl), scaling=scaling), out[:n, :, None]
     step.steps.attend(index_of(impl, layer), q, *memory, logits, out)
     if of_values != 1.0:
         out.mul_(of_values)
