@@ -223,8 +223,9 @@ class LowRankPages(PageSummaries):
         plan = cache.plan
         if isinstance(cache, EngineCache) or (not plan.captured and all(n % self.size for n in cache.rows["counts"])):
             return
-        kv = (cache.newest_page if cache.offloaded else cache.view)(plan["counts"])
-        ops.compress_newest(kv, cache.channel("records"), self.form(cache.geometry), self._weights(cache))
+        ops.compress_newest(
+            cache.newest_page(plan["counts"]), cache.channel("records"), self.form(cache.geometry), self._weights(cache)
+        )
 
     def _write_filled(self, cache: SlotCache, slots: Tensor) -> None:
         """Write the records of the pages that new tokens fill, see :class:`~foveate.state.Channel`."""

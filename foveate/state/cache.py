@@ -9,7 +9,7 @@ stored as it would be alone. Until a method evicts, slot p holds the token at po
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,6 +119,23 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     def logits(self, scaling: float) -> Logits:
         """How the layer's logits are made."""
         return Logits(scaling, self.sink_logits, self.softcap)
+
+    def newest_page(self, lengths: Tensor) -> KV:
+        """Keys of which a decode step needs the page of each row's newest token alone.
+
+        Args:
+            lengths: see :class:`~foveate.ops.KV`.
+        """
+        return self.view(lengths)
+
+    def view_of_pages(self, pages: Tensor, held: Callable[[Any], Any]) -> tuple[KV, Tensor]:
+        """Keys of which a decode step scores some pages alone, and the numbers of these pages among them.
+
+        Args:
+            pages: int32 ``[B, Hkv or 1, P]``, -1 for none.
+            held: gives the number of keys in these pages from a row's length, see :meth:`StepPlan.per_row`.
+        """
+        return self.view(self.plan["lengths"]), pages
 
     def stored(self) -> tuple[Tensor | None, Tensor | None]:
         """Which slots hold tokens, as arguments of the verbs in :mod:`foveate.ops`.
