@@ -34,7 +34,7 @@ class KascadePages(KeepsSummaries, Kascade):
 
     name: ClassVar[str] = "kascade_pages"
     about: ClassVar[About] = About(
-        "foveate; anchors of Kascade, which choose by summaries like those of pages",
+        "foveate; Kascade, arXiv:2512.16391, whose anchors score low-rank summaries of pages first",
         small_budget={"top_k": 9, "tile": 1, "anchors": 1, "first_layer": "pages", "page_size": 4},
         estimates=True,
     )
@@ -44,7 +44,7 @@ class KascadePages(KeepsSummaries, Kascade):
 
     first_layer: str = setting(
         "dense",
-        "what a decoded token reads in layer 0: all keys (dense); or, approximate, those of the best third of the "
+        "what a decoded token reads in layer 0: all keys (dense); or, approximate, the keys of the best third of the "
         "pages (pages)",
     )
     page_size: int = setting(8, "tokens of a page")

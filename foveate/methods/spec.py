@@ -135,7 +135,7 @@ def respelled(spec: str) -> str:
 
 
 def _written_now(name: str, settings: Mapping[str, Any]) -> str:
-    """The spec of what an earlier version spelled as this name with these settings; empty if there is none."""
+    """How the method is spelled now that had this name and these settings in an earlier version; empty if none had."""
     found = written_now(name, settings)
     if found is None:
         return ""

@@ -121,7 +121,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return Logits(scaling, self.sink_logits, self.softcap)
 
     def newest_page(self, lengths: Tensor) -> KV:
-        """Keys of which a decode step needs the page of each row's newest token alone.
+        """Keys for a decode step that needs only the page of each row's newest token.
 
         Args:
             lengths: see :class:`~foveate.ops.KV`.
@@ -129,7 +129,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         return self.view(lengths)
 
     def view_of_pages(self, pages: Tensor, held: Callable[[Any], Any]) -> tuple[KV, Tensor]:
-        """Keys of which a decode step scores some pages alone, and the numbers of these pages among them.
+        """Keys for a decode step that scores only some pages, and the numbers of these pages among the keys.
 
         Args:
             pages: int32 ``[B, Hkv or 1, P]``, -1 for none.
