@@ -218,24 +218,24 @@ def decode_kascade(rows: Sequence[Row]) -> str:
     rows = [row for row in rows if shape <= row["case"].items()]
     flash = {row["case"]["context"]: row["ms"] for row in rows if row["case"]["method"] == "flash-attention-3"}
 
-    def setting(row: Row, name: str) -> str:
-        """Of the spec, whose method may have lost it since."""
-        found = re.search(rf"\b{name}=([^,]+)", row["case"]["method"])
-        return found[1] if found else "exact"
+    def scored(row: Row) -> str:
+        """What anchors score, by the spec, which may have a setting that its method has lost since."""
+        found = re.search(r"\bscore_keys=([^,]+)", row["case"]["method"])
+        return "pages" if row["case"]["method"].startswith("kascade_pages") else found[1] if found else "exact"
 
     of_kascade = [row for row in rows if row["case"]["method"].startswith("kascade")]
-    of_kascade.sort(key=lambda row: (setting(row, "score_keys"), row["case"]["share"]))
+    of_kascade.sort(key=lambda row: (scored(row), row["case"]["share"]))
     heads = ("FlashAttention-3", *_KASCADE, "mean", "over FlashAttention-3", "over the fastest dense")
     lines = [("keys read", "tokens", *heads)]
     for row in of_kascade:
-        case, keys, first = row["case"], setting(row, "score_keys"), setting(row, "first_layer")
-        kinds = _KASCADE | ({"layer 0": "pages, choosing"} if first == "pages" else {})
+        case, keys, first = row["case"], scored(row), "first_layer=pages" in row["case"]["method"]
+        kinds = _KASCADE | ({"layer 0": "pages, choosing"} if first else {})
         fast = flash[case["context"]]
         ours = [fast, *(row["layers"][kind]["ms"] for kind in kinds.values()), row["ms"], fast / row["ms"]]
         theirs = decode.get(str(case["context"]), {}).get(str(case["share"])) if keys == "exact" else None
         chosen = "" if keys == "exact" else f", chosen by {keys if keys == 'pages' else f'{keys} keys'}"
         chosen += f" (recall {row['recall']:.3f})" if chosen else ""
-        chosen += ", layer 0 by pages" if first == "pages" else ""
+        chosen += ", layer 0 by pages" if first else ""
         times = (f"{format(its, '.2f') if its else NONE} / {mine:.2f}" for its, mine in zip(theirs or [0] * 6, ours))
         lines.append(
             (f"{100 * case['share']:.0f} %{chosen}", context_length(case["context"]), *times, f"{row['speedup']:.2f}")

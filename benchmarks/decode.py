@@ -182,8 +182,8 @@ def _method(plan: Plan, those: Sequence[Kind], caches: Sequence[SlotCache], quer
 
 def _recall(plan: Plan, policy: Method, cache: SlotCache, q: Tensor) -> float:
     """The share of the keys that exact scores choose which a layer that scores summaries chooses, too."""
-    summaries = {"first_layer": "dense", "page_size": get("kascade").page_size, "weighted": True}
-    exact = make(policy, score_keys="exact", **summaries).for_layer(policy.role.layer, plan.layers)
+    shared = {field.name: getattr(policy, field.name) for field in dataclasses.fields(get("kascade"))}
+    exact = make("kascade", **shared | {"calibration": ""}).for_layer(policy.role.layer, plan.layers)
     places = torch.zeros(2, plan.kv_heads * cache.batch_size, cache.used + 1, dtype=torch.bool, device=cache.device)
     for one, method in zip(places, (exact, policy)):
         one.scatter_(1, method.select(cache, q, plan.scaling).flatten(0, 1).long().remainder(cache.used + 1), True)

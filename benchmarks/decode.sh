@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 model=${1:?MODEL: a folder, such as of Qwen2.5-Coder-1.5B-Instruct} out=${2:?OUT: a file of rows}
 dense_prompt=kascade:pool=kv_head,pooling=post_softmax few=luka:page_size=16,top_k=3,score=spread paper=luka:page_size=16,top_k=3,score=summary,prior=0.0
-by_pages=$dense_prompt,score_keys=pages
+by_pages=${dense_prompt/kascade:/kascade_pages:}
 step() { python -m benchmarks.layer decode "$@" --out "$out"; }
 whole() { foveate bench decode-model "$@" --out "$out"; }
 step --batch 1 --batch 32 --method "$dense_prompt" --method "$by_pages" --method "$by_pages,first_layer=pages" \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Choosing pages by low-rank summaries: what `pages`, `luka` and Kascade's anchors with `score_keys=pages` keep of
+# Choosing pages by low-rank summaries: what `pages`, `luka` and the anchors of `kascade_pages` keep of
 # dense attention's score, beside LOCKS, Quest and the oracle, at an eighth of the keys; and `pages` at 2 to 25 %.
 #   benchmarks/pages-accuracy.sh MODEL DATA [OUT_FOLDER] [TOKENS] [ITEMS]
 # MODEL: a Hugging Face folder whose calibrations benchmarks/results has; DATA: a folder with ruler/, books/, multihop/ and
@@ -28,15 +28,15 @@ compare() { # NAME LENGTH ARGUMENT... -- METHOD...
 
 anchors=divergence
 [ -e together-10.json ] && anchors=together-10
-kascade="kascade:calibration=\"$anchors.json\",pool=layer,pooling=sqrt,decode_only=true,top_k=0.125"
+anchored="calibration=\"$anchors.json\",pool=layer,pooling=sqrt,decode_only=true,top_k=0.125"
 eighth=(
   oracle_topk:top_k=0.125,decode_only=true
   pages:top_k=0.125 pages:top_k=0.125,page_size=16 pages:top_k=0.125,page_size=16,rank=4
   pages:top_k=0.125,page_size=32,rank=4 pages:top_k=0.125,rank=4
   locks:top_k=0.125 quest:top_k=0.125
   luka luka:score=spread luka:page_size=16
-  "$kascade" "$kascade,score_keys=pages" "$kascade,score_keys=pages,first_layer=pages"
-  "$kascade,score_keys=pages,page_size=16" "$kascade,score_keys=pages,first_layer=pages,page_size=16"
+  "kascade:$anchored" "kascade_pages:$anchored" "kascade_pages:$anchored,first_layer=pages"
+  "kascade_pages:$anchored,page_size=16" "kascade_pages:$anchored,first_layer=pages,page_size=16"
 )
 shapes=(pages:top_k=0.125 pages:top_k=0.125,rank=1 pages:top_k=0.125,rank=4 locks:top_k=0.125)
 shapes+=(pages:top_k=0.125,page_size=16,weighted=false)

@@ -65,9 +65,9 @@ def of_release(specs: Iterable[str]) -> list[str]:
     return [spec for spec in specs if spec.partition(":")[0] in ONE_OF_A_KIND]
 
 
-def kascade_by_head(**settings: Any) -> Method:
+def kascade_by_head(method: str = "kascade", **settings: Any) -> Method:
     """Kascade whose KV heads choose for themselves by mean attention, in prompts too, unless settings say otherwise."""
-    return methods.make("kascade", **{"pool": "kv_head", "pooling": "post_softmax", "decode_only": False} | settings)
+    return methods.make(method, **{"pool": "kv_head", "pooling": "post_softmax", "decode_only": False} | settings)
 
 
 # Shapes of attention

@@ -12,6 +12,7 @@ HEADS, KV_HEADS, DIM, BLOCK, LAYERS, ROWS, LONGEST = 4, 2, 16, 16, 6, 5, 320
 LOGITS = Logits(DIM**-0.5)
 BELOW = 250
 """Tokens of all rows, each taken as long as one, below which that one is read whole."""
+BY_PAGES = "kascade_pages:top_k=7,pool=kv_head,pooling=post_softmax,weighted=false"
 SPECS = [
     "dense",
     "kascade_paper:top_k=7,anchors=[0,3],decode_only=true",
@@ -22,8 +23,8 @@ SPECS = [
     "lessismore:top_k=9,sinks=2,selections=[1,3]",
     "pages:top_k=24,page_size=2,rank=1,weighted=false",
     "locks:top_k=18,page_size=4,rank=2",
-    "kascade_paper:top_k=7,anchors=[1,3],score_keys=pages,page_size=2,weighted=false,decode_only=true",
-    "kascade_paper:top_k=7,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false,decode_only=true",
+    f"{BY_PAGES},anchors=[1,3],page_size=2",
+    f"{BY_PAGES},anchors=[0,3],first_layer=pages,page_size=4",
 ]
 BATCHES = {
     "long": ([90, 201, 64, 120, 77], []),

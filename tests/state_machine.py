@@ -44,14 +44,17 @@ from tests.helpers import cached, prepare
 
 VOCAB, MOST_COLUMNS, MOST_ROWS, MOST_CACHES, STEPS = 41, 90, 4, 3, 30
 REFUSED = "was interrupted"
+FIRST_LAYER_BY_PAGES = (
+    "kascade_pages:anchors=[0],first_layer=pages,page_size=4,top_k=9,pool=kv_head,pooling=post_softmax"
+)
 VARIANTS = {
     "evict_every": "h2o:top_k=9,window=4,evict_every=11",
     "adakv_every": "adakv:top_k=9,window=4,kernel_size=3,evict_every=11",
-    "kascade_pages": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
+    "kascade_first_layer": f"{FIRST_LAYER_BY_PAGES},decode_only=false,dense_anchor_prefill=false,tile=1",
     "luka_levels": "luka:page_size=[3, 6, 12],sinks=2,tail=9,top_k=2,expand=1",
     "pages_offloaded": "pages:top_k=32,page_size=4",
     "pages_every_offloaded": "pages:top_k=32,page_size=4,every=2",
-    "kascade_offloaded": "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9,tile=1",
+    "kascade_offloaded": f"{FIRST_LAYER_BY_PAGES},decode_only=false,dense_anchor_prefill=false,tile=1",
     "luka_offloaded": "luka:page_size=4,sinks=2,tail=9,top_k=2",
 }
 NAMES = [*sorted({*methods.names()} - {"lte"}), *VARIANTS]

@@ -24,6 +24,7 @@ from foveate.methods.spec import get as get
 from foveate.methods.spec import make as make
 from foveate.methods.spec import names as names
 from foveate.methods.spec import parse as parse
+from foveate.methods.spec import respelled as respelled
 from foveate.methods.spec import spelled as spelled
 from foveate.ops import Choice, Rotary
 from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache

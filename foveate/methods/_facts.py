@@ -107,6 +107,10 @@ class About:
     """Whether keys are chosen by something else than their logits, such as a summary, a copy in fewer bits or a learned
     score, which a cap of the logits changes in another way; a function of the method where settings decide."""
 
+    def chooses_by_estimates(self, method: Any) -> bool:
+        """What :attr:`estimates` says of a method."""
+        return bool(self.estimates(method) if callable(self.estimates) else self.estimates)
+
     def completed_by(self, base: About) -> About:
         """A copy that has from ``base`` what is left out here."""
         given = {name: value for name, value in vars(self).items() if value is not None}

@@ -237,7 +237,7 @@ class Composed(Composition):
             "keeps": "snapkv:top_k=17,window=8,kernel_size=3",
             "reads": "quest:top_k=9,page_size=3,dense_layers=0",
         },
-        estimates=lambda method: any(map(_estimates, method.parts)),
+        estimates=lambda method: any(one.about.chooses_by_estimates(one) for one in method.parts),
     )
 
     _unknown: ClassVar[str] = "; settings of its methods stand beside their names, as in snapkv:top_k=0.5+quest"
@@ -356,8 +356,3 @@ def _works_in_decode(method: Method) -> bool:
     kind = type(method)
     own = kind.note_newest is not Method.note_newest or kind.learn not in (Method.learn, KeepsByScore.learn)
     return own or method.evicts.in_decode
-
-
-def _estimates(method: Method) -> bool:
-    declared = method.about.estimates
-    return bool(declared(method) if callable(declared) else declared)

@@ -17,6 +17,7 @@ from foveate.calibration.kept import SHAPE
 from foveate.io import infile
 from foveate.io.json_text import parse_json
 from foveate.methods._declared import check_class
+from foveate.methods._earlier import written_now
 from foveate.methods._settings import spelled_value
 from foveate.methods.base import REGISTRY, Method
 
@@ -124,6 +125,24 @@ def spelled(spec: str) -> str:
     return cls._spell(given)
 
 
+def respelled(spec: str) -> str:
+    """The spec of an earlier version as it is written now; any other as it is."""
+    name, _, rest = spec.partition(":")
+    try:
+        return _written_now(name.strip(), _split(rest, spec)) or spec
+    except ValueError:
+        return spec
+
+
+def _written_now(name: str, settings: Mapping[str, Any]) -> str:
+    """How the method is spelled now that had this name and these settings in an earlier version; empty if none had."""
+    found = written_now(name, settings)
+    if found is None:
+        return ""
+    cls = get(found[0])
+    return cls._spell(found[1]) if found[1].keys() <= {field.name for field in dataclasses.fields(cls)} else ""
+
+
 def _read(spec: str) -> tuple[type[Method], dict[str, Any], dict[str, Any] | None]:
     """The class that a spec names, or the file that `foveate tune` has written, the settings that it gives, and the
     architecture that a file names. The settings of a composition are the specs of its methods."""
@@ -221,6 +240,8 @@ def _known(cls: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(cls)]
     for key in settings:
         if key not in known:
+            if now := _written_now(cls.name, settings):
+                raise ValueError(f"{cls.name} has no setting {key!r} any more: write {now}")
             raise ValueError(
                 f"{cls.name} has no setting {key!r}{_nearest(key, known)}; "
                 + (f"it has {', '.join(known)}{cls._unknown}" if known else "it has none")

@@ -7,7 +7,7 @@ with :attr:`Method.fetches` a method declares that it keeps to that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -163,6 +163,17 @@ class OffloadedCache(SlotCache):
         """
         decoding = self._decoding
         return KV(decoding.open_keys, None, BlockTable(decoding.open_table, self.used), lengths)
+
+    def view_of_pages(self, pages: Tensor, held: Callable[[Any], Any]) -> tuple[KV, Tensor]:
+        """A copy of the keys of some pages, which are fetched: ``[B, Hkv, P * n, D]`` in the order of the pages."""
+        heads = self.geometry.num_kv_heads
+        every = pages.expand(-1, heads, -1)
+        self.fetch(every)
+        hot, rows = self._decoding.hot, every.flatten(0, 1)
+        blocks = hot.table.gather(1, rows.clamp_min(0).long()).clamp_min(0).long()
+        keys = hot.keys[blocks, 0].flatten(1, 2).unflatten(0, (-1, heads))
+        places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
+        return KV(keys, lengths=self.plan.per_row(held)), places.where(pages >= 0, -1)
 
     @property
     def decoding(self) -> bool:

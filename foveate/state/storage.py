@@ -5,6 +5,9 @@ A mixin of :class:`~foveate.state.SlotCache`, which also has the row numbers, ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,6 +87,15 @@ class Storage:
             lengths: see :class:`~foveate.ops.KV`.
         """
         return self.view(lengths)
+
+    def view_of_pages(self, pages: Tensor, held: Callable[[Any], Any]) -> tuple[KV, Tensor]:
+        """Keys for a decode step that scores only some pages, and the numbers of these pages among the keys.
+
+        Args:
+            pages: int32 ``[B, Hkv or 1, P]``, -1 for none.
+            held: gives the number of keys in these pages from a row's length, see :meth:`StepPlan.per_row`.
+        """
+        return self.view(self.plan["lengths"]), pages
 
     def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
         """A channel's first ``number`` entries of each row, ``[B, Hkv, number, ...]``, and None; of an engine's blocks

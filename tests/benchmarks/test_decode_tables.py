@@ -83,7 +83,7 @@ class TestKascade:
         assert (eighths["choosing"], eighths["over FlashAttention-3"]) == ("– / 8.00", "– / 6.00")
 
     def test_layer_0_by_pages(self):
-        method = f"{KASCADE},score_keys=pages,first_layer=pages"
+        method = f"{KASCADE},first_layer=pages".replace("kascade", "kascade_pages")
         rows = self.rows(method)
         layers = dict(self.LAYERS)
         rows[1]["layers"] = {

@@ -87,9 +87,9 @@ class TestAttach:
             warnings.simplefilter("error")
             foveate.attach(model, "kascade_paper:tile=12", top_k=9)
 
-    @pytest.mark.parametrize("settings", [{"pool": "kv_head", "pooling": "post_softmax"}, {"score_keys": "pages"}])
-    def test_uses_it_under_other_settings(self, folder, settings):
-        assert 'calibration="shipped:tiny"' in attached_spec(tiny_model(), **settings)
+    @pytest.mark.parametrize("method", ["kascade:pool=kv_head,pooling=post_softmax", "kascade_pages"])
+    def test_uses_it_under_other_settings(self, folder, method):
+        assert 'calibration="shipped:tiny"' in attached_spec(tiny_model(), method)
 
     def test_a_spec_that_names_it_is_the_same_method(self, folder):
         assert attached_spec(tiny_model()) == FOUND

@@ -499,7 +499,7 @@ def test_methods_run_on_the_kernels(monkeypatch):
         "quest:top_k=64,dense_layers=0",
         "pages:top_k=64",
         "locks:top_k=64",
-        "kascade_paper:top_k=64,score_keys=pages,decode_only=true",
+        "kascade_pages:top_k=64,pool=kv_head,pooling=post_softmax",
         "h2o:top_k=64",
     ]
     for spec in specs:

@@ -27,7 +27,7 @@ SPECS = [
     ),
     methods.make("mixed", **methods.get("mixed").about.small_budget).spec,
     'kascade_paper:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
-    "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
+    "kascade_pages:top_k=9,pool=kv_head,pooling=post_softmax,decode_only=false,anchors=[0],first_layer=pages",
 ]
 
 

@@ -19,7 +19,7 @@ from tests.problems import in_blocks
 pytestmark = pytest.mark.gpu
 SPECS = [
     "kascade:top_k=8,min_k=4,anchors=2",
-    "kascade:anchors=2,top_k=8,min_k=4,score_keys=pages,first_layer=pages,page_size=4",
+    "kascade_pages:top_k=8,min_k=4,anchors=2,first_layer=pages,page_size=4",
     "pages:top_k=24,page_size=4,rank=2",
     "quest:top_k=24,page_size=4",
     "lessismore:top_k=9,sinks=2",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 SPECS = [
     "pages:top_k=40,page_size=4",
     "luka:page_size=4,sinks=2,tail=9,top_k=2",
-    "kascade_paper:anchors=[1],score_keys=pages,top_k=12,page_size=4,decode_only=true",
+    "kascade_pages:top_k=12,pool=kv_head,pooling=post_softmax,anchors=[1],page_size=4",
 ]
 
 

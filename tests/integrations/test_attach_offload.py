@@ -27,8 +27,8 @@ SPECS = {
     "unweighted": "pages:top_k=0.4,page_size=3,weighted=false",
 }
 READERS = [
-    "kascade_paper:anchors=[1],score_keys=pages,top_k=12,page_size=4,decode_only=true",
-    "kascade:anchors=[0],score_keys=pages,first_layer=pages,page_size=4,top_k=9",
+    "kascade_pages:top_k=12,pool=kv_head,pooling=post_softmax,anchors=[1],page_size=4",
+    "kascade_pages:top_k=9,anchors=[0],first_layer=pages,page_size=4",
     "luka:page_size=4,sinks=2,tail=9,top_k=2",
     "luka:page_size=[4, 8],sinks=4,tail=9,top_k=2,expand=2",
 ]
@@ -280,7 +280,7 @@ def test_a_branch_is_refused():
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("dense", {}, "dense reads every key in each step; take pages, luka, or kascade with score_keys=pages"),
+        ("dense", {}, "dense reads every key in each step; take pages, luka, or kascade_pages"),
         ("kascade:anchors=[1]", {}, "reads or weighs all keys that it keeps; take pages"),
         ("h2o", {}, "reads or weighs all keys"),
         ("quest", {}, "reads or weighs all keys"),

@@ -26,6 +26,7 @@ from tests.helpers import (
     tokens,
 )
 
+BY_PAGES = "kascade_pages:top_k=9,pool=kv_head,pooling=post_softmax,decode_only=false,dense_anchor_prefill=false"
 SPECS = [
     methods.make(name, **methods.get(name).about.small_budget).spec
     for name in methods.names()
@@ -35,9 +36,9 @@ SPECS = [
     'per_layer:layers={"0": "quest:dense_layers=0,page_size=4,top_k=9", "1-2": "tova:top_k=9"}',
     "h2o:top_k=0.2,window=6",
     'kascade_paper:anchors=[0],heads={"1":[1,0],"2":[1,1]},top_k=0.2,min_k=4',
-    "kascade_paper:anchors=[0,1],score_keys=pages,top_k=9",
-    "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
-    "kascade_paper:anchors=[1],score_keys=pages,first_layer=pages,top_k=9",
+    f"{BY_PAGES},anchors=[0, 1]",
+    f"{BY_PAGES},anchors=[0],first_layer=pages",
+    f"{BY_PAGES},anchors=[1],first_layer=pages",
 ]
 
 
@@ -99,8 +100,8 @@ def test_every_family_sampled_and_with_ends(family, spec):
         "dense",
         "h2o:top_k=9,window=8",
         "quest:dense_layers=0,page_size=4,top_k=9",
-        "kascade_paper:anchors=[0,1],score_keys=pages,top_k=9",
-        "kascade_paper:anchors=[0],score_keys=pages,first_layer=pages,top_k=9",
+        f"{BY_PAGES},anchors=[0, 1]",
+        f"{BY_PAGES},anchors=[0],first_layer=pages",
         "pages:page_size=4,top_k=32",
     ],
 )

@@ -28,7 +28,9 @@ FULL = "kascade_paper:top_k=1.0,anchors=[0,3],decode_only=true"
 SMALL = "kascade_paper:top_k=0.1,min_k=16,anchors=[0,3],decode_only=true"
 FULL_PAGES = "pages:top_k=1.0,weighted=false"
 PAGES = "pages:top_k=64,weighted=false"
-BY_PAGES = f"{SMALL},score_keys=pages,first_layer=pages,weighted=false"
+BY_PAGES = (
+    "kascade_pages:top_k=0.1,min_k=16,pool=kv_head,pooling=post_softmax,anchors=[0,3],first_layer=pages,weighted=false"
+)
 OF_OTHER_HEADS = f'{SMALL},heads={{"1": [1, 0, 3, 2], "4": [3, 3, 0, 1]}}'
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 64}
 """Prompts in chunks of at most 64 tokens, shared with the rows that decode."""

@@ -31,7 +31,7 @@ from tests.helpers import cached, left_padded, of_release, tiny_model
 SPECS = [
     "kascade:top_k=8,min_k=4,anchors=2",
     "kascade:top_k=8,min_k=4,anchors=2,pool=kv_head",
-    "kascade:anchors=2,top_k=8,min_k=4,score_keys=pages,first_layer=pages,page_size=4",
+    "kascade_pages:top_k=8,min_k=4,anchors=2,first_layer=pages,page_size=4",
     "pages:top_k=24,page_size=4,rank=2",
     "quest:top_k=24,page_size=4",
     "locks:top_k=24,page_size=4,rank=2",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foveate import methods, ops
-from foveate.methods import kascade
+from foveate.methods import kascade_pages
 from foveate.ops.compress.low_rank import factors
 from foveate.runtime import Layer, Phase, handover
 from foveate.runtime import decode as runtime_decode
@@ -155,8 +155,8 @@ def test_kascade_written_out(settings, top_k):
     [
         kascade_by_head(anchors=[0, 2], tile=9, top_k=0.2, min_k=3, heads={"1": [1, 0]}),
         kascade_by_head(anchors=[1], decode_only=True, top_k=0.2, min_k=3),
-        kascade_by_head(anchors=[1, 2], tile=9, top_k=0.2, min_k=3, score_keys="pages"),
-        kascade_by_head(anchors=[0], top_k=0.1, min_k=3, score_keys="pages", first_layer="pages"),
+        kascade_by_head("kascade_pages", anchors=[1, 2], tile=9, top_k=0.2, min_k=3),
+        kascade_by_head("kascade_pages", anchors=[0], top_k=0.1, min_k=3, first_layer="pages"),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3),
         methods.make("omnikv", filters=[0], wait=0, top_k=0.2, min_k=3, score="logit"),
         methods.make("lessismore", selections=[1], top_k=0.3, min_k=3),
@@ -399,9 +399,9 @@ def summary_of_page(k, channel_weights, own, page, form):
 
 
 def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page_size=8, rank=2):
-    """What ``score_keys=pages`` reads for the query at position i and the keys that it scores, by KV head; and the
+    """What ``kascade_pages`` reads for the query at position i and the keys that it scores, by KV head; and the
     share of the attention to full pages that the pages of these hold by their summaries, the mean over the heads."""
-    size, third, length = page_size, kascade.ONE_PAGE_IN, i + 1
+    size, third, length = page_size, kascade_pages.ONE_PAGE_IN, i + 1
     form, number, full = ops.PageRecord(DIM, size, rank), math.ceil(length / size), length // size
     power = 0.5 if pooling == "sqrt" else 1.0
     mass = torch.zeros(2, KV_HEADS, number, dtype=torch.float64)  # as pages are scored by it, and itself
@@ -443,7 +443,7 @@ def best_keys_of_best_pages(q, k, i, channel_weights, count, pool, pooling, page
 def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k):
     """Layer 0 is dense, and chooses by exact scores."""
     layers, prompt, total = 3, 150, 163
-    method = kascade_by_head(anchors=[0, 1], score_keys="pages", top_k=top_k, min_k=5, **settings)
+    method = kascade_by_head("kascade_pages", anchors=[0, 1], top_k=top_k, min_k=5, **settings)
     method = methods.make(method, decode_only=True)
     tokens, stack = draw(layers, 1, total), Stack(method, layers, prompt)
     stack.feed(part(tokens, prompt))
@@ -480,8 +480,8 @@ def test_anchors_that_score_pages_choose_keys_of_the_best_third(settings, top_k)
 def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, top_k):
     """Where it has readers; its prompt is dense, as are the layers that come before any anchor."""
     layers, prompt, total = 3, 150, 163
-    settings = {"score_keys": "pages", "first_layer": "pages", "decode_only": True, "min_k": 5} | settings
-    method = kascade_by_head(anchors=anchors, top_k=top_k, **settings)
+    settings = {"first_layer": "pages", "decode_only": True, "min_k": 5} | settings
+    method = kascade_by_head("kascade_pages", anchors=anchors, top_k=top_k, **settings)
     tokens, stack = draw(layers, 1, total), Stack(method, layers, prompt)
     close_to_dense = stack.feed(part(tokens, prompt))[0, 0]
     (q, k, v), everything = (x[0] for x in tokens[0]), [set(range(prompt))] * KV_HEADS
@@ -512,8 +512,8 @@ def test_layer_0_reads_the_best_third_and_chooses_among_it(anchors, settings, to
 @pytest.mark.parametrize("anchors", [[0, 2], [1]])
 def test_layer_0_reads_prompts_densely_whatever_steps_read(anchors):
     """Also where other layers read tiles of keys, and anchors what they chose."""
-    summaries = {"score_keys": "pages", "first_layer": "pages", "page_size": 4}
-    method = methods.make("kascade_paper", anchors=anchors, top_k=5, min_k=1, tile=4, **summaries)
+    summaries = {"first_layer": "pages", "page_size": 4, "dense_anchor_prefill": False}
+    method = kascade_by_head("kascade_pages", anchors=anchors, top_k=5, min_k=1, tile=4, **summaries)
     assert not method.dense_anchor_prefill
     tokens = draw(3, 1, 40)
     pages, dense = Stack(method, 3, 40).feed(tokens), Stack(methods.make("dense"), 3, 40).feed(tokens)
@@ -523,8 +523,8 @@ def test_layer_0_reads_prompts_densely_whatever_steps_read(anchors):
 
 def test_layer_0_reads_no_keys_of_other_pages():
     """They, and their values, may hold anything, in rows of any length; so may a row without a full page."""
-    summaries = {"score_keys": "pages", "first_layer": "pages", "page_size": 16}
-    method = kascade_by_head(anchors=[0], top_k=9, decode_only=True, **summaries)
+    summaries = {"first_layer": "pages", "page_size": 16}
+    method = kascade_by_head("kascade_pages", anchors=[0], top_k=9, decode_only=True, **summaries)
     layers, size = [method.for_layer(layer, 2) for layer in range(2)], method.page_size
     lengths, generator = [160, 157, 9], torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, KV_HEADS, 160, DIM, generator=generator) for _ in "kv")
@@ -559,7 +559,7 @@ def test_layer_0_reads_no_keys_of_other_pages():
 
 def test_keys_of_other_pages_are_not_scored():
     """They may hold anything; the newest page is scored, open or just filled."""
-    method = kascade_by_head(anchors=[1], score_keys="pages", page_size=16, top_k=9, decode_only=True)
+    method = kascade_by_head("kascade_pages", anchors=[1], page_size=16, top_k=9, decode_only=True)
     anchor, size = method.for_layer(1, 2), method.page_size
     lengths, k = [160, 157, 9], torch.randn(3, KV_HEADS, 160, DIM, generator=torch.manual_seed(0))
     given = cache_of(k, k, HEADS)
@@ -587,9 +587,9 @@ def test_keys_of_other_pages_are_not_scored():
 def test_scores_by_pages_find_what_exact_scores_choose(page_size, missed, recall):
     """Keys that stand out in a few pages, as a model's do, are found, all or all but one; of the others most, of
     smaller pages more."""
-    summaries = {"score_keys": "pages", "page_size": page_size}
-    method = kascade_by_head(anchors=[0, 1], top_k=0.05, min_k=1, decode_only=True, **summaries)
-    exact, method = (one.for_layer(1, 2) for one in (methods.make(method, score_keys="exact", page_size=8), method))
+    settings = {"anchors": [0, 1], "top_k": 0.05, "min_k": 1, "decode_only": True}
+    both = kascade_by_head(**settings), kascade_by_head("kascade_pages", page_size=page_size, **settings)
+    exact, method = (one.for_layer(1, 2) for one in both)
     generator = torch.manual_seed(0)
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
     k = torch.randn(4, KV_HEADS, 2000, DIM, generator=generator)

@@ -162,7 +162,7 @@ def test_removed_tokens_leave_the_scores_of_before(spec, removed):
     [
         (f"{KASCADE},every=0", "every must be"),
         (f"{PAGES},every=17", "every must be 1 to 16, not 17"),
-        (f"{KASCADE},score_keys=pages,every=2", "every must be 1 under score_keys=pages, not 2"),
+        ("kascade_pages:every=2", "kascade_pages has no setting 'every'"),
     ],
 )
 def test_settings_that_cannot_be(spec, why):

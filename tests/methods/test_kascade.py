@@ -178,7 +178,7 @@ class TestOtherSettings:
         path = write(tmp_path / "a.json", settings={"pool": "layer", "pooling": "sqrt", "decode_only": True})
         chosen = f"the anchors of calibration {str(path)!r} were chosen under"
         sparse = f"{chosen} decode_only=true, and may lose more under decode_only=false"
-        assert self.said(path) == self.said(path, top_k=0.2) == self.said(path, score_keys="pages") == []
+        assert self.said(path) == self.said(path, top_k=0.2) == self.said(path, "kascade_pages") == []
         assert self.said(path, decode_only=False) == [f"kascade: {sparse} (docs/guide/calibrate.md)"]
         assert self.said(path, decode_only=False, top_k=7) == []
         (by_head,) = self.said(path, "kascade_paper", decode_only=True)
@@ -218,7 +218,7 @@ def test_a_model_of_few_layers_has_no_more_anchors():
 @pytest.mark.parametrize("min_k", [1, 20])
 def test_the_pages_that_are_scored_hold_the_keys_that_are_read(top_k, min_k, page_size):
     """However few keys the newest page has; no more pages than that, or than one in three."""
-    method = methods.make("kascade", score_keys="pages", page_size=page_size, top_k=top_k, min_k=min_k)
+    method = methods.make("kascade_pages", page_size=page_size, top_k=top_k, min_k=min_k)
     for length in range(1, 150):
         pages, scored, wanted = -(-length // page_size), method.scored_pages(length), method.count(length)
         newest = length - (pages - 1) * page_size

@@ -18,8 +18,8 @@ SHARED = [
     "kascade:top_k=0.3,min_k=4,anchors=[1,4],pool=layer",
     "kascade:top_k=0.3,min_k=4,anchors=[0,3],pooling=post_softmax",
     'kascade:top_k=0.1,min_k=4,anchors=[0,3],pool=kv_head,heads={"1": [1, 1], "5": [1, 0]}',
-    "kascade:top_k=7,min_k=4,anchors=[1,3],pool=layer,score_keys=pages,page_size=2,weighted=false",
-    "kascade:top_k=7,min_k=4,anchors=[0,3],score_keys=pages,first_layer=pages,page_size=4,weighted=false",
+    "kascade_pages:top_k=7,min_k=4,anchors=[1,3],page_size=2,weighted=false",
+    "kascade_pages:top_k=7,min_k=4,anchors=[0,3],first_layer=pages,page_size=4,weighted=false",
 ]
 
 

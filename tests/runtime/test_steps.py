@@ -454,7 +454,7 @@ def test_nothing_of_an_engine_that_has_slept_is_needed(spec):
     assert float(slept.keys_read()) - before == pytest.approx(float(fresh.keys_read()))
 
 
-CAN = {"dense", "kascade", "oracle_topk", "omnikv", "lessismore", "pages", "locks"}
+CAN = {"dense", "kascade", "kascade_pages", "oracle_topk", "omnikv", "lessismore", "pages", "locks"}
 
 
 @dataclass(frozen=True)
@@ -493,7 +493,7 @@ def test_methods_that_cannot_run_say_why(name):
     if name in CAN and getattr(small, "decode_only", True) is False:
         assert "add decode_only=true" in obstacle(small.for_layer(1, 4), GEOMETRY)
         small = methods.make(small, decode_only=True)
-    if name == "pages":
+    if name in ("pages", "kascade_pages"):
         assert "requests share blocks: add weighted=false" in obstacle(small, GEOMETRY)
         small = methods.make(small, weighted=False)
     reasons = [obstacle(small.for_layer(n, 4), GEOMETRY) for n in range(4)]
@@ -502,7 +502,7 @@ def test_methods_that_cannot_run_say_why(name):
 
 
 def test_state_that_a_setting_adds_is_refused():
-    spec = "kascade_paper:score_keys=pages,anchors=[1],decode_only=true"
+    spec = "kascade_pages:pool=kv_head,pooling=post_softmax,anchors=[1]"
     assert "requests share blocks: add weighted=false" in obstacle(methods.parse(spec).for_layer(1, 4), GEOMETRY)
     assert "state beside the keys" in obstacle(methods.parse("sparq"), GEOMETRY)
 

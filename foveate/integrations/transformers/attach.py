@@ -73,7 +73,7 @@ def attach(
             or while each has fewer than 4,096, of which a share is too few; elsewhere 0, which means never. Methods
             that evict never do. :func:`stats` counts these steps. Comparisons of methods want 0.
         offload: keep keys and values in host memory, and on the GPU summaries and the pages chosen last, with the same
-            tokens (``pages``, ``luka``, ``kascade`` with ``score_keys=pages``); :func:`stats` tells what is fetched.
+            tokens (``pages``, ``luka``, ``kascade_pages``); :func:`stats` tells what is fetched.
         gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
             the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
         lossless: `generate` writes what dense attention writes (docs/guide/lossless.md): the method drafts tokens, and

@@ -37,7 +37,7 @@ def check_methods(methods: Mapping[int, Method]) -> None:
     Raises:
         ValueError: with a method to take instead.
     """
-    remedy = "take pages, luka, or kascade with score_keys=pages"
+    remedy = "take pages, luka, or kascade_pages"
     strange = [one for one in methods.values() if not one.fetches and not one.role.reads_all]
     if strange:
         raise ValueError(

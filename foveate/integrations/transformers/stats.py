@@ -27,8 +27,8 @@ class LayerStats:
     pages_refined: int = 0
     mass_read_share: float | None = None
     """Share of the attention that the keys read hold by the method's own estimate, the mean over decode steps; None of
-    a method that makes none. Of ``pages``, and of Kascade's layer 0 under ``first_layer=pages``: of the attention to
-    full pages, what those read hold by their summaries."""
+    a method that makes none. Of ``pages``, and of layer 0 of ``kascade_pages`` under ``first_layer=pages``: of the
+    attention to full pages, what those read hold by their summaries."""
     indices_reused: int = 0
     pages_hot_share: float | None = None
     """Of a layer in host memory, the share of the pages chosen in decode steps that were on the GPU."""

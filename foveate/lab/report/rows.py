@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from foveate import methods
 from foveate.errors import DataError, UserError, unknown
 from foveate.io.reading import read_jsonl
+from foveate.lab.results.earlier import as_now
 from foveate.lab.results.measurements import needed
 from foveate.lab.results.resultfile import method_of
 from foveate.lab.results.rows import LATER_FIELDS, ROW_FIELDS, check_row, each_once
@@ -47,7 +48,7 @@ def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Ro
             raise DataError(f"{file}: no rows in this file")
         for number, row in found:
             check(row, f"{file}:{number}")
-            rows.append(row)
+            rows.append(as_now(row))
     return rows
 
 
@@ -95,7 +96,7 @@ def read_bench(files: Sequence[Path], bench: str) -> list[Row]:
 
 
 def spelled(row: Row) -> Row:
-    """A row in whose settings methods are written as specs."""
+    """A row whose method is spelled as it is now, and in whose settings methods are written as specs."""
     return all_spelled([row])[0]
 
 
@@ -103,7 +104,7 @@ def all_spelled(rows: Iterable[Row]) -> list[Row]:
     """Rows as :func:`spelled`; each method with its settings is made once."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
     found = []
-    for row in rows:
+    for row in map(as_now, rows):
         settings = row["settings"]
         key = (row["method"], json.dumps(settings, sort_keys=True))
         if key not in known:
@@ -134,7 +135,7 @@ def of_cases(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     Raises `UserError` for a condition of another form, a name, spec or method that no case has, or when no row is left.
     """
 
-    return _meeting(rows, conditions, lambda row: (row["case"],), "condition")
+    return _meeting(list(map(as_now, rows)), conditions, lambda row: (row["case"],), "condition")
 
 
 def _meeting(

@@ -32,7 +32,7 @@ SMALL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
 MODEL = {"contexts": (60,), "batches": (1,), "steps": 3, "rounds": 1, "liger": False, "dense_below": 0}
 MODEL |= {"dtype": "float32", "seed": 0, "device": "cpu"}
 METHODS = ("dense", "kascade_paper:min_k=16,decode_only=true", "luka:page_size=16,top_k=2", "quest", "omnikv")
-PAGED = "kascade_paper:min_k=16,decode_only=true,score_keys=pages"
+PAGED = "kascade_pages:min_k=16,pool=kv_head,pooling=post_softmax"
 FIRST = f"{PAGED},first_layer=pages"
 OTHER_PAGES = f"{PAGED},page_size=16"
 TINY = {

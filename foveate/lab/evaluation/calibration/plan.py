@@ -113,8 +113,8 @@ class Plan:
                 raise UserError(
                     f"{name} has no effect: what is measured is decoding after dense prompts: {method.spec}"
                 )
-        if self.by == "divergence" and method.score_keys != "exact":
-            raise UserError(f"score_keys has no effect by divergence, of keys that are scored exactly: {method.spec}")
+        if self.by == "divergence" and method.about.chooses_by_estimates(method):
+            raise UserError(f"method must score all keys exactly, as divergence does, such as kascade: {method.spec}")
 
     @property
     def dense_method(self) -> Kascade:

@@ -51,6 +51,7 @@ _LOOKS = {
     "per_layer": Look("#332288", "h"),
     "kascade": Look("#EE3377", "o"),
     "kascade_paper": Look("#EE3377", "s"),
+    "kascade_pages": Look("#EE3377", "v"),
     "oracle_topk": Look("#661100", "*"),
     "quest": Look("#117733", "D"),
     "omnikv": Look("#AA4499", "^"),

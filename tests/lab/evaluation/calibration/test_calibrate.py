@@ -25,6 +25,7 @@ from foveate.lab.evaluation.tasks.base import Sampling
 from foveate.lab.results import timing
 from foveate.methods.h2o import H2O
 from foveate.methods.kascade import Kascade
+from foveate.methods.kascade_pages import KascadePages
 from foveate.methods.kascade_paper import KascadePaper
 from foveate.runtime import decode as runtime_decode
 from tests import tiny
@@ -523,8 +524,8 @@ class TestBadPlans:
             ({"rounds": 2}, "rounds has no effect when anchors are chosen by similarity"),
             ({"by": "divergence", "rounds": 2}, "rounds has no effect when anchors are chosen by divergence"),
             (
-                {"by": "divergence", "method": Kascade(score_keys="pages")},
-                "score_keys has no effect by divergence, of keys that are scored exactly",
+                {"by": "divergence", "method": KascadePages()},
+                "method must score all keys exactly, as divergence does, such as kascade: kascade_pages",
             ),
             ({"by": "luck"}, "--by: unknown value 'luck'. Allowed: together, divergence, similarity"),
             ({"answer_tokens": 0}, "answer-tokens must be at least 1"),
@@ -849,10 +850,10 @@ class TestTimeShare:
             layer_costs.affordable(STUBBED, share, [0, 1, 2, 3], 900)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("settings", [{}, {"score_keys": "pages", "first_layer": "pages"}], ids=str)
-    def test_is_of_costs_measured(self, dtype, settings):
+    @pytest.mark.parametrize("method", [Kascade(), KascadePages(first_layer="pages")], ids=lambda one: one.spec)
+    def test_is_of_costs_measured(self, dtype, method):
         shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "context": 200, "batch": 2}
-        costs = layer_costs.measure(Kascade(**settings), **shape, dtype=dtype, device="cpu")
+        costs = layer_costs.measure(method, **shape, dtype=dtype, device="cpu")
         assert list(costs) == ["dense", "first", "anchor", "reuse"]
         assert all(0 < cost < 1000 for cost in costs.values())
 
