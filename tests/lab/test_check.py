@@ -301,6 +301,20 @@ def test_a_share_that_is_counted_by_one_row_is_found_without_being_asked_for(min
     ) in line.text
 
 
+def test_a_decoded_token_that_sees_a_later_one_is_found_under_tiles():
+    class Sees(checks._OfModel):
+        tile = 12
+
+        def whole(self, tokens, prompt=checks.PROMPT):
+            run, out = super().whole(tokens, prompt)
+            out[:, prompt + 1] += tokens.ids[:, prompt + 3, None]
+            return run, out
+
+    seeing = Sees(checks.tiny(), make("dense"))
+    with seeing.attached(), torch.no_grad(), pytest.raises(checks.MissedError, match="token 64 changes outputs"):
+        checks.invariants.later_tokens(seeing)
+
+
 def test_a_share_that_is_counted_by_the_last_piece_is_found(mine):
     def observe(self, cache, q, attended, scaling):
         pieces = q.shape[2] if isinstance(self.top_k, float) else 1

@@ -313,6 +313,50 @@ def test_what_one_method_declares_the_composition_declares(authors, by, name, us
         assert methods.replay_obstacle(method).startswith(f"a decode step of {by}_one reads numbers on the host")
 
 
+def test_both_methods_are_asked_for_the_model_the_layer_and_a_full_budget(authors):
+    asked = []
+
+    class Asked:
+        def for_model(self, facts):
+            asked.append((self.name, facts()))
+            return self
+
+        def for_layer(self, layer, num_layers, among=None):
+            asked.append((self.name, layer, num_layers, among))
+            return self
+
+        def with_full_budget(self):
+            return None if self.name == "asked_second" and self.top_k == 8 else methods.make(self, top_k=1.0)
+
+    @register
+    class First(Asked, KeepsByScore):
+        """Evicts."""
+
+        name = "asked_first"
+        about = About("nowhere")
+
+    @register
+    class Second(Asked, ReadsChosen):
+        """Selects."""
+
+        name = "asked_second"
+        about = About("nowhere")
+        allows_eviction = Evicts.AT_PROMPT_END
+        top_k: int | float = setting(8, "keys")
+
+        def choose(self, cache, q, scaling):
+            return None
+
+    method = methods.parse("asked_first+asked_second")
+    assert method.for_model(lambda: {"layers": 3}) == method
+    assert method.for_layer(1, 3, [1, 2]) == method
+    both = "asked_first", "asked_second"
+    assert asked == [*((name, {"layers": 3}) for name in both), *((name, 1, 3, [1, 2]) for name in both)]
+    assert method.with_full_budget() is None
+    whole = methods.parse("asked_first+asked_second:top_k=9").with_full_budget()
+    assert whole.spec == "asked_first:top_k=1.0+asked_second:top_k=1.0"
+
+
 def test_a_layer_in_which_nothing_is_evicted_has_the_second_method_alone(authors):
     @register
     class Later(KeepsByScore):
