@@ -28,7 +28,7 @@ from foveate.lab import invariants
 from foveate.lab.invariants import PROMPT, STEPS, MissedError
 from foveate.lab.recorded import record
 from foveate.methods import Method, get, make, parse, replay_obstacle
-from foveate.methods.spec import split
+from foveate.methods.spec import names_file, split
 
 SHARE = 0.25
 """The budget that is tried beside a number of keys."""
@@ -97,8 +97,11 @@ def tiny(seed: int = 0) -> transformers.PreTrainedModel:
 
 def small(spec: str) -> Method:
     """The method of a spec; by a name alone, also in a composition, with the small budget that its class declares."""
-    named = [one if ":" in one else make(one, **(get(one).about.small_budget or {})).spec for one in split(spec)]
-    return parse("+".join(named))
+
+    def with_budget(one: str) -> str:
+        return one if ":" in one or names_file(one) else make(one, **(get(one).about.small_budget or {})).spec
+
+    return parse("+".join(map(with_budget, split(spec))))
 
 
 class _NothingToTryError(Exception):
@@ -254,20 +257,20 @@ def _place(error: Exception, of: Method) -> str:
     return f"{Path(places[-1].filename).name}:{places[-1].lineno}: " if places else ""
 
 
-def _share_read(given: _OfModel) -> float:
-    """The share of the keys that steps after a prompt read; raises MissedError for logits that are no numbers."""
-    given.run, out = given.whole(given.tokens(1, PROMPT + STEPS))
+def _read(given: _OfModel) -> tuple[float, int]:
+    """The share of the keys that steps after a prompt read, and the bytes that the cache holds then; raises MissedError
+    for logits that are no numbers."""
+    run, out = given.whole(given.tokens(1, PROMPT + STEPS))
     if not bool(out.isfinite().all()):
         raise MissedError(
             "there are logits that are no numbers: does a hook divide by zero, or read a slot that is free?"
         )
-    return foveate.stats(given.model).keys_read_share
+    return foveate.stats(given.model).keys_read_share, run.cache.resident_bytes
 
 
 def _hooks(given: _OfModel) -> str:
     """What hooks return is checked by the runtime, whose errors name the hook, the shape and what to return."""
-    share = _share_read(given)
-    held = given.run.cache.resident_bytes
+    share, held = _read(given)
     if share >= 1.0 and not any(hasattr(one, "top_k") for one in given.method.parts):
         return "reads everything"
     if share >= 1.0:
@@ -313,7 +316,7 @@ def _other_budget(given: _OfModel) -> str | None:
         raise _NothingToTryError
     under = given.under(other)
     with under.attached():
-        share = _share_read(under)
+        share, _ = _read(under)
         text = f"reads {100 * share:.0f} % of the keys with {_budgets(other)}"
         found = invariants.padded_batch(under)
     with under.attached():

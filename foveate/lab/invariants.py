@@ -188,7 +188,7 @@ def later_tokens(subject: Subject) -> None:
     expected = subject.whole(tokens)[1]
     for changed in {min(reach, PROMPT - 2), PROMPT // 2, PROMPT - 1, PROMPT, PROMPT + 3}:
         found = subject.whole(tokens[:changed].cat(others[changed:]))[1]
-        before = changed // reach * reach
+        before = changed if changed >= PROMPT else changed // reach * reach
         if before:
             what = f"token {changed} changes outputs of earlier ones: mask later tokens in `prompt`"
             subject.same(found[:, :before], expected[:, :before], what, exact=True)

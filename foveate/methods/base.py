@@ -348,5 +348,6 @@ def sparse_prompt(method: Method) -> bool:
 def replay_obstacle(method: Method) -> str:
     """Why no decode step of a method can be captured; empty when steps can."""
     if method.replay is None:
-        return f"a decode step of {method.name} reads numbers on the host that change from step to step"
+        name = next((one.name for one in method.parts if one.replay is None), method.name)
+        return f"a decode step of {name} reads numbers on the host that change from step to step"
     return method.replay.obstacle

@@ -146,16 +146,22 @@ def _written_now(name: str, settings: Mapping[str, Any]) -> str:
 def _read(spec: str) -> tuple[type[Method], dict[str, Any], dict[str, Any] | None]:
     """The class that a spec names, or the file that `foveate tune` has written, the settings that it gives, and the
     architecture that a file names. The settings of a composition are the specs of its methods."""
-    architecture = None
-    if len(both := split(spec)) > 1:
-        if len(both) > 2:
-            raise ValueError(f"{spec!r}: a composition has two methods, one that evicts and one that selects: A+B")
-        return get(COMPOSED), dict(zip(("keeps", "reads"), both)), None
-    if spec.strip().endswith(".json") and ":" not in spec:
+    architecture, both = None, split(spec)
+    if len(both) == 1 and names_file(spec):
         spec, architecture = _of_file(Path(spec.strip()))
+        both = split(spec)
+    if len(both) > 2:
+        raise ValueError(f"{spec!r}: a composition has two methods, one that evicts and one that selects: A+B")
+    if len(both) == 2:
+        return get(COMPOSED), dict(zip(("keeps", "reads"), both)), architecture
     name, _, rest = spec.partition(":")
     cls = get(name.strip())
     return cls, _known(cls, _split(rest, spec)), architecture
+
+
+def names_file(spec: str) -> bool:
+    """Whether a spec names a file of `foveate tune`."""
+    return spec.strip().endswith(".json") and ":" not in spec
 
 
 def _of_file(path: Path) -> tuple[str, dict[str, Any]]:

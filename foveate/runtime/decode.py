@@ -119,8 +119,8 @@ def _count_scored(method: Method, cache: SlotCache, plan: StepPlan) -> None:
     """Count what a step scores of all keys in order to choose some, as :meth:`Method.scored` declares it."""
     described = (cache.geometry, cache.dtype)
     if cache.uneven:  # KV heads hold numbers of tokens of their own
-        held = (cache.positions >= 0).sum(-1).where(plan.for_sparse_rows(torch.sign, of="live")[:, None] > 0, 0)
-        cache.count("keys_read", method.scored(held.double(), *described))
+        held = (cache.positions >= 0).sum(-1).double()
+        cache.count("keys_read", method.scored(held, *described))
         return
 
     def scored_now() -> float | Tensor:

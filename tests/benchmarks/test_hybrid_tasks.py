@@ -127,7 +127,8 @@ def test_a_recipe_has_the_loss_beside_recall():
     curves = [
         curve("lalte_x-27M-0", 3.5),
         curve("lalte_x-27M-1"),
-        curve("lalte_x-27M-1", 3.7),
+        curve("lalte_x-27M-1", 4.1, 3.7),
+        curve("lalte_x-27M-1"),
         curve("gdn_x-27M-0", 3.9),
     ]
     needles = [needle("lalte_x-27M-0", 100), needle("lalte_x-27M-1", 50), needle("gdn_x-27M-0", 75, "niah_single_1")]

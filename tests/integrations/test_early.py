@@ -169,6 +169,13 @@ def test_settings_that_refuse_a_model(config, reason):
     assert early.refusal(config) == reason
 
 
+def test_methods_decide_whether_compare_refuses_a_model(tmp_path):
+    folder = folder_of(tmp_path, model_type="deepseek_v3", kv_lora_rank=512)
+    said = [run(*COMMANDS["compare"], folder, *more) for more in (("--method", "own"), ("--method", "pages"))]
+    assert said[0].startswith(f"error: {tmp_path}: no weights in the model folder")
+    assert said[1].endswith(early.LATENT)
+
+
 def test_a_model_as_it_is_is_not_refused(tmp_path):
     folder = folder_of(tmp_path, model_type="deepseek_v3", kv_lora_rank=512)
     with pytest.raises(UserError, match="latent attention"):

@@ -15,6 +15,7 @@ from foveate.methods import (
     REGISTRY,
     About,
     Channel,
+    Evicts,
     KeepsByScore,
     Method,
     ReadsChosen,
@@ -299,6 +300,65 @@ def test_a_share_that_is_counted_by_one_row_is_found_without_being_asked_for(min
     assert (
         "with shares_of_each:top_k=0.25" if rows == "each" else "in a padded batch is not what it is alone"
     ) in line.text
+
+
+def test_a_decoded_token_that_sees_a_later_one_is_found_under_tiles():
+    class Sees(checks._OfModel):
+        tile = 12
+
+        def whole(self, tokens, prompt=checks.PROMPT):
+            run, out = super().whole(tokens, prompt)
+            out[:, prompt + 1] += tokens.ids[:, prompt + 3, None]
+            return run, out
+
+    seeing = Sees(checks.tiny(), make("dense"))
+    with seeing.attached(), torch.no_grad(), pytest.raises(checks.MissedError, match="token 64 changes outputs"):
+        checks.invariants.later_tokens(seeing)
+
+
+def test_a_share_that_is_counted_by_the_last_piece_is_found(mine):
+    def observe(self, cache, q, attended, scaling):
+        pieces = q.shape[2] if isinstance(self.top_k, float) else 1
+        cache.channel("votes").copy_(cache.keys.float().norm(dim=-1) + pieces * cache.keys.float()[..., 0])
+
+    wrong = keeps(
+        channels=lambda self, geometry: {"votes": Channel()},
+        observe=observe,
+        scores=lambda self, cache, scaling: cache.channel("votes"),
+    )
+    found = {line.name: line for line in check(mine(wrong).name).lines}
+    assert found["prompt in pieces"].outcome == "passed"
+    assert found["other budget"].outcome == "failed"
+    assert found["other budget"].text.startswith("a prompt in pieces gives something else than in one")
+
+
+def test_a_share_that_is_counted_on_the_host_is_found_in_captured_steps(mine):
+    class Counted(ReadsChosen):
+        """The newest keys, a share of them counted by numbers of the host."""
+
+        name = "counted_on_the_host"
+        about = About("nowhere", small_budget={"top_k": 8})
+        replay = Replay()
+        top_k: int | float = setting(8, "newest keys: a number, or a share")
+
+        def choose(self, cache, q, scaling):
+            counts = self.top_k
+            if counts < 1:
+                counts = torch.tensor([[[budget(counts, length, 1)]] for length in cache.lengths], device=q.device)
+            return cache.positions >= cache.plan["lengths"][:, None, None] - counts
+
+    found = {line.name: line for line in check(mine(Counted).name).lines}
+    assert found["captured steps"].outcome == "passed", found["captured steps"].text
+    assert "a decode step asked for row numbers on the host during CUDA graph capture" in found["other budget"].text
+
+
+def test_an_error_in_the_second_method_of_a_composition_has_its_line(mine):
+    def choose(self, cache, q, scaling):
+        raise RuntimeError("on purpose")
+
+    mine(chooses(choose=choose, allows_eviction=Evicts.AT_PROMPT_END))
+    (line,) = check("snapkv:top_k=12,window=8+chooses").lines
+    assert re.fullmatch(r"test_check\.py:\d+: RuntimeError: on purpose", line.text)
 
 
 def test_a_budget_that_is_not_taken_is_told(mine):

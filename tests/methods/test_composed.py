@@ -12,8 +12,10 @@ import foveate
 from foveate import methods
 from foveate.cli import app
 from foveate.lab import checks, sweep
-from foveate.methods import About, Channel, Evicts, KeepsByScore, ReadsChosen, Replay, register, setting
+from foveate.methods import About, Channel, Evicts, KeepsByScore, Observation, ReadsChosen, Replay, register, setting
 from foveate.methods.composed import Composed, OfLayer, obstacle
+from foveate.ops import Attended
+from foveate.ops.choice import ALL
 from tests import tiny
 from tests.helpers import assert_close
 from tests.matrix import GEOMETRY, HEADS, KV_HEADS, PROMPT, SCALING, Driver, Tokens, close, dense
@@ -193,6 +195,36 @@ def test_what_does_not_fit_together_is_refused_with_the_reason_and_what_is_allow
     assert all(part in str(error.value) for part in hint.split(".*"))
 
 
+def test_the_mass_of_some_keys_is_not_handed_to_the_method_that_evicts(authors):
+    handed = []
+
+    def learn(self, cache, choice, attended):
+        handed.append((self.name, attended.mass))
+
+    @register
+    class Keeps(KeepsByScore):
+        """Would add up the mass of all keys."""
+
+        name = "keeps_by_mass"
+        about = About("nowhere")
+
+    @register
+    class Reads(ReadsChosen):
+        """Learns from the mass of the keys that it reads."""
+
+        name = "reads_with_mass"
+        about = About("nowhere")
+        allows_eviction = Evicts.AT_PROMPT_END
+
+        def choose(self, cache, q, scaling):
+            return None
+
+    Keeps.learn = Reads.learn = learn
+    mass = torch.ones(1, 2, 3)
+    methods.parse("keeps_by_mass+reads_with_mass").learn(None, ALL, Attended(torch.zeros(1, 4, 1, 8), mass=mass))
+    assert handed == [("reads_with_mass", mass), ("keeps_by_mass", None)]
+
+
 @pytest.fixture
 def authors():
     before = dict(methods.REGISTRY)
@@ -240,6 +272,132 @@ def test_what_authors_declare_decides(authors):
         both.channels(GEOMETRY)
     with pytest.raises(ValueError, match=r"before \+newest_keys .*snapkv.* can stand"):
         methods.parse("quest+newest_keys")
+
+
+BY_EITHER = [
+    ("needs_rotary", False, True),
+    ("needs_prompt_end", False, True),
+    ("stateful", False, True),
+    ("pools_layer", False, True),
+    ("counters", (), ("pages_refined",)),
+    ("observation", Observation("notes"), Observation("notes of another kind", needs_lse=True)),
+    ("replay", Replay(), Replay("reads numbers on the host")),
+    ("replay", Replay(), Replay(copies_keys=True)),
+    ("replay", Replay(), None),
+    ("_artefact", None, "made for one model"),
+]
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "usual", "declared"),
+    [
+        *((by, *one) for by in ("evicting", "selecting") for one in BY_EITHER),
+        ("evicting", "prompt_evicts_every", 0, 17),
+        ("selecting", "needs_mass", False, True),
+        ("selecting", "scored_at", "", "at"),
+    ],
+)
+def test_what_one_method_declares_the_composition_declares(authors, by, name, usual, declared):
+    def of(part, base, **facts):
+        facts |= {name: declared if part == by else usual}
+        return register(type(part.title(), (base,), {"name": f"{part}_one", "about": About("nowhere"), **facts}))()
+
+    reads = {"choose": lambda self, cache, q, scaling: None, "allows_eviction": Evicts.AT_PROMPT_END}
+    method = OfLayer(of("evicting", KeepsByScore), of("selecting", ReadsChosen, **reads))
+
+    def plain(value):
+        return vars(value) if isinstance(value, Replay) else getattr(value, "needs_lse", value)
+
+    assert plain(getattr(method, name)) == plain(declared)
+    if declared is None:
+        assert methods.replay_obstacle(method).startswith(f"a decode step of {by}_one reads numbers on the host")
+
+
+def test_both_methods_are_asked_for_the_model_the_layer_and_a_full_budget(authors):
+    asked = []
+
+    class Asked:
+        def for_model(self, facts):
+            asked.append((self.name, facts()))
+            return self
+
+        def for_layer(self, layer, num_layers, among=None):
+            asked.append((self.name, layer, num_layers, among))
+            return self
+
+        def with_full_budget(self):
+            return None if self.name == "asked_second" and self.top_k == 8 else methods.make(self, top_k=1.0)
+
+    @register
+    class First(Asked, KeepsByScore):
+        """Evicts."""
+
+        name = "asked_first"
+        about = About("nowhere")
+
+    @register
+    class Second(Asked, ReadsChosen):
+        """Selects."""
+
+        name = "asked_second"
+        about = About("nowhere")
+        allows_eviction = Evicts.AT_PROMPT_END
+        top_k: int | float = setting(8, "keys")
+
+        def choose(self, cache, q, scaling):
+            return None
+
+    method = methods.parse("asked_first+asked_second")
+    assert method.for_model(lambda: {"layers": 3}) == method
+    assert method.for_layer(1, 3, [1, 2]) == method
+    both = "asked_first", "asked_second"
+    assert asked == [*((name, {"layers": 3}) for name in both), *((name, 1, 3, [1, 2]) for name in both)]
+    assert method.with_full_budget() is None
+    whole = methods.parse("asked_first+asked_second:top_k=9").with_full_budget()
+    assert whole.spec == "asked_first:top_k=1.0+asked_second:top_k=1.0"
+
+
+def test_a_layer_in_which_nothing_is_evicted_has_the_second_method_alone(authors):
+    @register
+    class Later(KeepsByScore):
+        """Evicts in all layers but the first."""
+
+        name = "later_layers"
+        about = About("nowhere")
+
+        def for_layer(self, layer, num_layers, among=None):
+            return self if layer else methods.make("dense")
+
+    method = methods.parse(f"later_layers+{QUEST}")
+    assert [method.for_layer(layer, 4).spec for layer in range(2)] == [QUEST, method.spec]
+
+
+def test_summaries_are_weighed_by_the_queries_of_the_last_prompt():
+    tokens, specs = Tokens.random(1, 95), (f"{SNAPKV}+pages:top_k=24,page_size=3", "pages:top_k=24,page_size=3")
+    tokens.q[:, :, 30:41, :4] *= 8.0
+    tokens.q[:, :, 60:75, 8:12] *= 8.0
+    weights = []
+    for spec in specs:
+        driver = Driver(methods.parse(spec))
+        for first, prompt, end in ((0, 41, 58), (58, 75, 95)):
+            driver.layer.phase.prompt_end = prompt
+            driver.feed(tokens[first:prompt])
+            weights.append(driver.store.channel("channel_weights").clone())
+            driver.feed_steps(tokens[prompt:end])
+    assert all(map(torch.equal, weights[:2], weights[2:]))
+    assert not torch.equal(*weights[:2])
+
+
+def test_a_file_of_tune_may_name_a_composition(tmp_path):
+    file = tmp_path / "foveate.json"
+    setting = {"kind": "foveate_setting", "schema": 2, "method": f"{SNAPKV}+{QUEST}", "architecture": {"layers": 2}}
+    file.write_text(json.dumps(setting | {"objective": "memory", "max_loss": 1.0, "measured": {}}), encoding="utf-8")
+    for read in (methods.parse, checks.small):
+        assert read(str(file)).spec == f"{SNAPKV}+{QUEST}"
+    with pytest.raises(ValueError, match="found by foveate tune for a model of layers 2, and this one has 3"):
+        methods.spec.check_made_for(methods.parse(str(file)), {"layers": 3})
+    with pytest.raises(ValueError, match=r"nowhere\.json: no such file"):
+        checks.small("nowhere.json")
 
 
 def test_channels_of_one_name_are_kept_apart():

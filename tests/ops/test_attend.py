@@ -333,6 +333,19 @@ def selections(draw):
     return shape, order.masked_fill(order >= shape.keys, -1)
 
 
+@pytest.mark.parametrize("counts", [torch.tensor([2, 0]), torch.tensor([[1, 3], [0, 2]], dtype=torch.int32)])
+def test_places_beyond_the_counts_are_not_looked_at(counts):
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 5)
+    indices = torch.tensor([[[4, 0, 7], [8, 1, 2]], [[3, 3, 3], [6, 5, 0]]])
+    ends = counts if counts.dim() == 2 else counts[:, None].expand(-1, 2)
+    how = {"logits": Logits(0.3), "need_lse": True, "need_mass": True}
+    found = ops.attend_indices(q, KV(k, v), indices, counts=counts, **how)
+    expected = ops.attend_indices(q, KV(k, v), indices.where(torch.arange(3) < ends[..., None], -1), **how)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+    assert not torch.allclose(found.out, ops.attend_indices(q, KV(k, v), indices, **how).out)
+
+
 @given(selections(), SEEDS, st.sampled_from(LAYOUTS), st.sampled_from([torch.int64, torch.int32]))
 @settings(max_examples=60)
 def test_gathered_attention_equals_its_dense_mask(selection, seed, layout, dtype):
