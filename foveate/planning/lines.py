@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from foveate.methods.base import NEVER_FASTER
+from foveate.methods.base import NEVER_FASTER, Method
 from foveate.planning.gpus import MEASURED, Gpu
 from foveate.planning.plan import Decoding, Plan, room_of
 from foveate.runtime import SHORT_SEQUENCE
@@ -44,7 +44,7 @@ def _sizes(plan: Plan) -> list[str]:
     cached = str(model.dtype).removeprefix("torch.") if cached == "as stored" else cached
     grows = "" if plan.transformers.refused else ", and room to grow"
     taken = plan.transformers if not plan.transformers.refused else plan.vllm
-    name = taken.method.name if taken.method is not None else "no method"
+    name = _name_of(taken.method) if taken.method is not None else "no method"
     share = f", {memory.summaries / memory.kept:.1%} of these" if memory.summaries else ""
     contexts = f"{asked.sequences:,} × {asked.context:,} tokens, {cached}{grows}"
     return [
@@ -121,7 +121,7 @@ def _times(plan: Plan, engines: list[Decoding]) -> list[str]:
             times += f", sparse {one.sparse_ms:.1f} ms: {one.gain:.2f} times as fast"
             times += "" if one.acts else ", if dense_below=0 made it act"
         elif one.method.name != "dense":
-            times += f"; what {one.method.name} reads is not known before a step, so its time is not estimated"
+            times += f"; what {_name_of(one.method)} reads is not known before a step, so its time is not estimated"
         lines.append(f"a step in {one.engine.name}, estimated: {times}")
     if gpu.name != MEASURED:
         lines.append(
@@ -180,3 +180,8 @@ def gigabytes(count: int) -> str:
 
 def _whole_gigabytes(count: int) -> str:
     return f"{count / 1e9:g} GB"
+
+
+def _name_of(method: Method) -> str:
+    """The name of a method; of a composition the names of both, joined as in a spec."""
+    return "+".join(one.name for one in method.parts)

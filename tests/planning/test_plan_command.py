@@ -317,3 +317,9 @@ def test_gpus_that_share_each_layer_hold_their_part_of_weights_keys_and_summarie
     ]  # without room to grow
     assert two["kept"] == served["kept"], "half of the heads, as eight bits are half of the bytes"
     assert 0 < two["summaries"] < 0.51 * one["summaries"]
+
+
+def test_a_composition_is_named_by_both_of_its_methods(eight_billion):
+    said = call(eight_billion, "--method", "snapkv+quest").stdout
+    assert "snapkv+quest reads is not known before a step" in said
+    assert "composed" not in said
