@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from foveate.lab.bench.models import SHAPES
+from foveate.lab.results.earlier import as_now
 from foveate.planning.gpus import GPUS
 from foveate.planning.plan import Asked, plan_of
 
@@ -36,7 +37,7 @@ def folders(tmp_path_factory):
 def rows():
     """The rows of a model's steps under dense attention, `kascade` and `pages`."""
     for name in ("serving", "recommended-times"):
-        for row in map(json.loads, (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()):
+        for row in map(as_now, map(json.loads, (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())):
             case = row["case"]
             known = case["method"].startswith(("dense", "kascade", "pages")) and "data-free" not in case["method"]
             if known and case.get("level", "model") == "model" and "lossless" not in case:

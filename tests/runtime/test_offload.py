@@ -60,7 +60,7 @@ def check_table(hot):
 
 
 def test_methods_that_fetch():
-    assert {method.name for _, method in FETCHING} == {"pages", "luka", "luka_paper", "kascade"}
+    assert {method.name for _, method in FETCHING} == {"pages", "luka", "luka_paper", "kascade_pages"}
 
 
 @each_in_turn("budget", [FEW, ALL], FETCHING)

@@ -16,7 +16,7 @@ def as_now(row: Mapping[str, Any]) -> Mapping[str, Any]:
         method = case.get("method")
         now = methods.respelled(method) if isinstance(method, str) else method
         return row if now == method else {**row, "case": {**case, "method": now}}
-    found = written_now(row["method"], row["settings"])
+    found = written_now(row["method"], row["settings"]) if "settings" in row else None
     if found is None:
         return row
     name, settings = found

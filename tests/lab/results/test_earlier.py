@@ -96,3 +96,8 @@ def test_files_of_rows_are_read_so(request):
     served = {one["case"]["method"] for one in read_bench([results / "serving.jsonl"], "serving")}
     assert "kascade_pages:anchors=10,weighted=false" in served
     assert not any("score_keys=pages" in spec for spec in specs | served)
+
+
+def test_rows_without_a_method_stay_as_they_are():
+    curve = {"kind": "hybrid-curves", "model": "lalte-27M-0"}
+    assert as_now(curve) is curve
