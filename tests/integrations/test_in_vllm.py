@@ -219,19 +219,33 @@ def test_programs_that_measure_run_in_vllm(folder, tmp_path, program, monkeypatc
     from benchmarks import serving, serving_accuracy
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    job = {"method": SMALL, "memory": 0.5}
     if program == "serving":
-        cases = [(96, 2)]
-        job |= {"model": serving.written(tmp_path, "tiny", cases), "dummy": True, "cases": cases}
-        found = serving.run(job | {"steps": 4, "repeats": 1, "longest_draft": 0})["96x2"]
-        assert min(found["ms"], found["first_token_ms"]) > 0
+        out = tmp_path / "rows.jsonl"
+        how = [
+            "--tiny",
+            "--out",
+            out,
+            "--case",
+            "96x2",
+            "--method",
+            SMALL,
+            "--steps",
+            4,
+            "--repeats",
+            1,
+            "--memory",
+            0.5,
+        ]
+        serving.main([str(one) for one in how])
+        (found,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+        assert min(found["ms"], found["baseline_ms"]) > 0
     else:
-        job |= {"model": str(folder), "dummy": False, "rows": 4, "ends": [2]}
+        job = {"method": SMALL, "memory": 0.5, "model": str(folder), "dummy": False, "rows": 4, "ends": [2]}
         job |= {"questions": {"some": [(ids, 5) for ids in PROMPTS]}}
         found = serving.run(job, serving_accuracy.PROGRAM)["some"]
         assert len(found["answers"]) == len(PROMPTS)
         assert all(1 <= len(answer) <= 5 for answer in found["answers"])
-    assert found["device"] == "cpu"
+    assert found["device"].startswith("cpu")
     assert found["keys_read_share"] > 0
 
 
