@@ -31,8 +31,8 @@ def links(text: str) -> Iterator[str]:
 
 
 def spaced(text: str) -> str:
-    """A page with lists as mkdocs reads them: after a blank line where they follow a paragraph, and what belongs to an
-    item indented by twice as many blanks."""
+    """A page with lists as mkdocs reads them: after a blank line where they follow a paragraph, and the lines of an
+    item indented twice as far."""
     lines, fence, begins = [], None, ""
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())

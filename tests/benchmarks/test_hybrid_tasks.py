@@ -148,5 +148,5 @@ def test_caches_follow_from_the_configuration():
     found = cells(hybrid_tasks.caches())
     assert found.pop("preset")[:2] == ["27M, 4K", "27M, 64K"]
     assert {*found} - {"---"} >= {*hybrid_tasks.PRESETS}
-    assert found["gdn_attn"][:2] == ["13.8 MB", "203 MB"]
+    assert found["gdn_attn"] == ["13.8 MB", "203 MB", "3.2 GB", "126 MB", "1.6 GB", "25.8 GB"]
     assert found["lalte"][0] == found["lalte"][2] == "2.4 MB"

@@ -71,3 +71,26 @@ def test_steps_after_a_crop(removed, lengths, page_size):
         for _ in range(removed + 1):
             followed.step()
             followed.check()
+
+
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 2, 12]])
+def test_slots_are_read_where_they_are(lengths, monkeypatch):
+    """While a prompt is read from the device, and nothing is fetched; in decode steps from host memory."""
+    followed = Followed(lengths, page_size=4)
+    store = followed.store
+    slots = torch.tensor([1, 0, -1]).expand(len(lengths), 2, -1)
+
+    def check():
+        fetched = store.fetch_slots(slots)
+        for row, written in enumerate(followed.rows):
+            with store.row(row) as one:
+                read = one.read_slots(1, 2)
+            for of_row, among, x in zip(read, fetched, written):
+                assert torch.equal(of_row[0], x[:, 1:2])
+                assert torch.equal(among[row, :, :2], x[:, [1, 0]])
+
+    with monkeypatch.context() as reading:
+        reading.setattr(store.host, "read", lambda *_: pytest.fail("a prompt's keys are on the device"))
+        check()
+    followed.step()
+    check()

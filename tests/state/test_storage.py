@@ -73,3 +73,22 @@ def test_what_is_kept_of_a_prompt_gets_memory_of_its_own():
     assert_holds(branch, k[:, :, [2, 30, 40]], v[:, :, [2, 30, 40]])
     branch.append(*tokens(100, seed=1))
     assert_holds(store, k, v)
+
+
+def test_slots_are_read_by_their_numbers():
+    store, (k, v) = cache(), tokens(20)
+    store.append(k, v)
+    for found, x in zip(store.read_slots(3, 20), (k, v)):
+        assert torch.equal(found, x[:, :, 3:])
+    slots = torch.tensor([19, 0, 7, -1, 25]).expand(3, 2, -1)
+    for found, x in zip(store.fetch_slots(slots), (k, v)):
+        assert torch.equal(found[:, :, :3], x[:, :, [19, 0, 7]])
+        assert found.isfinite().all()
+
+
+def test_whether_a_row_may_have_a_number():
+    """As methods ask before they launch something."""
+    store, (k, v) = cache(2), tokens(9, batch=2)
+    assert not store.plan.some("counts")
+    store.append(k, v)
+    assert [every for every in range(1, 12) if store.plan.some("counts", every)] == [1, 3, 9]
