@@ -52,7 +52,7 @@ class TimedLayer(NamedTuple):
         number on the device."""
         k, v = newest(self.cache)
         self.cache.append(k, v)
-        memory = ops.KV(self.cache.tensors["keys"], self.cache.tensors["values"])
+        memory = ops.KV(self.cache.store.keys, self.cache.store.values)
         slots = torch.full((len(k),), self.cache.used - 1, device=k.device)
 
         def token() -> None:

@@ -86,7 +86,7 @@ def poisoned():
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache grows within a few tokens."""
-    monkeypatch.setattr("foveate.state.storage.ALIGN", 16)
+    monkeypatch.setattr("foveate.state.store.ALIGN", 16)
 
 
 @pytest.fixture(scope="session")

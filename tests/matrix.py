@@ -25,7 +25,7 @@ from foveate.lab.invariants import STEPS as DECODED
 from foveate.methods.pages import PageMethod
 from foveate.ops import Logits, Rotary
 from foveate.runtime import Phase, handover
-from foveate.state import Counters, Geometry
+from foveate.state import Channel, Counters, Geometry
 from tests import promises
 from tests.helpers import kascade_by_head
 
@@ -314,6 +314,16 @@ def entries(store, row, spec):
     return count // spec.per if spec.recomputed else -(-count // spec.per)
 
 
+def slot_specs(store):
+    """What a cache has for each slot or page, keys and values included."""
+    return {"keys": Channel((DIM,)), "values": Channel((DIM,)), **store._slot_specs()}
+
+
+def memory(store, name):
+    """The tensor in which a cache has keys, values or a channel."""
+    return getattr(store.store, name) if name in ("keys", "values") else store.tensors[name]
+
+
 def assert_same_state(a, b):
     """Two caches hold the same tokens with the same state, in whatever order of slots."""
     assert a.rows["lengths"] == b.rows["lengths"]
@@ -326,7 +336,7 @@ def assert_same_state(a, b):
             held = [(positions[head] >= 0).nonzero()[:, 0] for head in range(KV_HEADS)]
             held = [slots[positions[head, slots].argsort()] for head, slots in enumerate(held)]
             picked = {"positions": [positions[head, slots] for head, slots in enumerate(held)]}
-            for name, spec in store._slot_specs().items():
+            for name, spec in slot_specs(store).items():
                 if spec.per == 1:
                     tensor = getattr(store, name) if name in ("keys", "values") else store.tensors[name]
                     tensor = tensor[row]
@@ -501,7 +511,7 @@ halves; then the least and the largest halves, which differ from any code in one
 def vectors(store):
     """The tensors of a cache, beside values and summaries, that hold a vector for each slot or page."""
     apart = ("values", "summary_")
-    return [name for name in store._slot_specs() if store.tensors[name].dim() > 3 and not name.startswith(apart)]
+    return [name for name in slot_specs(store) if memory(store, name).dim() > 3 and not name.startswith(apart)]
 
 
 def changes(driver, token, name, places, value):
@@ -515,7 +525,7 @@ def changes(driver, token, name, places, value):
     for some in places.split(1024):
         probe = copy.deepcopy(driver)
         probe.layer.batch_repeat_interleave(len(some) + 1)  # a row for each place, and one that stays as it is
-        tensor = probe.store.tensors[name]
+        tensor = memory(probe.store, name)
         bounds = torch.iinfo(tensor.dtype) if tensor.dtype == torch.uint8 else torch.finfo(tensor.dtype)
         written = torch.tensor(value).clamp(bounds.min, bounds.max).to(tensor.dtype)
         tensor[(torch.arange(len(some)), *some.T)] = written
@@ -533,7 +543,7 @@ def looked_at(driver, token, keys):
     """
     store, found = driver.store, torch.zeros(keys.shape, dtype=torch.float64)
     for name in vectors(store):
-        per, tensor = store._slot_specs()[name].per, store.tensors[name]
+        per, tensor = slot_specs(store)[name].per, memory(store, name)
         entries = torch.nn.functional.pad(keys, (0, -keys.shape[1] % per)).unflatten(1, (-1, per)).any(-1)
         numbers_of, whole = tensor.shape[-1], tensor.dtype == torch.uint8  # packed numbers are tried together
         places = entries.nonzero() if whole else entries[..., None].expand(-1, -1, numbers_of).nonzero()
@@ -635,7 +645,7 @@ def test_unselected_keys_may_be_nan_and_counters_tell_the_truth(method):
     poisoned = copy.deepcopy(driver)
     unread = ~raw & (driver.store.positions[0] >= 0)  # a slot without a token holds an earlier one, or zeros
     for name in ("values",) if declared else ("keys", "values"):
-        poisoned.store.tensors[name][0, :, : driver.store.used][unread] = float("nan")
+        memory(poisoned.store, name)[0, :, : driver.store.used][unread] = float("nan")
     close(poisoned.feed(tokens[-1:]), base, 1e-6)
     if method.name == "kascade_pages":
         return  # which keys are scored depends on the query: tests/methods/test_anchored.py
@@ -937,6 +947,7 @@ def test_every_precision_stays_close_to_the_same_choice_in_fp32(method, dtype):
     wide = copy.deepcopy(driver)
     for name, tensor in wide.store.tensors.items():
         wide.store.tensors[name] = tensor.float() if tensor.dtype == dtype else tensor
+    wide.store.store.keys, wide.store.store.values = wide.store.store.keys.float(), wide.store.store.values.float()
     wide.store.dtype = torch.float32
     out = driver.feed(tokens[PROMPT:])
     assert out.dtype == dtype

@@ -44,10 +44,11 @@ LAYERS_OF_OPS = (
 
 LAYERS_OF_STATE = (
     ("counters", "description", "host_memory", "ranks", "step_plan"),
-    ("device_rows", "eviction", "snapshots", "storage", "transfers"),
-    ("row_numbers",),
+    ("device_rows", "eviction", "store", "transfers"),
+    ("channels", "contiguous", "host_pages", "row_numbers"),
+    ("snapshots",),
     ("cache",),
-    ("borrowed", "offloaded", "packing"),
+    ("borrowed", "engine_blocks", "packing"),
 )
 """The same of ``foveate.state``."""
 

@@ -220,14 +220,14 @@ class LowRankPages(PageSummaries):
     def write_newest(self, cache: SlotCache) -> None:
         """Write the records of the pages that the rows' newest keys have filled, unless :meth:`_write_filled` has."""
         plan = cache.plan
-        if cache.fills_channels or not plan.some("counts", self.size):
+        if cache.store.fills_channels or not plan.some("counts", self.size):
             return
         newest, records = cache.newest_page(plan["counts"]), cache.channel("records")
         ops.compress_newest(newest, records, self.form(cache.geometry), self._weights(cache))
 
     def _write_filled(self, cache: SlotCache, slots: Tensor) -> None:
         """Write the records of the pages that new tokens fill, see :class:`~foveate.state.Channel`."""
-        ops.compress_written(cache.tensors["keys"], cache.tensors["records"], slots, self.form(cache.geometry))
+        ops.compress_written(cache.store.keys, cache.tensors["records"], slots, self.form(cache.geometry))
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         return self.mass(cache, q, scaling, self.pooling)

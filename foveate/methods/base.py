@@ -65,7 +65,7 @@ class Method(Settings):
     evicted slots. Undoing tokens then needs snapshots. Per class."""
 
     fetches: ClassVar[Fetches | None] = None
-    """What decode steps read by :meth:`OffloadedCache.fetch`, so that keys and values may be in host memory; None: they
+    """What decode steps read by :meth:`SlotCache.fetch`, so that keys and values may be in host memory; None: they
     read them otherwise. Per settings."""
 
     # What outputs depend on

@@ -99,8 +99,7 @@ def _part(cache: SlotCache, names: Mapping[str, str]) -> SlotCache:
     """A view of a cache with some of its channels under other names: for each name in the view, the name here."""
     one = copy.copy(cache)
     one.specs = {name: cache.specs[here] for name, here in names.items()}
-    one.tensors = {name: cache.tensors[name] for name in ("keys", "values")}
-    one.tensors |= {name: cache.tensors[here] for name, here in names.items()}
+    one.tensors = {name: cache.tensors[here] for name, here in names.items()}
     one.rows = {name: list(numbers) for name, numbers in cache.rows.items()}
     return one
 

@@ -23,7 +23,7 @@ from foveate.runtime import sparse_from_length
 from foveate.runtime.capture import ROOM
 from foveate.runtime.offload import MARGIN, LayerShape, needs
 from foveate.state import Geometry
-from foveate.state.storage import capacity_for
+from foveate.state.store import capacity_for
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from foveate import ops
 from foveate.methods import Method
 from foveate.methods.handed_on import hand_on, handed_on
 from foveate.ops import KV, Attended, Choice
-from foveate.ops.attend.gather import membership_mask
 from foveate.ops.choice import ALL, ALL_WITH_MASS
 from foveate.runtime import returned
 from foveate.runtime.drafts import Drafting
@@ -145,7 +144,7 @@ def _attend(
     """Attention to what is chosen."""
     if choice.attended is not None:
         return choice.attended
-    if cache.offloaded:
+    if cache.store.fetches:
         return _attend_fetched(method, cache, q, choice, scaling)
     logits = cache.logits(scaling)
     if choice.cover is not None:
@@ -185,7 +184,7 @@ def _counted(method: Method, cache: SlotCache, covered: ops.summaries.Covered) -
 
 
 def _attend_fetched(method: Method, cache: SlotCache, q: Tensor, choice: Choice, scaling: float) -> Attended:
-    """Attention over keys in host memory, whose pages are fetched."""
+    """Attention over keys that a step fetches from their store."""
     logits, heads = cache.logits(scaling), cache.geometry.num_kv_heads
     if choice.cover is not None:
         tree, refinement, sums = choice.cover
@@ -197,30 +196,23 @@ def _attend_fetched(method: Method, cache: SlotCache, q: Tensor, choice: Choice,
         kv = KV(*cache.fetch_slots(slots), lengths=cache.stored()[1])
         return ops.attend(q, kv, logits=logits, need_mass=choice.need_mass)
     if choice.pages is not None:
-        chosen = choice.pages.expand(-1, heads, -1)
-        if not choice.fetched:
-            cache.fetch(chosen)
-        return _attend_hot(cache, q, chosen, scaling, choice.page_size)
+        return _attend_rows(cache, q, choice.pages.expand(-1, heads, -1), scaling, choice.fetched, choice.page_size)
     chosen = choice.keys if choice.heads is None else choice.keys[:, choice.heads]
     chosen = chosen.masked_fill(~ops.first_keys(choice.read, chosen.shape[2]), -1) if choice.packed else chosen
-    if not choice.fetched:
-        pages, number = chosen.div(cache.page_size, rounding_mode="floor"), -(-cache.used // cache.page_size)
-        every = torch.arange(number, dtype=torch.int32, device=q.device)
-        cache.fetch(every.where(membership_mask(pages, number), -1))
-    return _attend_hot(cache, q, chosen, scaling)
+    return _attend_rows(cache, q, chosen, scaling, choice.fetched)
 
 
-def _attend_hot(cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, page_size: int = 0) -> Attended:
-    """Attention to pages of ``page_size`` keys or, if that is 0, to slots: int ``[B, Hkv, K]``, whose pages are on the
-    device."""
-    logits, (batch, heads) = cache.logits(scaling), chosen.shape[:2]
-    q_rows, sinks = q.reshape(batch * heads, -1, 1, q.shape[3]), logits.sinks  # each KV head as a row of its own
+def _attend_rows(
+    cache: SlotCache, q: Tensor, chosen: Tensor, scaling: float, again: bool, page_size: int = 0
+) -> Attended:
+    """Attention to pages of ``page_size`` keys or, if that is 0, to slots: int ``[B, Hkv, K]``; ``again``: their pages
+    are fetched already. Each KV head of a sequence is a row of its own."""
+    fetched, logits, (batch, heads) = cache.fetch(chosen, page_size, again), cache.logits(scaling), chosen.shape[:2]
+    q_rows, sinks = q.reshape(batch * heads, -1, 1, q.shape[3]), logits.sinks
     how = {"logits": logits.without_sinks(), "need_lse": sinks is not None}
-    chosen = chosen.reshape(batch * heads, 1, -1)
-    if page_size:
-        lengths = cache.plan.per_row(torch.repeat_interleave, heads, of="counts")
-        found = ops.attend_pages(q_rows, cache.hot(lengths), chosen, page_size, **how)
+    if fetched.page_size:
+        found = ops.attend_pages(q_rows, fetched.kv, fetched.places, fetched.page_size, **how)
     else:
-        found = ops.attend_indices(q_rows, cache.hot(), chosen, **how)
+        found = ops.attend_indices(q_rows, fetched.kv, fetched.places, **how)
     found = Attended(*(None if x is None else x.reshape(*q.shape[:3], *x.shape[3:]) for x in found[:2]))
     return ops.with_sinks(found, sinks)

@@ -23,7 +23,6 @@ from foveate.runtime.policy import dense_until
 from foveate.runtime.stateless import without_cache
 from foveate.state import Counters, Geometry, SlotCache
 from foveate.state.borrowed import branch_of
-from foveate.state.offloaded import OffloadedCache
 
 _EMPTY_SLOTS = 256
 """Slots emptied by eviction during assisted decoding that are tolerated before the cache is compacted."""
@@ -162,12 +161,10 @@ class Layer:
         self, geometry: Geometry, rows: int, dtype: torch.dtype, device: torch.device, counters: Counters | None = None
     ) -> SlotCache:
         """An empty store of the layer's keys, values and state; arguments as of :class:`SlotCache`."""
-        channels = self.method.channels(geometry)
+        channels, fetches = self.method.channels(geometry), self.method.fetches
         returned.check_channels(self.method, channels)
-        if self.phase.offload is not None and self.method.fetches is not None:
-            how = (channels, counters, self.method.fetches.page_size, self.phase.offload)
-            return OffloadedCache(geometry, rows, dtype, device, *how)
-        return SlotCache(geometry, rows, dtype, device, channels, self.method.evicts, counters)
+        how = {"store": self.phase.store_for(self.method), "page_size": None if fetches is None else fetches.page_size}
+        return SlotCache(geometry, rows, dtype, device, channels, self.method.evicts, counters, **how)
 
     # Prompt
 

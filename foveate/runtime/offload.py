@@ -13,8 +13,8 @@ import torch
 from foveate.methods import Method
 from foveate.runtime.capture import ROOM
 from foveate.state import Channel, Geometry
-from foveate.state.offloaded import OffloadedCache
-from foveate.state.storage import capacity_for
+from foveate.state.host_pages import HostPages
+from foveate.state.store import capacity_for
 from foveate.state.transfers import Transfers
 
 MARGIN = 0.1
@@ -176,8 +176,8 @@ class Offload:
                 "is free; read fewer tokens"
             )
 
-    def hot_pages(self, store: OffloadedCache, capacity: int) -> int:
-        """See :class:`foveate.state.offloaded.HotPageBudget`."""
+    def hot_pages(self, store: HostPages, capacity: int) -> int:
+        """See :class:`foveate.state.host_pages.HotPageBudget`."""
         found = self._hot(store.page_size, store.batch_size, max(self.slots, capacity))
         if found < max(one.least(capacity) for one in self.layers if one.offloaded):
             raise DoesNotFitError(self._too_few(capacity))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,8 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from foveate.methods import Method
 from foveate.runtime.offload import Offload
 from foveate.state import BytesInUse
+from foveate.state.contiguous import Contiguous
+from foveate.state.host_pages import HostPages
+from foveate.state.store import MakeStore, class_of
 
 
 @dataclass
@@ -40,7 +45,9 @@ class Phase:
     held: BytesInUse = field(default_factory=BytesInUse)
     """The bytes that the layers hold together."""
     offload: Offload | None = None
-    """Where keys and values are in host memory, what the layers share; None: they are on the device."""
+    """Where keys and values are in host memory, what the layers share; None: they are elsewhere."""
+    make_store: MakeStore = Contiguous
+    """Makes the stores of the layers, see :meth:`store_for`."""
     changing: bool = False
     """Whether a change of the cache (a forward pass, a crop) has begun and not ended. It stays True after an exception
     or an interrupt, also in copies and pickles: such a cache is refused."""
@@ -50,6 +57,15 @@ class Phase:
     """Whether the change in progress has written to a layer."""
     within_step: bool = False
     """Whether the pass in progress is part of a step that :class:`~foveate.runtime.ReplayedSteps` begins and ends."""
+
+    def keep_in_host(self, offload: Offload) -> None:
+        """Have the layers keep keys and values in host memory; before the first of them has a store."""
+        self.offload, self.make_store = offload, functools.partial(HostPages, room=offload)
+
+    def store_for(self, method: Method) -> MakeStore:
+        """Makes the store of a layer with a method: a layer whose method fetches nothing reads all keys in each step,
+        which stay on the device where the others are fetched."""
+        return Contiguous if class_of(self.make_store).fetches and method.fetches is None else self.make_store
 
     def check_whole(self) -> None:
         """Raises ValueError if a change of the cache has begun and not ended, or nothing can go on from it."""

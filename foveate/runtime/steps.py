@@ -23,8 +23,8 @@ from foveate.runtime.decode import decode
 from foveate.runtime.drafts import Drafting
 from foveate.runtime.policy import SHORT_SEQUENCE, pays_from
 from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
-from foveate.state.borrowed import EngineCache
 from foveate.state.device_rows import DeviceRows
+from foveate.state.engine_blocks import engine_cache, enter
 
 
 def obstacle(method: Method, geometry: Geometry) -> str:
@@ -109,7 +109,7 @@ class EngineSteps:
         self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
         self.choosing = sum(method.role.chooses for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
-        self._stores: dict[int, EngineCache] = {}
+        self._stores: dict[int, SlotCache] = {}
         self._rows: dict[int, DeviceRows] = {}
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
@@ -283,17 +283,22 @@ class EngineSteps:
             ValueError: when pages do not divide blocks.
         """
         channels = self.methods[layer].channels(geometry)
-        store = EngineCache(geometry, memory, self.device, channels, self._counters[layer])
+        store = engine_cache(geometry, memory, self.device, channels, self._counters[layer])
         store.forward, store.ranks = self._forward, self.ranks
         self._stores[layer] = store
 
-    def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> EngineCache:
+    def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
         store = self._stores.get(layer)
-        fits = store is not None and store.block_size == k.shape[2]
-        if not fits or any(store.tensors[name].shape[0] != k.shape[0] for name in store.specs):
+        sizes = (
+            ()
+            if store is None
+            else ((x.shape[0], x.shape[2] * store.specs[name].per) for name, x in store.tensors.items())
+        )
+        if store is None or any(size != (k.shape[0], k.shape[2]) for size in sizes):
             self.allocate(layer, Geometry(heads, k.shape[1], k.shape[3], v.shape[3]), k)
-        self._stores[layer].tensors |= {"keys": k, "values": v}
-        return self._stores[layer]
+        store = self._stores[layer]
+        store.store.keys, store.store.values = k, v
+        return store
 
     def summarises(self, layer: int) -> bool:
         """Whether a layer keeps summaries, for which :meth:`allocate` made room, so that :meth:`written` is needed."""
@@ -334,7 +339,7 @@ class EngineSteps:
             rows.plan.whole = self._whole()
         method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
         store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        store.enter(rows, block_table, bound, out)
+        enter(store, rows, block_table, bound, out)
         dense = self._dense(method)
         try:
             how = {"dense": dense, "need_lse": self._audit is not None}

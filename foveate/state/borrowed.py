@@ -1,20 +1,18 @@
-"""Caches over memory that is not their own: the keys of one pass, a prompt that another cache has read, an engine's
-blocks."""
+"""Caches over contiguous memory that is not their own: the keys of one pass, a prompt that another cache has read."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from foveate.ops import KV, BlockTable, Logits
+from foveate.ops import Logits
 from foveate.state.cache import SlotCache
+from foveate.state.channels import buffer
+from foveate.state.contiguous import Contiguous
 from foveate.state.counters import Counters
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
-from foveate.state.device_rows import DeviceRows
-from foveate.state.row_numbers import DeviceState
 
 
 def cache_of(
@@ -38,7 +36,7 @@ def cache_of(
     cache.forward, cache._row = {} if forward is None else forward, row
     if logits is not None:
         cache.sink_logits, cache.softcap = logits.sinks, logits.softcap
-    cache.tensors |= {"keys": k, "values": v}
+    cache.store = Contiguous.over(cache.store.shape, k, v)
     cache.capacity = k.shape[2]
     cache._advance(k.shape[2], k.shape[2])
     return cache
@@ -62,90 +60,14 @@ def branch_of(
     """
     one = SlotCache(cache.geometry, cache.batch_size, cache.dtype, cache.device, channels, evicts, counters)
     one.rows = one.rows | {name: list(cache.rows[name]) for name in one.rows if name not in one.own_numbers}
-    one.capacity, one._borrowed = cache.capacity, True
+    one.capacity, one.store = cache.capacity, cache.store.shared()
+    one.store.bytes = one.bytes
     one.sink_logits, one.softcap, one.rotary = cache.sink_logits, cache.softcap, cache.rotary
-    shared = ("keys", "values")
-    one.tensors |= {name: cache.tensors[name] for name in shared if name in cache.tensors}
     for name, spec in one._slot_specs().items():
-        if name not in shared:
-            one.tensors[name] = one._buffer(name, spec, cache.capacity)
+        one.tensors[name] = buffer(name, spec, cache.store.shape, cache.capacity)
     for name, here in filled.items():
         one.tensors[name].copy_(cache.tensors[here])
     if evicts:
         one.tensors["positions"][:, :, : cache.used] = cache.positions
     one._count_bytes()
     return one
-
-
-class EngineCache(SlotCache):
-    """A cache over blocks that an engine owns, for decode steps alone: it never copies, grows or writes them.
-
-    Rows may share blocks. Channels are per page and beside the blocks, ``[N, Hkv, n / per, *shape]``, under the same
-    table. :meth:`enter` says which rows and blocks a step has. The caller sets ``keys`` and ``values`` of
-    :attr:`tensors`.
-
-    Args:
-        geometry, device, counters: as of :class:`SlotCache`.
-        memory: shape and dtype of the blocks, ``[N, Hkv, n, any]``.
-        channels: state per page.
-
-    Raises:
-        ValueError: when the pages of a channel do not divide a block.
-    """
-
-    fills_channels = True
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        memory: Tensor,
-        device: torch.device,
-        channels: Mapping[str, Channel] | None = None,
-        counters: Counters | None = None,
-    ):
-        super().__init__(geometry, 0, memory.dtype, device, channels, counters=counters)
-        self.block_size = memory.shape[2]
-        for name, spec in self.specs.items():
-            if not spec.per or self.block_size % spec.per:
-                raise ValueError(
-                    f"pages of {spec.per} tokens do not divide the engine's blocks of {self.block_size}: choose a "
-                    "page_size, or blocks of a size, so that they do"
-                )
-            shape = (len(memory), geometry.num_kv_heads, self.block_size // spec.per, *spec.shape)
-            with torch.inference_mode(False):
-                self.tensors[name] = torch.zeros(shape, dtype=spec.dtype or self.dtype, device=device)
-
-    def enter(self, rows: DeviceRows, block_table: Tensor, bound: int, out: Tensor | None) -> None:
-        """Take the rows of a step, which :meth:`DeviceRows.begin_of` has started.
-
-        Args:
-            block_table: int ``[B, M]``, see :class:`~foveate.ops.BlockTable`.
-            bound: no row is longer; fixes the widths of selections.
-            out: where a decode step writes its output, ``[B, Hq, 1, Dv]``; None: to new memory.
-        """
-        if self.batch_size != len(block_table):
-            self.rows = {name: [0] * len(block_table) for name in self._rows}  # the real numbers are on the device
-        self.tensors["block_table"], self.capacity = block_table, bound
-        self.out, self.device_state = out, DeviceState(rows, None)
-
-    def view(self, lengths: Tensor | None = None) -> KV:
-        """All blocks of keys and values, ``[N, Hkv, block_size, D(v)]``, with the table of the step's rows."""
-        tensors = self.tensors
-        return KV(tensors["keys"], tensors["values"], BlockTable(tensors["block_table"], self.used), lengths)
-
-    @property
-    def keys(self) -> Tensor:
-        """``[B, Hkv, used, D]``, copied."""
-        return self._in_one_piece(self.tensors["keys"])
-
-    @property
-    def values(self) -> Tensor:
-        """``[B, Hkv, used, Dv]``, copied."""
-        return self._in_one_piece(self.tensors["values"])
-
-    def _in_one_piece(self, memory: Tensor) -> Tensor:
-        table = BlockTable(self.tensors["block_table"], self.used)
-        return table.gather(table.table, memory)[0]
-
-    def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable]:
-        return self.tensors[name], BlockTable(self.tensors["block_table"], number)

@@ -9,26 +9,31 @@ stored as it would be alone. Until a method evicts, slot p holds the token at po
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foveate.ops import KV, Logits, Rotary, put_token
-from foveate.state.counters import BytesInUse, Counters, Tally, over_rows
+from foveate.ops import KV, BlockTable, Logits, Rotary
+from foveate.state import channels as channel_memory
+from foveate.state.contiguous import Contiguous
+from foveate.state.counters import BytesInUse, Counters, LayerBytes, Tally
 from foveate.state.description import Channel, Evicts, Geometry, RowNumber
 from foveate.state.device_rows import DeviceRows
 from foveate.state.eviction import Eviction, Freed
 from foveate.state.ranks import Ranks
 from foveate.state.row_numbers import DeviceState, RowNumbers
 from foveate.state.snapshots import Snapshots
-from foveate.state.storage import Storage
+from foveate.state.store import Fetched, MakeStore, Store, StoreShape, capacity_for
 
 
-class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
+class SlotCache(RowNumbers, Eviction, Snapshots):
     """Keys, values and method state of one layer for a batch of sequences.
+
+    :attr:`store` has the keys and values; the cache has the numbers of rows, channels and counters, and decides which
+    slots tokens go to.
 
     Args:
         geometry: shapes of the layer.
@@ -37,6 +42,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         channels: state that the method keeps, by name, its own row numbers included.
         evicts: when the method evicts; if ever, positions are kept for each slot.
         counters: where to count what is read; None: new ones.
+        store: makes the store of keys and values, see :class:`~foveate.state.store.Store`.
+        page_size: keys of the pages in which the method's steps read what they choose; None: they read all keys.
 
     Raises:
         ValueError: for a method that evicts in decode with channels per page.
@@ -51,6 +58,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         channels: Mapping[str, Channel | RowNumber] | None = None,
         evicts: Evicts = Evicts.NEVER,
         counters: Counters | None = None,
+        store: MakeStore = Contiguous,
+        page_size: int | None = None,
     ):
         channels = channels or {}
         self.own_numbers = tuple(name for name, spec in channels.items() if isinstance(spec, RowNumber))
@@ -61,14 +70,18 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.evicts = evicts
         self.counters = counters if counters is not None else Counters()
         self.counters.bytes_per_key = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
-        self.capacity, self.held = 0, BytesInUse()
-        self.tensors: dict[str, Tensor] = {}
+        self.capacity, self.bytes = 0, LayerBytes()
+        """Slots allocated for each row, and what the layer holds on the device."""
+        self._make_store, self._page_size = store, page_size
+        self.store = self._new_store()
+        self.counters.declare(self.store.counters)
+        self.tensors = channel_memory.per_sequence(self.specs, self.store.shape)
+        """The channels by name and, where the cache has them, ``positions``."""
         self.freed: Freed | None = None
         self.ordered = True  # tokens are stored in the order of their positions
         self.uneven = False  # KV heads of a row may hold different numbers of tokens
         self.record_past = False  # tokens may be undone: see eviction.py and snapshots.py
         self.snapshots = {}
-        self._borrowed = False  # see :func:`foveate.state.borrowed.branch_of`
         self.forward: dict[Hashable, Any] = {}  # shared by the layers of one forward pass
         self.ranks: Ranks | None = None  # with which other ranks the layer's heads are shared; None: all are here
         self.sink_logits: Tensor | None = None  # learned sinks of the query heads, [Hq]
@@ -79,12 +92,6 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         self.tally: Tally | None = None  # collects counts outside of captured steps, for benchmarks
         if self.evicts.in_decode and any(spec.per > 1 for spec in self.specs.values()):
             raise ValueError("a method that evicts in decode cannot have channels per page: a page's tokens would move")
-        for name, spec in self.specs.items():
-            if spec.per == 0:
-                with torch.inference_mode(False):
-                    self.tensors[name] = torch.full(
-                        (batch_size, *spec.shape), spec.fill, dtype=spec.dtype or dtype, device=device
-                    )
 
     # What methods read
 
@@ -107,6 +114,12 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """A view of a channel: ``[B, Hkv, used, ...]`` if it is per slot; otherwise all entries."""
         tensor = self.tensors[name]
         return tensor[:, :, : self.used] if self.specs[name].per == 1 else tensor
+
+    def entries(self, name: str, number: int) -> tuple[Tensor, BlockTable | None]:
+        """A channel's first ``number`` entries of each row, ``[B, Hkv, number, ...]``, and None; of an engine's blocks
+        the channel in all blocks, and a table of these entries."""
+        table = self.store.table(number)
+        return (self.tensors[name][:, :, :number] if table is None else self.tensors[name]), table
 
     def mean_over_ranks(self, scores: Tensor) -> Tensor:
         """Scores ``[B, 1, N]`` that are means over the heads that are here, as means over all heads of the layer."""
@@ -167,14 +180,115 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             number: a Python number for every row; or a tensor, see :meth:`Tally.add`.
         """
         step = self.device_state and self._step
-        if not isinstance(number, Tensor):
-            number = float(number * self.batch_size)
-        if (tally := self.tally if step is None else step.tally) is not None:
-            total = self.counters[name]
-            if isinstance(total, Tensor) and not total.is_inference():
-                tally.add(total, number)
-                return
-        self.counters.add(name, over_rows(number) if isinstance(number, Tensor) and number.dim() else number)
+        self.counters.count(name, number, self.batch_size, self.tally if step is None else step.tally)
+
+    # Keys and values
+
+    def view(self, lengths: Tensor | None = None) -> KV:
+        """Keys and values for the verbs of :mod:`foveate.ops`: ``[B, Hkv, used, D(v)]``, or blocks with a table.
+
+        Args:
+            lengths: see :class:`~foveate.ops.KV`.
+        """
+        return self.store.view(self.used, lengths)
+
+    @property
+    def keys(self) -> Tensor:
+        """``[B, Hkv, used, D]``; of an engine's blocks a copy."""
+        return self._in_one_piece(lambda kv: kv.k)
+
+    @property
+    def values(self) -> Tensor:
+        """``[B, Hkv, used, Dv]``; of an engine's blocks a copy."""
+        return self._in_one_piece(lambda kv: kv.v)
+
+    def _in_one_piece(self, of: Callable[[KV], Tensor]) -> Tensor:
+        kv, table = self.view(), self.store.table(self.used)
+        return of(kv) if table is None else table.gather(table.table, of(kv))[0]
+
+    def newest_page(self, lengths: Tensor) -> KV:
+        """At least the keys of the page that each row's newest token is in, see :meth:`Store.newest_page`."""
+        return self.store.newest_page(self.used, lengths)
+
+    def view_of_pages(self, pages: Tensor, held: Callable[[Any], Any]) -> tuple[KV, Tensor]:
+        """Keys for a decode step that scores only some pages, and the numbers of these pages among the keys.
+
+        Args:
+            pages: int32 ``[B, Hkv or 1, P]``, -1 for none.
+            held: gives the number of keys in these pages from a row's length, see :meth:`StepPlan.per_row`.
+        """
+        if not self.store.fetches:
+            return self.view(self.plan["lengths"]), pages
+        keys = self.store.keys_of_pages(pages.expand(-1, self.geometry.num_kv_heads, -1))
+        self._count_fetched()
+        places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
+        return KV(keys, lengths=self.plan.per_row(held)), places.where(pages >= 0, -1)
+
+    def read_slots(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots ``first .. last - 1``, ``[B, Hkv, last - first, D(v)]``; not in a captured step."""
+        return self.store.read(first, last)
+
+    def fetch_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of slots, int64 ``[B, Hkv, N]``: ``[B, Hkv, N, D(v)]``; anything for -1."""
+        found = self.store.fetch_slots(slots)
+        self._count_fetched()
+        return found
+
+    def fetch(self, chosen: Tensor, page_size: int = 0, again: bool = False) -> Fetched:
+        """What a step attends to, of a store that fetches; see :meth:`FetchingStore.fetch`."""
+        lengths = None
+        if page_size:
+            lengths = self.plan.per_row(torch.repeat_interleave, self.geometry.num_kv_heads, of="counts")
+        found = self.store.fetch(chosen, page_size, self.used, lengths, again)
+        self._count_fetched()
+        return found
+
+    def _count_fetched(self) -> None:
+        for name, number in self.store.counted():
+            self.count(name, number)
+
+    # Memory
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device of keys, values and channels."""
+        return self._channel_bytes() + self.store.resident_bytes
+
+    def _channel_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    def count_in(self, held: BytesInUse) -> None:
+        """Count what the layer holds, now and later, with the other layers of its cache; once for each cache."""
+        self.counters.held = held
+        self.bytes.count_in(held, self._channel_bytes(), self.store.resident_bytes)
+
+    def _count_bytes(self) -> None:
+        """Note what the layer holds. Copies that a layer makes while it grows or evicts are not counted."""
+        self.bytes.counters, self.counters.host_bytes = self.counters, self.store.host_bytes
+        self.bytes.note(self.store.resident_bytes, self._channel_bytes())
+
+    def reserve(self, slots: int) -> None:
+        """Grow every row to a capacity of at least this many slots; copies the tensors that grow.
+
+        Raises:
+            RuntimeError: for a single row of a batch, which shares the batch's tensors.
+        """
+        if slots <= self.capacity:
+            return
+        if self._row is not None:
+            raise RuntimeError("a row of a batch cannot grow alone: reserve room in the batch first")
+        capacity = capacity_for(slots)
+        with torch.inference_mode(False), torch.no_grad():
+            self.store.reserve(capacity)
+        channel_memory.grow(self.tensors, self._slot_specs(), self.store.shape, capacity)
+        self.capacity = capacity
+        self._count_bytes()
+
+    def _new_store(self) -> Store:
+        """An empty store."""
+        made = self._make_store(StoreShape(self.geometry, self.batch_size, self.dtype, self.device, self._page_size))
+        made.bytes = self.bytes
+        return made
 
     # Between the layers of one forward pass
 
@@ -199,7 +313,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         if len(set(rows["counts"])) > 1:
             raise ValueError("rows use different numbers of slots: append to each of them with row")
         self.reserve(first + n)
-        self._write(first, k, v)
+        self.store.write(first, k, v)
         if "positions" in self.tensors:
             start = rows["lengths"][0]
             positions = torch.arange(start, start + n, dtype=torch.int32, device=self.device)
@@ -221,7 +335,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
         counts = self._rows["counts"]
-        if self.freed is None and len(set(counts)) == 1 and len(set(self._rows["lengths"])) == 1:
+        alike = len(set(counts)) == 1 and len(set(self._rows["lengths"])) == 1
+        if alike and self.freed is None and not self.store.fetches:
             self.append(k, v)
             return
         appended = [True] * self.batch_size
@@ -230,7 +345,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             freed, appended = self.freed.slots, [not gave_up for gave_up in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
-        self._put(self.plan["counts"], freed, k, v, self.plan["lengths"].to(torch.int32))
+        self.store.prepare_steps(counts)
+        self._put(self.plan["counts"], freed, k, v, self.plan["lengths"].to(torch.int32) if self.evicts else None)
         self.freed = None
         self._advance(1, appended)
 
@@ -244,8 +360,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         if (self.device_state and self._step) is None:
             self.reserve(max(self._rows["counts"]) + 1)
             self._advance(1, 1)
-        first = self.plan.per_row(operator.sub, k.shape[2], of="counts")
-        put_token(KV(self.tensors["keys"], self.tensors["values"]), k, v, first)
+        self.store.write_step(k, v, self.plan.per_row(operator.sub, k.shape[2], of="counts"))
 
     # Captured steps
 
@@ -259,11 +374,13 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         Returns:
             The tensors whose addresses a captured step contains.
         """
-        self._start_decoding()
+        if self.evicts.in_decode:
+            self.store.own_memory()
+        self.store.prepare_steps(self.rows["counts"])
         if freed_slots is not None:
             freed_slots.copy_(self.freed.slots) if self.freed is not None else freed_slots.fill_(-1)
         self.device_state, self.freed = DeviceState(rows, freed_slots), None
-        return self._device_tensors()
+        return [*self.tensors.values(), *self.store.device_tensors()]
 
     def _sync_to_host(self) -> None:
         if self.device_state is not None and self.device_state.freed_slots is not None:
@@ -291,7 +408,7 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         one.__dict__.update(self.__dict__)
         one.rows = {name: [numbers[b]] for name, numbers in self.rows.items()}
         one.tensors = {name: x[b : b + 1] for name, x in self.tensors.items()}
-        one.snapshots = {}
+        one.store, one.snapshots = self.store.of_row(b, self.used), {}
         one._row = b
         return one
 
@@ -299,6 +416,10 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """Replace the batch by its rows ``index``, int64 ``[B']`` (beam search, repeats, selection)."""
         with torch.inference_mode(False), torch.no_grad():
             index = index.clone()
+            if self.store.take_rows(index):
+                self.snapshots = {}
+                return
+            self.store.shape = self.store.shape._replace(batch_size=len(index))
             self.tensors = {name: x.index_select(0, index) for name, x in self.tensors.items()}
         per_row = [*self.rows.values(), *([self.freed.rows] if self.freed is not None else [])]
         alike = all(len(set(numbers)) == 1 for numbers in per_row)
@@ -312,23 +433,18 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
     # Inside
 
     def _slot_specs(self) -> dict[str, Channel]:
-        """Tensors with an entry per slot or page, keys and values included."""
-        specs = {
-            "keys": Channel((self.geometry.head_dim,), dtype=None),
-            "values": Channel((self.geometry.value_dim,), dtype=None),
-        }
-        if self.evicts:
-            specs["positions"] = Channel(dtype=torch.int32)
+        """Tensors with an entry per slot or page, beside keys and values."""
+        specs = {"positions": channel_memory.POSITIONS} if self.evicts else {}
         return specs | {name: spec for name, spec in self.specs.items() if spec.per > 0}
 
     def _put(
         self, slots: Tensor, freed: Tensor | None, k: Tensor, v: Tensor, newest: Tensor | None, take: bool = False
     ) -> None:
-        """Write one token of each row, see :func:`foveate.ops.put_token`, and zero the slot's channels."""
+        """Write one token of each row, see :meth:`Store.write_step`, and zero the slot's channels."""
         own = {"positions": self.tensors["positions"], "newest": newest} if "positions" in self.tensors else {}
         emptied = [name for name, spec in self.specs.items() if spec.per == 1 and not spec.recomputed]
         first = next((name for name in emptied if not self.specs[name].shape), None)  # zeroed by the same launch
         own["emptied"] = None if first is None else self.tensors[first]
         own |= {"freed": freed, "take": take}
-        slot = put_token(KV(self.tensors["keys"], self.tensors["values"]), k, v, slots, **own)
-        self._clear_channels(slot, done=first)
+        slot = self.store.write_step(k, v, slots, **own)
+        channel_memory.clear((self.tensors[name] for name in emptied if name != first), slot)

@@ -104,6 +104,21 @@ class Counters:
         else:
             there[name] = counted + number
 
+    def count(self, name: str, number: float | Tensor, rows: int, tally: Tally | None) -> None:
+        """Add to the counter of this name, at once or, if it is on the device, by the tally of a captured step.
+
+        Args:
+            number: a Python number for each of ``rows`` rows; or a tensor, see :meth:`Tally.add`.
+        """
+        if not isinstance(number, Tensor):
+            number = float(number * rows)
+        if tally is not None:
+            total = self[name]
+            if isinstance(total, Tensor) and not total.is_inference():
+                tally.add(total, number)
+                return
+        self.add(name, over_rows(number) if isinstance(number, Tensor) and number.dim() else number)
+
     def count_step(self, rows: int, available: float) -> None:
         """Count a decode step of ``rows`` rows, in which dense attention would read ``available`` keys in all."""
         self.decode_steps += 1
@@ -129,6 +144,33 @@ class Counters:
 
     def __deepcopy__(self, memo):  # copies of a cache count into the same counters
         return self
+
+
+class LayerBytes:
+    """The bytes that one layer holds on the device: its cache's channels, and the keys and values of its store.
+
+    They are counted by the layer's counters, and together with those of the other layers.
+    """
+
+    def __init__(self):
+        self.held = BytesInUse()
+        """What all layers of the cache hold."""
+        self.counters: Counters | None = None
+        """Of the layer; None before anything was counted."""
+        self.channels, self.store = 0, 0
+
+    def count_in(self, held: BytesInUse, channels: int, store: int) -> None:
+        """Count what the layer holds, now and later, with the layers that share ``held``."""
+        self.held, self.channels, self.store = held, channels, store
+        held.change(channels + store)
+
+    def note(self, store: int, channels: int | None = None) -> None:
+        """Note the bytes of the store and of the channels now; None: of the channels as they were."""
+        channels = self.channels if channels is None else channels
+        self.held.change(channels + store - self.channels - self.store)
+        self.channels, self.store = channels, store
+        if self.counters is not None:
+            self.counters.resident_bytes, self.counters.held = channels + store, self.held
 
 
 class Tally:

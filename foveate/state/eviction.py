@@ -55,7 +55,7 @@ class Eviction:
         rows = list(rows)
         if not any(rows):
             return
-        self._own_memory()
+        self.store.own_memory()
         some = None if all(rows) else self.plan.constant(map(int, rows)) != 0
         slots = give_up(self.positions, rows=some, **by)
         self.rows["live"] = [live - evicted for live, evicted in zip(self.rows["live"], rows)]
@@ -82,7 +82,7 @@ class Eviction:
         ]
         if not any(map(any, heads if self.record_past else reuses)):
             return
-        self._own_memory()
+        self.store.own_memory()
         some = self.plan.constant(int(evicts) for row in heads for evicts in row).view(len(heads), -1) != 0
         positions = self.positions
         empty = (positions < 0) & first_keys(self.plan["counts"][:, None], self.used)
@@ -141,9 +141,9 @@ class Eviction:
         for name in self._slot_specs():
             self.tensors.pop(name, None)
         self.rows["counts"], self.rows["live"] = list(kept), list(kept)
-        self.freed, self.ordered = None, True
+        self.freed, self.ordered, self.store = None, True, self._new_store()
         self.reserve(max(1, *kept))
-        self._write(0, k, v)
+        self.store.write(0, k, v)
         for name, tensor in packed.items():
             self.tensors[name][:, :, : tensor.shape[2]] = tensor
 

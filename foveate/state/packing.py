@@ -16,9 +16,9 @@ FACTS = ("rows", "freed", "ordered", "uneven")
 """What :func:`pack` says besides tensors."""
 
 
-def contents(store: SlotCache) -> tuple[Tensor, Tensor]:
+def contents(cache: SlotCache) -> tuple[Tensor, Tensor]:
     """Keys and values of all slots in use, ``[B, Hkv, used, D(v)]``; of a cache in host memory, copies there."""
-    return store.copied_to_host() if store.offloaded else (store.keys, store.values)
+    return cache.store.contents(cache.used)
 
 
 def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -53,7 +53,7 @@ def unpack(
         geometry: of the model's layer.
         device: of the cache; keys and values may be elsewhere.
         empty: makes an empty cache of these shapes, of so many rows, of this type and there, for the method that the
-            content is of; its storage need not be that of the packed cache.
+            content is of; its store need not be that of the packed cache.
 
     Raises:
         ValueError: for a tensor or fact that is missing, too many, or cannot be; the message begins with its name.
@@ -66,7 +66,7 @@ def unpack(
     store.rows = {name: list(facts["rows"][name]) for name in store.rows}
     store.ordered, store.uneven = facts["ordered"], facts["uneven"]
     store.reserve(k.shape[2])
-    store._fill(k, v)
+    store.store.fill(k, v)
     per_slot = {name: spec.per for name, spec in store.specs.items()} | ({"positions": 1} if evicts else {})
     freed = [] if facts["freed"] is None else ["freed"]
     _same_names(tensors, ("keys", "values", *per_slot, *freed))

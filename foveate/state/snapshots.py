@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from foveate.state.channels import POSITIONS
 from foveate.state.description import Channel
 from foveate.state.device_rows import before
 
@@ -28,7 +28,7 @@ class _Snapshot(NamedTuple):
     """The cache's attributes :data:`_MEMORY` from before its tokens were packed; None: as they are."""
 
 
-_MEMORY = ("tensors", "capacity", "_borrowed")
+_MEMORY = ("tensors", "capacity", "store")
 
 
 class Snapshots:
@@ -76,6 +76,7 @@ class Snapshots:
             self._count_bytes()
         self.ordered, self.uneven, self.freed = saved.ordered, saved.uneven, None
         self.rows = {name: list(numbers) for name, numbers in saved.rows.items()}
+        self.store.tokens_removed(self.used)
         for name, tensor in saved.tensors.items():
             if self._snapshot_specs()[name].per:  # the cache may have more slots or pages now
                 self.tensors[name][:, :, : tensor.shape[2]] = tensor
@@ -90,10 +91,11 @@ class Snapshots:
         depend on them."""
         removed = [tokens] * len(self.lengths) if isinstance(tokens, int) else tokens
         self.rows = before(self.rows, removed)
+        self.store.tokens_removed(self.used)
         self.rows["prompt"] = list(map(min, self.rows["prompt"], self.lengths))
         self.rows["observed"] = [max(number - count, 0) for number, count in zip(self.rows["observed"], removed)]
 
     def _snapshot_specs(self) -> dict[str, Channel]:
         """The channels that a later token may change, and the positions of a method that evicts."""
         specs = {name: spec for name, spec in self.specs.items() if not spec.recomputed}
-        return specs | ({"positions": Channel(dtype=torch.int32)} if self.evicts else {})
+        return specs | ({"positions": POSITIONS} if self.evicts else {})

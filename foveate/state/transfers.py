@@ -14,7 +14,7 @@ from foveate.state.host_memory import HostMemory
 
 
 class Reader(Protocol):
-    """A layer whose keys are in host memory."""
+    """The keys of a layer in host memory."""
 
     host: HostMemory
     order: int

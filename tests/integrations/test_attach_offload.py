@@ -15,8 +15,8 @@ from foveate.integrations.transformers import offloading
 from foveate.integrations.transformers.layers import CacheLayer
 from foveate.lab.recorded import record
 from foveate.runtime import offload, replay
-from foveate.state import host_memory, offloaded
-from foveate.state.offloaded import OffloadedCache
+from foveate.state import host_memory, host_pages
+from foveate.state.host_pages import HostPages
 from foveate.state.transfers import Transfers
 from tests.combinations import in_turn
 from tests.families import RECURRENT, family
@@ -75,9 +75,9 @@ def test_host_memory_gives_the_same_tokens_and_logits(spec, mode, budget, family
             found.append(run(model, mode))
             kept, stats = stores(found[-1]), foveate.stats(model)
             if how:
-                assert {type(store) for store in kept} == {OffloadedCache}
-                assert all(len(store.host.pages.keys) > 1 for store in kept)
-                assert stats.host_bytes == sum(store.host.nbytes for store in kept)
+                assert {type(store.store) for store in kept} == {HostPages}
+                assert all(len(store.store.host.pages.keys) > 1 for store in kept)
+                assert stats.host_bytes == sum(store.store.host.nbytes for store in kept)
                 share = stats.summary()["pages_hot_share"]
                 assert share == 0 if mode == "beams" else 0 < share < 1  # rows of beams change places at every step
                 assert "in host memory" in str(stats)
@@ -117,7 +117,7 @@ def test_layers_that_read_what_others_chose(spec):
     for how in ({}, {"offload": True, "gpu_budget": 1.0}):
         with foveate.attached(model, spec, **how):
             found.append(run(model))
-            kinds = [isinstance(store, OffloadedCache) for store in stores(found[-1])]
+            kinds = [isinstance(store.store, HostPages) for store in stores(found[-1])]
     equal(found[1], found[0])
     assert kinds == [not spec.startswith("kascade") or "first_layer" in spec, *[True] * (len(kinds) - 1)]
 
@@ -193,7 +193,7 @@ def test_a_turn_takes_the_place_of_hot_pages(copied):
     def opens(transfers, reader, slots):
         found = real(transfers, reader, slots)
         kept = [layer.store for layer in cache.layers]
-        assert all(store._decoding is None for store in kept)
+        assert all(store.store._decoding is None for store in kept)
         buffers = sum(one.nbytes for one in transfers._buffers)
         assert len(transfers._buffers) <= 2
         most.append(buffers + sum(store.resident_bytes for store in kept))
@@ -372,7 +372,7 @@ def test_an_interrupted_fetch_leaves_no_wrong_token(where, monkeypatch):
     with foveate.attached(model, spec):
         expected = turn(model, foveate.Cache(model), repetitive(61))
     foveate.attach(model, spec, offload=True)
-    cache, real, calls = foveate.Cache(model), getattr(offloaded, where), []
+    cache, real, calls = foveate.Cache(model), getattr(host_pages, where), []
 
     def stops(*given):
         calls.append(1)
@@ -380,7 +380,7 @@ def test_an_interrupted_fetch_leaves_no_wrong_token(where, monkeypatch):
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(offloaded, where, stops)
+    monkeypatch.setattr(host_pages, where, stops)
     with pytest.raises(KeyboardInterrupt):
         turn(model, cache, repetitive(61))
     monkeypatch.undo()
@@ -394,7 +394,9 @@ def test_host_memory_goes_with_its_cache_and_with_the_method():
     foveate.attach(model, SPECS["pages"], offload=True)
     caches = [returned_cache(turn(model, foveate.Cache(model), repetitive(61))) for _ in range(2)]
     caches.append(copy.deepcopy(caches[1]))
-    segments = [weakref.ref(one) for cache in caches for layer in cache.layers for one in layer.store.host._segments]
+    segments = [
+        weakref.ref(one) for cache in caches for layer in cache.layers for one in layer.store.store.host._segments
+    ]
     first = len(segments) // 3
     del caches[0]  # nothing refers to itself: no collection is needed
     assert [one() for one in segments[:first]] == [None] * first

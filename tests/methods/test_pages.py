@@ -131,7 +131,7 @@ def test_rows_of_several_lengths_count_what_they_read(monkeypatch):
     method.summaries.write(cache, 0, 54 // 4)
     for name in ("lengths", "counts", "live"):
         cache.rows[name] = list(lengths)
-    cache.tensors["keys"][2, :, 3:] = float("nan")
+    cache.store.keys[2, :, 3:] = float("nan")
     q = torch.randn(4, HEADS, 1, DIM, generator=generator)
     assert decode(method, cache, q, SCALING)[0].out.isfinite().all()
     counters = cache.counters

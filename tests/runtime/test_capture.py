@@ -55,11 +55,11 @@ def test_row_numbers_that_maintenance_changes_are_changed_at_its_end():
 def test_steps_that_free_slots_get_memory_for_them_and_keys_of_their_own():
     read = filled()
     branch = branch_of(read, {}, Evicts.IN_DECODE, Counters(), {})
-    assert branch.tensors["keys"] is read.tensors["keys"]
+    assert branch.store.keys is read.store.keys
     capture.move_to_device([branch])
     assert branch.device_state.freed_slots.tolist() == [[-1, -1]] * 2
-    assert branch.tensors["keys"] is not read.tensors["keys"]
-    assert torch.equal(branch.tensors["keys"], read.tensors["keys"])
+    assert branch.store.keys is not read.store.keys
+    assert torch.equal(branch.store.keys, read.store.keys)
     assert capture.freed_slots(read) is None
 
 

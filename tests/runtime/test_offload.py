@@ -13,7 +13,7 @@ from foveate.runtime import offload, replay
 from foveate.runtime.offload import LayerShape, Offload
 from foveate.state import Geometry, host_memory
 from foveate.state.packing import contents
-from foveate.state.storage import capacity_for
+from foveate.state.store import capacity_for
 from tests.recorded import Replayed
 
 FETCHING = [(name, method) for name, method in VARIANTS if method.fetches]
@@ -35,7 +35,7 @@ def drivers(method, budget=FEW):
     found = Driver(method), Driver(method)
     shape = LayerShape(method, GEOMETRY, torch.float32)
     needed = max(shape.least(slots) / -(-slots // method.fetches.page_size) for slots in range(PROMPT, 2 * PROMPT))
-    found[1].layer.phase.offload = Offload(max(budget, needed), {0: shape}, torch.device("cpu"))
+    found[1].layer.phase.keep_in_host(Offload(max(budget, needed), {0: shape}, torch.device("cpu")))
     return found
 
 
@@ -80,7 +80,7 @@ def test_host_memory_gives_the_same_to_the_last_bit(method, budget):
     for found, expected in zip(*outs, strict=True):
         assert torch.equal(found, expected)
     same_state(*(driver.store for driver in both))
-    check_table(both[1].store._decoding.hot)
+    check_table(both[1].store.store._decoding.hot)
     for x in contents(both[1].store):  # what no token has is as in a cache on the device
         assert all((x[row, :, count:] == 0).all() for row, count in enumerate(both[1].store.rows["counts"]))
     counted = [driver.layer.counters for driver in both]
@@ -148,9 +148,9 @@ def test_rows_that_stay_keep_their_hot_pages(method):
     for driver in both:
         driver.feed(tokens[:PROMPT])
         driver.feed_steps(tokens[PROMPT : PROMPT + 9])
-        hot = getattr(driver.store, "_decoding", None)
+        hot = getattr(driver.store.store, "_decoding", None)
         driver.layer.reorder_cache(torch.tensor([0, 1]))
-        assert getattr(driver.store, "_decoding", None) is hot
+        assert getattr(driver.store.store, "_decoding", None) is hot
         outs.append(driver.feed_steps(tokens[PROMPT + 9 :]))
     assert hot is not None
     assert torch.equal(*outs)
@@ -204,7 +204,7 @@ def tokens_that_fit(spec, free, offloaded):
 
 
 def test_the_guide_says_how_many_tokens_fit(monkeypatch):
-    monkeypatch.setattr("foveate.state.storage.ALIGN", 64)
+    monkeypatch.setattr("foveate.state.store.ALIGN", 64)
     guide = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text(encoding="utf-8")
     for gigabytes, weights in ((8, "5.5 (4 bits)"), (16, "5.5 (4 bits)"), (24, "16.1"), (48, "16.1"), (80, "16.1")):
         free = 1e9 * (gigabytes * (1 - offload.MARGIN) - float(weights.split()[0]))

@@ -10,6 +10,7 @@ from foveate.methods._common import occupied
 from foveate.methods.shared_prompt import _part
 from foveate.state import Channel, Counters, Evicts, Geometry, RowNumber, SlotCache
 from foveate.state.borrowed import branch_of, cache_of
+from foveate.state.contiguous import Contiguous
 from foveate.state.counters import BytesInUse, Tally
 from foveate.state.device_rows import DeviceRows
 
@@ -87,8 +88,8 @@ def test_tokens_are_packed_and_read_without_a_copy():
     assert cache.used == 8
     assert cache.plan.alike
     assert occupied(cache) is None
-    assert cache.keys.data_ptr() == cache.tensors["keys"].data_ptr()
-    assert cache.values.data_ptr() == cache.tensors["values"].data_ptr()
+    assert cache.keys.data_ptr() == cache.store.keys.data_ptr()
+    assert cache.values.data_ptr() == cache.store.values.data_ptr()
 
 
 @pytest.mark.parametrize("evicts", [*Evicts])
@@ -124,30 +125,30 @@ def test_growth_is_geometric():
 
 def test_growth_that_fails_halfway_may_be_followed_by_less(monkeypatch):
     cache = filled(60, channels=MASS)
-    buffer = SlotCache._buffer
+    buffer = Contiguous._buffer
 
-    def short(self, name, *args):
-        if name == "values":
+    def short(self, dim, slots):
+        if dim == GEOMETRY.value_dim:
             raise torch.OutOfMemoryError
-        return buffer(self, name, *args)
+        return buffer(self, dim, slots)
 
     with monkeypatch.context() as stop:
-        stop.setattr(SlotCache, "_buffer", short)
+        stop.setattr(Contiguous, "_buffer", short)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reserve(1000)
     cache.reserve(cache.capacity + 1)
     append(cache, 100)
     assert cache.lengths == [160, 160]
-    assert all(cache.tensors[name].shape[2] == cache.capacity for name in ("keys", "values", "mass"))
+    assert all(x.shape[2] == cache.capacity for x in (cache.store.keys, cache.store.values, cache.tensors["mass"]))
     assert held(cache, 0) == list(range(160))
 
 
 def test_reserve_never_shrinks():
     cache = filled(5)
     cache.reserve(300)
-    keys = cache.tensors["keys"]
+    keys = cache.store.keys
     cache.reserve(10)
-    assert cache.tensors["keys"] is keys
+    assert cache.store.keys is keys
 
 
 def test_rows_of_different_lengths():
@@ -345,9 +346,9 @@ def test_compact_leaves_slots_in_the_order_of_their_positions(last_evicts):
 
 def test_compact_of_a_cache_that_never_evicts_does_nothing():
     cache = ragged([3, 6])
-    keys = cache.tensors["keys"]
+    keys = cache.store.keys
     cache.compact()
-    assert cache.tensors["keys"] is keys
+    assert cache.store.keys is keys
 
 
 # Rows

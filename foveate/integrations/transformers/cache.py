@@ -81,7 +81,8 @@ class Cache(transformers.Cache):
         self.steps: ReplayedSteps | None = None
         if attachment.offload:
             methods = {index: one.method for index, one in enumerate(self.layers) if isinstance(one, CacheLayer)}
-            self.phase.offload = offloading.share(model, attachment.gpu_budget, attachment.geometries, methods)
+            shared = offloading.share(model, attachment.gpu_budget, attachment.geometries, methods)
+            self.phase.keep_in_host(shared)
             _IN_HOST.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
@@ -340,7 +341,7 @@ class Cache(transformers.Cache):
     @property
     def host_bytes(self) -> int:
         """Bytes of keys and values in host memory."""
-        return sum(store.host.nbytes for store in self._stores if store.offloaded)
+        return sum(store.store.host_bytes for store in self._stores)
 
     @property
     def _stores(self) -> list[SlotCache]:

@@ -29,7 +29,7 @@ from foveate.runtime import check_dense_below, drafts
 from foveate.runtime.drafts import LONGEST
 from foveate.runtime.steps import obstacle
 from foveate.state import Counters, Geometry
-from foveate.state.borrowed import EngineCache
+from foveate.state.engine_blocks import engine_cache
 
 HOW = (
     'name a method with --additional-config \'{"foveate": "kascade:..."}\' or FOVEATE_METHOD, '
@@ -387,7 +387,7 @@ def check_summaries(asked: Asked, methods: Iterable[Method], geometry: Geometry)
         _refuse(refused, f"{summarising[0].name} with ")
     memory = torch.empty(1, 1, asked.block_size or 0, geometry.head_dim, device="meta")
     for channels in (method.channels(geometry) for method in summarising if asked.block_size):
-        EngineCache(geometry, memory, memory.device, channels, Counters())
+        engine_cache(geometry, memory, memory.device, channels, Counters())
 
 
 def _refuse(refused: Mapping[str, bool], where: str = "") -> None:

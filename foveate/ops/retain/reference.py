@@ -156,11 +156,8 @@ def put_token(
     keys, values, block_table = kv.k, kv.v, kv.block_table
     if k.shape[2] > 1 and not (freed is positions is emptied is None):
         raise ValueError(f"{k.shape[2]} tokens of a row go to its next slots, with nothing beside keys and values")
-    slot = slots[:, None].expand(-1, keys.shape[1])
-    if freed is not None:
-        slot = torch.where(freed >= 0, freed, slot)
-        if take:
-            freed.fill_(-1)
+    beside = {"freed": freed, "take": take, "positions": positions, "newest": newest, "emptied": emptied}
+    slot = place_token(slots, keys.shape[1], **beside)
     if block_table is not None:
         block_table.check_rows(k)
         head = torch.arange(keys.shape[1], device=keys.device)
@@ -171,8 +168,30 @@ def put_token(
         index = (slot[..., None] + torch.arange(k.shape[2], device=keys.device))[..., None]
         for memory, x in ((keys, k), (values, v)):
             memory.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), x)
+    return slot
+
+
+def place_token(
+    slots: Tensor,
+    num_kv_heads: int,
+    *,
+    freed: Tensor | None = None,
+    take: bool = False,
+    positions: Tensor | None = None,
+    newest: Tensor | None = None,
+    emptied: Tensor | None = None,
+) -> Tensor:
+    """All that :func:`put_token` does but writing keys and values: int64 ``[B, Hkv]``, the slots where these go.
+
+    Arguments as of :func:`put_token`.
+    """
+    slot = slots[:, None].expand(-1, num_kv_heads)
+    if freed is not None:
+        slot = torch.where(freed >= 0, freed, slot)
+        if take:
+            freed.fill_(-1)
     if positions is not None:
-        positions.scatter_(2, slot[..., None], newest[:, None, None].expand(-1, keys.shape[1], 1))
+        positions.scatter_(2, slot[..., None], newest[:, None, None].expand(-1, num_kv_heads, 1))
     if emptied is not None:
         emptied.scatter_(2, slot[..., None], 0)
     return slot

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from matrix import HEADS, KV_HEADS, VARIANTS, Driver, Tokens
+from matrix import HEADS, KV_HEADS, VARIANTS, Driver, Tokens, memory
 from test_luka import any_settings, few_of
 
 from foveate import methods
@@ -31,7 +31,7 @@ def read_cover(driver, token):
         entries[pages.channel("v", level)] = pages.count(level, max(store.rows["pages"]))
     labels = torch.eye(WIDTH)
     for name, label in zip(entries, labels[: sum(entries.values())].split(list(entries.values()))):
-        store.tensors[name][:, :, : len(label)] = label
+        memory(store, name)[:, :, : len(label)] = label
     own = labels[slots][:, None, None].expand(-1, KV_HEADS, -1, -1)
     out = probe.feed(Tokens(token.q, token.k, own))[:, :, 0]
     raw, *levels, unlabelled = out.split([*entries.values(), WIDTH - sum(entries.values())], -1)

@@ -1,10 +1,12 @@
 """What a cache in host memory has on the device in decode steps is what was written, whatever came before."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from foveate.state import Geometry
-from foveate.state.offloaded import OffloadedCache
+from foveate.state import Geometry, SlotCache
+from foveate.state.host_pages import HostPages
 from foveate.state.transfers import Transfers
 
 GEOMETRY, CPU = Geometry(4, 2, 8, 6), torch.device("cpu")
@@ -24,7 +26,9 @@ class Followed:
     """A cache of rows of several lengths, and what was written to each."""
 
     def __init__(self, lengths, page_size, seed=0):
-        self.store = OffloadedCache(GEOMETRY, len(lengths), torch.float32, CPU, None, None, page_size, Room())
+        self.store = SlotCache(
+            GEOMETRY, len(lengths), torch.float32, CPU, store=partial(HostPages, room=Room()), page_size=page_size
+        )
         self.generator, self.rows = torch.Generator().manual_seed(seed), []
         self.store.reserve(max(lengths))
         for row, length in enumerate(lengths):
@@ -45,7 +49,7 @@ class Followed:
         self.store.truncate(tokens)
 
     def check(self):
-        size, newest = self.store.page_size, self.store.newest_page(self.store.plan["counts"])
+        size, newest = self.store.store.page_size, self.store.newest_page(self.store.plan["counts"])
         slots = torch.arange(self.store.used).expand(len(self.rows), 2, -1)
         ends = torch.tensor([row[0].shape[1] for row in self.rows])
         fetched = self.store.fetch_slots(slots.masked_fill(slots >= ends[:, None, None], -1))
@@ -90,7 +94,7 @@ def test_slots_are_read_where_they_are(lengths, monkeypatch):
                 assert torch.equal(among[row, :, :2], x[:, [1, 0]])
 
     with monkeypatch.context() as reading:
-        reading.setattr(store.host, "read", lambda *_: pytest.fail("a prompt's keys are on the device"))
+        reading.setattr(store.store.host, "read", lambda *_: pytest.fail("a prompt's keys are on the device"))
         check()
     followed.step()
     check()

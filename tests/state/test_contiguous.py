@@ -57,7 +57,7 @@ def test_branches(evicts):
     store.append(k, v)
     branch = branch_of(store, {}, evicts, copy.deepcopy(store.counters), {})
     assert_holds(branch, k, v)
-    assert branch.tensors["keys"] is store.tensors["keys"]
+    assert branch.store.keys is store.store.keys
     branch.take_rows(torch.tensor([2, 2, 1]))
     branch.append(*more)
     assert torch.equal(branch.keys, torch.cat([k[[2, 2, 1]], more[0]], 2))
