@@ -41,6 +41,7 @@ from foveate.methods.pages import Pages
 from foveate.ops.attend import prompt_path
 from foveate.runtime import Policy, check_dense_below, handover
 from foveate.runtime.drafts import DraftUse
+from foveate.state.store import MakeStore
 
 
 def attach(
@@ -51,6 +52,7 @@ def attach(
     dense_below: int | str = "auto",
     offload: bool = False,
     gpu_budget: str | int | float | None = None,
+    store: MakeStore | None = None,
     lossless: bool | int = False,
     **settings: Any,
 ) -> Attachment | csa.SparseAttachment:
@@ -76,6 +78,9 @@ def attach(
             tokens (``pages``, ``luka``, ``kascade_pages``); :func:`stats` tells what is fetched.
         gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
             the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
+        store: a class derived from :class:`foveate.state.Store`, or a :func:`functools.partial` of one, whose objects
+            keep the keys and values of the layers (docs/guide/stores.md); None: they are on the device, or, with
+            ``offload``, in host memory.
         lossless: `generate` writes what dense attention writes (docs/guide/lossless.md): the method drafts tokens, and
             dense passes verify them. True: drafts as long as pays, by time; or their length, 1 to 16.
         settings: the method's settings, e.g. ``top_k=0.1``.
@@ -83,18 +88,19 @@ def attach(
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
             ``cuda_graph=True`` where it is not possible, ``dense_below`` of a model with sparse attention of its own,
-            or ``offload`` of a method that reads every key or a model on several devices; the model is left as it was.
+            ``offload`` of a method that reads every key or a model on several devices, or a store that lacks methods or
+            cannot serve the method; the model is left as it was.
         ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
     check_dense_below(dense_below)
-    budget = offloading.check(offload, gpu_budget, dense_below)
+    budget, fetching = offloading.check(offload, gpu_budget, store, dense_below), offloading.fetching(offload, store)
     if method is None and settings:
         raise ValueError(f"settings need a method: {', '.join(settings)}")
     chosen, decoder = make("auto" if method is None else method, **settings), decoder_of(model)
     if isinstance(chosen, Auto) and csa.has_own(model, decoder):
-        if offload or lossless:
-            given = "offload=True" if offload else f"lossless={lossless}"
+        if offload or lossless or store is not None:
+            given = "offload=True" if offload else f"lossless={lossless}" if lossless else "store"
             raise ValueError(f"{given} needs a method: a model's own sparse attention stays as it is")
         if cuda_graph is True:
             raise ValueError("cuda_graph=True needs a method: sparse attention of the model's own is not captured")
@@ -112,8 +118,9 @@ def attach(
     releases.check(model, decoder)
     unknown = {"weights": [None] * len(modules)}  # with an adapter, the model is another than the one that is known
     facts, why = lambda: unknown if adapted(model) else model_facts(config, modules), ""
-    if isinstance(chosen, Auto) and offload:
-        chosen, why = Pages(), "pages, because keys and values are in host memory"
+    if isinstance(chosen, Auto) and fetching:
+        where = "in host memory" if offload else "fetched from their store"
+        chosen, why = Pages(), f"pages, because keys and values are {where}"
     elif isinstance(chosen, Auto):
         chosen, why = chosen.chosen_for(facts())
     else:
@@ -125,18 +132,19 @@ def attach(
             chosen.for_layer(index, config.num_hidden_layers, sorted(modules)),
             uid,
             forward=forward,
-            dense_below=0 if offload else dense_below,
+            dense_below=0 if fetching else dense_below,
         )
         for index in modules
     }
     if offload:
         offloading.check_model(model)
-        offloading.check_methods({index: policy.method for index, policy in policies.items()})
+    if fetching:
+        offloading.check_methods({index: policy.method for index, policy in policies.items()}, fetching)
     layers = [policy.method for policy in policies.values()]
     check_artefacts(layers, lambda: model_facts(config, modules) | {"rope": rotary_facts(config)})
-    attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs)
+    attachment = Attachment(chosen, config, policies, unchanged, uid, forward, graphs=graphs, store=store)
     own = {index: policy.method for index, policy in policies.items()}
-    attachment.lossless = Lossless.of(lossless, own, offload)
+    attachment.lossless = Lossless.of(lossless, own, fetching)
     if attachment.lossless is not None:
         keeps = any("rope_deltas" in module.__dict__ for module in model.modules())
         attachment.lossless.check_model(config, unchanged, keeps)

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from foveate.integrations.transformers import attention
+from foveate.integrations.transformers import attention, offloading
 from foveate.integrations.transformers.configurations import Configurations
 from foveate.integrations.transformers.facts import geometry_of, kv_heads, model_shape
 from foveate.integrations.transformers.graphs import Graphs
@@ -20,6 +20,7 @@ from foveate.methods import Method, sparse_prompt
 from foveate.methods.base import NEVER_FASTER
 from foveate.runtime import SHORT_SEQUENCE, Policy, dense_until
 from foveate.state import Geometry
+from foveate.state.store import MakeStore, class_of
 
 
 @dataclass(repr=False)
@@ -46,6 +47,8 @@ class Attachment:
     _cache: Any = None
     """Finds the anchors of a method that has to be calibrated on its first prompt."""
     graphs: Graphs = field(default_factory=lambda: Graphs("auto"))
+    store: MakeStore | None = None
+    """Makes the stores of the layers; None: keys and values are on the device or, with :attr:`offload`, on the host."""
     offload: bool = False
     """Whether keys and values are kept in host memory."""
     gpu_budget: int | float | None = None
@@ -62,6 +65,11 @@ class Attachment:
 
     def __repr__(self) -> str:
         return f"Attachment({self.chosen or self.method.spec})"
+
+    @property
+    def fetches(self) -> bool:
+        """Whether decode steps fetch the keys that they read."""
+        return bool(offloading.fetching(self.offload, self.store))
 
     @property
     def sparse_prompt(self) -> bool:
@@ -117,7 +125,10 @@ class Attachment:
     def replay_obstacle(self, model: nn.Module) -> str:
         """Why decode steps of the model are never replayed; empty when they are."""
         methods = (policy.method for policy in self.policies.values())
-        return self.graphs.obstacle(model, self.config, methods, self.unchanged)
+        reason = self.graphs.obstacle(model, self.config, methods, self.unchanged)
+        if not reason and self.store is not None and not class_of(self.store).can_be_captured:
+            return f"the class {class_of(self.store).__name__} does not declare can_be_captured"
+        return reason
 
     def offsets(self) -> list[Tensor | None]:
         """What each of :attr:`keepers` keeps of the sequence that it has read."""

@@ -32,6 +32,8 @@ from foveate.ops._math import on_host
 from foveate.ops.checks import check_number
 from foveate.runtime import Phase, ReplayedSteps, returned
 from foveate.state import BytesInUse, SlotCache
+from foveate.state.contiguous import Contiguous
+from foveate.state.store import class_of
 
 _IN_HOST: weakref.WeakSet[Cache] = weakref.WeakSet()
 """Caches whose keys and values are in host memory."""
@@ -83,6 +85,8 @@ class Cache(transformers.Cache):
             methods = {index: one.method for index, one in enumerate(self.layers) if isinstance(one, CacheLayer)}
             shared = offloading.share(model, attachment.gpu_budget, attachment.geometries, methods)
             self.phase.keep_in_host(shared)
+        elif attachment.store is not None:
+            self.phase.make_store = attachment.store
             _IN_HOST.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
@@ -191,8 +195,11 @@ class Cache(transformers.Cache):
         if not self.get_seq_length() or self.get_seq_length() != self.phase.prompt_end:
             raise ValueError("the prompt is not complete: branches begin at its end")
         cache = Cache(model)
-        if cache.phase.offload is not None:
-            raise ValueError("offload=True: a branch keeps its keys and values on the device; attach without offload")
+        if cache.phase.make_store is not Contiguous:
+            offloaded = cache.phase.offload is not None
+            option = "offload=True" if offloaded else f"store={class_of(cache.phase.make_store).__name__}"
+            without = option.partition("=")[0]
+            raise ValueError(f"{option}: a branch keeps its keys and values on the device; attach without {without}")
         cache.phase.prompt_end, cache.phase.prompt_end_known = self.phase.prompt_end, self.phase.prompt_end_known
         cache.ids, cache.offsets, held = copy.deepcopy(self.ids), self.offsets, []
         cache.rotated = self.rotated

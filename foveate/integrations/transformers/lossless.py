@@ -71,8 +71,11 @@ class Lossless:
         return self.__dict__ | {"use": DraftUse()}
 
     @classmethod
-    def of(cls, asked: bool | int, methods: Mapping[int, Method], offload: bool) -> Lossless | None:
+    def of(cls, asked: bool | int, methods: Mapping[int, Method], fetching: str) -> Lossless | None:
         """What the argument ``lossless`` of :func:`~foveate.attach` asks for; None: nothing.
+
+        Args:
+            fetching: the option by which steps fetch the keys that they read; empty: they view all keys.
 
         Raises:
             ValueError: for another length, or methods, that cannot draft.
@@ -90,8 +93,8 @@ class Lossless:
                 )
         if all(method.role.reads_all for method in methods.values()):
             raise ValueError(f"lossless={asked} needs a method that reads few keys, to draft by")
-        if offload:
-            raise ValueError(f"lossless={asked} and offload=True: a verifying pass reads every key; leave one out")
+        if fetching:
+            raise ValueError(f"lossless={asked} and {fetching}: a verifying pass reads every key; leave one out")
         return cls(None if asked is True else asked)
 
     def check_model(self, config: transformers.PreTrainedConfig, unchanged: Mapping[int, str], keeps: bool) -> None:

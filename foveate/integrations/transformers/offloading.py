@@ -1,4 +1,4 @@
-"""Keys and values of a Transformers model in host memory: what `attach` checks, and what its caches share."""
+"""Where the keys and values of a Transformers model are: what `attach` checks, and what its caches share."""
 
 from __future__ import annotations
 
@@ -12,27 +12,40 @@ from foveate.integrations.transformers.facts import kv_heads
 from foveate.methods import Method
 from foveate.runtime.offload import LayerShape, Offload, parse_budget
 from foveate.state import Geometry
+from foveate.state.store import MakeStore, class_of
 
 
-def check(offload: bool, gpu_budget: Any, dense_below: int | str) -> int | float | None:
+def check(offload: bool, gpu_budget: Any, store: MakeStore | None, dense_below: int | str) -> int | float | None:
     """The budget that was given, if any, as bytes or a share.
 
     Raises:
-        ValueError: for a budget that is none, or without ``offload``, and for options that do not go with it.
+        ValueError: for a budget that is none, or without ``offload``, for a store that is none, and for options that do
+            not go with one another.
     """
     if not isinstance(offload, bool):
         raise ValueError(f"offload must be True or False, not {offload!r}")
-    if not offload:
-        if gpu_budget is not None:
-            raise ValueError(f"gpu_budget={gpu_budget!r} needs offload=True")
-        return None
-    if dense_below not in ("auto", 0):
-        raise ValueError(f"offload=True never decodes densely: leave dense_below={dense_below} out")
-    return parse_budget(gpu_budget)
+    if not offload and gpu_budget is not None:
+        raise ValueError(f"gpu_budget={gpu_budget!r} needs offload=True")
+    if store is not None and class_of(store) and offload:
+        raise ValueError(f"offload=True and store={class_of(store).__name__} both say where keys are; leave one out")
+    option = fetching(offload, store)
+    if option and dense_below not in ("auto", 0):
+        raise ValueError(f"{option} never decodes densely: leave dense_below={dense_below} out")
+    return parse_budget(gpu_budget) if offload else None
 
 
-def check_methods(methods: Mapping[int, Method]) -> None:
-    """Refuse layers that would read all keys from host memory in each step, unless others read fewer.
+def fetching(offload: bool, store: MakeStore | None) -> str:
+    """The option of `attach` by which decode steps fetch the keys that they read; empty when they view all keys."""
+    if offload:
+        return "offload=True"
+    return f"store={class_of(store).__name__}" if store is not None and class_of(store).fetches else ""
+
+
+def check_methods(methods: Mapping[int, Method], option: str) -> None:
+    """Refuse layers that would fetch all keys in each step, unless others read fewer.
+
+    Args:
+        option: because of which steps fetch keys, see :func:`fetching`.
 
     Raises:
         ValueError: with a method to take instead.
@@ -41,10 +54,10 @@ def check_methods(methods: Mapping[int, Method]) -> None:
     strange = [one for one in methods.values() if not one.fetches and not one.role.reads_all]
     if strange:
         raise ValueError(
-            f"offload=True: a decode step of {strange[0].spec} reads or weighs all keys that it keeps; {remedy}"
+            f"{option}: a decode step of {strange[0].spec} reads or weighs all keys that it keeps; {remedy}"
         )
     if not any(one.fetches for one in methods.values()):
-        raise ValueError(f"offload=True: {next(iter(methods.values())).name} reads every key in each step; {remedy}")
+        raise ValueError(f"{option}: {next(iter(methods.values())).name} reads every key in each step; {remedy}")
 
 
 def check_model(model: nn.Module) -> None:

@@ -131,7 +131,7 @@ def load_cache(model: torch.nn.Module, path: str | Path) -> Cache:
     try:
         with (
             infile.plainly_named(path) as name,
-            safe_open(name, "pt", device="cpu" if attachment.offload else str(model.device)) as file,
+            safe_open(name, "pt", device="cpu" if attachment.fetches else str(model.device)) as file,
         ):
             described = _described(path, file.metadata() or {})
             _check_model(path, described, model, attachment)
@@ -275,7 +275,7 @@ def _fill(
         device = next(module.parameters()).device
         names = [name for name in tensors if name.startswith(prefix)]
         found = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-        in_host = attachment.offload and isinstance(layer, CacheLayer) and layer.method.fetches
+        in_host = attachment.fetches and isinstance(layer, CacheLayer) and layer.method.fetches
         found = {name: x if in_host and name in ("keys", "values") else x.to(device) for name, x in found.items()}
         geometry = _geometry(attending[index], attachment, found) if index in attending else None
         try:
