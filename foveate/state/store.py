@@ -53,7 +53,7 @@ class Fetched(NamedTuple):
     places: Tensor
     """int ``[B * Hkv, 1, K]``: where in a row of :attr:`kv` the chosen slots or pages are; -1 for none."""
     page_size: int = 0
-    """Keys of a page, where :attr:`places` are those of pages; 0: they are those of slots."""
+    """Keys of a page, where :attr:`places` names pages; 0: it names slots."""
 
 
 class Store(ABC):
@@ -92,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, first: int, k: Tensor, v: Tensor) -> None:
-        """Write n tokens of every row, as of a prompt, to the slots ``first .. first + n - 1``, which are reserved.
+        """Write n tokens of every row, such as a piece of a prompt, to the slots ``first .. first + n - 1``, which are reserved.
 
         Args:
             k, v: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, on the device or, from a saved cache, on the host.
@@ -260,7 +260,7 @@ class FetchingStore(Store):
 
     def newest_page(self, used: int, lengths: Tensor) -> KV:
         """The keys of the page that each row's newest token is in, as blocks ``[B, Hkv, n, D]``, and a table that names
-        it for every page. Arguments as of :meth:`Store.newest_page`."""
+        it for every page; see :meth:`Store.newest_page`."""
         size, heads = self.shape.page_size, self.shape.geometry.num_kv_heads
         newest = (lengths - 1).clamp_min(0) // size
         slots = page_slots(newest, size)

@@ -24,7 +24,7 @@ from foveate.lab.recorded import record
 from foveate.methods import ReadsChosen
 from foveate.runtime import replay
 from foveate.runtime.drafts import DraftLength
-from foveate.state import storage
+from foveate.state import store
 from tests.families import FAMILIES, family
 from tests.helpers import cached, left_padded, of_release, tiny_model
 

@@ -85,9 +85,9 @@ class Cache(transformers.Cache):
             methods = {index: one.method for index, one in enumerate(self.layers) if isinstance(one, CacheLayer)}
             shared = offloading.share(model, attachment.gpu_budget, attachment.geometries, methods)
             self.phase.keep_in_host(shared)
+            _IN_HOST.add(self)
         elif attachment.store is not None:
             self.phase.make_store = attachment.store
-            _IN_HOST.add(self)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles record steps of their own
         return self.__dict__ | {"steps": None}
