@@ -131,7 +131,7 @@ def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> No
             )
 
 
-def _check_parts(method: Method, choice: Choice, store: SlotCache) -> None:
+def _check_parts(method: Method, choice: Choice, cache: SlotCache) -> None:
     """Raises ValueError for parts of a choice that no step reads beside what else it has."""
     who = _hook(method, "choose")
     if choice.scores is not None and not choice.reads_all:
@@ -142,7 +142,7 @@ def _check_parts(method: Method, choice: Choice, store: SlotCache) -> None:
         beside_all = part == "need_mass" and choice.reads_all
         if given and choice.keys is None and not beside_all:
             raise ValueError(f"{who} returned a Choice with {part} without keys; it is of the keys that are read")
-        if given and store.store.fetches and not beside_all:
+        if given and cache.store.fetches and not beside_all:
             raise ValueError(f"{who} returned a Choice with {part}, which is not there of keys in host memory")
 
 

@@ -24,7 +24,7 @@ from foveate.runtime.drafts import Drafting
 from foveate.runtime.policy import SHORT_SEQUENCE, pays_from
 from foveate.state import Counters, Geometry, Ranks, SlotCache, shareable
 from foveate.state.device_rows import DeviceRows
-from foveate.state.engine_blocks import engine_cache, enter
+from foveate.state.engine_blocks import engine_cache, enter, has_room
 
 
 def obstacle(method: Method, geometry: Geometry) -> str:
@@ -109,7 +109,7 @@ class EngineSteps:
         self._short = SHORT_SEQUENCE if dense_below == "auto" and self._sparse_from else 0
         self.choosing = sum(method.role.chooses for method in self.methods.values())
         self._first, self._last = min(self.methods), max(self.methods)
-        self._stores: dict[int, SlotCache] = {}
+        self._caches: dict[int, SlotCache] = {}
         self._rows: dict[int, DeviceRows] = {}
         """By number of rows."""
         self._forward: dict[Hashable, Any] = {}
@@ -283,26 +283,21 @@ class EngineSteps:
             ValueError: when pages do not divide blocks.
         """
         channels = self.methods[layer].channels(geometry)
-        store = engine_cache(geometry, memory, self.device, channels, self._counters[layer])
-        store.forward, store.ranks = self._forward, self.ranks
-        self._stores[layer] = store
+        cache = engine_cache(geometry, memory, self.device, channels, self._counters[layer])
+        cache.forward, cache.ranks = self._forward, self.ranks
+        self._caches[layer] = cache
 
-    def _store(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
-        store = self._stores.get(layer)
-        sizes = (
-            ()
-            if store is None
-            else ((x.shape[0], x.shape[2] * store.specs[name].per) for name, x in store.tensors.items())
-        )
-        if store is None or any(size != (k.shape[0], k.shape[2]) for size in sizes):
+    def _cache(self, layer: int, heads: int, k: Tensor, v: Tensor) -> SlotCache:
+        cache = self._caches.get(layer)
+        if cache is None or not has_room(cache, k):
             self.allocate(layer, Geometry(heads, k.shape[1], k.shape[3], v.shape[3]), k)
-        store = self._stores[layer]
-        store.store.keys, store.store.values = k, v
-        return store
+            cache = self._caches[layer]
+        cache.store.keys, cache.store.values = k, v
+        return cache
 
     def summarises(self, layer: int) -> bool:
         """Whether a layer keeps summaries, for which :meth:`allocate` made room, so that :meth:`written` is needed."""
-        return layer in self._stores and bool(self._stores[layer].specs)
+        return layer in self._caches and bool(self._caches[layer].specs)
 
     def written(self, layer: int, heads: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Summarise the pages that new tokens of a layer fill, of prompts and of decode steps alike.
@@ -312,9 +307,9 @@ class EngineSteps:
             k, v: the engine's blocks, ``[N, Hkv, n, D(v)]``, which hold the new tokens.
             slots: int ``[T]``, where these are: block times n plus the place in it; negative for none.
         """
-        store = self._store(layer, heads, k, v)
-        for write in {one.written for one in store.specs.values()}:
-            write(store, slots)
+        cache = self._cache(layer, heads, k, v)
+        for write in {one.written for one in cache.specs.values()}:
+            write(cache, slots)
 
     def attend(
         self,
@@ -337,19 +332,19 @@ class EngineSteps:
         rows, block_table, bound, some_whole = self._step
         if some_whole and rows.plan.whole is None:  # here, within a captured step
             rows.plan.whole = self._whole()
-        method, store = self.methods[layer], self._store(layer, q.shape[1], k, v)
-        store.sink_logits, store.softcap = logits.sinks, logits.softcap
-        enter(store, rows, block_table, bound, out)
+        method, cache = self.methods[layer], self._cache(layer, q.shape[1], k, v)
+        cache.sink_logits, cache.softcap = logits.sinks, logits.softcap
+        enter(cache, rows, block_table, bound, out)
         dense = self._dense(method)
         try:
             how = {"dense": dense, "need_lse": self._audit is not None}
             drafting = None if self._drafting is None else self._drafting.get(layer)
-            attended, choice = decode(method, store, q, logits.scaling, **how, drafting=drafting)
+            attended, choice = decode(method, cache, q, logits.scaling, **how, drafting=drafting)
             found = attended.out
             if self._audit is not None and attended.lse is not None and not choice.reads_all:
-                found = self._audited(method, store, q, logits, attended.lse, choice)
+                found = self._audited(method, cache, q, logits, attended.lse, choice)
         finally:
-            store.out = None  # which may be a view of much memory
+            cache.out = None  # which may be a view of much memory
         self._finish(layer)
         return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
 
@@ -364,14 +359,14 @@ class EngineSteps:
             self._read.copy_(read)
 
     def _audited(
-        self, method: Method, store: SlotCache, q: Tensor, logits: Logits, lse: Tensor, choice: Choice
+        self, method: Method, cache: SlotCache, q: Tensor, logits: Logits, lse: Tensor, choice: Choice
     ) -> Tensor:
         """Attention to all keys, and how much of it a choice, whose log-sum-exp is given, has read."""
-        if store.ranks is not None and method.pools_layer:
+        if cache.ranks is not None and method.pools_layer:
             chosen = choice.keys if choice.pages is None else choice.pages
-            found = store.of_all_heads(chosen[:, :1])  # of each rank
+            found = cache.of_all_heads(chosen[:, :1])  # of each rank
             self._audit.alike.append((found == found[:, :1]).all(2).all(1).float())
-        dense = ops.attend(q, store.view(store.plan["counts"]), logits=logits, need_lse=True, out=store.out)
+        dense = ops.attend(q, cache.view(cache.plan["counts"]), logits=logits, need_lse=True, out=cache.out)
         self._audit.mass.append((lse - dense.lse).exp().clamp_max(1).mean((1, 2)))
         return dense.out
 

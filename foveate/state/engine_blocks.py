@@ -109,6 +109,12 @@ def engine_cache(
     return cache
 
 
+def has_room(cache: SlotCache, memory: Tensor) -> bool:
+    """Whether the channels of a cache have entries for the pages of the blocks ``memory [N, Hkv, n, any]``."""
+    of_blocks = len(memory), memory.shape[2]
+    return all((len(x), x.shape[2] * cache.specs[name].per) == of_blocks for name, x in cache.tensors.items())
+
+
 def enter(cache: SlotCache, rows: DeviceRows, block_table: Tensor, bound: int, out: Tensor | None) -> None:
     """Have a cache of :func:`engine_cache` take the rows of a step, which :meth:`DeviceRows.begin_of` has started.
 

@@ -21,21 +21,21 @@ def contents(cache: SlotCache) -> tuple[Tensor, Tensor]:
     return cache.store.contents(cache.used)
 
 
-def pack(store: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack(cache: SlotCache) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The used slots' tensors by name, and :data:`FACTS` as JSON values; :func:`unpack` reads both."""
-    tensors = dict(zip(("keys", "values"), contents(store)))
-    if store.evicts:
-        tensors["positions"] = store.positions
-    for name, spec in store.specs.items():
-        entries = -(-store.used // spec.per) if spec.per else None
-        tensors[name] = store.tensors[name][:, :, :entries] if spec.per else store.tensors[name]
-    if store.freed is not None:
-        tensors["freed"] = store.freed.slots
+    tensors = dict(zip(("keys", "values"), contents(cache)))
+    if cache.evicts:
+        tensors["positions"] = cache.positions
+    for name, spec in cache.specs.items():
+        entries = -(-cache.used // spec.per) if spec.per else None
+        tensors[name] = cache.tensors[name][:, :, :entries] if spec.per else cache.tensors[name]
+    if cache.freed is not None:
+        tensors["freed"] = cache.freed.slots
     facts = {
-        "rows": store.rows,
-        "freed": None if store.freed is None else store.freed.rows,
-        "ordered": store.ordered,
-        "uneven": store.uneven,
+        "rows": cache.rows,
+        "freed": None if cache.freed is None else cache.freed.rows,
+        "ordered": cache.ordered,
+        "uneven": cache.uneven,
     }
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, facts
 
@@ -60,29 +60,29 @@ def unpack(
     """
     _same_names(facts, FACTS)
     k, v = _keys_and_values(tensors, geometry)
-    store = empty(geometry, k.shape[0], k.dtype, device)
-    evicts = bool(store.evicts)
-    _check_rows(store, facts, k.shape[2])
-    store.rows = {name: list(facts["rows"][name]) for name in store.rows}
-    store.ordered, store.uneven = facts["ordered"], facts["uneven"]
-    store.reserve(k.shape[2])
-    store.store.fill(k, v)
-    per_slot = {name: spec.per for name, spec in store.specs.items()} | ({"positions": 1} if evicts else {})
+    cache = empty(geometry, k.shape[0], k.dtype, device)
+    evicts = bool(cache.evicts)
+    _check_rows(cache, facts, k.shape[2])
+    cache.rows = {name: list(facts["rows"][name]) for name in cache.rows}
+    cache.ordered, cache.uneven = facts["ordered"], facts["uneven"]
+    cache.reserve(k.shape[2])
+    cache.store.fill(k, v)
+    per_slot = {name: spec.per for name, spec in cache.specs.items()} | ({"positions": 1} if evicts else {})
     freed = [] if facts["freed"] is None else ["freed"]
     _same_names(tensors, ("keys", "values", *per_slot, *freed))
     for name, per in per_slot.items():
-        room = store.tensors[name][:, :, : -(-k.shape[2] // per)] if per else store.tensors[name]
+        room = cache.tensors[name][:, :, : -(-k.shape[2] // per)] if per else cache.tensors[name]
         _check_tensor(name, tensors[name], room)
         room.copy_(tensors[name])
-    for name, spec in store.specs.items():
+    for name, spec in cache.specs.items():
         _check_numbers(name, tensors[name], spec.least)
     if evicts:
-        _check_positions(store, k.shape[2])
+        _check_positions(cache, k.shape[2])
     if freed:
         _check_tensor("freed", tensors["freed"], k.new_empty(k.shape[:2], dtype=torch.int64))
-        store.freed = Freed(tensors["freed"], list(facts["freed"]))
-        _check_freed(store, k.shape[2])
-    return store
+        cache.freed = Freed(tensors["freed"], list(facts["freed"]))
+        _check_freed(cache, k.shape[2])
+    return cache
 
 
 def _keys_and_values(tensors: Mapping[str, Tensor], geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -126,9 +126,9 @@ def _check_numbers(name: str, tensor: Tensor, least: float | None) -> None:
         raise ValueError(f"{name}: holds entries that are infinite or below {least:g}")
 
 
-def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
+def _check_rows(cache: SlotCache, facts: Mapping[str, Any], used: int) -> None:
     """Refuse row numbers, and other facts, that no cache of this method has."""
-    size = store.batch_size
+    size = cache.batch_size
     for name in ("ordered", "uneven"):
         if type(facts[name]) is not bool:
             raise ValueError(f"{name}: must be true or false, not {facts[name]!r}")
@@ -138,14 +138,14 @@ def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
     if not isinstance(rows, dict):
         raise ValueError(f"rows: must be an object, not {rows!r}")
     try:
-        _same_names(rows, tuple(store.rows))
+        _same_names(rows, tuple(cache.rows))
     except ValueError as error:
         raise ValueError(f"rows.{error}") from None
     for name, numbers in rows.items():
         whole = type(numbers) is list and len(numbers) == size and {*map(type, numbers)} == {int}
         if not whole or min(numbers) < 0:
             raise ValueError(f"rows.{name}: must be {size} whole numbers from 0, not {numbers!r}")
-    evicts = bool(store.evicts)
+    evicts = bool(cache.evicts)
     for b in range(size):
         length, count, live = (rows[name][b] for name in ("lengths", "counts", "live"))
         if not (live <= count <= length if evicts else live == count == length):
@@ -160,35 +160,35 @@ def _check_rows(store: SlotCache, facts: Mapping[str, Any], used: int) -> None:
         raise ValueError(f"rows.counts: keys has {used} slots, and not {max(rows['counts'])} are in use")
     if not evicts and (facts["uneven"] or not facts["ordered"] or freed is not None):
         raise ValueError("uneven, ordered, freed: must be false, true and null for a method that never evicts")
-    if freed is not None and not store.evicts.in_decode:
+    if freed is not None and not cache.evicts.in_decode:
         raise ValueError("freed: must be null for a method that does not evict in decode")
 
 
-def _check_positions(store: SlotCache, used: int) -> None:
+def _check_positions(cache: SlotCache, used: int) -> None:
     """Refuse positions that name other tokens than the rows have, or another number."""
-    positions, live = store.positions, store.plan["live"]
-    slots = torch.arange(used, device=store.device)
-    beyond = (slots >= store.plan["counts"][:, None])[:, None]
-    lengths = store.plan["lengths"][:, None, None]
+    positions, live = cache.positions, cache.plan["live"]
+    slots = torch.arange(used, device=cache.device)
+    beyond = (slots >= cache.plan["counts"][:, None])[:, None]
+    lengths = cache.plan["lengths"][:, None, None]
     held = (positions >= 0).sum(-1)
     wrong = (positions < -1) | (positions >= lengths) | (beyond & (positions >= 0))
     ranked = positions.sort(-1).values
     twice = (ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] >= 0)
-    number = held.amax(-1) != live if store.uneven else (held != live[:, None]).any(-1)
+    number = held.amax(-1) != live if cache.uneven else (held != live[:, None]).any(-1)
     if bool(wrong.any()) or bool(number.any()) or bool(twice.any()):
         raise ValueError("positions: do not fit lengths, counts and live of the rows")
     before = positions.cummax(-1).values[..., :-1]  # the newest token in the slots before
-    if store.ordered and bool(((positions[..., 1:] >= 0) & (positions[..., 1:] < before)).any()):
+    if cache.ordered and bool(((positions[..., 1:] >= 0) & (positions[..., 1:] < before)).any()):
         raise ValueError("ordered: is true, and positions are not in order")
 
 
-def _check_freed(store: SlotCache, used: int) -> None:
+def _check_freed(cache: SlotCache, used: int) -> None:
     """Refuse slots for the next token that hold another."""
-    slots, rows = store.freed
+    slots, rows = cache.freed
     if bool(((slots < -1) | (slots >= used)).any()):
         raise ValueError(f"freed: must name slots below {used}")
     there = slots >= 0
-    if bool((there & (store.positions.gather(2, slots.clamp(min=0)[..., None])[..., 0] >= 0)).any()):
+    if bool((there & (cache.positions.gather(2, slots.clamp(min=0)[..., None])[..., 0] >= 0)).any()):
         raise ValueError("freed: names slots that hold tokens")
     if there.all(-1).tolist() != rows:
         raise ValueError(f"freed: {rows} does not say which rows have a slot in every KV head")

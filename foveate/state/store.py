@@ -92,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, first: int, k: Tensor, v: Tensor) -> None:
-        """Write n tokens of every row, such as a piece of a prompt, to the slots ``first .. first + n - 1``, which are reserved.
+        """Write n tokens of every row, such as a piece of a prompt, to the reserved slots from ``first`` on.
 
         Args:
             k, v: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, on the device or, from a saved cache, on the host.

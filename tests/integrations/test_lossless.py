@@ -24,7 +24,6 @@ from foveate.lab.recorded import record
 from foveate.methods import ReadsChosen
 from foveate.runtime import replay
 from foveate.runtime.drafts import DraftLength
-from foveate.state import store
 from tests.families import FAMILIES, family
 from tests.helpers import cached, left_padded, of_release, tiny_model
 
@@ -121,7 +120,7 @@ def test_a_cache_that_grows_between_passes_is_captured_anew(length):
     attachment.graphs.recorder, room = record, 5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "ROOM", room)
-        patch.setattr(storage, "capacity_for", lambda slots: slots + room)
+        patch.setattr("foveate.state.cache.capacity_for", lambda slots: slots + room)
         assert torch.equal(generate(model, new=200), expected)
     assert foveate.stats(model).graphs.captured > 12
 

@@ -220,5 +220,5 @@ def test_nothing_is_read_while_memory_is_measured(read):
 def test_pages_that_new_tokens_fill_are_summarised_in_every_batch(read, rows, filled, dense_below):
     ours = run(rows, dense_below, spec="locks:top_k=8,page_size=4,rank=2")[-1]
     for n in range(LAYERS):
-        records = ours._stores[n].tensors["records"]
+        records = ours._caches[n].tensors["records"]
         assert records.any(-1).any(1).nonzero().tolist() == [list(place) for place in filled]

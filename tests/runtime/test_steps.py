@@ -70,7 +70,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4
         for n, layer in enumerate(own[row]):
             layer.announce(length)
             layer.attend(q[n][None], k[n][None], v[n][None], None, logits)
-    assert spec not in OF_PAGES or any(store.specs for store in steps._stores.values())
+    assert spec not in OF_PAGES or any(store.specs for store in steps._caches.values())
     expected, found = [], []
     for step in range(STEPS):
         q, k, v = engine.draw(1)
@@ -96,7 +96,7 @@ def run(spec, bound=None, dense_below=0, softcap=None, sinks=None, padding=(1, 4
             blocks, out = engine.memory[n], torch.full_like(queries[n], torch.nan) if step % 2 else None
             outs.append(steps.attend(n, queries[n], blocks[..., :DIM], blocks[..., DIM:], logits, out))
             assert out is None or outs[-1].data_ptr() == out.data_ptr()
-        assert all(store.out is None for store in steps._stores.values()), "the engine may reuse its memory"
+        assert all(store.out is None for store in steps._caches.values()), "the engine may reuse its memory"
         outs = torch.stack(outs)[..., 0, :]
         padding = [b for b in range(engine.rows) if b not in engine.real]
         assert outs[:, padding].abs().max() == 0
@@ -354,12 +354,12 @@ def test_summaries_are_allocated_once():
     assert not steps.summarises(0)
     steps.allocate(0, GEOMETRY, memory.to("meta"))
     assert steps.summarises(0)
-    records = steps._stores[0].tensors["records"]
+    records = steps._caches[0].tensors["records"]
     assert records.shape[:3] == (len(memory), KV_HEADS, 1)
     slots = torch.arange(4, 12)
     for blocks in (memory.normal_(generator=engine.generator), memory.clone()):
         steps.written(0, HEADS, blocks[..., :DIM], blocks[..., DIM:], slots)
-        assert steps._stores[0].tensors["records"] is records
+        assert steps._caches[0].tensors["records"] is records
     assert records.flatten(1).any(1).nonzero()[:, 0].tolist() == [1, 2]
 
 
@@ -367,7 +367,7 @@ def test_a_layer_that_chooses_by_the_keys_themselves_keeps_no_summaries():
     spec = "kascade_paper:top_k=9,anchors=[0],decode_only=true"
     engine, steps = Engine(padding=(), width=10), EngineSteps(of_layers(spec), torch.device("cpu"), dense_below=0)
     one_step(spec, steps, engine, 0, *(x[:, 0, :, :33] for x in engine.draw(40)[1:]), 0)
-    assert len(steps._stores) == LAYERS
+    assert len(steps._caches) == LAYERS
     assert not any(steps.summarises(n) for n in range(LAYERS))
 
 

@@ -348,7 +348,7 @@ class Cache(transformers.Cache):
     @property
     def host_bytes(self) -> int:
         """Bytes of keys and values in host memory."""
-        return sum(store.store.host_bytes for store in self._stores)
+        return sum(one.store.host_bytes for one in self._stores)
 
     @property
     def _stores(self) -> list[SlotCache]:
