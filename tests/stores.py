@@ -8,6 +8,7 @@ import torch
 
 from foveate.ops import KV
 from foveate.state import Store
+from foveate.state.transfers import Transfers
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "stores.md").read_text(encoding="utf-8")
 
@@ -21,6 +22,16 @@ def printed():
 
 
 MappedFile = printed()
+
+
+class Room:
+    """What stores in host memory share: room for all hot pages."""
+
+    def __init__(self):
+        self.transfers = Transfers(torch.device("cpu"))
+
+    def hot_pages(self, store, capacity):
+        return -(-capacity // store.page_size)
 
 
 class Least(Store):

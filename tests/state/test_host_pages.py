@@ -7,19 +7,9 @@ import torch
 
 from foveate.state import Geometry, SlotCache
 from foveate.state.host_pages import HostPages
-from foveate.state.transfers import Transfers
+from tests.stores import Room
 
 GEOMETRY, CPU = Geometry(4, 2, 8, 6), torch.device("cpu")
-
-
-class Room:
-    """Room for all pages."""
-
-    def __init__(self):
-        self.transfers = Transfers(CPU)
-
-    def hot_pages(self, store, capacity):
-        return -(-capacity // store.page_size)
 
 
 class Followed:

@@ -16,21 +16,10 @@ from foveate.state.device_rows import DeviceRows
 from foveate.state.engine_blocks import EngineBlocks, engine_cache, enter
 from foveate.state.host_pages import HostPages
 from foveate.state.store import class_of
-from foveate.state.transfers import Transfers
-from tests.stores import Least, MappedFile
+from tests.stores import Least, MappedFile, Room
 
 GEOMETRY, CPU, PAGE = Geometry(4, 2, 8, 6), torch.device("cpu"), 4
 LENGTHS = [[9, 9], [9, 2, 12], [1, 5, 4, 8]]
-
-
-class Room:
-    """Room for all hot pages."""
-
-    def __init__(self):
-        self.transfers = Transfers(CPU)
-
-    def hot_pages(self, store, capacity):
-        return -(-capacity // store.page_size)
 
 
 class Case:
