@@ -37,6 +37,10 @@ class Replay:
         """Do the maintenance of one layer, for all rows of its cache."""
         raise NotImplementedError
 
+    def maintain_captured(self, cache: SlotCache) -> None:
+        """Do the same by the row numbers on the device alone: what it launches is captured, and replayed later."""
+        raise NotImplementedError
+
     def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """The row numbers that captured maintenance changes on the device, computed on the host from those before it.
 

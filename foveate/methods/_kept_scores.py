@@ -76,7 +76,7 @@ class KeptScores:
         lengths = plan["lengths"]
         kept = cache.tensors["kept_scores"][:, :heads, :number]
         due = (at == 0) | (lengths - at >= self.every)
-        if plan.captured or due.is_cuda or due.any():
+        if plan.may_hold(due):
             there = torch.arange(number, device=due.device) < (lengths // self.size).where(due, 0)[:, None]
             kept.copy_(scores_of(due).where(there[:, None], kept))
             at.copy_(lengths.where(due, at))

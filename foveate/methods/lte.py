@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import eviction_scores
-from foveate.methods._common import evict_weakest, eviction_setting, keep_heavy, occupied, recent
+from foveate.methods._common import evict_weakest, eviction_setting, keep_heavy, recent
 from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend import gather_fields
@@ -158,7 +158,7 @@ class LTE(Method):
         scores, reach = cache.channel("score"), self.reach
         fields = (cache.keys, cache.values, cache.positions, scores)
         slots = real = None
-        if not cache.plan.captured and cache.ordered and occupied(cache) is None:
+        if cache.full and cache.ordered:
             k, v, positions, old = (x[:, :, -tokens:] for x in fields)
         else:
             slots = cache.positions.topk(tokens, -1).indices.flip(-1)

@@ -120,6 +120,14 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
         """How the layer's logits are made."""
         return Logits(scaling, self.sink_logits, self.softcap)
 
+    @property
+    def full(self) -> bool:
+        """Whether every slot in use is known to hold a token, on the host; False in a captured step."""
+        if self.uneven or (self.device_state and self._step) is not None:
+            return False
+        counts = self._rows["counts"]
+        return counts == self._rows["live"] and min(counts) == max(counts)
+
     def stored(self) -> tuple[Tensor | None, Tensor | None]:
         """Which slots hold tokens, as arguments of the verbs in :mod:`foveate.ops`.
 
@@ -127,10 +135,8 @@ class SlotCache(RowNumbers, Storage, Eviction, Snapshots):
             ``(mask, lengths)``, at most one of which is not None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
             ``[B]``, when each row's tokens fill its first slots. Both None: every slot in use holds a token.
         """
-        if (self.device_state and self._step) is None:
-            counts = self._rows["counts"]
-            if counts == self._rows["live"] and min(counts) == max(counts) and not self.uneven:
-                return None, None
+        if self.full:
+            return None, None
         if self.evicts.in_decode or self.uneven:
             return self.positions >= 0, None
         return None, self.plan["counts"]

@@ -24,13 +24,13 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
         recent, records = map(get, names[len(ops.Nodes._fields) :])
         record = pages.record(level, cache.geometry) if pages.records else None
         levels.append(ops.summaries.Level(nodes, size, recent, records, record))
-    plan = cache.plan
-
-    def rows() -> ops.summaries.Rows:
-        budgets = (top_k, *[expand] * (len(levels) - 1))
-        return _device_rows(pages, budgets, plan, cache.capacity) if plan.captured else _rows(pages, budgets, cache)
-
-    return ops.summaries.Tree(tuple(levels), plan.cached(("tree", pages.spec), rows))
+    plan, budgets = cache.plan, (top_k, *[expand] * (len(levels) - 1))
+    rows = plan.cached(
+        ("tree", pages.spec),
+        lambda: _rows(pages, budgets, cache),
+        if_captured=lambda: _device_rows(pages, budgets, plan, cache.capacity),
+    )
+    return ops.summaries.Tree(tuple(levels), rows)
 
 
 def _rows(pages: PageLevels, budgets: tuple[int | float, ...], cache: SlotCache) -> ops.summaries.Rows:

@@ -291,10 +291,10 @@ class MakesPages(Replay):
         return decoded % self.pages.every == 0
 
     def maintain(self, cache: SlotCache) -> None:
-        if not cache.plan.captured:
-            self.pages.extend(cache)
-        else:
-            self.pages.extend_in_step(cache)
+        self.pages.extend(cache)
+
+    def maintain_captured(self, cache: SlotCache) -> None:
+        self.pages.extend_in_step(cache)
 
     def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
         return self.pages.numbers_after(rows)

@@ -44,7 +44,7 @@ def attend_summaries_fetched(
 
 class _FetchingReader(Reader):
     def __init__(self, tree: Tree, how: Refinement, fetch: Fetch, queries: Tensor, logits: Logits):
-        super().__init__(tree, how, None, None, queries, logits)
+        super().__init__(tree, how, None, queries, logits)
         self._fetch = fetch
 
     def _first_and_last(self, sinks: int, start: int) -> tuple[Tensor, Tensor]:

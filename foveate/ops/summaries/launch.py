@@ -13,6 +13,7 @@ from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import capability, multiprocessors, padded
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.summaries.attend_kernel import attend_nodes
@@ -32,7 +33,7 @@ _RANKED = 64
 """Ranks that a thread of ``select_nodes`` reads at once."""
 
 
-def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
+def attend_summaries(q, kv, tree, how, *, logits, need_lse=False, sums=None):
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
     On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
@@ -46,25 +47,24 @@ def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
 
     Raises:
         UnsupportedError: for calls that only the reference supports, to which the dispatcher then falls back.
-        ValueError: for inconsistent shapes.
     """
-    _check_supported(q, k, v, tree, how, sums)
-    return SummariesLaunch(q, k, v, tree, how, logits, sums).run(need_lse)
+    _check_supported(q, kv, tree, how, sums)
+    return SummariesLaunch(q, kv, tree, how, logits, sums).run(need_lse)
 
 
 class SummariesLaunch:
     """The launches of one call of :func:`attend_summaries`, whose arguments it takes."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, logits: Logits, sums: Sums | None):
-        self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, k, v, tree, how, logits, sums
-        (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, v.shape
+    def __init__(self, q: Tensor, kv: KV, tree: Tree, how: Refinement, logits: Logits, sums: Sums | None):
+        self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, kv.k, kv.v, tree, how, logits, sums
+        (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, self.v.shape
         self.group = num_heads // self.num_kv_heads
         self.capability = capability(q.device)
         self.tile = tile_for(q.dtype, max(dim, value_dim), self.group, self.capability)
         self.programs = batch * self.num_kv_heads * triton.cdiv(self.group, self.tile.block_m)
         self.stages = stages(tree, self.tile, self.programs, multiprocessors(q.device))
         chunks, ranked, keeps = chunks_of(tree.width, self.tile), how.score != "summary", sums is not None
-        self.space = make_workspace(q, v, tree, self.stages, self.programs, chunks, ranked, keeps)
+        self.space = make_workspace(q, self.v, tree, self.stages, self.programs, chunks, ranked, keeps)
         self.sizes = {
             **{"GROUP": self.group, "SOFTCAP": constant(logits.softcap), "DIM": dim, "VALUE_DIM": value_dim},
             **{"BLOCK_M": self.tile.block_m, "BLOCK_N": self.tile.block_n},
@@ -154,27 +154,23 @@ class SummariesLaunch:
         return self.num_kv_heads, self.space.weights.shape[2], 0 if visit.above is None else visit.listed.shape[2]
 
 
-def _check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, sums: Sums | None) -> None:
+def _check_supported(q: Tensor, kv: KV, tree: Tree, how: Refinement, sums: Sums | None) -> None:
     """Raise unless the kernels support this call.
 
     Raises:
         UnsupportedError: for calls that only the reference supports.
-        ValueError: for inconsistent shapes, or other than one query per row.
     """
-    (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
+    dim, value_dim = q.shape[3], kv.v.shape[3]
     for name, known in _OF_KERNELS.items():
         if getattr(how, name) not in known:
             raise UnsupportedError(f"{name}={getattr(how, name)} of summaries")
     vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
-    if q.dtype not in FLOATS or any(x.dtype != q.dtype for x in (k, v)):
-        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if q.dtype not in FLOATS or not q.dtype == kv.k.dtype == kv.v.dtype:
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {kv.k.dtype} and values in {kv.v.dtype}")
     if any(x.dtype != q.dtype for x in vectors):
         raise UnsupportedError(f"summaries in other dtypes than {q.dtype}")
     if max(dim, value_dim) > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
-    if length != 1 or num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
-        raise ValueError(f"shapes do not fit one query a row: {shapes}")
     if sums is not None and (sums.total is not None or sums.recent is None):
         raise UnsupportedError("running totals of the attention to tokens")
     if sums is not None and (sums.recent.dtype != torch.float32 or sums.recent.stride(2) != 1 < sums.recent.shape[2]):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
@@ -23,8 +24,7 @@ from foveate.ops.summaries.types import Covered, Refinement, Sums
 
 def attend_summaries(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     tree: Tree,
     how: Refinement,
     *,
@@ -44,35 +44,41 @@ def attend_summaries(
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]``; read through their strides.
+        kv: keys and values ``[B, Hkv, Lk, D(v)]`` in one piece, without lengths: the tree has those of each row.
         tree: summaries of these keys, and how many of them each row has and may refine.
         how: the rule.
         logits: how logits are made. Sinks take their share of the output, but not of the masses of nodes and tokens.
         need_lse: whether to return ``lse``.
         sums: running sums to update in place; None: none.
+
+    Raises:
+        ValueError: for more than one query a row, queries that do not fit the keys, or keys in blocks or with lengths.
     """
-    covered, masses, visited = with_masses(q, k, v, tree, how, logits, need_lse or logits.sinks is not None)
+    covered, masses, visited = with_masses(q, kv, tree, how, logits, need_lse or logits.sinks is not None)
     if sums is not None:
-        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
+        note_masses(masses, visited, tree, q.shape[1] // kv.k.shape[1], sums)
     return covered.beside(logits.sinks, need_lse)
 
 
-def check(q: Tensor, *_: Any, logits: Logits, **__: Any) -> None:
+def check(q: Tensor, kv: KV, *_: Any, logits: Logits, **__: Any) -> None:
     """Raise for arguments of :func:`attend_summaries` that cannot be."""
+    kv.check_unpaged()
+    kv.check_queries(q, values=True)
+    if q.shape[2] != 1:
+        raise ValueError(f"attend_summaries takes one query a row, not {q.shape[2]}")
     logits.check_heads(q)
 
 
 def with_masses(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     tree: Tree,
     how: Refinement,
     logits: Logits,
     need_lse: bool = True,
 ) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
     """:func:`attend_summaries` without sums and sinks: ``(covered, masses, visited)``, see :func:`note_masses`."""
-    return read(Reader(tree, how, k, v, fold_group(q, k.shape[1]), logits), q.shape[1], need_lse)
+    return read(Reader(tree, how, kv, fold_group(q, kv.k.shape[1]), logits), q.shape[1], need_lse)
 
 
 def read(reader: Reader, heads: int, need_lse: bool) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
@@ -156,12 +162,11 @@ class Reader:
         self,
         tree: Tree,
         how: Refinement,
-        k: Tensor,
-        v: Tensor,
+        kv: KV | None,
         queries: Tensor,
         logits: Logits,
     ):
-        self.tree, self.how, self.keys, self.values = tree, how, k, v
+        self.tree, self.how, self.kv = tree, how, kv
         self.queries, self.logits = queries, logits
 
     def raw(self) -> Part:
@@ -181,17 +186,17 @@ class Reader:
 
     def _first_and_last(self, sinks: int, start: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first ``sinks`` slots and of the slots from ``start`` on."""
-        parts = [[x[:, :, :sinks]] * (sinks > 0) + [x[:, :, start:]] for x in (self.keys, self.values)]
+        parts = [[x[:, :, :sinks]] * (sinks > 0) + [x[:, :, start:]] for x in (self.kv.k, self.kv.v)]
         return tuple(torch.cat(part, 2) if sinks else part[0] for part in parts)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots ``[B, Hkv, N]``."""
-        return tuple(gather_fields([self.keys, self.values], slots, complete=True))
+        return tuple(gather_fields([self.kv.k, self.kv.v], slots, complete=True))
 
     def _of_pages(self, pages: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
         """Those of pages ``[B, Hkv, K]``; ``complete``: none is -1, which gives anything finite."""
         how = {"page_size": self.tree.width, "complete": complete}
-        return tuple(gather_pages(x[:, :, self.tree.sinks :], pages, **how) for x in (self.keys, self.values))
+        return tuple(gather_pages(x[:, :, self.tree.sinks :], pages, **how) for x in (self.kv.k, self.kv.v))
 
     # Nodes
 
