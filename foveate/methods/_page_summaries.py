@@ -246,13 +246,12 @@ class LowRankPages(PageSummaries):
         fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
         no share. Rows that are not ``due``, bool ``[B]``, are not scored.
         """
-        records, table = cache.entries("records", self.pages(cache.used))
+        memory, table = cache.entries("records", self.pages(cache.used))
         rule = self.newest if pooling == "of_largest" else self.full
         lengths = cache.plan.for_sparse_rows(rule, of="counts")
         lengths = lengths if due is None else lengths.where(due, 0)
-        how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
-        how |= {"pooling": pooling, "pool": pool, "block_table": table}
-        return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
+        records = ops.Records(memory, self.form(cache.geometry), self._weights(cache), table, lengths)
+        return ops.pooled_mass_of_records(q, records, logits=cache.logits(scaling), pooling=pooling, pool=pool)
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None

@@ -35,6 +35,7 @@ from foveate.ops.choice import Pooling as Pooling
 from foveate.ops.choice import Rest as Rest
 from foveate.ops.compress import Nodes as Nodes
 from foveate.ops.compress import PageRecord as PageRecord
+from foveate.ops.compress import Records as Records
 from foveate.ops.compress import bound_newest as bound_newest
 from foveate.ops.compress import channel_weights as channel_weights
 from foveate.ops.compress import compress_newest as compress_newest

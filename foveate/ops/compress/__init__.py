@@ -3,6 +3,7 @@
 from foveate.ops.compress import boxes, low_rank
 from foveate.ops.compress.low_rank import PageRecord as PageRecord
 from foveate.ops.compress.low_rank import channel_weights as channel_weights
+from foveate.ops.compress.records import Records as Records
 from foveate.ops.compress.reference import Nodes as Nodes
 from foveate.ops.compress.reference import summarise as summarise
 from foveate.ops.dispatch import dispatch

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foveate.ops._math import fold_group
-from foveate.ops.block_table import BlockTable, number_of_keys
 from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.compress.records import Records
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import FLOATS, arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
@@ -69,75 +69,64 @@ def constants(form: PageRecord) -> dict[str, int | tuple[int, ...]]:
     return {"FORM": sizes, "PARTS": parts, "UNIT": _unit(form), "LANES": lanes, "BLOCK_D": whole, "BLOCK_H": half}
 
 
-def page_lse(rows, records, form, *, logits, weights=None, lengths=None, pages=None, branch=1, block_table=None):
+def page_lse(rows, records, *, logits, pages=None, branch=1):
     """See :func:`foveate.ops.score.low_rank.page_lse`.
 
     The heads of a group share a program, so that a record is read once; pages that are not there are not read. Integers
     are multiplied as such, in the queries' dtype, and summed in fp32. Repeats are equal bit for bit.
     """
-    kept = _kept(rows, records, form, logits, weights, lengths, pages, branch, block_table)
-    return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch, block_table)]
+    kept = _kept(rows, records, logits, pages, branch)
+    return kept.logits.unflatten(1, rows.shape[1:3])[..., : _number_of(records, pages, branch)]
 
 
-def pooled_mass_of_records(
-    q, records, form, *, logits, weights=None, lengths=None, pooling="post_softmax", pool="kv_head", block_table=None,
-):  # fmt: skip
+def pooled_mass_of_records(q, records, *, logits, pooling="post_softmax", pool="kv_head"):
     """See :func:`foveate.ops.score.low_rank.pooled_mass_of_records`: :func:`page_lse`, and a pass that pools it."""
     check(pooling, pool, "of_largest")
-    num_kv_heads = records.shape[1]
+    num_kv_heads = records.memory.shape[1]
     rows = fold_group(q, num_kv_heads)
-    kept = _kept(rows, records, form, logits, weights, lengths, None, 1, block_table, pooling)
-    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
-    return pooled(kept, num_kv_heads, _number_of(records, None, 1, block_table), None, lengths, pooling, pool)
+    kept = _kept(rows, records, logits, None, 1, pooling)
+    lengths = None if records.lengths is None else per_head(records.lengths, num_kv_heads)
+    return pooled(kept, num_kv_heads, records.number, None, lengths, pooling, pool)
 
 
-def _number_of(records: Tensor, pages: Tensor | None, branch: int, block_table: BlockTable | None) -> int:
-    return number_of_keys(records, block_table) if pages is None else pages.shape[2] * branch
+def _number_of(records: Records, pages: Tensor | None, branch: int) -> int:
+    return records.number if pages is None else pages.shape[2] * branch
 
 
 def _kept(
-    rows: Tensor,
-    records: Tensor,
-    form: PageRecord,
-    logits: Logits,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    pages: Tensor | None,
-    branch: int,
-    block_table: BlockTable | None,
-    pooling: str | None = None,
+    rows: Tensor, records: Records, logits: Logits, pages: Tensor | None, branch: int, pooling: str | None = None
 ) -> Kept:
     """The log-sum-exp of each page; ``pooling``: to the base 2, and of the parts of each head what it divides by."""
-    form.check(records, rows, weights, block_table, of_records=True)
+    records.check_queries(rows)
     check_pages(rows, pages, branch)
     batch, num_kv_heads, group, dim = rows.shape
-    number = _number_of(records, pages, branch, block_table)
+    number, form, memory = _number_of(records, pages, branch), records.form, records.memory
     if rows.dtype not in FLOATS:
         raise UnsupportedError(f"queries in {rows.dtype}")
     if dim > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
-    if records.stride(3) != 1 or records.data_ptr() % 4 or any(x % 4 for x in records.stride()[:3]):
+    if memory.stride(3) != 1 or memory.data_ptr() % 4 or any(x % 4 for x in memory.stride()[:3]):
         raise UnsupportedError("records that do not begin at multiples of 4 bytes")
     tile = tile_for(rows.dtype, form, group)
     packed = packed_for(form, group, tile)
     parts, blocks = triton.cdiv(group, tile.block_m // packed), triton.cdiv(number, tile.block_n)
     room = _RESIDENT * multiprocessors(rows.device)
     splits, _ = split(batch * num_kv_heads * parts, blocks, room)
-    weights = None if weights is None else weights.contiguous()
-    lengths = None if lengths is None else per_head(lengths, num_kv_heads)
+    weights = None if records.weights is None else records.weights.contiguous()
+    lengths = None if records.lengths is None else per_head(records.lengths, num_kv_heads)
     pages = None if pages is None else pages.expand(-1, num_kv_heads, -1)
     padded, like = triton.cdiv(number, 16) * 16, {"dtype": torch.float32, "device": rows.device}
     of_parts = torch.empty(batch, num_kv_heads * group, splits if pooling else 0, **like)
     kept = Kept(torch.empty(batch, num_kv_heads * group, padded, **like), of_parts[..., :0], of_parts, tile.block_n)
     if kept.logits.numel():
         _page_lse[batch * num_kv_heads * parts, splits](
-            rows, records, weights, lengths, pages, kept.logits, of_parts, *arguments(block_table),
-            rows.stride(), records.stride()[:3], *((0, 0) if lengths is None else lengths.stride()),
+            rows, memory, weights, lengths, pages, kept.logits, of_parts, *arguments(records.block_table),
+            rows.stride(), memory.stride()[:3], *((0, 0) if lengths is None else lengths.stride()),
             *((0, 0, 0) if pages is None else pages.stride()),
             num_kv_heads, group, parts, number, padded, room, logits.scaling,
             WEIGHTED=weights is not None, BRANCH=0 if pages is None else branch,
-            BLOCK_SIZE=block_size(block_table, records), TOTALS=pooling is not None, LARGEST=pooling == "of_largest",
-            SOFTCAP=constant(logits.softcap), **constants(form), PACKED=packed, BLOCK_M=tile.block_m,
+            BLOCK_SIZE=block_size(records.block_table, memory), TOTALS=pooling is not None,
+            LARGEST=pooling == "of_largest", SOFTCAP=constant(logits.softcap), **constants(form), PACKED=packed, BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n, **tile.options,
         )  # fmt: skip
     return kept

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from foveate.ops._math import fold_group
+from foveate.ops.compress.records import Records
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import constant
@@ -107,13 +108,13 @@ class SummariesLaunch:
 
         fp32 ``[B, Hq, C]`` of equal strides between rows of C places; what is at places of no node is not to be read.
         """
-        records, how = level.records, {"logits": self.logits, "lengths": visit.count}
+        rows, how = fold_group(self.q, self.num_kv_heads), {"logits": self.logits}
         if visit.above is None:
-            records = records[:, :, : visit.stage.width]
+            records = Records(level.records[:, :, : visit.stage.width], level.record, lengths=visit.count)
         else:  # read where they are
-            how |= {"pages": visit.listed, "branch": visit.branch, "lengths": visit.count * visit.branch}
-        rows = fold_group(self.q, self.num_kv_heads)
-        return page_lse(rows, records, level.record, **how).flatten(1, 2)
+            records = Records(level.records, level.record, lengths=visit.count * visit.branch)
+            how |= {"pages": visit.listed, "branch": visit.branch}
+        return page_lse(rows, records, **how).flatten(1, 2)
 
     def _select(self, visit: Visit, rank_lse: Tensor) -> None:
         """Select the nodes to refine."""

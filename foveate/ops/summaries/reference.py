@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
+from foveate.ops.compress.records import Records
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
@@ -268,7 +269,7 @@ class Reader:
             "spread": lambda: self._free_energy(fields["spread"], log_size, plain, dot).add_(
                 logits if how.bias == "log" else dot + log_size
             ),
-            "lowrank": lambda: page_lse(self.queries, fields["records"], of.record, logits=self.logits),
+            "lowrank": lambda: page_lse(self.queries, Records(fields["records"], of.record), logits=self.logits),
         }[how.score]()
         if hidden is not None:
             for estimate in (logits, rank):
