@@ -126,8 +126,8 @@ def _kept(
             num_kv_heads, group, parts, number, padded, room, logits.scaling,
             WEIGHTED=weights is not None, BRANCH=0 if pages is None else branch,
             BLOCK_SIZE=block_size(records.block_table, memory), TOTALS=pooling is not None,
-            LARGEST=pooling == "of_largest", SOFTCAP=constant(logits.softcap), **constants(form), PACKED=packed, BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, **tile.options,
+            LARGEST=pooling == "of_largest", SOFTCAP=constant(logits.softcap), **constants(form), PACKED=packed,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.options,
         )  # fmt: skip
     return kept
 
