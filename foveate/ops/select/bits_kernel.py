@@ -68,11 +68,11 @@ def _set_bits(
 
 @triton.jit
 def _ones(x):
-    """How many bits of a uint32 are set: sums of pairs, of fours, of bytes, and of all bytes in the highest."""
-    x -= (x >> 1) & 0x55555555
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
+    """How many bits of each uint32 ``x [W]`` are set."""
+    x -= (x >> 1) & 0x55555555  # [W]; sums of pairs of bits
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)  # [W]; sums of four bits
+    x = (x + (x >> 4)) & 0x0F0F0F0F  # [W]; sums of bytes
+    return ((x * 0x01010101) >> 24).to(tl.int32)  # [W]; the product's highest byte is the sum of all bytes
 
 
 # Sizes change from call to call; unspecialised, one compiled kernel serves all of them.

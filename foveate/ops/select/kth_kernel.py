@@ -112,13 +112,13 @@ def scores_at(ptr, list_ptr, place, count, begin, limit, LISTED: tl.constexpr, B
 
 @triton.jit
 def count_valid(x):
-    """How many scores are of keys that may be chosen."""
+    """How many of the scores ``x [N]`` are above -inf: only these may be chosen."""
     return tl.sum((x > float("-inf")).to(tl.int32), 0)
 
 
 @triton.jit
 def above_all(x):
-    """The key after the highest score, as :func:`ordered` has them."""
+    """The integer after the highest of the scores ``x [N]``, as :func:`ordered`: no score reaches it."""
     return ordered(tl.max(x, 0)) + 1
 
 
