@@ -106,6 +106,7 @@ def test_rows_with_a_mean_of_keys_are_methods(request):
     for one in rows:
         assert methods.make(one["method"], **one["settings"]).rest == "mean"
         assert "rest=mean" in methods.spelled(one["spec"])
+        assert one in chosen(rows, [f"spec={one['spec']}"])
 
 
 def test_rows_without_a_method_stay_as_they_are():
