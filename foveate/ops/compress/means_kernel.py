@@ -84,8 +84,7 @@ def _add(
     if not WHOLE:
         unchosen &= _keys_of_a_word(before, word)
     bits = (unchosen[:, :, None] >> tl.arange(0, _BITS)[None, None, :]) & 1  # [T, W, 32]
-    one, zero = tl.full([], 1, x_ptr.dtype.element_ty), tl.full([], 0, x_ptr.dtype.element_ty)
-    bits = tl.where(tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0, one, zero)  # [T, N]
+    bits = tl.reshape(bits, [BLOCK_M, BLOCK_N]).to(x_ptr.dtype.element_ty)  # [T, N]
 
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     stored = keys < end
