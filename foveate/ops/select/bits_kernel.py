@@ -60,7 +60,7 @@ def _set_bits(
 
 
 @triton.jit
-def _ones(x):
+def count_ones(x):
     """How many bits of a uint32 are set: sums of pairs, of fours, of bytes, and of all bytes in the highest."""
     x -= (x >> 1) & 0x55555555
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -87,11 +87,11 @@ def _keys_of_bits(
     for first in tl.range(0, count, WORDS):
         left, after = following.to(tl.uint32, bitcast=True), first + WORDS + places
         following = tl.load(word_ptr + after.to(tl.int64) * word_stride_p, mask=after < count, other=0)
-        ones = _ones(left)
+        ones = count_ones(left)
         at = written + tl.cumsum(ones, 0) - ones
         for _ in tl.range(0, tl.max(ones, 0)):
             below = (left ^ (left - 1)) >> 1  # ones at the bits below the lowest one
-            tl.store(found_ptr + at, (first + places) * _BITS + _ones(below), mask=(left != 0) & (at < room))
+            tl.store(found_ptr + at, (first + places) * _BITS + count_ones(below), mask=(left != 0) & (at < room))
             left &= left - 1
             at += 1
         written += tl.sum(ones, 0)
