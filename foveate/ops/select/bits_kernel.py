@@ -67,12 +67,12 @@ def _set_bits(
 
 
 @triton.jit
-def _ones(x):
-    """How many bits of each uint32 ``x [W]`` are set."""
-    x -= (x >> 1) & 0x55555555  # [W]; sums of pairs of bits
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)  # [W]; sums of four bits
-    x = (x + (x >> 4)) & 0x0F0F0F0F  # [W]; sums of bytes
-    return ((x * 0x01010101) >> 24).to(tl.int32)  # [W]; the product's highest byte is the sum of all bytes
+def count_ones(x):
+    """How many bits of each uint32 in ``x`` are set, in the shape of x."""
+    x -= (x >> 1) & 0x55555555  # sums of pairs of bits
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)  # sums of four bits
+    x = (x + (x >> 4)) & 0x0F0F0F0F  # sums of the bits of bytes
+    return ((x * 0x01010101) >> 24).to(tl.int32)  # the product's highest byte is the sum of all bytes
 
 
 # Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
@@ -105,11 +105,11 @@ def _keys_of_bits(
     for first in tl.range(0, count, WORDS):
         left, after = following.to(tl.uint32, bitcast=True), first + WORDS + places  # [W], [W]
         following = tl.load(word_ptr + after.to(tl.int64) * word_stride_p, mask=after < count, other=0)  # [W]
-        ones = _ones(left)  # [W]
+        ones = count_ones(left)  # [W]
         at = written + tl.cumsum(ones, 0) - ones  # [W]
         for _ in tl.range(0, tl.max(ones, 0)):
             below = (left ^ (left - 1)) >> 1  # [W]; ones at the bits below the lowest one
-            tl.store(found_ptr + at, (first + places) * _BITS + _ones(below), mask=(left != 0) & (at < room))
+            tl.store(found_ptr + at, (first + places) * _BITS + count_ones(below), mask=(left != 0) & (at < room))
             left &= left - 1
             at += 1
         written += tl.sum(ones, 0)

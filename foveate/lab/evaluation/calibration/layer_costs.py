@@ -41,7 +41,7 @@ def measure(
     Random keys; where a cache of the device could hold them, those of up to four layers in turn.
     """
     layers = list(range(4))
-    kascade = dataclasses.replace(method, anchors=[0, 2], decode_only=True)  # layer 0 chooses for layer 1
+    kascade = dataclasses.replace(method, anchors=[0, 2], decode_only=True, rest="none")  # layer 0 chooses for layer 1
     kinds = {"dense": (make("dense"), 0), "first": (kascade, 0), "anchor": (kascade, 2), "reuse": (kascade, 1)}
     generator = torch.Generator(device).manual_seed(0)
 

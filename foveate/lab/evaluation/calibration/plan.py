@@ -21,7 +21,7 @@ _FEWEST_TOKENS, _ANSWER_TOKENS, _BATCH_SIZE = 2, 16, 8
 _ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5  # anchors among the layers, and by similarity (docs/guide/calibrate.md)
 _LENGTH, _ROOM = 4096, 64  # without data: tokens of a prompt and of an answer
 PROMPTS = ("dense", "sparse")  # how prompts are read before answers are compared
-_OF_PROMPTS = ("tile", "dense_anchor_prefill")
+_OF_PROMPTS = ("tile", "rest", "dense_anchor_prefill")
 TIMES = ("time_share", "time_context", "time_batch")  # the settings of a budget of time
 
 
@@ -119,7 +119,7 @@ class Plan:
     @property
     def dense_method(self) -> Kascade:
         """The method after dense prompts."""
-        return dataclasses.replace(self.method, decode_only=True)
+        return dataclasses.replace(self.method, decode_only=True, rest="none")
 
     @property
     def diverges(self) -> bool:
