@@ -126,8 +126,8 @@ def _attend_window(
     weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
     out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
     if sink_ptr is not None:
-        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * LOG2E)
-        weight = tl.where(top > LOWEST, 1.0, weight)
+        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * LOG2E)  # [M]
+        weight = tl.where(top > LOWEST, 1.0, weight)  # [M]
     # 6. Read the blocks of keys, first the blocks that need a mask and then, with ``whole``, the blocks between them.
     # Two loops, so that the second is compiled without any mask of logits.
     for whole in tl.static_range(2):

@@ -58,9 +58,9 @@ def _bound_newest(
     page, dims, places = (length - 1) // page_size, tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)  # scalar, [D], [S]
     if BLOCK_SIZE:
         table_ptr += batch * table_stride
-        key_ptr += head * key_stride_h + dims[None, :] * key_stride_d
+        key_ptr += head * key_stride_h + dims[None, :] * key_stride_d  # [1, D]
     else:
-        key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d
+        key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d  # [1, D]
     # 2. Read the keys and keep the bounds of each dimension.
     low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)  # [D], [D]
     for first in tl.range(page * page_size, length, BLOCK):

@@ -91,7 +91,7 @@ def _rounded(x, LIMIT: tl.constexpr, TINY: tl.constexpr):
     their scale."""
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), LIMIT * 1.0), TINY)
     magic: tl.constexpr = 12582912.0  # 1.5 * 2^23: numbers about it have no fraction
-    return (tl.div_rn(x, scale) + magic) - magic, scale
+    return (tl.div_rn(x, scale) + magic) - magic, scale  # [X], scalar
 
 
 @triton.jit

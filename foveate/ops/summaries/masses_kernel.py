@@ -60,7 +60,7 @@ def _pooled(weight_ptr, lse_ptr, row, place, there, places, GROUP: tl.constexpr,
         weight = weight_ptr + (head * places)[:, None] + place[None, :]  # [H, N]
         weight = tl.load(weight, mask=exist[:, None] & there[None, :], other=float("-inf"))  # [H, N]
         mass += tl.sum(tl.exp2(weight - (tl.load(lse_ptr + head) * LOG2E)[:, None]), 0)  # [N]
-    return mass / GROUP
+    return mass / GROUP  # [N]
 
 
 @triton.jit
