@@ -151,7 +151,7 @@ class LowRankPages(PageSummaries):
             renews the weights, and with them the records of all pages. A crop into an earlier turn leaves the weights
             as they are until the next prompt.
         pooling: how the heads of a group score a page. ``post_softmax``: the mean over the heads of the page's share of
-            the attention to full pages. ``of_largest``: the sum over the heads of the page's mass divided by the
+            the attention to full pages. ``of_largest``: the mean over the heads of the page's mass divided by the
             largest mass of any page before the newest.
     """
 

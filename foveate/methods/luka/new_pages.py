@@ -26,8 +26,8 @@ class UniformPages(NamedTuple):
     """Tokens of a page."""
 
     def tokens(self, x: Tensor) -> Tensor:
-        """The entries of the new pages' tokens, ``[B, Hkv, n, size, ...]``, of a field per slot ``[B, Hkv, L,
-        ...]``."""
+        """The entries of the new pages' tokens, ``[B, Hkv, n, size, ...]``, of a field per slot
+        ``[B, Hkv, L, ...]``."""
         number = self.last - self.first
         return x[:, :, self.start : self.start + number * self.size].unflatten(2, (number, self.size))
 

@@ -248,8 +248,8 @@ class PageLevels:
                 new.write(cache.channel(self.channel(name, level)), pages_under, value)
 
     def _attention(self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> Tensor:
-        """Attention to each child, accumulated (``mass``) or ``recent``: the mean over the group, ``[B, Hkv, n,
-        S]``."""
+        """Attention to each child, accumulated (``mass``) or ``recent``: the mean over the group,
+        ``[B, Hkv, n, S]``."""
         if level:
             return self._children(cache, name, level, new)
         attention = new.tokens(cache.channel(name))

@@ -173,7 +173,7 @@ class LuKA(Method):
         return self.weighs_mass
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
-        """A cover of the keys; or None, for all keys, while no row has a page."""
+        """A cover; or, while no row has a page, a choice of all keys."""
         tracks = self.weighs_mass or self.tracks_recent
         if not cache.plan.some("pages"):
             return ops.Choice(need_mass=tracks)
