@@ -33,8 +33,8 @@ def tile_rows(q: Tensor, num_kv_heads: int, tile: int, offset: int) -> tuple[Ten
     """Queries in tiles, the heads of a group side by side.
 
     Returns:
-        ``(rows [B, Hkv, T, G * tile, D], lead)``. Tiles that are only partly given are filled with zeros, of which
-        ``lead`` queries stand before the first given query.
+        ``(rows [B, Hkv, T, G * tile, D], lead)``. Where the first or the last tile is given in part,
+        zeros fill it; ``lead`` is the number of zero queries before the first given one.
     """
     lead, group = offset % tile, q.shape[1] // num_kv_heads
     q = torch.nn.functional.pad(q, (0, 0, lead, -(lead + q.shape[2]) % tile))

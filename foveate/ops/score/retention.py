@@ -13,7 +13,7 @@ from foveate.ops._math import matmul_fp32
 
 
 class Convolution(NamedTuple):
-    """A convolution over time with weights for each KV head. Its output has as many tokens as its input."""
+    """A convolution over time with weights for each KV head. Input and output have the same number of tokens."""
 
     weight: Tensor
     """``[Hkv, taps, channels, new channels]`` with an odd number of taps; the middle one reads the token itself."""
