@@ -20,7 +20,7 @@ _SCORING, _ATTENDING = 3, 2
 _MERGING = 1 / 4
 """Cost of merging a part of the output, in units of reading a block of nodes."""
 _HELD = 32768
-"""The largest number of nodes among which ``select_nodes`` can select."""
+"""The largest number of nodes that one selection of ``select_nodes`` can take."""
 _SHARED = 96 << 10
 """Bytes of shared memory for a program's loads in flight. A multiprocessor has room for two programs that use all of
 it, or for three that use three quarters."""
