@@ -49,7 +49,7 @@ def served_lines(
 
     Args:
         folder: folder of the model.
-        tokens: tokens of a request, its answer included; None: as many as the model has positions for.
+        tokens: tokens of a request, its answer included; None: the number of the model's positions.
         gpu: the GPU; None: the lines give sizes alone.
         method: a spec, or "auto".
         ranks: number of GPUs that share each layer.

@@ -79,7 +79,7 @@ class ModelPlan:
         return torch.randint(0, model.config.vocab_size, shape, generator=generator, device=self.device)
 
     def _config(self) -> PreTrainedConfig:
-        """The model's configuration. A shape gets as many positions as the bench needs."""
+        """The model's configuration. A shape gets enough positions for the bench."""
         if self.model not in SHAPES:
             return AutoConfig.from_pretrained(self.model, local_files_only=True, trust_remote_code=False)
         config = SHAPES[self.model]

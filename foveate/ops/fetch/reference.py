@@ -105,7 +105,7 @@ def put_both(
 
 
 def check_place(pages: Tensor, hot: HotPages) -> None:
-    """Raise ValueError unless ``pages`` have as many rows as the hot pages."""
+    """Raise ValueError unless ``pages`` and the hot pages have equal numbers of rows."""
     rows = len(hot.holds)
     if pages.dtype != torch.int32 or pages.dim() != 2 or len(pages) != rows:
         raise ValueError(f"pages must be int32 of {rows} rows, not {pages.dtype} {list(pages.shape)}")

@@ -67,9 +67,9 @@ class Stage:
     padded: int
     """``width``, rounded up to a multiple of 16."""
     scoring: int
-    """Number of programs of ``score_nodes`` among which the nodes of a row and KV head are split."""
+    """Number of programs of ``score_nodes`` that share the nodes of a row and KV head."""
     attending: int
-    """Number of programs of ``attend_nodes`` among which they are split; each writes a part of the output."""
+    """Number of programs of ``attend_nodes`` that share these nodes; each writes a part of the output."""
     before: int
     """Number of parts of the output that earlier launches have written; at the top level these hold sinks and tail."""
 

@@ -3,7 +3,7 @@
 Segments are whole paragraphs of a SQuAD file under their article's title, interleaved by a pattern that is repeated
 until the prompt has `length` tokens. A letter stands for one article at a time: its paragraphs in their order, in a
 circle from a random one. When they are used up, a fresh article takes the letter; when there is no fresh article, the
-other letters go on. The context is divided into as many equal stretches as the example has questions. Each question is
+other letters go on. The context is divided into equal stretches, one for each question of the example. Each question is
 asked on a paragraph of its own stretch, and names the article. Protocol and grading equal `wikisalad`'s; `limit` counts
 examples.
 """
