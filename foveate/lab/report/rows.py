@@ -35,10 +35,10 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Ro
 
 
 def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Row]:
-    """The rows of some files, each of which passes a check.
+    """The rows of some files, after a check of each row.
 
-    `check`: is given a row, and its file and line; raises DataError that begins with these. Raises `DataError` also for
-    a file without rows, or a row that is there twice.
+    `check` is called with a row and its place, the file and line. It raises a DataError that begins with the place.
+    Raises `DataError` also for a file without rows, or a row that occurs twice.
     """
     rows = []
     for file in files:

@@ -1,4 +1,4 @@
-"""compress: what stands for a page or group of keys."""
+"""compress: summaries of a page or group of keys."""
 
 from foveate.ops.compress import boxes, low_rank, means
 from foveate.ops.compress.low_rank import PageRecord as PageRecord

@@ -1,4 +1,4 @@
-"""The low-rank summaries that a verb reads, with all that says where they are and how many there are."""
+"""The low-rank summaries that a verb reads, with their form, their weights, their block table and their numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class Records:
 
     Args:
         memory: uint8 ``[B, Hkv, P, form.bytes]`` of :func:`~foveate.ops.compress_pages`; with a block table ``[N, Hkv,
-            n, form.bytes]``, N physical blocks of n records. Read through its strides. It does not hold its form:
-            records of another form with the same number of bytes give wrong results.
+            n, form.bytes]``, N physical blocks of n records. It is read through its strides. It does not record its
+            form: a form with the same number of bytes passes the checks and gives wrong results.
         form: the format of a record.
-        weights: fp32 ``[B, Hkv, D]``, powers of two: what the keys were multiplied by, and queries are divided by.
-        block_table: which blocks hold the records of each row: it counts records in place of keys. None: in one piece.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages of a row are there, the others may hold
-            anything; None: all are there.
+        weights: fp32 ``[B, Hkv, D]``, powers of two by which keys were multiplied and queries are divided; None: 1.
+        block_table: the blocks that hold each row's records; it counts records in place of keys. None: the records are
+            in one piece.
+        lengths: int ``[B]`` or ``[B, Hkv]``: the number of pages of a row; later records may hold anything. None: every
+            row has P pages.
     """
 
     memory: Tensor
@@ -31,15 +32,16 @@ class Records:
     block_table: BlockTable | None = None
     lengths: Tensor | None = None
     number: int = field(init=False)
-    """How many pages the longest row has, P."""
+    """The number of pages of the longest row, P."""
 
     def __post_init__(self):
         object.__setattr__(self, "number", number_of_keys(self.memory, self.block_table))
 
     def check_queries(self, rows: Tensor) -> None:
-        """Raise ValueError unless ``rows [B, Hkv, G, D]`` are queries that records of this form and weights fit."""
+        """Raise ValueError unless records of this form, and the weights, fit the queries ``rows [B, Hkv, G, D]``."""
         self.form.check(self.memory, rows, self.weights, self.block_table, of_records=True)
 
     def in_one_piece(self, rows: Tensor) -> Tensor:
-        """The records ``[B, Hkv, P, form.bytes]``: as they are, or copied from their blocks for the rows of queries."""
+        """The records ``[B, Hkv, P, form.bytes]``: the memory itself, or a copy from the blocks of the queries'
+        rows."""
         return in_one_piece(rows, self.block_table, self.memory)[0]

@@ -1,4 +1,4 @@
-"""How much attention a page's keys hold, by its low-rank summary."""
+"""The attention that a page's keys hold, estimated by the page's low-rank summary."""
 
 import torch
 from torch import Tensor
@@ -21,18 +21,20 @@ def page_lse(
 ) -> Tensor:
     """Log-sum-exp of the logits of each page's keys as its summary approximates them: the log of the page's mass.
 
-    The logit of a key is that of ``q . mean + sum_i (q . direction_i) coefficient_i``.
+    The summary gives a key the product ``q . mean + sum_i (q . direction_i) coefficient_i`` in place of ``q . k``.
 
     Args:
         rows: ``[B, Hkv, G, D]``, the queries of a group.
-        records: of P pages, see :class:`~foveate.ops.Records`.
+        records: the records of P pages, see :class:`~foveate.ops.Records`.
         logits: how logits are made; sinks do not change the sum.
-        pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads: only the records ``branch * p`` to ``branch * p +
-            branch - 1`` of each page p are read, -1 for none; the result has these pages alone.
+        pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads; -1 marks an unused place. For each page p only
+            the records ``branch * p`` to ``branch * p + branch - 1`` are read, and the result has these pages alone.
+            None: all pages.
+        branch: number of records read for each entry of ``pages``.
 
     Returns:
-        fp32 ``[B, Hkv, G, P]``, P being ``N * branch`` of given pages; -inf where no page is. At the
-        places from the second on after a row's pages, which the records' lengths count, it may be anything.
+        fp32 ``[B, Hkv, G, P]``, where P is ``N * branch`` if ``pages`` are given; -inf at unused places. From the
+        second place after a row's last page on, by the records' lengths, it may be anything.
 
     Raises:
         ValueError: for records of another form, or records, weights or pages that do not fit the queries.
@@ -69,23 +71,24 @@ def pooled_mass_of_records(
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
-    """The attention that query heads pay to each page, pooled: :func:`page_lse` in place of the logits of
-    :func:`~foveate.ops.pooled_mass`.
+    """The attention of query heads to each page, pooled like :func:`~foveate.ops.pooled_mass` with :func:`page_lse` in
+    place of logits of keys.
 
-    Attention is that among the pages that are there; learned sinks take no share.
+    The attention is relative to all pages of a row; learned sinks take no share.
 
     Args:
         q: ``[B, Hq, 1, D]``.
         records, logits: see :func:`page_lse`.
-        pooling, pool: see :func:`~foveate.ops.pooled_mass`; or (``of_largest``) the mean of each head's masses over
-            its largest, as LOCKS sums them.
+        pooling, pool: see :func:`~foveate.ops.pooled_mass`. ``pooling`` may also be ``of_largest``: the mean over the
+            heads of each page's mass divided by the head's largest mass. LOCKS takes the sum, which gives the same
+            order.
 
     Returns:
-        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; -inf where no page is (in any head), but as
-        :func:`page_lse` has it after a row's pages.
+        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` with ``pool="layer"``; -inf at places without a page in any head. For
+        places after a row's pages see :func:`page_lse`.
 
     Raises:
-        ValueError: for a pooling or a pool that there is not, or as :func:`page_lse`.
+        ValueError: for an unknown ``pooling`` or ``pool``, or as :func:`page_lse`.
     """
     check(pooling, pool, "of_largest")
     lse = page_lse(fold_group(q, records.memory.shape[1]), records, logits=logits)
@@ -94,7 +97,7 @@ def pooled_mass_of_records(
 
 
 def check_pages(rows: Tensor, pages: Tensor | None, branch: int) -> None:
-    """Raise unless pages are of the queries' rows and KV heads, or the same for all of them."""
+    """Raise ValueError unless ``pages`` have the queries' rows, and their KV heads or one head for all of them."""
     if pages is None:
         return
     if pages.dim() != 3 or len(pages) != len(rows) or pages.shape[1] not in (1, rows.shape[1]) or branch < 1:

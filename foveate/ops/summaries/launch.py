@@ -1,4 +1,4 @@
-"""The host side of :func:`attend_summaries`' kernels: which launches a call makes, and with what arguments."""
+"""The host side of :func:`attend_summaries`' kernels: the launches that a call makes, and their arguments."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from foveate.ops.summaries.workspace import Visit, make_workspace
 _LARGEST = 256
 """The largest head dim of keys and values."""
 _OF_KERNELS = {"pool": ("kv_head",), "score": ("summary", "spread", "lowrank"), "bias": ("log",), "mass": ("exact",)}
-"""The rules that kernels follow; the others are options of the paper."""
+"""The rules that kernels support; the reference alone supports the other options of the paper."""
 _RANKED = 64
-"""Ranks that a thread of ``select_nodes`` reads at once."""
+"""Number of ranks that a thread of ``select_nodes`` reads at once."""
 
 
 def attend_summaries(q, kv, tree, how, *, logits, need_lse=False, sums=None):
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
-    On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
-    ``select_nodes`` selects the nodes to refine; ``attend_nodes`` reads the values of the others and, on the last
-    level, the keys of refined pages, and the last program to finish merges all parts (FlashDecoding, Dao et al. 2023).
-    A launch before them ranks nodes by low-rank summaries, and running averages take one launch more a level.
+    On each level ``score_nodes`` scores the visited nodes; the launch of the top level also attends to sinks and tail.
+    ``select_nodes`` selects the nodes to refine. ``attend_nodes`` reads the values of the other nodes and, on the last
+    level, the keys of refined pages; the last program to finish merges all parts (FlashDecoding, Dao et al. 2023). With
+    low-rank summaries a launch before these ranks the nodes. Running averages take one more launch a level.
 
     The kernels read ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` are capacities, so a
     captured step can be replayed with larger numbers. Results are deterministic, and fp32 is multiplied in full
@@ -54,7 +54,7 @@ def attend_summaries(q, kv, tree, how, *, logits, need_lse=False, sums=None):
 
 
 class SummariesLaunch:
-    """The launches of one call of :func:`attend_summaries`, whose arguments it takes."""
+    """The launches of one call of :func:`attend_summaries`, with the arguments of that call."""
 
     def __init__(self, q: Tensor, kv: KV, tree: Tree, how: Refinement, logits: Logits, sums: Sums | None):
         self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, kv.k, kv.v, tree, how, logits, sums
@@ -106,7 +106,7 @@ class SummariesLaunch:
     def _low_rank_ranks(self, level: Level, visit: Visit) -> Tensor:
         """The log-sum-exp of each visited node's keys by its low-rank summary; see :func:`foveate.ops.score.page_lse`.
 
-        fp32 ``[B, Hq, C]`` of equal strides between rows of C places; what is at places of no node is not to be read.
+        Returns fp32 ``[B, Hq, C]`` with equal strides between rows of C places. Entries at unused places are undefined.
         """
         rows, how = fold_group(self.q, self.num_kv_heads), {"logits": self.logits}
         if visit.above is None:
@@ -132,7 +132,8 @@ class SummariesLaunch:
         )  # fmt: skip
 
     def _attend(self, visit: Visit) -> None:
-        """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""
+        """Attend to nodes that are not refined. The last level also attends to the keys of refined pages, and
+        merges."""
         stage, space, selection = visit.stage, self.space, visit.selection
         values = self.tree.levels[stage.level].nodes.v
         attend_nodes[self.programs, stage.attending](
@@ -147,7 +148,7 @@ class SummariesLaunch:
 
     @property
     def _q_strides(self) -> tuple[int, int, int]:
-        """By row, head and dim."""
+        """Strides of q by row, head and dim."""
         return self.q.stride(0), self.q.stride(1), self.q.stride(3)
 
     def _places(self, visit: Visit) -> tuple[int, int, int]:
