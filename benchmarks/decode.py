@@ -290,7 +290,9 @@ def _between_steps(policy: Method, cache: SlotCache) -> tuple[float, float]:
     try:
         for _ in range(2):  # the first round compiles
             with capture.maintenance([rows]):
-                both, own = (breakdown.total(functools.partial(policy.replay.maintain, cache)) for _ in range(2))
+                both, own = (
+                    breakdown.total(functools.partial(policy.replay.maintain_captured, cache)) for _ in range(2)
+                )
     finally:
         _ = cache.rows  # from the device
     return own, max(0.0, both - own)

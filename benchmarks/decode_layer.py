@@ -136,7 +136,7 @@ class Replayed:
     def turns(self) -> list[cold.Turn]:
         """One token, or a period of tokens with the maintenance that is due among them."""
         token = cold.Turn(lambda: self.layer.token(*self._token), self._begin)
-        more = cold.Turn(lambda: self.replay.maintain(self.layer.cache), self._pause)
+        more = cold.Turn(lambda: self.replay.maintain_captured(self.layer.cache), self._pause)
         turns = []
         for decoded in range(1, 1 + max(1, self.period)):
             turns.append(token)
@@ -151,7 +151,7 @@ class Replayed:
 
     def _pause(self) -> None:
         self.rows.pause()
-        self.replay.maintain(self.other.cache)
+        self.replay.maintain_captured(self.other.cache)
 
     def _count(self) -> None:
         """Add what a token has counted to the totals, as the end of a step does for all layers."""

@@ -141,7 +141,8 @@ class LayerPages:
         found = {}
         for name, records in self.records.items():
             channels = self.channels if RECORDS[name].weighted else None
-            rank = ops.score.page_lse(rows, records, self.forms[name], logits=ops.Logits(scaling), weights=channels)
+            given = ops.Records(records, self.forms[name], channels)
+            rank = ops.score.page_lse(rows, given, logits=ops.Logits(scaling))
             found[name] = Estimate(rank, rank if RECORDS[name].weighs else plain, v)
         return found | {
             "summary": Estimate(plain, plain, v),

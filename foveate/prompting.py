@@ -114,8 +114,9 @@ def encode_opening(tokenizer: Any, text: str) -> list[int]:
 def encode_continued(tokenizer: Any, text: str, continuation: str) -> tuple[list[int], list[int]]:
     """Token ids of a raw text, `[L]`, and of its continuation, `[T]`, split as lm-eval-harness splits them.
 
-    White space at the end of the text is the continuation's. Both are tokenised as one text, of which the tokens beyond
-    the number that the text alone has are the continuation's. Raises `UserError` if either has no token.
+    White space at the end of the text belongs to the continuation. Both are tokenised as one text. The text alone has
+    some number of tokens; that many first tokens are the text's, and the others are the continuation's. Raises
+    `UserError` if either has no token.
     """
     bare = text.rstrip()
     first, whole = leading_ids(tokenizer), bare + text[len(bare) :] + continuation

@@ -291,6 +291,7 @@ def _language(launch: _Launch) -> SimpleNamespace:
         max=lambda x, axis: x.amax(axis),
         sum=lambda x, axis: x.sum(axis),
         exp2=torch.exp2,
+        log2=torch.log2,
         convert_layout=lambda x, layout: x,
         int32=torch.int32,
         int64=torch.int64,

@@ -121,9 +121,13 @@ class Problem:
         self.tree.levels[level].nodes.k[0, :, nodes] = (toward * logit / scaling).to(self.dtype)[:, None]
 
     @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``q, k, v``, the queries loud enough to make some nodes stand out."""
-        return self.q * self.loudness, self.k, self.v
+    def arguments(self) -> tuple[Tensor, ops.KV]:
+        """Queries, loud enough to make some nodes stand out, and keys and values."""
+        return self.q * self.loudness, ops.KV(self.k, self.v)
+
+    def finite(self, dtype: torch.dtype | None = None) -> ops.KV:
+        """The same keys and values, 0 where no token is."""
+        return ops.KV(*(x.nan_to_num(0.0).to(dtype or self.dtype) for x in (self.k, self.v)))
 
 
 def recent_attention(tree):

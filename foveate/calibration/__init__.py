@@ -1,7 +1,7 @@
 """What a method knows of one model, in files: Kascade's anchors and head maps, and learned scores of eviction.
 
-`foveate.lab.evaluation.calibration` measures and chooses anchors; :mod:`~foveate.calibration.kept` finds those that are
-kept or shipped for a model's weights.
+`foveate.lab.evaluation.calibration` measures and chooses anchors. :mod:`~foveate.calibration.kept` finds the
+calibrations that the user has kept, or that come with foveate, for a model's weights.
 """
 
 from foveate.calibration.artefact import Calibration as Calibration

@@ -24,7 +24,7 @@ KEPT_AS = "kept:"
 _RELATIVE, _ABSOLUTE = 2**-8, 2**-20  # of two number formats of one checkpoint's weights
 _LARGEST, _SLACK = sys.float_info.max, 1e-3
 _FOUND = {"similarity": 1.0, "mean_similarity": 1.0, "coverage": 1.0, "importance": 2.0, "divergence": _LARGEST}
-"""The largest numbers of what a choice was made by; none is below 0."""
+"""The largest value of each measurement by which anchors were chosen; no value is below 0."""
 _AGAIN = "`foveate calibrate --model DIR` makes one for this model"
 
 
@@ -32,21 +32,21 @@ _AGAIN = "`foveate calibrate --model DIR` makes one for this model"
 class Calibration:
     """Anchor layers and head maps for one model.
 
-    `model` holds what :func:`check_model` compares; `settings` those of Kascade under which the anchors were chosen,
-    none in older files; `found` what the choice was made by, for people and pictures; `source` is the file that it was
-    read from.
+    `model` holds the facts that :func:`check_model` compares. `settings` holds the settings of Kascade for which the
+    anchors were chosen; older files have none. `found` holds the measurements by which they were chosen, for people and
+    pictures. `source` is the file that the calibration was read from.
     """
 
     model: Mapping[str, Any]
     anchors: tuple[int, ...]
     heads: Mapping[str, list[int]]
-    """For layers that read an anchor's choice: the anchor's KV head for each of their own."""
+    """For each layer that reads an anchor's choice: for each of its KV heads, the anchor's KV head that it reads."""
     found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = dataclasses.field(default="", compare=False)
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
-        """Raises `ValueError` if this was made for another model than the one that `facts` are of.
+        """Raises `ValueError` if the calibration was made for another model than the one that `facts` describe.
 
         Args:
             facts: as `model`; the weights of a layer are compared where both have them.
@@ -167,10 +167,10 @@ def load(path: Path | str) -> Calibration:
 
 
 def shipped(facts: Mapping[str, Any]) -> Calibration | None:
-    """The calibration in this package for the model that `facts` are of; None if there is none.
+    """The calibration in this package for the model that `facts` describe; None if there is none.
 
     Args:
-        facts: as of :meth:`Calibration.check_model`; without weights of each layer nothing is found.
+        facts: see :meth:`Calibration.check_model`. Nothing is found unless they have the weights of each layer.
     """
     weights = facts.get("weights") or [None]
     for path in sorted(SHIPPED.glob("*.json")) if all(weights) else ():

@@ -74,7 +74,7 @@ class EvictionScores(nn.Module):
             ("rotary_scaling", rotary_scaling.float()),
             ("centre", torch.zeros(*heads, dim)),  # of the inputs, which have very different scales in frozen models
             ("spread", torch.ones(*heads, dim)),
-            ("offset", torch.zeros(heads)),  # of the scores: mean and deviation of what they predict
+            ("offset", torch.zeros(heads)),  # mean and, as scale, deviation of the values that the scores predict
             ("scale", torch.ones(heads)),
             ("quantiles", torch.zeros(*heads, LEVELS)),
         ):
@@ -83,7 +83,7 @@ class EvictionScores(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Tokens after a token that its score depends on, and as many before it."""
+        """A token's score depends on this many tokens after it and on equally many before it."""
         return self.scorers[0].reach
 
     def features(self, index: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

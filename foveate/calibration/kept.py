@@ -1,4 +1,4 @@
-"""Where calibrations are found by a model's weights: in the user's cache folder, and among those of this package."""
+"""Finds calibrations by a model's weights, in the user's cache folder and in this package."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def kept_path(facts: Mapping[str, Any], weights: str, settings: Mapping[str, Any
     """The file of a calibration in the cache folder.
 
     Args:
-        facts: of the model's shape, as of :meth:`Calibration.check_model`.
+        facts: facts of the model's shape, see :meth:`Calibration.check_model`.
         weights: a fingerprint of the model's weights.
-        settings: those that its anchors are for.
+        settings: the settings of Kascade for which its anchors were chosen.
     """
     return kept_folder() / f"{_digest([facts.get(key) for key in SHAPE])}{_digest([weights, dict(settings)])}.json"
 
 
 def kept_name(path: Path) -> str:
-    """What a file of the cache folder is called in specs and rows, which name no folder of the user's."""
+    """The name of a file of the cache folder in specs and rows. It contains no folder of the user."""
     return KEPT_AS + path.stem
 
 
@@ -34,7 +34,7 @@ class Known(NamedTuple):
     """The calibrations that are known for a model's weights."""
 
     calibrations: list[Calibration]
-    """Those that the user has kept, the newest first, then the one that comes with foveate."""
+    """The calibrations that the user has kept, the newest first, then the calibration that comes with foveate."""
     obstacles: list[str]
     """Why others that are kept are not among them: they are damaged, or for other weights of this shape."""
 
@@ -43,7 +43,7 @@ def known(facts: Mapping[str, Any]) -> Known:
     """The calibrations for a model.
 
     Args:
-        facts: as of :meth:`Calibration.check_model`; without weights of each layer nothing is found.
+        facts: see :meth:`Calibration.check_model`. Nothing is found unless they have the weights of each layer.
     """
     found, obstacles = [], []
     if facts and not all(facts.get("weights") or [None]):

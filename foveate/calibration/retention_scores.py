@@ -1,4 +1,4 @@
-"""Scores of what a token is worth to later queries, from its key, its value and its neighbours (laLTE, section 3.1)."""
+"""Scores of a token's worth to later queries, from its key, its value and its neighbours (laLTE, section 3.1)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RetentionScores(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Tokens after a token that its score depends on, and as many before it."""
+        """A token's score depends on this many tokens after it and on equally many before it."""
         return (self.kernel - 1) * len(self.convs)
 
     @torch.no_grad()
@@ -78,20 +78,20 @@ class RetentionScores(nn.Module):
         Args:
             k: ``[B, Hkv, L, D]``, before rotation.
             v: ``[B, Hkv, L, Dv]``.
-            real: bool ``[B, L]``: where there is a token; what is before the first one is zero in every layer.
+            real: bool ``[B, L]``: True where a token is. Places before the first token are zero in every layer.
         """
         return self.probabilities(self.logits(k, v, real))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The scores in (0, 1) of those before cap and sigmoid."""
+        """Scores in (0, 1), from scores before cap and sigmoid."""
         return (logits if self.cap is None else self.cap * (logits / self.cap).tanh()).sigmoid()
 
     def logits(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
-        """Scores before cap and sigmoid, fp32 ``[B, Hkv, L]``; arguments as of :meth:`forward`.
+        """Scores before cap and sigmoid, fp32 ``[B, Hkv, L]``. The arguments are those :meth:`forward` takes.
 
-        A convolution is one matrix product of the tokens with the weights of all taps. Since it halves the channels,
-        its three products are then shifted and summed: that moves half the bytes that gathering three tokens before the
-        product would. cuDNN's grouped convolutions are several times slower.
+        A convolution is one matrix product of the tokens with the weights of all taps, whose three results are then
+        shifted and summed. A convolution halves the channels, so this moves half the bytes that gathering three tokens
+        before the product would move. cuDNN's grouped convolutions are several times slower.
         """
         x = torch.cat([k.transpose(0, 1), v.transpose(0, 1)], -1).to(self.head.weight.dtype)  # [Hkv, B, L, channels]
         mask = None if real is None else real[:, :, None].to(x.dtype)
@@ -140,7 +140,7 @@ class RetentionScores(nn.Module):
         """Each head's convolution over time: ``[Hkv, B, L, channels]`` to half the channels."""
         heads, batch, length, _ = x.shape
         weight = conv.weight.unflatten(0, (heads, -1)).permute(0, 2, 3, 1)  # [Hkv, channels, taps, half the channels]
-        if torch.is_grad_enabled():  # a product for each row, so that as many add up to the gradient of the weights
+        if torch.is_grad_enabled():  # one product for each row, so that the weights' gradient is a sum over the rows
             products = x @ weight.flatten(2)[:, None]
         else:
             products = (x.flatten(1, 2) @ weight.flatten(2)).unflatten(1, (batch, length))

@@ -16,7 +16,7 @@ from foveate.io import infile
 from foveate.io.digest import digest
 
 _RAN: dict[str, str] = {}
-"""The files that ran, as modules are called, with the digest of what ran."""
+"""The files that have run, by their absolute paths, each with a digest of the code that ran."""
 
 
 def run(file: Path) -> None:
@@ -45,7 +45,7 @@ def run(file: Path) -> None:
 
 
 def identity(file: Path) -> str:
-    """A file's name and a digest of what ran: of the file, and of modules that it imported from its own folder."""
+    """A file's name, with a digest of the file and of the modules that it imported from its own folder."""
     return f"{file.name} {_RAN.get(str(file.resolve())) or digest([file])}"
 
 

@@ -47,13 +47,13 @@ class Progress:
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
     def answered(self, method: str, items: int) -> None:
-        """So many more items are answered; without a terminal a line tells each tenth."""
+        """Count ``items`` more answers of a method. Without a terminal, print a line at each tenth of the total."""
         (task,) = self._bar.tasks
         done = task.completed + items
         self._tenths(done, task.total, method, f"{done:,} of {task.total:,} answers, the last by {method}")
 
     def at(self, done: int, of: int) -> None:
-        """So many steps of a calibration are done: prompts read, answers compared."""
+        """Show that ``done`` steps of a calibration's ``of`` steps are done: prompts read, answers compared."""
         self._tenths(done, of, "calibrating", f"calibrating: {done:,} of at most {of:,} steps done")
 
     def _tenths(self, done: float, of: float, line: str, words: str) -> None:
@@ -64,7 +64,7 @@ class Progress:
 
 
 def sayer(console: Any) -> Callable[[str], None]:
-    """What prints a line of what a user should know."""
+    """A function that prints a line that a user should know."""
     return lambda text: console.print(text, style="dim", markup=False, soft_wrap=True)
 
 

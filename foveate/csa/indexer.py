@@ -49,9 +49,8 @@ def lightning_indexer(
 ) -> Tensor:
     """Select the ``top_k`` keys with the largest ``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])`` for each query.
 
-    Query i is at position ``offset + i`` and may read the first ``(offset + i + 1) // ratio`` keys, each of which
-    stands for ``ratio`` tokens. The order is total: the larger score first, then the smaller index (StreamIndex,
-    section 4.1).
+    Query i is at position ``offset + i`` and may read the first ``(offset + i + 1) // ratio`` keys. Each key stands for
+    ``ratio`` tokens. The order is total: the larger score first, then the smaller index (StreamIndex, section 4.1).
 
     Args:
         q: ``[B, S, H, D]``, bf16, fp16, fp32 or fp8 (e4m3, :func:`to_fp8`). Gradients do not reach it.
@@ -59,16 +58,17 @@ def lightning_indexer(
         weights: ``[B, S, H]``, of any sign and finite, with scales of queries and heads multiplied in; read as fp32.
         top_k: keys per query.
         ratio: tokens per key.
-        offset: tokens before the first query.
-        starts: int64 ``[B]``: the first key of each row after its padding, or None. Padding queries get -1.
-        key_scales: ``[B, T]``: factors of the keys' scores, read as fp32; None for 1.
-        path: see above; ``auto`` is ``fused`` on a GPU, whatever the size, and elsewhere ``materialised`` up to
+        offset: number of tokens before the first query.
+        starts: int64 ``[B]``: the first key of each row after its padding; None: no padding. Padding queries get -1.
+        key_scales: ``[B, T]``: factors of the keys' scores, read as fp32; None: 1.
+        path: see above. ``auto`` is ``fused`` on a GPU, whatever the size. Elsewhere it is ``materialised`` up to
             :data:`MATERIALISED` products and ``chunked`` beyond.
-        lost: int64 ``[1]`` on the same device. A decode step that selects nothing because of NaN (see below) adds 1 to
-            it. None to count nothing.
+        lost: int64 ``[1]`` on the same device, to which a decode step that selects nothing because of NaN (see below)
+        adds
+            1; None: nothing is counted.
 
     Returns:
-        int32 ``[B, S, top_k]``: indices, ascending; -1 at the end where a query may read fewer.
+        int32 ``[B, S, top_k]``: indices, ascending; -1 at the end if a query may read fewer than ``top_k`` keys.
 
     Raises:
         ValueError: for shapes that do not agree, tensors on several devices, a dtype that is not supported, ``top_k``,

@@ -1,4 +1,4 @@
-"""The lightning indexer over ranks of torch.distributed: queries are sharded, selections equal those of one rank.
+"""The lightning indexer over ranks of torch.distributed: queries are sharded, and selections equal one rank's.
 
 Any partition of the keys gives the same set (docs/papers/streamindex.md). A rank can therefore select from the keys of
 one rank after the other and merge the selections.
@@ -232,7 +232,7 @@ def _gathered(share: _Share, lengths: list[int], group: dist.ProcessGroup | None
 def _pass_on(
     share: _Share, length: int, first: int, rank: int, world: int, group: dist.ProcessGroup | None
 ) -> tuple[_Share, list[dist.Work]]:
-    """Send a share to the next rank and receive that of the rank before; it is complete once the requests are done."""
+    """Send a share to the next rank and receive the previous rank's share, which is complete when the requests are."""
     after, before = (dist.get_global_rank(group, one % world) if group else one % world for one in (rank + 1, rank - 1))
     operations, got = [], []
     for x in (share.k, share.scales):

@@ -76,7 +76,7 @@ class PeakMemory:
         self.kind = "torch.cuda.max_memory_allocated" if self._cuda else "process RSS high-water, weights included"
 
     def start(self) -> None:
-        """Forgets what came before; where the system cannot forget, the peak is that of the whole process."""
+        """Resets the peak. Where the system cannot reset it, the peak is that since the process began."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self._before = torch.cuda.memory_allocated(self._cuda)
@@ -87,7 +87,7 @@ class PeakMemory:
             self.kind = "process RSS high-water since the process began, weights included"
 
     def added(self) -> int:
-        """Bytes above what was allocated at the start; on a CPU those of the whole process."""
+        """Bytes of the peak above the memory allocated at the start. On a CPU: bytes of the whole process."""
         return self.peak() - self._before
 
     def peak(self) -> int:

@@ -1,4 +1,4 @@
-"""The files that foveate reads: regular ones alone, of at most so many bytes."""
+"""The one reader of files: it reads only regular files, and only up to a largest number of bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from foveate.errors import DataError, FoveateWarning, UserError
 
 MOST = 1 << 34
-"""Bytes of the largest file that is read as a whole, and of what a compressed one may hold."""
+"""Bytes of the largest file that is read as a whole, and the most bytes that a compressed file may unpack to."""
 MOST_OF_SETTINGS = 1 << 26
 """Bytes of the largest file of settings, such as a calibration."""
 _BLOCK = 1 << 20
@@ -24,9 +24,9 @@ _NAMED = 5  # files at most that a message names
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. Never waits, as for the writer of a pipe.
+    """A regular file, open for reading. It never waits, not even for the writer of a pipe.
 
-    Raises `OSError`, whose `strerror` says what is wrong, for what is no regular file or cannot be opened.
+    Raises `OSError`, whose `strerror` gives the reason, for a path that is no regular file or cannot be opened.
     """
     _check_kind(path, os.stat(path))  # opening a device may already do something
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

@@ -32,8 +32,8 @@ class Record(NamedTuple):
 def read_records(path: Path) -> list[Record]:
     """The records of a file, plain or .xz: JSON Lines if its name ends so, else one JSON list.
 
-    A record without context, or one that MuSiQue marks as not answerable, has no passages. Raises `DataError` with the
-    place of what is malformed, and for an id that stands twice.
+    A record without context, or one that MuSiQue marks as not answerable, has no passages. Raises `DataError`, with the
+    place in the file, for malformed content, and for an id that occurs twice.
     """
     records: dict[str, Record] = {}
     for where, value in _values(Path(path)):

@@ -111,13 +111,13 @@ def write(out: Path, content: bytes, more: str = "") -> None:
 
 @contextmanager
 def replacing(out: Path, more: str = "") -> Iterator[Path]:
-    """The path of a file to write, which replaces `out` when the block ends; its folder is made if it is not there.
+    """The path of a file to write, which replaces `out` when the block ends. Its folder is made if it does not exist.
 
-    The file gets the mode of the one that it replaces, or that of any new file. Any number of processes may write to
-    one path: the last one wins. What a process that was killed has left is removed by the next one.
+    The file gets the mode of the file that it replaces, or the mode of any new file. Any number of processes may write
+    to one path: the last one wins. The next process removes what a killed process has left behind.
 
-    Raises `UserError`, which ends in `more`, for an error of the system outside the block. Errors of the block pass as
-    they are; :func:`writing` within it names the file. What the file held before stays in both cases.
+    Raises `UserError`, which ends in `more`, for an error of the system outside the block. Errors in the block pass
+    unchanged; :func:`writing` within it names the file. In both cases the old content of `out` stays.
     """
     _check_kind(out, "the path")
     with writing(out, more):

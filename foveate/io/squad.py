@@ -35,7 +35,7 @@ class Question(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Those of the answers, each once."""
+        """The texts of the answers, each once."""
         return tuple(dict.fromkeys(answer.text for answer in self.answers))
 
 
@@ -78,7 +78,8 @@ def find_squad(data: Path, name: str = "") -> Path:
 
 
 def read_squad(path: Path) -> Squad:
-    """The articles of a SQuAD file, plain or .xz. Raises `DataError` with the place of what is malformed."""
+    """The articles of a SQuAD file, plain or .xz. Raises `DataError`, with the place in the file, for malformed
+    content."""
     document = reading.read_json(path)
     if not isinstance(document, dict) or "version" not in document or not isinstance(document.get("data"), list):
         raise DataError(f"{path}: not a SQuAD file: expected an object with 'version' and a list 'data'")

@@ -1,8 +1,8 @@
 """Does a method hold what every method promises? An author's own method, on a tiny model or on the author's.
 
-The same answers are asked for in different ways: a row alone and in a padded batch, a prompt whole and in pieces, a
-cache that is copied, saved, cropped or reordered. Where they differ, a hook has missed something, and the line of
-the check says what that usually is.
+Each check computes the same outputs in different ways: a row alone and in a padded batch, a prompt whole and in pieces,
+a cache that is copied, saved, cropped or reordered. If they differ, a hook has missed something, and the line of the
+check names the usual cause.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def with_other_budgets(method: Method) -> Method | None:
 
 
 def _budgets(method: Method) -> str:
-    """The budgets of a method, or of those of a composition that have one."""
+    """The budgets of a method, or of the parts of a composition that have one."""
     having = [method] if _has_top_k(method) else filter(_has_top_k, method.parts)
     return " and ".join(f"{one.name}:top_k={one.top_k}" for one in having)
 

@@ -102,23 +102,26 @@ def compare(
     """Compare methods on the items of a task. Dense attention is always among them.
 
     Args:
-        model: as :func:`foveate.attach` takes it: loaded, quantised, with an adapter of PEFT, or compiled; without a
-            method.
-        tokenizer: of the model.
-        asked: of :func:`task` or :func:`documents`. Where documents hold no answers, methods go along the
-            answers of dense attention.
+        model: a model as :func:`foveate.attach` takes it: loaded, quantised, with an adapter of PEFT, or compiled. It
+        must
+            have no method.
+        tokenizer: the model's tokenizer.
+        asked: a result of :func:`task` or :func:`documents`. If documents hold no answers, methods are compared along
+            the answers of dense attention.
         methods: specs or methods; :func:`sweep` makes the specs of several budgets.
-        limit: items at most.
+        limit: largest number of items.
         batch_size: items answered at once.
-        seed: of the items and of the intervals.
+        seed: seed of the items and of the intervals.
         share_prompt: whether each prompt is read once for all methods that read prompts densely.
-        dense_below: as of :func:`foveate.attach`; with 0 methods are as sparse in short contexts as in long ones, and
-            with "auto" steps are what `attach` and the server make of them.
-        recall: of how many of the first items it is measured, too, which share of exact attention, over all tokens so
-            far, the tokens hold that a method reads; of tasks whose answers are generated. Prompts are read once more
-            for each method, by PyTorch's references, and the first eight decoded tokens count. Rows have the mean
-            over these items by layer, as `foveate compare --recall` writes it.
-        out: a file for the rows, as `foveate compare` writes them. An interrupted comparison goes on there. None: no
+        dense_below: see :func:`foveate.attach`. With 0, methods are as sparse in short contexts as in long ones. With
+            "auto", steps are as `attach` and the server run them.
+        recall: number of first items for which recall is measured, too: the share of exact attention, over all tokens
+        so
+            far, that the tokens read by a method hold. The task's answers must be generated. Prompts are read once more
+            for each method, by PyTorch's references, and the first eight decoded tokens count. Rows have the mean over
+            these items by layer, as `foveate compare --recall` writes it.
+        out: a file for the rows, as `foveate compare` writes them. An interrupted comparison continues from it. None:
+        no
             file.
         progress: called with a method's spec and the number of items that it has answered.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from foveate.methods import Method, parse
 
 PROMPT, STEPS = 61, 20
-"""Tokens of a prompt, and of what follows it."""
+"""Number of tokens of a prompt, and of the tokens after it."""
 LENGTHS = (PROMPT, PROMPT - 17, 23, 3)
 """Tokens of the prompts of a padded batch."""
 CUTS = ((1, 7, 30, PROMPT - 1), range(5, PROMPT, 5))
@@ -65,7 +65,7 @@ class Run(ABC):
 
     @abstractmethod
     def turn(self, columns: int) -> None:
-        """Begin a further prompt of so many columns, padding included."""
+        """Begin a further prompt of ``columns`` columns, padding included."""
 
     @abstractmethod
     def record(self) -> None:
@@ -77,7 +77,7 @@ class Run(ABC):
 
     @abstractmethod
     def crop(self, tokens: int) -> None:
-        """Remove the last ``tokens`` tokens; those that remain become final."""
+        """Remove the last ``tokens`` tokens; the remaining tokens become final."""
 
     @abstractmethod
     def reorder(self, rows: Tensor) -> None:
@@ -126,11 +126,11 @@ class Subject(ABC):
 
     @abstractmethod
     def start(self, prompt: int = PROMPT) -> Run:
-        """A run whose first prompt has so many columns."""
+        """A run whose first prompt has ``prompt`` columns."""
 
     @abstractmethod
     def dense(self, tokens: Any) -> Tensor:
-        """Outputs of dense attention, of a prompt of ``PROMPT`` tokens and of those that follow."""
+        """Outputs of dense attention for a prompt of ``PROMPT`` tokens and for the tokens after it."""
 
     @abstractmethod
     def same(self, found: Tensor, expected: Tensor, what: str, exact: bool = False) -> None:

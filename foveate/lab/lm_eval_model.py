@@ -31,9 +31,9 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger("lm_eval.foveate")  # lm-eval prints what is below its own name
 _OF_HFLM = inspect.signature(HFLM.__init__).parameters.keys()
 Request = tuple[Any, list[int], list[int]]
-"""What lm-eval asks a likelihood of: its strings (or None), the ids of the context, those of the continuation."""
+"""A request of lm-eval for a likelihood: its strings (or None), the ids of the context, the ids of the continuation."""
 Row = tuple[tuple[int, ...], tuple[int, ...]]
-"""What the model reads of a request: the context, and the continuation but for its last token."""
+"""The tokens of a request that the model reads: the context, and the continuation without its last token."""
 
 
 @register_model("foveate")
@@ -56,10 +56,10 @@ class FoveateLM(HFLM):
         """Load a model and attach a method to it.
 
         Args:
-            pretrained: as of HFLM: a name, a folder, or a model.
-            method: as of :func:`foveate.attach`. `;` may stand for the commas of a spec, at which lm-eval would split.
-            dense_below: as of :func:`foveate.attach`.
-            options: as of HFLM; weights are read from safetensors alone by default.
+            pretrained: see HFLM: a name, a folder, or a model.
+            method: see :func:`foveate.attach`. `;` may stand for the commas of a spec, at which lm-eval would split.
+            dense_below: see :func:`foveate.attach`.
+            options: options of HFLM; weights are read from safetensors alone by default.
 
         Raises `ValueError` as :func:`foveate.attach`; a bad method is refused before anything is loaded.
         """
@@ -130,7 +130,7 @@ class FoveateLM(HFLM):
                 target = torch.tensor(continuation, device=log_probs.device)
                 likelihood = log_probs.gather(-1, target[:, None]).sum()
                 answers[number] = float(likelihood), bool((log_probs.argmax(-1) == target).all())
-                if asked is not None:  # as of HFLM: a window of a text is no answer
+                if asked is not None:  # as in HFLM: a window of a text is no answer
                     self.cache_hook.add_partial("loglikelihood", asked, answers[number])
         return answers
 

@@ -52,22 +52,21 @@ def time_step(
 ) -> list[StepTime]:
     """Time decode steps of a model by several methods and by dense attention, which is always among them.
 
-    Prompts are random tokens, on whose values the time of a step does not depend. Methods take turns in each round, so
-    that what slows the machine for a while slows all of them. Nothing remains attached.
+    Prompts are random tokens; the time of a step does not depend on their values. Methods take turns in each round, so
+    that something that slows the machine for a while slows all methods. Nothing remains attached.
 
     Args:
-        model: as :func:`foveate.attach` takes it, without a method.
+        model: a model as :func:`foveate.attach` takes it, without a method.
         methods: specs or methods.
-        tokens: of each sequence before the first step.
-        batch: sequences.
-        steps: that are timed in a round, after a few that are not.
-        rounds: of all methods.
-        dense_below: as of :func:`foveate.attach`; "auto" times what a user of `attach` gets.
-        seed: of the prompts.
+        tokens: tokens of each sequence before the first step.
+        batch: number of sequences.
+        steps: number of timed steps in a round, after a few steps that are not timed.
+        rounds: number of rounds; each has all methods.
+        dense_below: see :func:`foveate.attach`; "auto" times what a user of `attach` gets.
+        seed: seed of the prompts.
 
     Returns:
-        Dense attention's time first, then those of the methods in their order.
-
+        Dense attention's time first, then the times of the methods in their order.
     Raises:
         UserError: for a method that does not exist or does not fit the model, and for more tokens than the model has
             positions for; nothing is timed before.

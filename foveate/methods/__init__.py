@@ -1,6 +1,6 @@
-"""The methods by name: one short file each, found by being here.
+"""The methods by name. Each method is one short file of this folder; a file here registers its method on import.
 
-``__all__`` is what the author of a method needs; the other names here are for the rest of foveate.
+``__all__`` lists what the author of a method needs. The other modules of foveate use the remaining names.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Layers that choose keys, and later layers that read the same: what Kascade, OmniKV and LessIsMore share."""
+"""Layers that choose keys, and later layers that read the same keys: the base of Kascade, OmniKV and LessIsMore."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from foveate.state import Geometry, SlotCache
 
 
 def anchor_role(layer: int, dense: bool = False) -> Role:
-    """The role of a layer that chooses keys; ``dense``: for others alone, and reads all keys itself."""
+    """The role of a layer that chooses keys. A ``dense`` layer chooses for its readers alone and itself reads all
+    keys."""
     name = "dense, choosing" if dense else "choosing"
     return Role(name, chooses=True, layer=layer, reads_all=dense, has_readers=True)
 
 
 def reader_role(layer: int, anchor: int, heads: Sequence[int] | None = None) -> Role:
-    """The role of a layer that reads the keys of an earlier one; ``heads``: see :attr:`Role.heads`."""
+    """The role of a layer that reads the keys that layer ``anchor`` chose. For ``heads`` see :attr:`Role.heads`."""
     return Role("reading", anchor, None if heads is None else tuple(heads), layer=layer)
 
 
@@ -35,29 +36,34 @@ def dense_role(layer: int) -> Role:
 
 @dataclass(frozen=True)
 class SharedSelection(Method):
-    """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same."""
+    """A method whose anchor layers choose keys for each decoded token, and whose other layers read the same keys."""
 
     stateful: ClassVar[bool] = False
     sparse_from_tokens: ClassVar[int] = SPARSE_FROM_TOKENS
     counters: ClassVar[tuple[str, ...]] = ("indices_reused",)
-    """Decode steps times rows in which the layer read keys that an earlier layer had chosen."""
+    """Counts each row of each decode step in which the layer read keys that an earlier layer had chosen."""
     replay: ClassVar[Replay] = Replay()
     packed: ClassVar[bool] = True
-    """Whether keys that :meth:`select` chooses are in a row's first places, :meth:`count` of them."""
+    """Whether :meth:`select` writes the chosen slots to the first :meth:`count` places of each row, and -1 after
+    them."""
     role: ClassVar[Role] = anchor_role(-1)
-    """Set by :meth:`for_layer`; until then the method is like that of a layer that chooses."""
+    """The layer's role, set by :meth:`for_layer`. An instance of no layer has the role of a layer that chooses."""
 
     def role_of(self, layer: int, among: Sequence[int]) -> Role:
-        """What a layer does, one of those that the method is applied to, whoever may read its choice."""
+        """The role of ``layer``, one of the layers ``among`` which the method is applied to.
+
+        :meth:`for_layer` adds afterwards which later layers read its choice.
+        """
         raise NotImplementedError
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Keys chosen for one token a row: slots, int ``[B, Hkv, K]``, -1 for none."""
+        """The keys that one token a row reads: slots, int ``[B, Hkv, K]``; -1 marks an empty place."""
         raise NotImplementedError
 
     @property
     def needs_prompt_end(self) -> bool:  # type: ignore[override]
-        """A decoded token reads its own choice of keys, the tokens of a prompt all keys, or those of their tile."""
+        """A decoded token reads the keys chosen for it; a prompt token reads all keys or the keys chosen for its
+        tile."""
         return not self.role.reads_all
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> SharedSelection:
@@ -98,7 +104,7 @@ class SharedSelection(Method):
         return ops.Choice(keys=keys, read=self._read(cache, keys), packed=self.packed)
 
     def _check_layers(self, name: str) -> None:
-        """A setting that lists layers, by number or by depth; kept as a tuple."""
+        """Check a setting that lists layers by number or by depth, and store it as a tuple. Raises ValueError."""
         layers = getattr(self, name)
         self._check(name, isinstance(layers, (list, tuple)) and len(layers) > 0, "a list of layers")
         object.__setattr__(self, name, tuple(layers))
@@ -109,19 +115,21 @@ class SharedSelection(Method):
         self._check(name, rising, "rising layer numbers, or depths in [0, 1)")
 
     def count(self, length: Number) -> Number:
-        """Keys that a row of this length may read."""
+        """The number of keys that a row of ``length`` tokens may read."""
         return clamp(budget(self.top_k, length, self.min_k), 1, length)
 
     def _read(self, cache: SlotCache, indices: Tensor) -> Tensor:
-        """How many keys are read, ``[B, Hkv]``: one tensor for all layers of a step."""
+        """The number of keys read, ``[B, Hkv]``. All layers of a step share one tensor."""
         return cache.plan.per_row(self.count)[:, None].expand(indices.shape[:2])
 
 
 def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
-    """The layers that a setting lists, by their numbers in the model or by their depth among some layers.
+    """The numbers of the layers that a setting lists, ascending.
+
+    The setting lists layer numbers of the model, or depths in [0, 1) among the layers that the method is applied to.
 
     Raises:
-        ValueError: for numbers of other layers.
+        ValueError: for the number of a layer that the method is not applied to.
     """
     layers = getattr(method, name)
     if isinstance(layers[0], float):
@@ -136,6 +144,6 @@ def layer_numbers(method: Method, name: str, among: Sequence[int]) -> list[int]:
 
 
 def nearest(choosers: Sequence[int], layer: int) -> int | None:
-    """The last of some layers, ascending, that is not after a layer; None if all are."""
+    """The last of ``choosers``, which ascend, that is not after ``layer``; None if all of them are after it."""
     index = bisect.bisect_right(choosers, layer) - 1
     return choosers[index] if index >= 0 else None

@@ -1,4 +1,4 @@
-"""What several methods do alike."""
+"""Functions that several methods share."""
 
 import operator
 from collections.abc import Callable
@@ -19,26 +19,27 @@ def eviction_setting() -> Any:
 
 
 def occupied(cache: SlotCache) -> Tensor | None:
-    """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when all of them do."""
+    """bool ``[B, Hkv or 1, used]``, True where a slot holds a token; None when every slot holds one."""
     mask, lengths = cache.stored()
     return mask if lengths is None else ops.first_keys(lengths, cache.used)
 
 
 def scored_lengths(cache: SlotCache) -> Tensor | None:
-    """How many keys of each row are scored, int64 ``[B]``: 0 of a row that is read whole; None: all in use."""
+    """The number of keys scored in each row, int64 ``[B]``: 0 for a row that reads all keys. None: all keys are
+    scored."""
     return None if cache.stored()[1] is None else cache.plan.for_sparse_rows(operator.pos, of="counts")
 
 
 def recent(cache: SlotCache, window: int) -> Tensor:
     """bool ``[B, Hkv or 1, used]``: the slots whose tokens are among the last ``window`` of their row.
 
-    In rows of fewer tokens their empty slots are among these; ``cache.stored()`` tells them apart.
+    A row with fewer than ``window`` tokens has True in its empty slots, too; ``cache.stored()`` tells them apart.
     """
     return cache.positions >= cache.plan.per_row(operator.sub, window)[:, None, None]
 
 
 def newest_slots(cache: SlotCache) -> Tensor:
-    """int64 ``[B, Hkv, 1]``: the slot of each row's newest token, in a decode step."""
+    """The slot of each row's newest token in a decode step, int64 ``[B, Hkv, 1]``."""
     if cache.evicts.in_decode:  # in a slot that an evicted token has left, or the last one
         newest = cache.positions == (cache.plan["lengths"] - 1)[:, None, None]
         return newest.to(torch.uint8).argmax(-1, keepdim=True)
@@ -48,16 +49,17 @@ def newest_slots(cache: SlotCache) -> Tensor:
 def note_queries(cache: SlotCache, q: Tensor, window: int) -> None:
     """Keep the last ``window`` queries of a prompt in the channel ``queries [B, Hq, window, D]``."""
     queries, new = cache.channel("queries"), q[:, :, -window:]
-    kept = queries[:, :, new.shape[2] :].clone()  # those that move up
+    kept = queries[:, :, new.shape[2] :].clone()  # older queries that stay, and move to the front
     queries[:, :, : kept.shape[2]] = kept
     queries[:, :, kept.shape[2] :] = new
 
 
 def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor | None, int]:
-    """What the last queries of a prompt attend to: ``window`` of them, or all of a shorter turn.
+    """The attention of a prompt's last ``window`` queries, or of all queries of a turn with fewer.
 
     Returns:
-        Their mass, fp32 ``[B, Hq, used]`` (None when the turn has no tokens), and how many they are.
+        The mass that each of these queries gives to each slot, summed over the queries, fp32 ``[B, Hq, used]``, and the
+        number of queries. The mass is None when the turn has no tokens.
     """
     observing = min(window, cache.rows["observed"][0])
     if not observing:
@@ -68,15 +70,18 @@ def observed_mass(cache: SlotCache, window: int, scaling: float) -> tuple[Tensor
 
 
 def window_votes(cache: SlotCache, window: int, scaling: float) -> Tensor | None:
-    """What the last queries of a prompt attend to before its window, fp32 ``[B, Hq, used - window]``; None where the
-    turn has no tokens."""
+    """The attention of a prompt's last ``window`` queries to the tokens before the window, fp32
+    ``[B, Hq, used - window]``; None when the turn has no tokens."""
     mass, observing = observed_mass(cache, window, scaling)
     return mass[:, :, : cache.used - window] if observing else None
 
 
 def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int, sinks: int = 0) -> Tensor | None:
-    """Slots to keep when a prompt ends: the first tokens, the recent window and the best of the others, ``allowed`` in
-    all."""
+    """The slots to keep when a prompt ends, ``allowed`` for each KV head, int64 ``[B, Hkv, allowed]``; None: all slots.
+
+    They are the first ``sinks`` tokens, the last ``window`` tokens, and the tokens with the best ``scores``, fp32
+    ``[B, Hkv, used]``, among the others. Raises ValueError when ``allowed`` is less than window and sinks.
+    """
     if cache.used <= allowed:
         return None
     check_number("allowed", allowed, window + sinks)
@@ -87,10 +92,12 @@ def keep_heavy(cache: SlotCache, scores: Tensor, allowed: int, window: int, sink
 
 
 def estimated_attention(cache: SlotCache, rows: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """Attention by keys that stand for those of the cache: fp32 ``[B, Hkv, G, used]``; 0 in empty slots.
+    """The attention that query rows give to stand-ins for the cached keys: fp32 ``[B, Hkv, G, used]``; 0 in empty
+    slots.
 
     Args:
-        rows, keys: fp32 ``[B, Hkv, G, any]`` and ``[B, Hkv, used, any]``.
+        rows: fp32 ``[B, Hkv, G, any]``, one for each query head of a GQA group.
+        keys: fp32 ``[B, Hkv, used, any]``, one stand-in for each slot, such as a quantized copy of its key.
     """
     logits = ops.key_logits(rows, keys, cache.logits(scaling))
     logits = logits.masked_fill((cache.positions < 0)[:, :, None], -torch.inf).flatten(1, 2)[:, :, None]
@@ -101,11 +108,14 @@ def estimated_attention(cache: SlotCache, rows: Tensor, keys: Tensor, scaling: f
 def evict_weakest(
     cache: SlotCache, scores: Tensor | Callable[[Tensor], Tensor], over: Callable[..., Any], window: int
 ) -> None:
-    """Evict the weakest token outside the window from every row that holds more than it may.
+    """Evict the weakest token outside the window from every row that holds more tokens than it may.
 
     Args:
-        scores: fp32 ``[B, Hkv, used]``, or what makes them of the tokens' positions, int32.
-        over: whether one does, from the tokens that it holds and its length: of ints, or of each in int64 tensors.
+        scores: fp32 ``[B, Hkv, used]``, or a function that computes them from the tokens' positions, int32
+            ``[B, Hkv, used]``.
+        over: given the number of tokens that a row holds and its length, says whether the row holds too many. It takes
+            ints, or int64 tensors with an element for each row.
+        window: the newest tokens of a row, which are never evicted.
     """
     rows = cache.plan.where(over)
     if rows is not None:

@@ -1,6 +1,6 @@
-"""Checks of what an author's class declares: each error is one sentence that names class, hook and remedy.
+"""Checks of the facts that an author's class declares: each error is one sentence with class, hook and remedy.
 
-Classes of foveate itself are left out; the matrix tests them.
+The checks skip foveate's own classes, which the matrix tests.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from foveate.state import Evicts
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _RESERVED = ("own",)
-"""Names that commands use for something else."""
+"""Names that no method may have, because commands use them for something else."""
 _NEAR = 0.85
 _GONE = {
     "decode": "choose, which returns what one token a row reads, and learn, which gets its attention",
     "decode_dense": "note_newest, which every step calls, and nothing else: dense steps are the runtime's",
 }
-"""Hooks of earlier versions, and what takes their place."""
+"""Hooks of earlier versions, and the hooks that replaced them."""
 
 
 def check_names(cls: type, base: type) -> None:
-    """Check, when a class is made, its name and those of its hooks, which are `base`'s. Raises ValueError."""
+    """Check, when a class is made, that its name is valid and that `base` has its hooks. Raises ValueError."""
     if _own(cls):
         return
     name = cls.__dict__.get("name", "unnamed")
@@ -67,7 +67,7 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_hooks(method: Any, base: type) -> None:
-    """Check, for a layer, that a method has the hooks that it needs. Raises ValueError."""
+    """Check, for a layer, that a method defines the hooks that its declarations require. Raises ValueError."""
     cls = type(method)
     if _own(cls):
         return

@@ -1,4 +1,4 @@
-"""Settings of earlier versions that became a method of their own, and how it is written now."""
+"""Settings of earlier versions that have become methods of their own, and the spec that replaces them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _KASCADE: dict[str, dict[str, Any]] = {
         "dense_anchor_prefill": False,
     },
 }
-"""Methods that had the setting ``score_keys``, and where their defaults differ from those of ``kascade_pages``."""
+"""Methods that once had the setting ``score_keys``, each with the defaults by which it differs from
+``kascade_pages``."""
 _OF_PAGES = ("first_layer", "page_size", "weighted")
 
 
 def written_now(name: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The method, and its settings, that an earlier version spelled as this name with these settings.
+    """The present method and settings for a method and settings of an earlier version.
 
-    ``kascade`` with ``score_keys=pages`` is ``kascade_pages``, and with ``score_keys=exact`` ``kascade``. None: what is
-    given is not of an earlier version, or no method stands for it.
+    ``kascade`` with ``score_keys=pages`` is now ``kascade_pages``; with ``score_keys=exact`` it is ``kascade``. Returns
+    None when the name and settings are not of an earlier version.
     """
     scored = settings.get("score_keys")
     if name not in _KASCADE or scored not in ("exact", "pages"):

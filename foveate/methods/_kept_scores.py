@@ -1,4 +1,4 @@
-"""Scores that a layer keeps between decode steps, so that it scores keys or pages at every few tokens alone."""
+"""Scores that a layer keeps between decode steps, so that it scores keys or pages only once every few tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from foveate.methods.base import setting
 from foveate.state import Channel, SlotCache
 
 AT = "scored_at"
-"""The channel that :attr:`Method.scored_at` names."""
+"""Name of the channel with the length at which each row was last scored, see :attr:`Method.scored_at`."""
 MOST = 16
-"""Largest ``every``: no key is newer than the last scores by more tokens than `pages` reads at the end anyway."""
+"""Largest ``every``. `pages` always reads its 16 newest tokens, so it reads every key that is newer than the scores."""
 
 
 def every_setting(what: str) -> Any:
-    """The setting ``every``."""
+    """The setting ``every`` of a method that keeps scores; ``what`` names the things that are scored."""
     return setting(
         1, f"score {what} at every so many tokens, 1 to {MOST}; the tokens between use the last scores, and newer keys"
     )
@@ -34,7 +34,7 @@ def check_every(method: Any) -> None:
 
 
 def kept_from_token_to_token(every: int) -> str:
-    """:attr:`Method.per_request` of a method that keeps scores; empty where every token is scored."""
+    """:attr:`Method.per_request` of a method that keeps scores; empty when every token is scored (``every`` is 1)."""
     if every == 1:
         return ""
     return (
@@ -45,14 +45,15 @@ def kept_from_token_to_token(every: int) -> str:
 
 @dataclass(frozen=True)
 class KeptScores:
-    """The last scores of each key, or page, and when each row was scored: a row is due ``every`` tokens later.
+    """The last scores of each key or page, and the length at which each row was scored. A row is due ``every`` tokens
+    later.
 
-    Rows that are not due have no keys to score as the scoring kernels see it, so that nothing is read for them: a step
-    decides on the device, also within a CUDA graph.
+    A step decides on the device which rows are due, also within a CUDA graph. To the scoring kernels a row that is not
+    due has no keys, so they read nothing for it.
 
     Args:
-        every: tokens from one scoring to the next.
-        size: keys of an entry.
+        every: tokens from one scoring of a row to the next.
+        size: keys that one score stands for: 1, or the keys of a page.
     """
 
     every: int
@@ -64,19 +65,24 @@ class KeptScores:
     def renew(
         self, cache: SlotCache, heads: int, number: int, scores_of: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The scores by which one token a row chooses, fp32 ``[B, heads, number]``, and when they were made, ``[B]``.
+        """The scores by which one token a row chooses, and the length at which each row was scored.
 
-        A page that was not full then has no score: 0.
+        A page that was not full when its row was scored has the score 0.
 
         Args:
-            heads, number: scores of a row.
-            scores_of: gives new ones of the rows of a mask, bool ``[B]``; of other rows anything.
+            heads: KV heads that have scores of their own.
+            number: scores of a row and head.
+            scores_of: given the rows that are due, bool ``[B]``, computes new scores, fp32 ``[B, heads, number]``. It
+                may return anything for the other rows.
+
+        Returns:
+            fp32 ``[B, heads, number]`` and int64 ``[B]``.
         """
         plan, at = cache.plan, cache.channel(AT)
         lengths = plan["lengths"]
         kept = cache.tensors["kept_scores"][:, :heads, :number]
         due = (at == 0) | (lengths - at >= self.every)
-        if plan.captured or due.is_cuda or due.any():
+        if plan.may_hold(due):
             there = torch.arange(number, device=due.device) < (lengths // self.size).where(due, 0)[:, None]
             kept.copy_(scores_of(due).where(there[:, None], kept))
             at.copy_(lengths.where(due, at))

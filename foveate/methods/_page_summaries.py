@@ -1,4 +1,4 @@
-"""What methods keep of pages and score them by: low-rank records of their keys, or boxes around these."""
+"""Summaries of pages that methods keep and score: low-rank records of a page's keys, or boxes around the keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from foveate.methods.budgets import Number
 from foveate.state import Channel, Geometry, SlotCache
 
 _OBSERVED = 16
-"""Last queries of a prompt by which the channels of keys are weighted."""
+"""The number of a prompt's last queries by which the channels of keys are weighted."""
 
 
 @dataclass(frozen=True)
 class PageSummaries:
-    """A summary of each page, which a method keeps as channels of its cache. Hooks are as those of :class:`Method`.
+    """A summary of each page, which a method keeps in channels of its cache.
+
+    A method calls the hooks of this class from its own hooks of the same name; see :class:`Method`.
 
     Args:
         size: keys of a page.
@@ -32,27 +34,27 @@ class PageSummaries:
     # Pages of a row of some length, of ints and of tensors alike
 
     def pages(self, length: Number) -> Number:
-        """Pages, the one that is being filled included."""
+        """The number of pages of a row, including the page that is being filled."""
         return -(-length // self.size)
 
     def newest(self, length: Number) -> Number:
-        """The page that holds the last token."""
+        """The index of the page that holds the last token."""
         return self.pages(length) - 1
 
     def full(self, length: Number) -> Number:
-        """Full pages."""
+        """The number of full pages."""
         return length // self.size
 
     @functools.cached_property
     def spec(self) -> str:
-        """What distinguishes these rules, see :meth:`~foveate.state.step_plan.StepPlan.per_row`."""
+        """A string that distinguishes these rules, see :meth:`~foveate.state.step_plan.StepPlan.per_row`."""
         return f"pages of {self.size}"
 
     # Hooks
 
     @property
     def observation(self) -> Observation | None:
-        """What is learned from prompt queries."""
+        """What the summaries learn from prompt queries; None: nothing."""
         return None
 
     @property
@@ -61,11 +63,11 @@ class PageSummaries:
         return ""
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
-        """The state that is kept."""
+        """The channels that hold the summaries, see :meth:`Method.channels`."""
         raise NotImplementedError
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """What a step reads to score the pages of ``tokens`` keys, in keys with their values."""
+        """What a step reads to score the pages of ``tokens`` keys, in units of a key and its value."""
         raise NotImplementedError
 
     def observe(self, cache: SlotCache, q: Tensor) -> None:
@@ -77,36 +79,37 @@ class PageSummaries:
         self.write(cache, (length - read) // self.size, length // self.size)
 
     def rebuild(self, cache: SlotCache) -> None:
-        """Summarise all full pages, of tokens that another method has kept."""
+        """Summarise all full pages after another method has decided which tokens stay."""
         self.write(cache, 0, cache.used // self.size)
 
     def write(self, cache: SlotCache, first: int, last: int) -> None:
-        """Write the summaries of the pages ``first .. last - 1``, of rows that all have them."""
+        """Write the summaries of the pages ``first .. last - 1``. All rows must have these pages."""
         raise NotImplementedError
 
     def write_newest(self, cache: SlotCache) -> None:
-        """Bring the summaries of the pages that hold the rows' newest keys up to date."""
+        """Update the summary of the page that holds each row's newest key."""
         raise NotImplementedError
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """How much pages matter to one token a row: fp32 ``[B, H, P]``, H the KV heads or the query heads.
+        """The scores of pages for one token a row: fp32 ``[B, H, P]``, where H counts the KV heads or the query heads.
 
-        -inf of pages that have no summary yet; after a row's pages it may be anything.
+        A page without a summary has the score -inf. Scores after a row's last page may be anything.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class PageBoxes(PageSummaries):
-    """The smallest and the largest of each page's keys in each dimension, also of the page that is being filled."""
+    """The box around each page's keys: their minimum and maximum in each dimension. The page that is being filled has a
+    box, too."""
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
         corner = Channel((geometry.head_dim,), per=self.size, dtype=None, recomputed=True)
         return {"low": corner, "high": corner}
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """Full pages count by their two corners, each of a key's size; the page that is being filled, by the keys
-        around which its box is made."""
+        """The corners of all full pages' boxes, each of a key's size, and the keys of the page that is being filled,
+        around which a box is made."""
         return geometry.key_share * (2 * (tokens // self.size) + tokens % self.size)
 
     def write(self, cache: SlotCache, first: int, last: int) -> None:
@@ -137,18 +140,19 @@ _record = functools.cache(ops.PageRecord)  # whose layout is computed once
 class LowRankPages(PageSummaries):
     """A record of each full page, see :class:`foveate.ops.PageRecord`.
 
-    Records of a prompt are made when it ends, others when a decoded token fills their page. They are written again
-    before they are read where tokens were removed.
+    The records of a prompt are made when it ends. Later records are made when a decoded token fills their page. Where
+    tokens were removed, the records are written again before they are read.
 
     Args:
         size: keys of a page.
         rank: directions of a record.
-        coefficient_bits: of a key's coefficients, 4 or 8.
-        weighted: whether the channels of keys are weighted by a prompt's last queries before they are rounded. Each
-            prompt renews the weights, and with them the records of all pages. A crop into an earlier turn leaves them
+        coefficient_bits: bits of a key's coefficients, 4 or 8.
+        weighted: whether a prompt's last queries weight the channels of keys before they are rounded. Each prompt
+            renews the weights, and with them the records of all pages. A crop into an earlier turn leaves the weights
             as they are until the next prompt.
-        pooling: what a page's score is: its share of the attention to full pages, the mean over the heads
-            (``post_softmax``); or its mass over the largest of any page before the newest, summed (``of_largest``).
+        pooling: how the heads of a group score a page. ``post_softmax``: the mean over the heads of the page's share of
+            the attention to full pages. ``of_largest``: the mean over the heads of the page's mass divided by the
+            largest mass of any page before the newest.
     """
 
     rank: int = 2
@@ -166,7 +170,7 @@ class LowRankPages(PageSummaries):
         return reason if self.weighted else ""
 
     def form(self, geometry: Geometry) -> ops.PageRecord:
-        """How a page's summary is stored."""
+        """The format of a page's record."""
         return _record(geometry.head_dim, self.size, self.rank, self.coefficient_bits)
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
@@ -180,7 +184,8 @@ class LowRankPages(PageSummaries):
         return found
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """A record's bytes over those of its page's keys and values; a page that is being filled counts as far."""
+        """The bytes of a record divided by the bytes of its page's keys and values; a partly filled page counts its
+        share of a record."""
         keys = self.size * (geometry.head_dim + geometry.value_dim) * dtype.itemsize
         return tokens * (self.form(geometry).bytes / keys)
 
@@ -191,7 +196,7 @@ class LowRankPages(PageSummaries):
             note_queries(cache, q, _OBSERVED)
 
     def prompt_end(self, cache: SlotCache) -> None:
-        """Summarise the pages that the prompt has filled, or all of them where their weights are new."""
+        """Summarise the pages that the prompt has filled, or all pages when their weights are new."""
         if not self.weighted:
             super().prompt_end(cache)
         elif self._weigh(cache):
@@ -203,7 +208,7 @@ class LowRankPages(PageSummaries):
         super().rebuild(cache)
 
     def _weigh(self, cache: SlotCache) -> bool:
-        """Renew the weights of channels by the queries of a prompt; returns whether it has any."""
+        """Renew the weights of channels by the queries of a prompt. Returns False when the prompt has no queries."""
         if read := cache.rows["observed"][0]:
             queries = cache.channel("queries")[:, :, -min(_OBSERVED, read) :]
             cache.channel("channel_weights").copy_(ops.channel_weights(queries, cache.geometry.num_kv_heads))
@@ -218,7 +223,8 @@ class LowRankPages(PageSummaries):
     # Decode
 
     def write_newest(self, cache: SlotCache) -> None:
-        """Write the records of the pages that the rows' newest keys have filled, unless :meth:`_write_filled` has."""
+        """Write the records of the pages that the rows' newest keys have filled, unless :meth:`_write_filled` wrote
+        them already."""
         plan = cache.plan
         if cache.store.fills_channels or not plan.some("counts", self.size):
             return
@@ -241,18 +247,18 @@ class LowRankPages(PageSummaries):
         pool: str = "kv_head",
         due: Tensor | None = None,
     ) -> Tensor:
-        """The attention that pages hold by their records, see :func:`foveate.ops.pooled_mass_of_records`.
+        """The share of the attention that each page holds, estimated by its record; see
+        :func:`foveate.ops.pooled_mass_of_records`.
 
-        fp32 ``[B, Hkv or 1, P]``; -inf of a page that is not full, or (``of_largest``) the newest. Learned sinks take
-        no share. Rows that are not ``due``, bool ``[B]``, are not scored.
+        Returns fp32 ``[B, Hkv or 1, P]``. A page that is not full has -inf, and so has the newest page under
+        ``of_largest``. Learned sinks take no share. Rows that are not ``due``, bool ``[B]``, are not scored.
         """
-        records, table = cache.entries("records", self.pages(cache.used))
+        memory, table = cache.entries("records", self.pages(cache.used))
         rule = self.newest if pooling == "of_largest" else self.full
         lengths = cache.plan.for_sparse_rows(rule, of="counts")
         lengths = lengths if due is None else lengths.where(due, 0)
-        how = {"logits": cache.logits(scaling), "weights": self._weights(cache), "lengths": lengths}
-        how |= {"pooling": pooling, "pool": pool, "block_table": table}
-        return ops.pooled_mass_of_records(q, records, self.form(cache.geometry), **how)
+        records = ops.Records(memory, self.form(cache.geometry), self._weights(cache), table, lengths)
+        return ops.pooled_mass_of_records(q, records, logits=cache.logits(scaling), pooling=pooling, pool=pool)
 
     def _weights(self, cache: SlotCache) -> Tensor | None:
         return cache.channel("channel_weights") if self.weighted else None
@@ -260,11 +266,11 @@ class LowRankPages(PageSummaries):
 
 @dataclass(frozen=True)
 class KeepsSummaries(Method):
-    """A method whose layer keeps summaries of pages, if it has any."""
+    """A method whose layers may keep summaries of pages."""
 
     @property
     def kept(self) -> PageSummaries | None:
-        """What the layer keeps; None: nothing."""
+        """The summaries that the layer keeps; None: it keeps none."""
         raise NotImplementedError
 
     def channels(self, geometry: Geometry) -> dict[str, Channel]:
@@ -288,7 +294,7 @@ class KeepsSummaries(Method):
 
 
 def check_records(method: Any) -> None:
-    """Raise unless low-rank summaries may have pages and directions as a method's ``page_size`` and ``rank`` say."""
+    """Raise ValueError unless low-rank records support a method's ``page_size`` and ``rank``."""
     size, record = method.page_size, ops.PageRecord
     method._check_count("page_size", 1)
     method._check("page_size", 2 <= size <= record.largest_page, f"2 to {record.largest_page}")

@@ -1,4 +1,4 @@
-"""A method's settings: documented fields, checked when it is made, and spelled as one string."""
+"""A method's settings: documented fields, checked when a method is made, and written as one string, the spec."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Same = TypeVar("Same", bound="Settings")
 MOST = 1 << 24
 """Largest whole number that a setting may be: more tokens than any cache holds."""
 MOST_KEPT = 1 << 12
-"""The same of a setting by which memory is taken whatever a cache holds, such as a window of queries or a page."""
+"""Largest value of a setting that takes memory whatever a cache holds, such as a window of queries or a page."""
 
 
 def setting(default: Any, help: str) -> Any:
-    """A documented field of a method."""
+    """A documented field of a method, with its default and help text."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -33,7 +33,7 @@ class Settings:
     name: ClassVar[str] = ""
     """Registered name."""
     _unknown: ClassVar[str] = ""
-    """What an error of a setting that the class does not have adds."""
+    """A text that is added to the error about a setting that the class does not have."""
 
     def __deepcopy__(self, memo):
         return self
@@ -44,8 +44,8 @@ class Settings:
 
     @functools.cached_property
     def spec(self) -> str:
-        """The method in one string, which :func:`~foveate.methods.parse` reads: only settings that differ from the
-        defaults."""
+        """The method as one string, which :func:`~foveate.methods.parse` reads. It holds only the settings that differ
+        from their defaults."""
         return self._spell({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
@@ -79,7 +79,7 @@ class Settings:
         self._check(name, share or _whole(value, least), rule)
 
     def _check_nested(self, name: str) -> None:
-        """A list of whole numbers from 0, or of such lists; kept as tuples."""
+        """Check a list of whole numbers from 0, or a list of such lists, and store it as tuples. Raises ValueError."""
         value = getattr(self, name)
         lists = isinstance(value, list | tuple)
         rows = value if lists and value and all(isinstance(one, list | tuple) for one in value) else [value]
@@ -96,7 +96,7 @@ class Settings:
 
 
 def _bound(value: Any, most: int = MOST) -> str:
-    """What else a rule says of a number that is too large."""
+    """The end of an error message about a number that is larger than ``most``; empty for other values."""
     return f" and at most {most:,}" if isinstance(value, int) and value > most else ""
 
 
@@ -105,8 +105,10 @@ def _whole(value: Any, least: int, most: int = MOST) -> bool:
 
 
 def settings_of(method: Settings) -> dict[str, Any]:
-    """A method's settings as JSON-able values, those of the methods in it written out, so that a record of them stays
-    true when a default changes."""
+    """A method's settings as JSON-able values.
+
+    A method that holds other methods gives all their settings, too, so that a record stays true when a default changes.
+    """
     return method._settings()
 
 

@@ -38,6 +38,11 @@ class TopKByMass(SharedSelection):
     pooling: str = setting("post_softmax", "what is averaged: attention (post_softmax) or its square root (sqrt)")
     decode_only: bool = setting(False, "read prompts densely")
     tile: int = setting(128, "queries of a prompt that share their keys, the heads of a group counted")
+    rest: str = setting(
+        "none",
+        "what stands for the keys before a prompt's tile that are not chosen for it: none, or their mean, counted as "
+        "often as there are keys",
+    )
 
     def __post_init__(self):
         self._check_budget("top_k")
@@ -46,6 +51,13 @@ class TopKByMass(SharedSelection):
         self._check_choice("pooling", "post_softmax", "sqrt")
         self._check("decode_only", isinstance(self.decode_only, bool), "true or false")
         self._check_count("tile", 1, MOST_KEPT)
+        self._check_choice("rest", "none", "mean")
+        dense = "none with decode_only=true, under which prompts are read densely"
+        self._check("rest", self.rest == "none" or not self.decode_only, dense)
+
+    def _settings(self) -> dict[str, Any]:
+        """As of any method; without `rest` under `decode_only`, which makes it idle."""
+        return {key: x for key, x in super()._settings().items() if not (self.decode_only and key == "rest")}
 
     @property
     def pools_layer(self) -> bool:  # type: ignore[override]
@@ -121,7 +133,9 @@ class TopKByMass(SharedSelection):
                 return attended
         else:
             chosen, heads = left_for(cache, self)
-        return ops.attend_tile_keys(q, cache.view(), chosen, tile=tile, heads=heads, **how)
+        return ops.attend_tile_keys(
+            q, cache.view(), chosen, tile=tile, heads=heads, with_means=self.rest == "mean", **how
+        )
 
     def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int

@@ -1,4 +1,4 @@
-"""The choice of a method for a model: Kascade with a calibration that is known for its weights, else pages."""
+"""The choice of a method for a model: Kascade if a calibration is known for the model's weights, else pages."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from foveate.methods.kascade import Kascade
 from foveate.methods.pages import Pages
 
 SHARE = 0.2
-"""The share of the keys that ``kascade`` reads where it was not asked for by name. With the paper's tenth, answers of
+"""The share of the keys that ``kascade`` reads when `auto` chose it. With the paper's share, a tenth, answers of
 hundreds of tokens lose points (docs/guide/choose.md)."""
 
 
 @register
 class Auto(Method):
-    """Becomes ``kascade``, with a fifth of the keys, where a calibration for its settings is kept, or comes with
-    foveate, for the model's weights; else ``pages``. It says which, and why.
+    """Becomes ``kascade``, with a fifth of the keys, if a calibration for its settings is kept, or comes with foveate,
+    for the model's weights; else ``pages``. A message names the chosen method and the reason.
 
     Raises:
-        ValueError: for layers of no model in particular.
+        ValueError: when a layer is made without a model.
     """
 
     name: ClassVar[str] = "auto"
     about: ClassVar[About] = About("foveate")
 
     def chosen_for(self, facts: Mapping[str, Any]) -> tuple[Method, str]:
-        """The method, and why it was chosen, in words that begin with its name.
+        """The chosen method, and a text that begins with its name and gives the reason.
 
         Args:
-            facts: of the model, as :meth:`foveate.calibration.Calibration.check_model` takes.
+            facts: facts of the model, as :meth:`foveate.calibration.Calibration.check_model` takes them.
         """
         found, others = known(facts), []
         for one in found.calibrations:

@@ -30,20 +30,20 @@ REGISTRY: dict[str, type[Method]] = {}
 SPARSE_FROM_TOKENS = 32768
 """Usual :attr:`Method.sparse_from_tokens` (docs/guide/speed.md)."""
 NEVER_FASTER = 1 << 40
-""":attr:`Method.sparse_from_tokens` of a method that is slower than dense attention at every length: a GPU decodes
-densely unless a user asks otherwise."""
+"""The value of :attr:`Method.sparse_from_tokens` for a method that is slower than dense attention at every length. A
+GPU then decodes densely unless a user asks otherwise."""
 
 _LOGITS = 1 << 26
-"""Logits that a later turn of a prompt computes at once beside empty slots."""
+"""The largest number of logits that a later turn of a prompt computes at once when KV heads have empty slots."""
 
 
 @dataclass(frozen=True)
 class Method(Settings):
     """A policy for one attention layer. Subclasses are frozen dataclasses whose fields are the settings.
 
-    A subclass with a ``name`` is known by it once :func:`register` decorates it. Hooks get caches without padding that
-    already hold the new tokens. In prefill all rows that a hook sees have the same length: rows of a padded batch come
-    one at a time. In decode rows may differ, and :meth:`SlotCache.stored` says which slots hold tokens.
+    :func:`register` makes a subclass known by its ``name``. Hooks get caches without padding that already hold the new
+    tokens. In prefill all rows that a hook sees have the same length; the rows of a padded batch come one at a time. In
+    a decode step rows may have different lengths, and :meth:`SlotCache.stored` returns the slots that hold tokens.
 
     Declared facts: the class attributes below tell the cache and the engine what they may do. The engine reads them
     from the layer's instance, which :meth:`for_layer` returns. A fact marked *per class* is a ClassVar, the same under
@@ -57,53 +57,55 @@ class Method(Settings):
     # What the cache may assume
 
     evicts: ClassVar[Evicts] = Evicts.NEVER
-    """When the method removes tokens from the cache: at the end of a prompt alone, or in decode steps too. The latter
-    excludes channels per page, and keys in blocks. Per class; :attr:`Evicts.UNEVENLY` may depend on the
-    settings."""
+    """When the method removes tokens from the cache: at the end of a prompt alone, or in decode steps, too. A method
+    that evicts in decode steps can have neither channels per page nor keys in blocks. Per class;
+    :attr:`Evicts.UNEVENLY` may depend on the settings."""
     stateful: ClassVar[bool] = True
-    """Whether a decoded token changes more than cropping the cache undoes, such as channels without ``recomputed`` or
-    evicted slots. Undoing tokens then needs snapshots. Per class."""
+    """Whether a decoded token changes state that cropping the cache cannot restore, such as evicted slots or channels
+    without ``recomputed``. Undoing tokens then needs snapshots. Per class."""
 
     fetches: ClassVar[Fetches | None] = None
-    """What decode steps read by :meth:`SlotCache.fetch`, so that keys and values may be in host memory; None: they
-    read them otherwise. Per settings."""
+    """The pages that decode steps read by :meth:`SlotCache.fetch`, which lets keys and values be in host memory.
+    None: decode steps read keys and values in another way. Per settings."""
 
     # What outputs depend on
 
     needs_prompt_end: ClassVar[bool] = False
-    """Whether outputs of later tokens depend on where the prompt ended. True of every method that treats decoded tokens
-    otherwise than prompt tokens, such as all with dense prefill and sparse decode, also without state. If False, the
-    engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per settings: a layer that is
-    dense, or that treats all tokens alike, declares False."""
+    """Whether outputs of later tokens depend on where the prompt ended. This is True of every method that treats
+    decoded tokens otherwise than prompt tokens, such as all methods with dense prefill and sparse decode, even without
+    state. If it is False, the engine calls :meth:`prompt_end` after each chunk of a prompt, not only at its end. Per
+    settings: a layer that is dense, or that treats all tokens alike, declares False."""
 
     allows_eviction: ClassVar[Evicts] = Evicts.NEVER
-    """Of a method that selects: which evictions of another method its hooks allow, so that a composition ``A+B`` can
-    have it as B. Under :attr:`Evicts.AT_PROMPT_END` hooks number slots by the row numbers ``counts``, and not by
-    ``lengths``, and :meth:`rebuild` fills channels anew. Under :attr:`Evicts.IN_DECODE` they also hold for slots
-    without order, of which some are empty (``positions`` -1). :attr:`Evicts.UNEVENLY` beside one of the two: KV heads
-    may hold different numbers of tokens. Per settings."""
+    """The evictions of another method that the hooks of this method, which selects, allow. A composition ``A+B`` can
+    have this method as B only if A evicts in a way that is allowed here. Under :attr:`Evicts.AT_PROMPT_END` hooks
+    number slots by the row numbers ``counts``, not by ``lengths``, and :meth:`rebuild` fills channels anew. Under
+    :attr:`Evicts.IN_DECODE` hooks also work with slots in any order and with empty slots (``positions`` -1). With
+    :attr:`Evicts.UNEVENLY` beside one of the two, KV heads may hold different numbers of tokens. Per settings."""
     prompt_evicts_every: ClassVar[int] = 0
-    """Prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted from the
-    prompt's first token in each row; 0: at its end alone. Per settings."""
+    """Number of prompt tokens after which :meth:`prompt_end` evicts although more of the prompt is to come, counted
+    from the prompt's first token in each row. 0: it evicts at the prompt's end alone. Per settings."""
     needs_rotary: ClassVar[bool] = False
-    """Whether hooks read :attr:`SlotCache.rotary`, the layer's rotary positions. An engine gives them, or refuses the
-    model. Per settings."""
+    """Whether hooks read :attr:`SlotCache.rotary`, the layer's rotary positions. An engine provides them, or refuses
+    the model. Per settings."""
 
     # How decode steps may be run
 
     sparse_from_tokens: ClassVar[int | None] = None
-    """Tokens, of all sequences together, from which sparse decoding on a GPU is faster than reading all keys, where a
-    layer has eight KV heads of 128; see :meth:`Geometry.at_least`. 0: decoding is sparse at any length unless a user
-    asks otherwise, as of a method whose speed nobody knows. None: every decode step is sparse. Per settings."""
+    """Tokens of all sequences together from which sparse decoding on a GPU is faster than reading all keys, in a layer
+    with eight KV heads of 128 dimensions; see :meth:`Geometry.at_least`. Shorter contexts decode densely. 0: nobody has
+    measured the method's speed, and decoding is sparse at any length unless a user asks otherwise. None: every decode
+    step is sparse. Per settings."""
     needs_mass: ClassVar[bool] = False
-    """Whether :meth:`learn` needs the mass of the attention where all keys are read. Per settings."""
+    """Whether :meth:`learn` needs the attention mass of steps that read all keys. Per settings."""
     scored_at: ClassVar[str] = ""
-    """Of a method that keeps scores for several steps, the channel ``[B]`` that has the length at which each row was
-    last scored: a step counts :meth:`scored` of the rows that it scores. Empty: each step scores every row. Per
-    settings."""
+    """Name of the channel ``[B]`` with the length at which each row was last scored, in a method that keeps scores for
+    several steps. A step then counts :meth:`scored` only for the rows that it scores. Empty: each step scores every
+    row. Per settings."""
     replay: ClassVar[Replay | None] = None
-    """How decode steps are captured in CUDA graphs; None: never, because a step reads row numbers on the host. Whether
-    it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` if need be."""
+    """How decode steps are captured in CUDA graphs. None: never, because a step reads row numbers on the host. Whether
+    it is None is per class; a property of the settings returns a :class:`Replay`, with an ``obstacle`` where it has
+    one."""
     per_request: ClassVar[str] = ""
     """Why requests that share an engine's blocks of keys cannot be decoded together, and the remedy, such as "weighs
     channels of keys by a request's queries: add weighted=false"; empty when they can. Per settings."""
@@ -113,17 +115,17 @@ class Method(Settings):
     pools_layer_by: ClassVar[str] = ""
     """The setting that makes :attr:`pools_layer` true, for errors; empty when there is none. Per class."""
     pools_layer: ClassVar[bool] = False
-    """Whether all heads of a layer share what they read. Over the ranks of an engine's tensor parallelism they choose
-    it together: :meth:`SlotCache.mean_over_ranks`, :meth:`SlotCache.of_all_heads`. Per settings."""
+    """Whether all heads of a layer read the same keys. The ranks of an engine's tensor parallelism then choose the keys
+    together, by :meth:`SlotCache.mean_over_ranks` and :meth:`SlotCache.of_all_heads`. Per settings."""
     counters: ClassVar[tuple[str, ...]] = ()
-    """The method's own counters, to which hooks add with :meth:`SlotCache.count`. Decode steps add to
-    two of them themselves, where they are declared: "indices_reused" counts steps in which a layer reads another's
-    choice, "pages_refined" the refined pages of a cover. Per settings."""
+    """The method's own counters, to which hooks add with :meth:`SlotCache.count`. A decode step itself adds to two
+    counters if they are declared: to "indices_reused" when a layer reads another layer's choice, and to "pages_refined"
+    the refined pages of a cover. Per settings."""
 
     # What the layer gets from elsewhere
 
     _artefact: ClassVar[Any] = None
-    """Data made for one model, such as a calibration. Set on the layer's instance by :meth:`for_layer`."""
+    """Data made for one model, such as a calibration. :meth:`for_layer` sets it on the layer's instance."""
 
     @functools.cached_property
     def role(self) -> Role:
@@ -139,27 +141,30 @@ class Method(Settings):
 
     @property
     def parts(self) -> tuple[Method, ...]:
-        """The methods whose hooks a layer runs: itself, or those of a composition."""
+        """The methods whose hooks a layer runs: this method, or in a composition the two methods that it joins."""
         return (self,)
 
     def with_full_budget(self) -> Method | None:
-        """A method of this class that leaves nothing out, by :attr:`About.full_budget`; None: none is declared."""
+        """A method of this class that leaves nothing out, by :attr:`About.full_budget`; None if it declares none."""
         declared = self.about.full_budget
         return None if declared is None else type(self)(**declared)
 
     # Hooks
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
-        """The method for one model, by default the same for all; called before :meth:`for_layer`. It may warn of what a
-        user should know before relying on these settings, and refuse a model that a file of the method is not for.
+        """The method for one model, by default this method. It is called before :meth:`for_layer`.
+
+        An override may warn about consequences of the settings for this model. It may refuse a model for which one of
+        the method's files, such as a calibration, was not made, by a ValueError.
 
         Args:
-            facts: gives what tells the model from others, as :meth:`foveate.calibration.Calibration.check_model` takes.
+            facts: returns the facts that identify a model, as :meth:`foveate.calibration.Calibration.check_model` takes
+                them.
         """
         return self
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        """The method of one layer, by default the same for all.
+        """The method of one layer, by default this method for every layer.
 
         Args:
             layer: index of the layer.
@@ -169,7 +174,8 @@ class Method(Settings):
         return self
 
     def for_shared_blocks(self) -> Method:
-        """The method where nobody has set anything and an engine's requests share blocks of keys; by default itself."""
+        """The method for an engine whose requests share blocks of keys, when the user has changed no setting; by
+        default this method."""
         return self
 
     def channels(self, geometry: Geometry) -> Mapping[str, Channel | RowNumber]:
@@ -179,7 +185,7 @@ class Method(Settings):
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
         """Attention of prompt queries ``q [B, Hq, n, D]``, whose tokens are in the last n slots; dense by default.
 
-        Slots that are empty because KV heads hold different numbers of tokens are left out.
+        It leaves out slots that are empty because KV heads hold different numbers of tokens.
         """
         need_lse = self.observation is not None and self.observation.needs_lse
         offset, k, v = cache.used - q.shape[2], cache.keys, cache.values
@@ -198,96 +204,109 @@ class Method(Settings):
     def prompt_tile(self, group: int) -> int | None:
         """Size in tokens of the tiles whose queries share one selection in prefill, counted from a row's first token.
 
-        A token may change outputs of earlier tokens in its own tile. A prompt in chunks that end between tiles gives
-        the outputs of the same prompt in one piece; other chunks need not. 1: outputs are strictly causal, and any
-        chunks do. 0: the prompt is dense: every token reads all earlier ones, and any chunks do. None: the prompt is
-        one tile, must come in one chunk, and the cache takes no second prompt. By default 1 where :meth:`prompt` is
-        overridden, else 0.
+        A token may change outputs of earlier tokens in its own tile. If each chunk of a prompt ends between tiles, the
+        outputs equal the outputs for the prompt in one piece; with other chunks they may differ. By default 1 where
+        :meth:`prompt` is overridden, else 0.
 
         Args:
             group: query heads of a KV head.
+
+        Returns:
+            The size; 1: outputs are strictly causal, and chunks may have any size. 0: the prompt is dense, every token
+            reads all earlier tokens, and chunks may have any size. None: the prompt is one tile and must come in one
+            chunk, and the cache takes no second prompt.
         """
         return 0 if type(self).prompt is Method.prompt else 1
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        """Fill channels from prompt queries; called after :meth:`prompt` for each chunk, when there is a cache.
+        """Fill channels from prompt queries. It is called after :meth:`prompt` for each chunk when there is a cache.
 
         It must change nothing else, so that several methods can observe one prompt.
 
         Args:
-            q: ``[B, Hq, n, D]``, whose tokens are in the last n slots.
-            attended: result of :meth:`prompt`; its log-sum-exp is there if the :attr:`observation` needs it.
+            q: ``[B, Hq, n, D]``; the queries' tokens are in the last n slots.
+            attended: result of :meth:`prompt`. It has a log-sum-exp if the :attr:`observation` needs one.
         """
 
     @property
     def observation(self) -> Observation | None:
-        """What :meth:`observe` computes; None: nothing. See :class:`~foveate.methods.SharedPrompt`."""
+        """What :meth:`observe` computes; None: it computes nothing. See :class:`~foveate.methods.SharedPrompt`."""
         return None if type(self).observe is Method.observe else Observation(self)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        """Called when the prompt is complete: returns the slots to keep, int64 ``[B, Hkv, K]`` or, for all rows and
-        heads, ``[K]``; None: all.
+        """Called when the prompt is complete. Returns the slots to keep: int64 ``[B, Hkv, K]``, or ``[K]`` for all rows
+        and heads; None: all slots.
 
-        A method that evicts :attr:`~Evicts.UNEVENLY` may give -1 for none, and other numbers of slots to each KV head.
+        A method that evicts :attr:`~Evicts.UNEVENLY` may keep different numbers of slots in the KV heads; -1 then fills
+        the places that a head does not need.
         """
         return None
 
     def prompt_packed(self, cache: SlotCache) -> None:
-        """Called after :meth:`prompt_end`, when the kept tokens fill the first slots: fill channels per page."""
+        """Called after :meth:`prompt_end`, when the kept tokens are in the first slots, to fill channels per page."""
 
     def rebuild(self, cache: SlotCache) -> None:
-        """Called in place of :meth:`prompt_end` and :meth:`prompt_packed` where another method decides what is kept
-        (:attr:`allows_eviction`): fill channels that stand for keys anew, for the tokens in the first ``cache.used``
-        slots. Channels with an entry for each slot have moved with the tokens, those for each page are 0."""
+        """Called in place of :meth:`prompt_end` and :meth:`prompt_packed` when another method decides what is kept
+        (:attr:`allows_eviction`). It fills the channels that are computed from keys anew, for the tokens in the first
+        ``cache.used`` slots. Channels with an entry per slot have moved with the tokens; channels per page are 0."""
 
     def note_newest(self, cache: SlotCache, q: Tensor) -> None:
-        """Called first in each decode step, also in a dense one, when keys and values are written: bring channels up to
-        date with the token, whose queries are ``q [B, Hq, 1, D]``."""
+        """Called first in each decode step, also in a dense step, after the keys and values are written. It updates
+        channels for the new token, whose queries are ``q [B, Hq, 1, D]``."""
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | Tensor | None:
-        """What one token a row reads, ``q [B, Hq, 1, D]``: a bool mask, broadcastable to ``[B, Hkv, used]``, in which
-        empty slots may be True; or a :class:`~foveate.ops.Choice`; None: all keys that the cache holds, the default.
+        """The keys that one token a row reads, given its queries ``q [B, Hq, 1, D]``.
 
-        It is not called in the steps of a layer that reads the choice of an earlier one (:attr:`role`), nor while the
-        context is too short for sparsity to pay.
+        It is called neither in a layer that reads the choice of an earlier layer (:attr:`role`) nor while the context
+        is too short for sparsity to pay.
+
+        Returns:
+            A bool mask that broadcasts to ``[B, Hkv, used]``, in which empty slots may be True; or a
+            :class:`~foveate.ops.Choice`; or None, the default, for all keys that the cache holds.
         """
         return None
 
     def choose_by(self, cache: SlotCache, scores: Tensor) -> ops.Choice:
-        """What later layers read, by the ``scores`` that this layer's :attr:`Choice.scores` has asked for."""
+        """The keys that later layers read, chosen by the ``scores`` for which this layer's choice asked by
+        :attr:`Choice.scores`."""
         raise NotImplementedError
 
     def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
-        """Called after the attention of each decode step: update what later steps need of it.
+        """Called after the attention of each decode step, to update what later steps need.
 
         Args:
-            choice: what was read.
-            attended: its ``mass`` is there where :attr:`needs_mass` or ``choice.need_mass`` has asked for it; of a
-                choice with ``scores`` it has these.
+            choice: the keys that were read.
+            attended: the result. It has a ``mass`` if :attr:`needs_mass` or ``choice.need_mass`` asks for one, and the
+                scores if the choice asks for ``scores``.
         """
 
     def evict(self, cache: SlotCache, scaling: float) -> None:
-        """Called last in each decode step of a method that evicts :attr:`~Evicts.IN_DECODE`: call
-        :meth:`SlotCache.evict` for what leaves."""
+        """Called last in each decode step of a method that evicts :attr:`~Evicts.IN_DECODE`. It calls
+        :meth:`SlotCache.evict` for the token that leaves."""
         raise NotImplementedError
 
     def attended_keys(self, tokens: int) -> int | None:
-        """Keys that a sparse decode step attends to in each KV head, of so many ``tokens``; None, the default of layers
-        that do not read all: not known before the step. :meth:`scored` comes on top."""
+        """The number of keys to which a sparse decode step attends in each KV head when a row holds ``tokens`` tokens.
+
+        None means that the number is not known before the step; it is the default of layers that do not read all keys.
+        Keys that are read to be scored are not included; see :meth:`scored`.
+        """
         return tokens if self.role.reads_all else None
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """Bytes that a decode step reads to score ``tokens`` keys, in units of a key and its value; 0 by default.
+        """What a decode step reads to score ``tokens`` keys, in units of the bytes of a key and its value; 0 by
+        default.
 
         Reading the selected keys counts separately: a whole key that is scored and then read counts
         ``geometry.key_share + 1``. SparQ, which scores r dimensions of each key, declares
-        ``tokens * r / (geometry.head_dim + geometry.value_dim)``. A quantized copy of the keys counts by its own bytes,
-        and a page's summary by its bytes over those of the page's keys and values. Every step in which :meth:`choose`
-        names keys or pages counts this. Layers of equal spec and role that score keys must score alike.
+        ``tokens * r / (geometry.head_dim + geometry.value_dim)``. A quantized copy of the keys counts by its own bytes.
+        A page's summary counts by its bytes divided by the bytes of the page's keys and values. Every step in which
+        :meth:`choose` names keys or pages adds this number. Layers of equal spec and role that score keys must score
+        alike.
 
         Args:
-            tokens: an int; or tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.
-            dtype: of the keys and values in the cache.
+            tokens: an int; or the tokens of each row as whole numbers in fp64, ``[B]``, for a result ``[B]``.
+            dtype: dtype of the keys and values in the cache.
         """
         return tokens * 0.0
 
@@ -296,7 +315,7 @@ Registered = TypeVar("Registered", bound=type[Method])
 
 
 def register(cls: Registered | None = None, /, *, replaces: bool = False) -> Any:
-    """Decorate a class of methods: make it a frozen dataclass, and known by its name.
+    """Decorate a class of methods: make it a frozen dataclass, and register it by its name.
 
     A setting that the class inherits and sets as a plain attribute, such as ``sinks = 0``, is no setting of the class.
 
@@ -326,13 +345,14 @@ def register(cls: Registered | None = None, /, *, replaces: bool = False) -> Any
 
 
 def check_artefacts(methods: Iterable[Method], facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Check calibrations, and files of learned scores, of layers' methods.
+    """Check that the calibrations and files of learned scores that layers' methods use were made for the model.
 
     Args:
-        facts: of the model, as :meth:`foveate.calibration.Calibration.check_model` takes; called where there are any.
+        facts: returns the model's facts, as :meth:`foveate.calibration.Calibration.check_model` takes them. It is
+            called only if a method has such an artefact.
 
     Raises:
-        ValueError: for those of another model.
+        ValueError: for an artefact of another model.
     """
     artefacts = {id(method._artefact): method._artefact for method in methods if method._artefact is not None}
     of_model = facts() if artefacts else {}
@@ -341,12 +361,12 @@ def check_artefacts(methods: Iterable[Method], facts: Callable[[], Mapping[str, 
 
 
 def sparse_prompt(method: Method) -> bool:
-    """Whether prompt tokens do not read all earlier ones."""
+    """Whether some prompt tokens do not read all earlier tokens."""
     return method.prompt_evicts_every > 0 or method.prompt_tile(1) != 0
 
 
 def replay_obstacle(method: Method) -> str:
-    """Why no decode step of a method can be captured; empty when steps can."""
+    """Why no decode step of a method can be captured; empty when steps can be captured."""
     if method.replay is None:
         name = next((one.name for one in method.parts if one.replay is None), method.name)
         return f"a decode step of {name} reads numbers on the host that change from step to step"

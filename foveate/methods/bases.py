@@ -1,7 +1,7 @@
 """Bases for authors: methods that keep tokens by a score, and methods that choose the keys that a step reads.
 
-A base has the hooks, budgets, counting and padding; the author writes the policy. A setting of a base that a class sets
-as a plain attribute, such as ``sinks = 0``, is no setting of that class.
+A base implements the hooks, budgets, counting and padding; the author writes the policy. If a class sets a setting of
+its base as a plain attribute, such as ``sinks = 0``, the attribute is fixed and no longer a setting.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class KeepsByScore(Method):
         return self.evict_every
 
     def scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
-        """What each token is worth, fp32 ``[B, Hkv, used]``, larger is better; None: keep all, where a
-        prompt ends. Called where tokens are evicted. Values in empty slots do not matter."""
+        """The worth of each token, fp32 ``[B, Hkv, used]``; tokens with larger scores stay. It is called when tokens
+        are evicted. Empty slots may have any score. None, allowed where a prompt ends: keep all tokens."""
         raise NotImplementedError
 
     def note(self, cache: SlotCache, mass: Tensor) -> None:
         """Learn from the attention ``mass [B, Hkv, used]`` of a decode step, fp32, summed over the heads of a group."""
 
     def allowed(self, length: Number) -> Number:
-        """Tokens that a KV head keeps of a row of this length."""
+        """The number of tokens that a KV head keeps of a row of ``length`` tokens."""
         return budget(self.top_k, length, max(self.min_k, self.sinks)) + self.window
 
     def _checked_scores(self, cache: SlotCache, scaling: float) -> Tensor | None:
@@ -76,7 +76,8 @@ class KeepsByScore(Method):
         return scores
 
     def keep(self, cache: SlotCache, scores: Tensor, allowed: int) -> Tensor:
-        """Slots to keep of more than ``allowed`` ones by their :meth:`scores`: int64 ``[B, Hkv, K]``."""
+        """The slots to keep, int64 ``[B, Hkv, K]``, by their :meth:`scores`, when more than ``allowed`` slots are
+        held."""
         return keep_heavy(cache, scores, allowed, self.window, self.sinks)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
@@ -107,7 +108,8 @@ class KeepsByScore(Method):
 class ReadsChosen(Method):
     """Keeps all tokens. A decode step reads, for each KV head, the keys that :meth:`choose` names; prompts are dense.
 
-    What stands for a key when keys are chosen, such as a copy in fewer bits, is kept beside it, see :meth:`copies`.
+    Stand-ins for the keys by which they are chosen, such as copies in fewer bits, are kept beside them; see
+    :meth:`copies`.
     """
 
     stateful: ClassVar[bool] = False
@@ -116,21 +118,21 @@ class ReadsChosen(Method):
     sparse_from_tokens: ClassVar[int | None] = 0
 
     def copies(self, keys: Tensor) -> dict[str, Tensor]:
-        """What stands for ``keys [..., D]``, by name: tensors ``[..., any]`` of a fixed shape and dtype."""
+        """Stand-ins for ``keys [..., D]``, by name: tensors ``[..., any]`` of a fixed shape and dtype."""
         return {}
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
         """The keys that one token a row reads: bool, broadcastable to ``[B, Hkv, used]``; empty slots may be True.
 
-        ``cache.channel(name)`` is what :meth:`copies` made of each key, ``[B, Hkv, used, any]``.
+        ``cache.channel(name)`` holds the stand-in that :meth:`copies` made of each key, ``[B, Hkv, used, any]``.
         """
         raise NotImplementedError
 
     def attention(self, cache: SlotCache, q: Tensor, keys: Tensor, scaling: float) -> Tensor:
-        """Attention of one token a row to ``keys [B, Hkv, used, D]`` that stand for those of the cache.
+        """Attention of one token a row to ``keys [B, Hkv, used, D]``, which stand in for the cached keys.
 
         Returns:
-            fp32 ``[B, Hkv, G, used]`` for the G query heads of each KV head; 0 in empty slots. Learned sinks have their
+            fp32 ``[B, Hkv, G, used]`` for the G query heads of each KV head; 0 in empty slots. Learned sinks take their
             share, and caps of logits apply.
         """
         return estimated_attention(cache, ops.fold_group(q, keys.shape[1]).float(), keys.float(), scaling)
@@ -158,6 +160,6 @@ class ReadsChosen(Method):
             cache.channel(name).scatter_(2, newest[..., None].expand_as(made), made)
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """The bytes of all copies; a class that scores other things declares them."""
+        """The bytes of all copies. A class that scores something else overrides this."""
         copied = sum(one.nbytes for one in self._shapes(geometry).values())
         return tokens * (copied / ((geometry.head_dim + geometry.value_dim) * dtype.itemsize))

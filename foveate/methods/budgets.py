@@ -1,4 +1,5 @@
-"""Budgets: what a setting comes to in a context of so many tokens, of ints and of tensors alike."""
+"""Budgets: the number of tokens that a setting stands for in a context of a given length, for ints and tensors
+alike."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def budget(value: int | float, length: Number, least: int = 0) -> int | Number:
-    """What a budget comes to in a context of ``length``: an int is itself, a float is a share, never below ``least``.
+    """The number of tokens that a budget allows in a context of ``length`` tokens.
 
-    An int64 tensor of lengths gives, on its device, the same numbers as its elements one by one. Raises nothing: values
-    are checked when a method is made.
+    An int is the number itself. A float is a share of the length, rounded down, and never less than ``least``. For an
+    int64 tensor of lengths the result is computed on its device and equals the results for its elements. It raises
+    nothing: a method checks its settings when it is made.
     """
     if not isinstance(value, float):
         return value
@@ -24,7 +26,7 @@ def budget(value: int | float, length: Number, least: int = 0) -> int | Number:
 
 
 def clamp(number: int | Number, low: int | Number, high: Number) -> Number:
-    """At least ``low`` and, above all, at most ``high``; of ints, or of each in an int64 tensor."""
+    """``number``, raised to at least ``low`` and then lowered to at most ``high``; elementwise for int64 tensors."""
     if isinstance(number, Tensor):
         number = number.clamp_min(low)
         return number.minimum(high) if isinstance(high, Tensor) else number.clamp_max(high)

@@ -1,6 +1,6 @@
-"""Two methods in one: what the first leaves of a prompt, the second selects among. Written ``snapkv+quest``.
+"""Two methods in one: the first evicts tokens of a prompt, the second selects among the kept tokens (``snapkv+quest``).
 
-A composition knows its methods by what they declare alone. :func:`obstacle` says which two fit together.
+A composition uses only what its two methods declare. :func:`obstacle` decides whether two methods fit together.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from foveate.methods.spec import COMPOSED, make, spelled
 from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
 
 _KEPT = "kept."
-"""Before the name of a channel of the evicting method, where the selecting method has one of the same name."""
+"""Prefix for the name of the evicting method's channel if the selecting method has a channel of the same name."""
 
 
 @dataclass(frozen=True)
 class Composition(Method):
-    """The cache keeps what :attr:`evicting` keeps; a decode step reads what :attr:`selecting` chooses of it.
+    """The cache keeps the tokens that :attr:`evicting` keeps; a decode step reads the keys that :attr:`selecting`
+    chooses among them.
 
-    Slots, pages, budgets that are shares, and counts of scored keys are those of the tokens that are kept. A subclass
-    says which methods these are.
+    Slots, pages, budgets given as shares, and counts of scored keys all refer to the kept tokens. A subclass defines
+    :attr:`evicting` and :attr:`selecting`.
     """
 
     @property
@@ -49,7 +50,8 @@ class Composition(Method):
         return self.evicting, self.selecting
 
     def for_layer(self, layer: int, num_layers: int, among: Sequence[int] | None = None) -> Method:
-        """A layer in which one of the methods does nothing has the other alone."""
+        """The method of one layer. Where one of the two methods does nothing in a layer, the layer has the other
+        alone."""
         evicting, selecting = (one.for_layer(layer, num_layers, among) for one in self.parts)
         if not _chooses(selecting):
             return evicting
@@ -117,10 +119,10 @@ class Composition(Method):
         return {names.get(name, name): spec for name, spec in kept.items()} | dict(self.selecting.channels(geometry))
 
     def _names(self, geometry: Geometry) -> dict[str, str]:
-        """By the names of the evicting method's channels, what they are called here, where that differs.
+        """The evicting method's channels that have another name in the composition: from their own names to those here.
 
         Raises:
-            ValueError: where both have a channel of one name that is not of prompts alone.
+            ValueError: when both methods have a channel of the same name, unless only prompts use it.
         """
         shared = self.evicting.channels(geometry).keys() & self.selecting.channels(geometry).keys()
         if shared and (_works_in_decode(self.evicting) or self.selecting.observation is None):
@@ -142,7 +144,7 @@ class Composition(Method):
 
     @property
     def _reading_prompts(self) -> Method | None:
-        """The method that reads prompts in a way of its own; None: prompts are dense."""
+        """The method that reads prompts sparsely; None: prompts are dense."""
         return next((one for one in self.parts if _own_prompt(one)), None)
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
@@ -220,12 +222,13 @@ class OfLayer(Composition):
 class Composed(Composition):
     """Evicts by one method, and reads of the kept tokens what another selects; written ``snapkv+quest``.
 
-    Each has its settings: ``snapkv:top_k=0.5+quest:top_k=0.1``. The first evicts tokens and reads all that it keeps;
-    the second selects keys or pages. Its budgets that are shares are shares of the tokens that the first keeps.
-    Whether two methods fit together follows from what they declare (:attr:`Method.allows_eviction`).
+    Each method has its own settings: ``snapkv:top_k=0.5+quest:top_k=0.1``. The first evicts tokens and reads all that
+    it keeps; the second selects keys or pages. A budget of the second method that is a share is a share of the tokens
+    that the first keeps. Whether two methods fit together follows from what they declare
+    (:attr:`Method.allows_eviction`).
 
     Raises:
-        ValueError: for two methods that do not fit together; it says why, and which methods do.
+        ValueError: for two methods that do not fit together. The error gives the reason, and methods that do fit.
     """
 
     name: ClassVar[str] = COMPOSED
@@ -333,7 +336,8 @@ def _check(evicting: Method, selecting: Method) -> None:
 
 
 def _under_small_budget(name: str) -> Method | None:
-    """A method by its class, if it is one by itself: of the tests' settings, which need no file."""
+    """A registered method with the tests' small settings; None for a composition, and for a method that needs more,
+    such as a file."""
     cls = REGISTRY[name]
     if issubclass(cls, Composition):
         return None
@@ -352,7 +356,7 @@ def _own_prompt(method: Method) -> bool:
 
 
 def _works_in_decode(method: Method) -> bool:
-    """Whether a method that evicts has work in decode steps."""
+    """Whether a method that evicts also does something in decode steps."""
     kind = type(method)
     own = kind.note_newest is not Method.note_newest or kind.learn not in (Method.learn, KeepsByScore.learn)
     return own or method.evicts.in_decode

@@ -17,7 +17,7 @@ class ExpectedAttention(KeepsByScore):
     needs_rotary = True
     window, min_k = 0, 0
     future = 512
-    """Positions after the prompt at which queries are expected."""
+    """Number of positions after the prompt at which queries are expected."""
 
     top_k: int | float = setting(0.5, "prompt tokens kept, sinks included: a number, or a share of the prompt")
 

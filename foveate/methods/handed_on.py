@@ -12,7 +12,10 @@ from foveate.state import SlotCache
 
 
 def hand_on(cache: SlotCache, method: Method, choice: Choice | TileKeys) -> None:
-    """Leave a layer's choice for its readers, and drop that of the layer before, whose readers have all read it."""
+    """Leave a layer's choice in ``cache.forward`` for the layers that read it.
+
+    The choice of the layer ``role.before`` is dropped, because all its readers have run.
+    """
     role = method.role
     if isinstance(choice, Choice):
         choice = _of_all_heads(cache, method, _for_readers(method, choice))
@@ -21,7 +24,7 @@ def hand_on(cache: SlotCache, method: Method, choice: Choice | TileKeys) -> None
 
 
 def _for_readers(method: Method, choice: Choice) -> Choice:
-    """The keys of a choice, without what else a layer needs for its own step."""
+    """The keys of a choice, without the fields that only the choosing layer's own step needs."""
     keys, read = choice.keys, choice.read
     if keys is None or read is None or choice.heads is not None:
         raise ValueError(
@@ -32,11 +35,12 @@ def _for_readers(method: Method, choice: Choice) -> Choice:
 
 
 def left_for(cache: SlotCache, method: Method) -> tuple[Any, Tensor | None]:
-    """What an earlier layer has left for this one, and which of its heads each head of this layer reads; None: its own.
+    """The choice that an earlier layer has left for this one, and for each head of this layer the head of the earlier
+    layer whose choice it reads; None: each head reads the head with its own number.
 
     Raises:
-        LookupError: when no earlier layer of this pass has left it.
-        ValueError: for heads that the layer does not have.
+        LookupError: when no earlier layer of this pass has left a choice.
+        ValueError: when the role names heads that the layer does not have.
     """
     role = method.role
     if (left := cache.forward.get(cache.shared_key((method.name, role.reads_choice_of)))) is None:
@@ -57,7 +61,8 @@ def handed_on(cache: SlotCache, method: Method) -> Choice:
 
 
 def check_heads(method: Method, number: int) -> None:
-    """Raise ValueError unless the heads that a layer reads, if its role names any, are those of ``number`` KV heads."""
+    """Raise ValueError if a layer's role names heads to read and they are not ``number`` indices of KV heads, one for
+    each KV head."""
     heads, layer = method.role.heads, method.role.layer
     if heads is not None and (len(heads) != number or not all(head in range(number) for head in heads)):
         raise ValueError(
@@ -67,15 +72,15 @@ def check_heads(method: Method, number: int) -> None:
 
 
 def _of_all_heads(cache: SlotCache, method: Method, choice: Choice) -> Choice:
-    """What readers need: the choices of other ranks' heads, too, if one of their heads reads such a choice."""
+    """The choice that readers need. It has the heads of all ranks if a reader's head reads a head of another number."""
     if cache.ranks is None or not method.role.remapped:
         return choice
     keys = cache.of_all_heads(choice.keys)
-    return choice._replace(keys=keys, read=choice.read[:, :1].expand(keys.shape[:2]))  # as many of each head
+    return choice._replace(keys=keys, read=choice.read[:, :1].expand(keys.shape[:2]))  # heads read equally many keys
 
 
 def _of_own_heads(cache: SlotCache, choice: Choice, heads: tuple[int, ...] | None) -> Choice:
-    """Of a choice of all ranks' heads, what the heads that are here read."""
+    """The part of a choice with all ranks' heads that the heads of this rank read."""
     own, ranks = cache.geometry.num_kv_heads, cache.ranks
     if choice.keys.shape[1] == own:
         return choice

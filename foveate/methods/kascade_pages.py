@@ -17,19 +17,20 @@ from foveate.methods.kascade import Kascade
 from foveate.state import Geometry, SlotCache
 
 ONE_PAGE_IN = 3
-"""Of how many pages the keys of one are scored, where top_k needs no more."""
+"""Anchors score the keys of one page in this many, or of more pages where top_k needs them."""
 
 
 @register
 class KascadePages(KeepsSummaries, Kascade):
     """Kascade whose anchors choose keys in two steps for a decoded token, which is approximate and reads less.
 
-    Anchors keep low-rank summaries of pages. They choose the third of the pages that hold most of the attention by
-    their summaries, the newest page among them, and then keys by their exact attention within these pages.
+    Anchors keep low-rank summaries of pages. By these summaries they first choose the third of the pages that holds
+    most of the attention; the newest page is always one of them. Then they choose keys by their exact attention within
+    these pages.
 
-    With ``first_layer=pages`` layer 0 does the same for its readers, and its own decoded tokens attend to all keys of
-    that third instead of to all keys. Prompts are those of :class:`~foveate.methods.kascade.Kascade`, and so are
-    calibrations: the same anchors serve both methods.
+    With ``first_layer=pages`` layer 0 does the same for its readers. Its own decoded tokens attend to all keys of that
+    third of the pages instead of to all keys. Prompts are read as in :class:`~foveate.methods.kascade.Kascade`. Both
+    methods use the same anchors, so a calibration serves both.
     """
 
     name: ClassVar[str] = "kascade_pages"
@@ -77,12 +78,13 @@ class KascadePages(KeepsSummaries, Kascade):
 
     @property
     def scores_summaries(self) -> bool:
-        """Whether this layer keeps summaries of pages, by which it chooses whose keys it scores or reads."""
+        """Whether this layer keeps summaries of pages, by which it chooses the pages whose keys it scores or reads."""
         return self.reads_pages or (self.role.chooses and not self.role.reads_all)
 
     @property
     def scores_keys_of_pages(self) -> bool:
-        """Whether this layer scores the keys of the best pages: to read some of them, or in layer 0 for its readers."""
+        """Whether this layer scores the keys of the best pages: to read the best of them, or in layer 0 for its
+        readers."""
         return self.role.has_readers if self.reads_pages else self.scores_summaries
 
     @property
@@ -95,14 +97,15 @@ class KascadePages(KeepsSummaries, Kascade):
 
     @property
     def counters(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Where layer 0 reads pages also the share of the attention that they hold by their summaries, 0 to 1."""
+        """If layer 0 reads pages, it also counts the share of the attention that they hold by their summaries, 0 to
+        1."""
         return (*super().counters, "mass_read") if self.reads_pages else super().counters
 
     # Decode
 
     @functools.cached_property
     def summaries(self) -> LowRankPages:
-        """What is kept of pages."""
+        """The summaries of pages that an anchor keeps."""
         return LowRankPages(self.page_size, self.rank, self.weighted)
 
     @property
@@ -118,7 +121,8 @@ class KascadePages(KeepsSummaries, Kascade):
             cache.count("mass_read", 1.0)
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice | None:
-        """In layer 0, if it reads pages, all keys of the best ones; an anchor chooses among these for its readers."""
+        """In layer 0, if it reads pages, all keys of the best pages; if it has readers, it chooses among these keys for
+        them. Other layers choose as in Kascade."""
         if not self.reads_pages:
             return super().choose(cache, q, scaling)
         pages, plan = self._best_pages(cache, q, scaling), cache.plan
@@ -138,12 +142,14 @@ class KascadePages(KeepsSummaries, Kascade):
         return super()._selected(cache, q, scaling)._replace(fetched=True)
 
     def select(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Keys by their share of the attention to the best pages."""
+        """The keys with the largest share of the attention to the best pages, int ``[B, Hkv, K]``."""
         return self._best_keys(cache, q, self._best_pages(cache, q, scaling), scaling)
 
     def _best_pages(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """The pages that hold most of the attention to full pages, by their summaries; the newest is one of them.
-        int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer."""
+        """The pages that hold most of the attention to full pages, by their summaries, and the newest page.
+
+        Returns int32 ``[B, Hkv, P]``, or ``[B, 1, P]`` if all heads of the layer share their pages.
+        """
         mass = self.summaries.mass(cache, q, scaling, self.pooling, self.pool)
         mass, plan = cache.mean_over_ranks(mass) if self.pools_layer else mass, cache.plan
         ends = plan.for_sparse_rows(self.summaries.pages)
@@ -157,7 +163,7 @@ class KascadePages(KeepsSummaries, Kascade):
         return pages
 
     def _best_keys(self, cache: SlotCache, q: Tensor, pages: Tensor, scaling: float) -> Tensor:
-        """The keys of some pages that hold most of the attention to these: slots ``[B, Hkv, K]``."""
+        """The slots of the keys that hold most of the attention to some ``pages``: ``[B, Hkv, K]``."""
         kv, scored = cache.view_of_pages(pages, self.page_keys)
         counts = cache.plan.for_sparse_rows(self.scored_pages)
         how = self._pooling(cache, scaling)
@@ -169,27 +175,28 @@ class KascadePages(KeepsSummaries, Kascade):
 
     @property
     def fetches(self) -> Fetches | None:  # type: ignore[override]
-        """Of an anchor the pages whose keys it scores, of other layers those with a key that is read."""
+        """An anchor fetches the pages whose keys it scores; another layer fetches the pages that hold a key it
+        reads."""
         return None if self.role.reads_all else Fetches(self.page_size, self.scored_pages)
 
     def scored_pages(self, length: Number) -> Number:
-        """Pages of a row of this length whose keys are scored, or read in layer 0: enough for ``top_k`` keys."""
+        """The number of pages of a row whose keys an anchor scores, or layer 0 reads: enough for ``top_k`` keys."""
         pages, least = self.summaries.pages(length), (self.count(length) + self.page_size - 2) // self.page_size + 1
         return clamp(-(-pages // ONE_PAGE_IN), least, pages)
 
     def places(self, length: Number) -> Number:
-        """Places of keys in these pages."""
+        """The number of places for keys in the scored pages."""
         return self.page_size * self.scored_pages(length)
 
     def page_keys(self, length: Number) -> Number:
-        """Keys of these pages, of which the newest may be open."""
+        """The number of keys in the scored pages; the newest page may be partly filled."""
         return self.places(length) - self.page_size * self.summaries.pages(length) + length
 
     def attended_keys(self, tokens: int) -> int | None:
         return self.page_keys(tokens) if self.reads_pages else super().attended_keys(tokens)
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """The summaries of all pages, and the keys of some."""
+        """A scoring layer reads the summaries of all pages, and perhaps the keys of the best pages."""
         if not self.scores_summaries:
             return super().scored(tokens, geometry, dtype)
         keys = self.page_keys(tokens) if self.scores_keys_of_pages else 0

@@ -12,8 +12,8 @@ from foveate.methods.kascade import Kascade
 class KascadePaper(Kascade):
     """Kascade as in the paper: each KV head chooses keys by mean attention, and prompts are sparse, in anchors too.
 
-    `foveate calibrate --by similarity` chooses its anchors as the paper does. The settings repeated here keep their
-    defaults when those of :class:`~foveate.methods.kascade.Kascade` change.
+    `foveate calibrate --by similarity` chooses its anchors as the paper does. The settings repeated here do not change
+    when the defaults of :class:`~foveate.methods.kascade.Kascade` change.
     """
 
     name: ClassVar[str] = "kascade_paper"

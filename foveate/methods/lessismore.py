@@ -91,23 +91,24 @@ class LessIsMore(SharedSelection):
         return (indices >= 0).sum(-1)
 
     def best_keys(self, length: Number) -> Number:
-        """How many of the keys that a row of this length may read its heads choose."""
+        """The number of keys that the query heads choose in a row of ``length`` tokens."""
         return budget(1.0 - self.recent, self.count(length))
 
     def first_tokens(self, length: Number) -> Number:
-        """How many of the others are its first tokens: all sinks, or none where no recent token would be left."""
+        """The number of first tokens that are always read: all sinks, or 0 if they would leave no recent token."""
         others = self.count(length) - self.best_keys(length)
         return self.sinks * (others > self.sinks)
 
     def last_tokens(self, length: Number) -> Number:
-        """How many are its last ones."""
+        """The number of recent tokens that are always read."""
         return self.count(length) - self.best_keys(length) - self.first_tokens(length)
 
 
 def _scores(cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf where no token is.
+    """Logits of one token a row for every query head, fp32 ``[B, Hq, N]``; -inf in empty slots.
 
-    They are not capped where a model caps its logits: each head's order of keys, all that they are for, is the same.
+    The logits are not capped where a model caps them, because a cap does not change a head's order of keys, for which
+    alone they are used.
     """
     logits = ops.key_logits(ops.fold_group(q, cache.geometry.num_kv_heads), cache.keys.to(q.dtype), ops.Logits(scaling))
     holes = occupied(cache)

@@ -32,7 +32,7 @@ class Locks(PageMethod):
         estimates=True,
     )
     counters: ClassVar[tuple[str, ...]] = ("pages_refined",)
-    """Pages that are read."""
+    """Counts the pages that are read."""
     sinks: ClassVar[int] = 1
     tail: ClassVar[int] = 1
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveate import ops
 from foveate.calibration import eviction_scores
-from foveate.methods._common import evict_weakest, eviction_setting, keep_heavy, occupied, recent
+from foveate.methods._common import evict_weakest, eviction_setting, keep_heavy, recent
 from foveate.methods.base import About, Method, Observation, Replay, register, setting
 from foveate.methods.budgets import Number, budget, clamp
 from foveate.ops.attend import gather_fields
@@ -49,7 +49,8 @@ class LTE(Method):
     layer: ClassVar[int | None] = None
     """The layer that the method is applied to; set by :meth:`for_layer`."""
     weights: ClassVar[tuple[float, ...] | None] = None
-    """Budgets of the layer's KV heads over the mean of all heads; None: all alike. Set by :meth:`for_layer`."""
+    """The budgets of the layer's KV heads, divided by the mean budget of all heads; None: all heads have the same
+    budget. Set by :meth:`for_layer`."""
 
     file: str = setting("", "file of `foveate train lte` for the model; needed with score=learned")
     top_k: int | float = setting(
@@ -110,11 +111,11 @@ class LTE(Method):
     # Budgets
 
     def allowed(self, length: int | Number) -> int | Number:
-        """Tokens kept by the KV head with the most, of a row of this length."""
+        """The number of tokens kept by the KV head that keeps most, of a row of ``length`` tokens."""
         return self._allowed(length, None if self.weights is None else max(self.weights))
 
     def allowed_by_head(self, length: int, heads: int) -> list[int]:
-        """Tokens kept by each KV head of a row of this length."""
+        """The number of tokens that each KV head keeps of a row of ``length`` tokens."""
         return [self._allowed(length, weight) for weight in self.weights or [None] * heads]
 
     def _allowed(self, length: int | Number, weight: float | None) -> int | Number:
@@ -142,7 +143,7 @@ class LTE(Method):
 
     @property
     def reach(self) -> int:
-        """Tokens after a token that its score depends on, and as many before it."""
+        """A token's score depends on this many tokens after it and on equally many before it."""
         return 0 if self._artefact is None else self._artefact.reach
 
     @property
@@ -150,20 +151,20 @@ class LTE(Method):
         return Observation((LTE, self.score, self.file, self.sinks))
 
     def observe(self, cache: SlotCache, q: Tensor, attended: ops.Attended, scaling: float) -> None:
-        tokens = min(q.shape[2] + 2 * self.reach, cache.used)  # the new ones, and those that they complete
+        tokens = min(q.shape[2] + 2 * self.reach, cache.used)  # new tokens, and older ones that they complete
         self._write_scores(cache, tokens)
 
     def _write_scores(self, cache: SlotCache, tokens: int) -> None:
-        """Score what the newest ``tokens`` of each row suffice for, neighbours included."""
+        """Score the tokens whose neighbours on both sides are among the newest ``tokens`` of each row."""
         scores, reach = cache.channel("score"), self.reach
         fields = (cache.keys, cache.values, cache.positions, scores)
         slots = real = None
-        if not cache.plan.captured and cache.ordered and occupied(cache) is None:
+        if cache.full and cache.ordered:
             k, v, positions, old = (x[:, :, -tokens:] for x in fields)
         else:
             slots = cache.positions.topk(tokens, -1).indices.flip(-1)
             k, v, positions, old = gather_fields(fields, slots, complete=True)
-            real = positions[:, 0] >= 0  # the newest tokens are those of every KV head; short rows have fewer
+            real = positions[:, 0] >= 0  # every KV head holds the same newest tokens; short rows have fewer
         index = torch.arange(tokens, device=positions.device)
         before, after = (index >= reach) | (index >= positions), positions < positions[:, :, -1:] + 1 - reach
         new = torch.where(before & after & (positions >= 0), self._score(k, v, positions, real), old)
@@ -173,7 +174,7 @@ class LTE(Method):
             scores.scatter_(2, slots, new)
 
     def _score(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
-        """Scores of tokens in their order, fp32 ``[B, Hkv, L]``; sinks are worth more than any other."""
+        """Scores of tokens in their order, fp32 ``[B, Hkv, L]``; sinks have the score infinity."""
         if self._artefact is None:
             wide = torch.promote_types(k.dtype, torch.float32)
             found = -torch.linalg.vector_norm(k, dim=-1, dtype=wide).float()

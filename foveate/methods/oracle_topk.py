@@ -1,4 +1,4 @@
-"""Exact top-k in every layer: what choosing keys could reach."""
+"""Exact top-k in every layer: an upper bound for methods that choose keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that their summaries choose for each decoded token: the method, and its form with low-rank summaries."""
+"""Pages chosen for each decoded token by their summaries: the base class, and the method with low-rank summaries."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ LEAST_KEYS = 128
 
 
 class PagesOfStep(NamedTuple):
-    """What a step reads, computed once for all layers of the same settings."""
+    """The numbers of pages that a step reads, computed once for all layers with the same settings."""
 
     ends: Tensor
-    """int64 ``[B]``: pages of each row that are scored."""
+    """int64 ``[B]``: number of pages of each row that are scored."""
     counts: Tensor
-    """int64 ``[B]``: pages that each row reads."""
+    """int64 ``[B]``: number of pages that each row reads."""
     most: int
-    """No row reads more."""
+    """An upper bound of ``counts``."""
     sinks: int
-    """First pages that are always read."""
+    """Number of first pages that are always read."""
     newest: Tensor | None
-    """int64 ``[B]``: the first of each row's newest pages, which are always read; None: all pages compete."""
+    """int64 ``[B]``: index of the first of each row's newest pages, which are always read; None: all pages compete."""
 
 
 @dataclass(frozen=True)
 class PageMethod(KeepsSummaries):
     """For each decoded token, reads the pages whose summaries score best; the prefill is dense.
 
-    A subclass is a preset: it says what is kept of pages, and which of them are always read. These count towards
-    ``top_k``.
+    A subclass is a preset: it defines the summaries, and the pages that are always read. The always-read pages count
+    towards ``top_k``.
     """
 
     stateful: ClassVar[bool] = False
     sparse_from_tokens: ClassVar[int] = 2 * SPARSE_FROM_TOKENS  # choosing takes more small launches
     needs_prompt_end: ClassVar[bool] = True
-    """A decoded token reads pages, those of a prompt read everything."""
+    """A decoded token reads chosen pages; a prompt token reads all earlier tokens."""
     replay: ClassVar[Replay] = Replay()
     allows_eviction: ClassVar[Evicts] = Evicts.AT_PROMPT_END
     sinks: ClassVar[int] = 0
-    """First tokens whose pages are always read."""
+    """Number of first tokens whose pages are always read."""
     tail: ClassVar[int] = 0
-    """Newest tokens whose pages are always read; 0: all pages compete, the one that is being filled by the keys that it
-    has."""
+    """Number of newest tokens whose pages are always read. 0: all pages compete, and the page that is being filled
+    competes by the keys that it has."""
     fewest: ClassVar[int] = 0
-    """Pages that a row reads at least, if it has them."""
+    """The least number of pages that a row reads, if it has them."""
 
     top_k: int | float = setting(
         0.1, f"keys read: a number, or a share of the tokens so far, at least {LEAST_KEYS}; in whole pages"
@@ -71,7 +71,7 @@ class PageMethod(KeepsSummaries):
 
     @property
     def summaries(self) -> PageSummaries:
-        """What is kept of pages."""
+        """The summaries that are kept of pages."""
         raise NotImplementedError
 
     @property
@@ -79,7 +79,7 @@ class PageMethod(KeepsSummaries):
         return self.summaries
 
     def attended_keys(self, tokens: int) -> int | None:
-        """None where each query head chooses pages of its own, of which the heads of a group read the union."""
+        """None if each query head chooses its own pages: a group then reads the union of its heads' pages."""
         if not isinstance(self.summaries, LowRankPages):
             return None
         return self.page_size * (self.count(tokens) - self.summaries.pages(tokens)) + tokens
@@ -100,8 +100,11 @@ class PageMethod(KeepsSummaries):
             cache.count("mass_read", 1.0)
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
-        """Pages int32 ``[B, H, P]`` ascending, then -1; H is the number of KV heads or of query heads, as of the
-        summaries' scores. A key counts once for all the heads of a group that read it."""
+        """The chosen pages, int32 ``[B, H, P]``, ascending and then -1.
+
+        H is the number of KV heads or of query heads, whichever the summaries score. A key that several heads of a
+        group read counts once.
+        """
         scores, plan = self.scores(cache, q, scaling), cache.plan
         step = plan.cached(("pages", type(self), self.spec), lambda: self._step(plan, cache.used))
         ranked = scores
@@ -127,24 +130,24 @@ class PageMethod(KeepsSummaries):
     # Budgets
 
     def first_newest(self, length: Number) -> Number:
-        """The page of the first of the newest tokens."""
+        """The index of the page that holds the first of the ``tail`` newest tokens."""
         return clamp(length - self.tail, 0, length) // self.page_size
 
     def least(self, length: Number) -> Number:
-        """Pages that a row reads at least, if it has them: those that are always read."""
+        """The least number of pages that a row reads, if it has them: its always-read pages, or :attr:`fewest`."""
         if not self.tail:
             return self.fewest
         pages = self.summaries.pages(length)
         return pages - clamp(self.first_newest(length) - self.summaries.pages(self.sinks), 0, pages)
 
     def count(self, length: Number) -> Number:
-        """Pages that a row of this length may read."""
+        """The number of pages that a row of ``length`` tokens may read."""
         allowed, pages = budget(self.top_k, length, LEAST_KEYS), self.summaries.pages(length)
         whole = clamp(clamp(allowed, 0, length) // self.page_size, self.least(length), pages)
         return whole + (length <= allowed) * (pages - whole)
 
     def most_pages(self, length: int) -> int:
-        """No row that is no longer may read more pages."""
+        """An upper bound of :meth:`count` for all rows of at most ``length`` tokens."""
         pages, allowed = self.summaries.pages, clamp(budget(self.top_k, length, LEAST_KEYS), 0, length)
         newest = (self.tail + self.page_size - 2) // self.page_size + 1 if self.tail else 0
         return clamp(pages(allowed), max(self.fewest, pages(self.sinks) + newest), pages(length))
@@ -154,11 +157,11 @@ class PageMethod(KeepsSummaries):
 class Pages(PageMethod):
     """The heads of a group read the pages that hold most of their attention, by a low-rank summary of each page.
 
-    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`): of
-    a page of 8 keys 7 % of their bytes and their values', of one of 16 3.5 % (head dim 128, bf16). It is made when the
-    page is full. A page's score is its share of the attention to all full pages, by the log-sum-exp of the logits that
-    its summary gives its keys, averaged over the heads of the group. Four sinks and the 16 newest tokens are always
-    read, in whole pages, and count towards ``top_k``. The prefill is dense.
+    A summary is the page's mean key in eight bits and ``rank`` directions in four (:class:`foveate.ops.PageRecord`). Of
+    a page's keys and values it takes 7 % of the bytes with pages of 8 keys, and 3.5 % with pages of 16 (head dim 128,
+    bf16). It is made when the page is full. A page's score is its share of the attention to all full pages, by the
+    log-sum-exp of the logits that its summary gives its keys, averaged over the heads of the group. The 4 first tokens
+    (sinks) and the 16 newest tokens are always read, in whole pages, and count towards ``top_k``. The prefill is dense.
 
     :class:`~foveate.methods.locks.Locks` estimates a page's mass in the same way, from larger summaries. Weighted
     channels, budgets, always-read pages and pooling are this method's own.
@@ -172,7 +175,7 @@ class Pages(PageMethod):
         estimates=True,
     )
     counters: ClassVar[tuple[str, ...]] = ("pages_refined", "mass_read")
-    """Pages that are read; and the share of the attention that they hold by their summaries, 0 to 1."""
+    """Counts the pages that are read, and the share of the attention that they hold by their summaries, 0 to 1."""
     sinks: ClassVar[int] = 4
     tail: ClassVar[int] = 16
 

@@ -48,7 +48,7 @@ class PerLayer(Method):
         return make(self.layers[key]).for_layer(layer, num_layers, alike)
 
     def _key(self, layer: int, num_layers: int) -> str:
-        """The key that names a layer."""
+        """The key of ``layers`` that names a layer."""
         keys = [key for key in self.layers if _covers(key, layer, num_layers)]
         if len(keys) > 1:
             raise ValueError(f"per_layer: layer {layer} is named by several keys of {sorted(self.layers)}")
@@ -98,7 +98,7 @@ class Mixed(Method):
 
 
 def _spec(method: str | Method | dict[str, Any]) -> str:
-    """The spec of a method, which may be written as :func:`_complete` writes it; settled for no model in particular."""
+    """The spec of a method, which may be given as :func:`_complete` writes it; without regard to any model."""
     if isinstance(method, dict) and not isinstance(method.get("method"), str):
         raise ValueError(f"a method that is written as an object has its name as 'method', and {method!r} has none")
     made = make(**method) if isinstance(method, dict) else make(method)
@@ -106,7 +106,7 @@ def _spec(method: str | Method | dict[str, Any]) -> str:
 
 
 def _complete(spec: str) -> dict[str, Any]:
-    """A method with all its settings, so that records stay true when a default changes."""
+    """A method's name and all its settings, so that records stay true when a default changes."""
     method = make(spec)
     return {"method": method.name, **settings_of(method)}
 

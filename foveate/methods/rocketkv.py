@@ -39,12 +39,13 @@ class VotesOfGroup(SnapKV):
 
 @dataclass(frozen=True)
 class GroupBoxes(PageBoxes):
-    """Boxes around a page's keys, by which the heads of a group choose together."""
+    """Boxes around pages' keys. The heads of a group choose pages together by these boxes."""
 
     def scores(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """The softmax over a row's pages of each query head's largest logit, the mean over the heads of a group.
+        """For each KV head, the mean over its group of each query head's softmax of page scores.
 
-        fp32 ``[B, Hkv, P]``; 0 where a row has no page.
+        A query head's page score is the largest logit that a key in the page's box can have. fp32 ``[B, Hkv, P]``; 0
+        where a row has no page.
         """
         bounds = super().scores(cache, q, scaling)
         there = ops.first_keys(cache.plan.per_row(self.pages, of="counts"), bounds.shape[-1])
@@ -54,7 +55,7 @@ class GroupBoxes(PageBoxes):
 
 @dataclass(frozen=True)
 class PagesOfGroup(PageMethod):
-    """The heads of a group read the pages that they choose together by boxes."""
+    """The heads of a group read the pages that they choose together by boxes around the pages' keys."""
 
     @functools.cached_property
     def summaries(self) -> PageBoxes:

@@ -1,4 +1,4 @@
-"""One dense prompt for several methods: keys and values are kept once, and beside them what each method learns."""
+"""One dense prompt for several methods: its keys and values are kept once, beside what each method learns from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foveate.state import Channel, Geometry, SlotCache
 class SharedPrompt(Method):
     """Reads a prompt on behalf of methods whose own prompts are dense; each then goes on from a branch of the cache.
 
-    What methods with the same :attr:`~Method.observation` learn is computed and kept once.
+    Methods with the same :attr:`~Method.observation` learn the same, which is computed and kept once.
 
     Raises:
         ValueError: for a method that is sparse in prefill.
@@ -48,7 +48,7 @@ class SharedPrompt(Method):
 
     @property
     def observers(self) -> list[Method]:
-        """One method for each different observation."""
+        """One method for each distinct observation."""
         chosen = {method.observation: method for method in self.methods if method.observation is not None}
         return list(chosen.values())
 
@@ -80,10 +80,10 @@ class SharedPrompt(Method):
         raise ValueError("a prompt was read for several methods, and none of them decodes on its cache: take a branch")
 
     def filled(self, method: Method, geometry: Geometry) -> dict[str, str]:
-        """The channels that hold what a method has learnt: their names here, by its own names.
+        """The channels that hold what a method has learnt: from the method's own channel names to the names here.
 
         Raises:
-            ValueError: for a method that is not one of these, unless it learns nothing from a dense prompt.
+            ValueError: for a method for which the prompt was not read, unless it learns nothing from a dense prompt.
         """
         if method.observation is None and not sparse_prompt(method):
             return {}
@@ -96,7 +96,11 @@ class SharedPrompt(Method):
 
 
 def _part(cache: SlotCache, names: Mapping[str, str]) -> SlotCache:
-    """A view of a cache with some of its channels under other names: for each name in the view, the name here."""
+    """A view of a cache that has some of its channels under other names.
+
+    Args:
+        names: for each channel name in the view, the name in ``cache``.
+    """
     one = copy.copy(cache)
     one.specs = {name: cache.specs[here] for name, here in names.items()}
     one.tensors = {name: cache.tensors[here] for name, here in names.items()}
@@ -105,6 +109,6 @@ def _part(cache: SlotCache, names: Mapping[str, str]) -> SlotCache:
 
 
 def _learnt(method: Method, geometry: Geometry) -> dict[str, Channel]:
-    """The channels that a prompt can fill: the others are written when it has ended, before they are read."""
+    """The channels that a prompt can fill. The other channels are written after the prompt, before they are read."""
     channels = method.channels(geometry)
     return {name: spec for name, spec in channels.items() if isinstance(spec, Channel) and not spec.recomputed}

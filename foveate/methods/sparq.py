@@ -56,7 +56,8 @@ class SparQ(Method):
         return ops.Choice(keys=indices, read=cache.plan.per_row(self.count)[:, None], rest=rest)
 
     def _approximate(self, cache: SlotCache, q: Tensor, scaling: float) -> Tensor:
-        """Attention of each head by its group's largest dimensions, fp32 ``[B, Hkv, G, used]``; 0 in empty slots."""
+        """Attention of each query head, estimated in its group's largest dimensions, fp32 ``[B, Hkv, G, used]``; 0 in
+        empty slots."""
         rows = ops.fold_group(q, cache.geometry.num_kv_heads).float()
         dims = rows.abs().sum(2, keepdim=True).topk(min(self.rank, rows.shape[3])).indices
         part, keys = (x.gather(3, dims.expand(-1, -1, x.shape[2], -1)).float() for x in (rows, cache.keys))
@@ -68,7 +69,7 @@ class SparQ(Method):
         return tokens * (min(self.rank, geometry.head_dim) / (geometry.head_dim + geometry.value_dim))
 
     def count(self, length: Number) -> Number:
-        """Keys that a row of this length reads."""
+        """The number of keys that a row of ``length`` tokens reads."""
         return clamp(budget(self.top_k, length, self.min_k), self.window, length)
 
     def note_newest(self, cache: SlotCache, q: Tensor) -> None:

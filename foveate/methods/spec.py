@@ -1,4 +1,4 @@
-"""Methods by name and by spec, the string ``name:setting=value,...``, and as rows of results record them."""
+"""Methods by name and by spec, the string ``name:setting=value,...``, in which rows of results record them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPOSED = "composed"
 
 
 def names() -> list[str]:
-    """Registered methods, sorted; without `auto`, which stands for another."""
+    """The names of registered methods, sorted; without `auto`, which stands for another method."""
     return sorted(REGISTRY.keys() - {"auto"})
 
 
@@ -34,7 +34,7 @@ def get(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-        ValueError: when the name is unknown (names the nearest), or the class is no dataclass.
+        ValueError: when the name is unknown (the error names the nearest name), or the class is no dataclass.
     """
     found = REGISTRY.get(name)
     if found is None:
@@ -54,9 +54,9 @@ def _below(cls: type[Method]) -> Iterator[type[Method]]:
 
 
 SETTING, SETTING_SCHEMA = "foveate_setting", 2
-"""Kind and version of the files of `foveate tune`, which name a method."""
+"""Kind and version of the files that `foveate tune` writes; such a file names a method."""
 _MADE_FOR = "made_for"
-"""Attribute of a method that such a file names: the architecture for which it does."""
+"""Attribute of a method that comes from a file of `foveate tune`: the architecture for which the file was made."""
 _FIELDS = {
     "kind": str,
     "schema": int,
@@ -69,12 +69,12 @@ _FIELDS = {
 
 
 def make(method: str | Method, **settings: Any) -> Method:
-    """A method from its name, spec string or file (of `foveate tune`) and settings, or a method with settings replaced.
+    """A method from its name, its spec string or a file of `foveate tune`, or a copy of a method with other settings.
 
-    NumPy's numbers count as Python's.
+    Settings may be NumPy numbers.
 
     Raises:
-        ValueError: for an unknown method or setting (the nearest is named) or a value out of range.
+        ValueError: for an unknown method or setting (the error names the nearest) or a value out of range.
     """
     settings = {key: value.item() if isinstance(value, np.generic) else value for key, value in settings.items()}
     if isinstance(method, Method):
@@ -96,10 +96,10 @@ def make(method: str | Method, **settings: Any) -> Method:
 
 
 def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
-    """Raises ValueError for a method that a file of `foveate tune` names for a model of another shape.
+    """Raise ValueError if a method comes from a file of `foveate tune` that was made for a model of another shape.
 
     Args:
-        facts: of the model, such as its number of ``layers``.
+        facts: facts of the model, such as its number of ``layers``.
     """
     for name in SHAPE:
         there, here = vars(method).get(_MADE_FOR, {}).get(name), facts.get(name)
@@ -116,17 +116,17 @@ def parse(spec: str) -> Method:
 
 
 def spelled(spec: str) -> str:
-    """A spec in the order of :attr:`Method.spec` and without defaults; a file that it names need not be there.
+    """A spec in the order of :attr:`Method.spec` and without defaults. A file that it names need not exist.
 
     Raises:
-        ValueError: for an unknown method or setting (the nearest is named).
+        ValueError: for an unknown method or setting (the error names the nearest).
     """
     cls, given, _ = _read(spec)
     return cls._spell(given)
 
 
 def respelled(spec: str) -> str:
-    """The spec of an earlier version as it is written now; any other as it is."""
+    """The present form of a spec of an earlier version; any other spec unchanged."""
     name, _, rest = spec.partition(":")
     try:
         return _written_now(name.strip(), _split(rest, spec)) or spec
@@ -135,7 +135,8 @@ def respelled(spec: str) -> str:
 
 
 def _written_now(name: str, settings: Mapping[str, Any]) -> str:
-    """How the method is spelled now that had this name and these settings in an earlier version; empty if none had."""
+    """The present spec of the method that had this name and these settings in an earlier version; empty if no method
+    had them."""
     found = written_now(name, settings)
     if found is None:
         return ""
@@ -144,8 +145,10 @@ def _written_now(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _read(spec: str) -> tuple[type[Method], dict[str, Any], dict[str, Any] | None]:
-    """The class that a spec names, or the file that `foveate tune` has written, the settings that it gives, and the
-    architecture that a file names. The settings of a composition are the specs of its methods."""
+    """The class and the settings that a spec gives, and the architecture if the spec names a file of `foveate tune`.
+
+    The settings of a composition are the specs of its two methods.
+    """
     architecture, both = None, split(spec)
     if len(both) == 1 and names_file(spec):
         spec, architecture = _of_file(Path(spec.strip()))
@@ -165,7 +168,8 @@ def names_file(spec: str) -> bool:
 
 
 def _of_file(path: Path) -> tuple[str, dict[str, Any]]:
-    """The spec in a file of `foveate tune`, and for which architecture. Raises ValueError for a file that is none."""
+    """The spec in a file of `foveate tune`, and the architecture it was made for. Raises ValueError for another
+    file."""
     try:
         once = functools.partial(_each_once, str(path))
         found = parse_json(
@@ -214,12 +218,12 @@ def _split(text: str, spec: str) -> dict[str, Any]:
 
 
 def split(spec: str) -> list[str]:
-    """The specs that + joins; of one method the spec alone. A + is such a sign where a name follows it."""
+    """The specs that + signs join; a list of one if there is none. A + joins specs only if a name follows it."""
     return [one.strip() for one in _pieces(spec, r"\+(?=\s*[A-Za-z_][\w-]*\s*(?:[:+]|$))")]
 
 
 def _pieces(text: str, sign: str = ",") -> Iterator[str]:
-    """What signs divide, by default commas, that are in no quotation marks and within no brackets."""
+    """The parts of a text between signs, by default commas, that are outside quotation marks and brackets."""
     start = depth = 0
     for found in re.finditer(rf"""("(?:\\.|[^"\\])*")|([\[{{])|([\]}}])|({sign})""", text):
         depth += 1 if found[2] else -1 if found[3] else 0
@@ -230,7 +234,7 @@ def _pieces(text: str, sign: str = ",") -> Iterator[str]:
 
 
 def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Settings, or a JSON object within one, of which a spec may give none twice."""
+    """The settings of a spec, or a JSON object in a setting, as a dict. Raises ValueError if one is given twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -242,7 +246,7 @@ def _each_once(spec: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _known(cls: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings. Raises ValueError for an unknown one."""
+    """The settings, unchanged. Raises ValueError for a setting that the class does not have."""
     known = [field.name for field in dataclasses.fields(cls)]
     for key in settings:
         if key not in known:

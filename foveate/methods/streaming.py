@@ -38,7 +38,7 @@ class Streaming(Method):
         self._check_budget("window")
 
     def lower(self, position: Number) -> Number:
-        """First position inside the window of the query at ``position``: of one, or of each in an int64 tensor."""
+        """The first position in the window of the query at ``position``, an int or an int64 tensor."""
         return position + 1 - budget(self.window, position + 1, 1)
 
     def prompt(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Attended:
@@ -62,19 +62,19 @@ class Streaming(Method):
             cache.evict(rows, at=cache.plan.per_row(self._leaving))
 
     def _leaving(self, length: Number) -> Number:
-        """The last token that the next query does not see."""
+        """The position of the last token that the next query does not see."""
         return self.lower(length) - 1
 
     def _leaves(self, live: Number, length: Number) -> bool | Tensor:
-        """Whether the last query saw that token."""
+        """Whether the token :meth:`_leaving` was still in the window of the last query, and is no sink."""
         return (self.lower(length) > self.lower(length - 1)) & (self._leaving(length) >= self.sinks)
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 1 is a number, 1.0 a share
 def _lower_slots(window: int | float, first: int, end: int, used: int, device: torch.device) -> Tensor:
-    """int64 ``[end - first]``: the slot at which each query's window begins, the same in every layer.
+    """The slot at which each query's window begins, int64 ``[end - first]``; the same in every layer.
 
-    ``end - used`` tokens between the sinks and the first window are gone.
+    ``end - used`` tokens between the sinks and the first window have left the cache.
     """
     with torch.inference_mode(False):
         positions = torch.arange(first, end, device=device)

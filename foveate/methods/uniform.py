@@ -47,9 +47,9 @@ class Uniform(KeepsByScore):
 
 
 def spacing(positions: Tensor) -> Tensor:
-    """Distance between the two neighbours of each token, fp32 like ``positions [B, Hkv, S]``; -1 marks no token.
+    """The distance between the two neighbours of each token, fp32 ``[B, Hkv, S]``, from ``positions [B, Hkv, S]``.
 
-    The first and the last token have no bound on one side and get infinity.
+    Position -1 marks an empty slot. The first and the last token have a neighbour on one side only, and get infinity.
     """
     order = positions.argsort(-1)
     ordered = positions.gather(-1, order).float()

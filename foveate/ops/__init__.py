@@ -27,6 +27,7 @@ from foveate.ops.attend import attend_tile_keys as attend_tile_keys
 from foveate.ops.attend import attend_window as attend_window
 from foveate.ops.attend import gather_slots as gather_slots
 from foveate.ops.attend import merge as merge
+from foveate.ops.attend import merge_means as merge_means
 from foveate.ops.attend import with_sinks as with_sinks
 from foveate.ops.block_table import BlockTable as BlockTable
 from foveate.ops.choice import Choice as Choice
@@ -35,12 +36,15 @@ from foveate.ops.choice import Pooling as Pooling
 from foveate.ops.choice import Rest as Rest
 from foveate.ops.compress import Nodes as Nodes
 from foveate.ops.compress import PageRecord as PageRecord
+from foveate.ops.compress import Records as Records
+from foveate.ops.compress import TileMeans as TileMeans
 from foveate.ops.compress import bound_newest as bound_newest
 from foveate.ops.compress import channel_weights as channel_weights
 from foveate.ops.compress import compress_newest as compress_newest
 from foveate.ops.compress import compress_pages as compress_pages
 from foveate.ops.compress import compress_written as compress_written
 from foveate.ops.compress import summarise as summarise
+from foveate.ops.compress import unchosen_means as unchosen_means
 from foveate.ops.kv import KV as KV
 from foveate.ops.logits import Logits as Logits
 from foveate.ops.retain import keep_best as keep_best

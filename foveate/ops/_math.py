@@ -8,7 +8,8 @@ SCRATCH_BYTES = 64 << 20
 """Upper bound in bytes of the largest temporary that a blockwise reference makes."""
 
 GPU_SCORES_BYTES = 256 << 20
-"""The same of scores on a GPU from which keys are chosen: enough to keep all multiprocessors busy for long."""
+"""Upper bound in bytes of scores on a GPU from which keys are chosen: enough to keep all multiprocessors busy for
+long."""
 
 
 def fold_group(q: Tensor, num_kv_heads: int) -> Tensor:
@@ -32,7 +33,8 @@ def tile_rows(q: Tensor, num_kv_heads: int, tile: int, offset: int) -> tuple[Ten
     """Queries in tiles, the heads of a group side by side.
 
     Returns:
-        ``(rows [B, Hkv, T, G * tile, D], lead)``: zeros where no query is given, ``lead`` of them before the first.
+        ``(rows [B, Hkv, T, G * tile, D], lead)``. Where the first or the last tile is given in part,
+        zeros fill it; ``lead`` is the number of zero queries before the first given one.
     """
     lead, group = offset % tile, q.shape[1] // num_kv_heads
     q = torch.nn.functional.pad(q, (0, 0, lead, -(lead + q.shape[2]) % tile))
@@ -51,7 +53,7 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """``softcap * tanh(logits / softcap)``, in place where autograd does not look; None: the logits as they are."""
+    """``softcap * tanh(logits / softcap)``, in place unless autograd records it. None: the logits unchanged."""
     if softcap is None:
         return logits
     return (logits / softcap).tanh() * softcap if logits.requires_grad else logits.div_(softcap).tanh_().mul_(softcap)
@@ -63,7 +65,8 @@ def on_host(x: Tensor) -> bool:
 
 
 def first_keys(lengths: Tensor, number: int) -> Tensor:
-    """The first so many of ``number`` keys: int ``[B]`` or ``[B, Hkv]`` to bool ``[B, Hkv or 1, number]``."""
+    """A mask of each row's first ``lengths`` of ``number`` keys: int ``[B]`` or ``[B, Hkv]`` to bool
+    ``[B, Hkv or 1, number]``."""
     lengths = lengths[:, None] if lengths.dim() == 1 else lengths
     return torch.arange(number, device=lengths.device) < lengths[..., None]
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from foveate.ops._math import on_host
 
 EIGHT_BITS = torch.float8_e4m3fn
-"""What keys and values in blocks may be in, too. Their scales belong to the logits' factor and to the output."""
+"""An eight-bit dtype that blocks of keys and values may have, too. The caller applies their scales: the keys' scale to
+the factor of the logits, the values' scale to the output."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Where the keys of each row are, in memory that all rows share.
+    """A map from each row's keys to blocks of a memory that all rows share.
 
     Memory is ``[N, Hkv, n, D]``: N physical blocks of n slots each. Key s of row b is in slot ``s % n`` of block
     ``table[b, s // n]``. Memory is read through its strides, so that the layouts of engines are views of it: with
@@ -22,10 +23,11 @@ class BlockTable:
     ``kv[..., D:]``, and with a flat ``[slots, Hkv, D]`` it is ``kv.unflatten(0, (-1, n)).transpose(1, 2)``.
 
     Args:
-        table: int32 or int64 ``[B, M]``, each row contiguous. Entries of blocks that hold no key of a row may be
-            anything: what they name is not used.
-        length: how many keys the longest row has, Lk, at most ``M * n``. The lengths of shorter rows are those of
-            :class:`~foveate.ops.KV`.
+        table: int32 or int64 ``[B, M]``, each row contiguous. An entry for a block that holds no key of a row may be
+        any
+            number; it is not used.
+        length: the number of keys of the longest row, Lk, at most ``M * n``. :class:`~foveate.ops.KV` holds the lengths
+            of shorter rows.
 
     Raises:
         ValueError: for a table that is not of integers.
@@ -39,8 +41,8 @@ class BlockTable:
             raise ValueError(f"a block table must be int32 or int64 [B, M], not {self.table.dtype}")
 
     def check(self, q: Tensor, *memory: Tensor) -> None:
-        """Raise ValueError unless the table is one for the rows of q, on the memory's device, and has blocks for all
-        keys."""
+        """Raise ValueError unless the table has a row for each row of q, is on the memory's device, and has blocks for
+        all keys."""
         self.check_memory(*memory)
         self.check_rows(q)
 
@@ -66,7 +68,8 @@ class BlockTable:
                 raise ValueError(f"{table.shape[1]} blocks of {x.shape[2]} slots have no room for {self.length} keys")
 
     def slots(self, indices: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Physical block and slot within it, int64 like ``indices [B, ...]``, of keys of each row.
+        """The physical block of each key, and the slot within the block, for keys ``indices [B, ...]``: both int64
+        ``[B, ...]``.
 
         Raises:
             ValueError: on the CPU for a key that has no block in ``memory [N, Hkv, n, D]``.
@@ -82,9 +85,9 @@ class BlockTable:
     def gather(self, q: Tensor, *memory: Tensor) -> list[Tensor]:
         """A copy of each memory ``[N, Hkv, n, D]`` in one piece, for the rows of q: ``[B, Hkv, Lk, D]``.
 
-        Memory in eight bits (:data:`EIGHT_BITS`) becomes of q's dtype.
+        Memory in eight bits (:data:`EIGHT_BITS`) is converted to q's dtype.
 
-        What the table names no block for is a copy of some block, or zeros where there is none.
+        Keys for which the table names no block are a copy of some block, or zeros if the memory has no block.
 
         Raises:
             ValueError: see :meth:`check`.
@@ -101,10 +104,10 @@ class BlockTable:
 
 
 def in_one_piece(q: Tensor, block_table: BlockTable | None, *memory: Tensor) -> Sequence[Tensor]:
-    """Memory that may be in blocks, see :meth:`BlockTable.gather`; without a table as it is."""
+    """Memory in one piece: with a block table see :meth:`BlockTable.gather`, without one the memory itself."""
     return memory if block_table is None else block_table.gather(q, *memory)
 
 
 def number_of_keys(k: Tensor, block_table: BlockTable | None) -> int:
-    """How many keys the longest row has in memory that may be in blocks."""
+    """The number of keys of the longest row: the block table's length, or the length of memory in one piece."""
     return k.shape[2] if block_table is None else block_table.length

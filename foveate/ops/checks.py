@@ -1,7 +1,7 @@
-"""What verbs accept: one check for each kind of operand, made before the reference or the kernel runs.
+"""Checks of the verbs' arguments: one for each kind of operand, made before the reference or the kernel runs.
 
-Shapes, dtypes and numbers of the host are checked on every device. The values in a tensor are checked
-on the CPU alone: a GPU does not wait for that, and an index out of range gives an undefined result there.
+Shapes, dtypes and numbers on the host are checked on every device. The values of a tensor are checked on the CPU alone.
+A GPU would have to wait for this check; there an index out of range gives an undefined result.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
-    """Raise unless there is no memory for the output, or such as it fits."""
+    """Raise ValueError unless ``out`` is None, or contiguous memory that fits the output."""
     shape = (*q.shape[:3], v.shape[3])
     if out is not None and not (out.shape == shape and out.dtype == q.dtype and out.is_contiguous()):
         given = f"{out.dtype} {list(out.shape)} of strides {list(out.stride())}"
@@ -23,7 +23,7 @@ def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
 
 
 def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise unless there is no mask, or one of bools that can be expanded to the shape."""
+    """Raise ValueError unless ``mask`` is None, or a bool tensor that can be expanded to the shape."""
     if mask is None or (
         mask.dtype == torch.bool and mask.dim() == len(shape) and all(x in (1, y) for x, y in zip(mask.shape, shape))
     ):
@@ -32,7 +32,8 @@ def check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def check_counts(counts: Tensor | None, batch: int, kv_heads: int | None = None, name: str = "counts") -> None:
-    """Raise unless there are none, or one integer for each row or, with ``kv_heads``, for each KV head of each row."""
+    """Raise ValueError unless ``counts`` is None, or has one integer for each row or, with ``kv_heads``, for each KV
+    head of each row."""
     if counts is None:
         return
     shapes = [(batch,)] if kv_heads is None else [(batch,), (batch, kv_heads)]
@@ -42,7 +43,8 @@ def check_counts(counts: Tensor | None, batch: int, kv_heads: int | None = None,
 
 
 def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], number: int) -> None:
-    """Raise unless these are integers ``[B, H, P]``, each on the CPU below ``number``, or -1 for an unused place."""
+    """Raise ValueError unless ``places`` are integers ``[B, H, P]``, on the CPU each -1 (unused) or below
+    ``number``."""
     if places.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers, not {places.dtype}")
     if places.dim() != 3 or len(places) != batch or places.shape[1] not in heads:
@@ -55,13 +57,13 @@ def check_places(name: str, places: Tensor, batch: int, heads: Collection[int], 
 
 
 def check_number(name: str, number: int, least: int) -> None:
-    """Raise unless this is an integer of at least so much."""
+    """Raise ValueError unless ``number`` is an integer of at least ``least``."""
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {number!r}")
 
 
 def check_own_keys(number: int, queries: int, offset: int) -> None:
-    """Raise unless every query has its own key after ``offset`` others."""
+    """Raise ValueError unless ``number`` keys include each query's own key after ``offset`` other keys."""
     check_number("offset", offset, 0)
     if number < offset + queries:
         raise ValueError(f"k has {number} keys; offset {offset} and {queries} queries need {offset + queries}")

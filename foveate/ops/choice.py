@@ -1,4 +1,4 @@
-"""What a layer reads for one token of each row: keys, pages, or a cover of summaries, instead of all that it holds."""
+"""What a layer reads for one token of each row instead of all keys: keys, pages, or a cover of summaries."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from foveate.ops.summaries.types import Refinement, Sums
 
 
 class Pooling(NamedTuple):
-    """Which scores of keys a pass over all of them gives beside its output, see :func:`~foveate.ops.pooled_mass`."""
+    """The scores of keys that a pass over all keys returns beside its output, see :func:`~foveate.ops.pooled_mass`."""
 
     pooling: str
     pool: str
 
 
 class Cover(NamedTuple):
-    """Summaries and the tokens of refined pages, which :func:`~foveate.ops.summaries.attend_summaries` chooses."""
+    """A tree of summaries, in which :func:`~foveate.ops.summaries.attend_summaries` chooses the pages to refine."""
 
     tree: Tree
     refinement: Refinement
@@ -29,58 +29,64 @@ class Cover(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What stands for the keys that are not read."""
+    """A value that replaces the keys that are not read."""
 
     value: Tensor
     """fp32 ``[B, Hq, 1, Dv]``."""
     share: Tensor
-    """fp32 ``[B, Hq, 1]``: the share of the attention that it takes, 0 to 1."""
+    """fp32 ``[B, Hq, 1]``: the share of the attention that the value takes, 0 to 1."""
 
 
 class Choice(NamedTuple):
-    """What a layer reads for one token of each row. At most one of ``keys``, ``pages``, ``cover`` and ``attended`` is
-    given; without any, all keys that the cache holds are read."""
+    """What a layer reads for one token of each row.
+
+    At most one of ``keys``, ``pages``, ``cover`` and ``attended`` is given. Without any of them the layer reads all
+    keys that the cache holds.
+    """
 
     keys: Tensor | None = None
-    """int ``[B, Hkv, K]``: slots, -1 for none."""
+    """int ``[B, Hkv, K]``: the slots to read; -1 marks an unused place."""
     pages: Tensor | None = None
-    """int ``[B, H, P]``: pages of ``page_size`` slots, -1 for none, of the KV heads or of the query heads."""
+    """int ``[B, H, P]``: pages of ``page_size`` slots, H counting the KV heads or the query heads; -1 marks an unused
+    place."""
     page_size: int = 0
     cover: Cover | None = None
     attended: Attended | None = None
     """Attention that the method has computed itself."""
 
     read: Tensor | None = None
-    """``[B, Hkv or 1]``: keys that a KV head reads, raw or summary. None: all that are held, or those of the cover."""
+    """``[B, Hkv or 1]``: number of keys that a KV head reads, a summary counted by its bytes. None: all keys that the
+    cache holds or, with a cover, the number that the attention returns."""
     packed: bool = False
-    """Whether ``keys`` are in the first ``read`` places of each row."""
+    """Whether the slots in ``keys`` fill the first ``read`` places of each row."""
     counts: Tensor | None = None
-    """int ``[B]``: how many of the first places of ``pages`` are read; None: all."""
+    """int ``[B]``: number of first places of ``pages`` that are used; None: all places."""
     heads: Tensor | None = None
     """int64 ``[Hkv]``: the head of ``keys`` that each KV head reads; None: its own."""
     rest: Rest | None = None
-    """What stands for the keys that are not read; None: nothing."""
+    """A value that replaces the keys that are not read; None: they are left out."""
 
     need_mass: bool = False
-    """Whether the mass of what is read is needed."""
+    """Whether the attention must also return the mass of the keys that are read."""
     scores: Pooling | None = None
-    """Which scores of all keys are needed, by which keys are chosen for later layers."""
+    """The scores of all keys that the attention must also return, to choose keys for later layers; None: no scores."""
     readers: Choice | None = None
-    """What later layers read; None: the same."""
+    """The choice that later layers read; None: this choice."""
     fetched: bool = False
-    """Of a cache in host memory: whether what is read is on the device, because it was scored."""
+    """For a cache in host memory: whether the chosen keys are already on the device, because they were scored."""
 
     @classmethod
     def of(cls, mask: Tensor) -> Choice:
-        """The keys of a mask, bool ``[B, Hkv, N]``."""
+        """A choice of the keys of a mask, bool ``[B, Hkv, N]``."""
         slots = torch.arange(mask.shape[2], dtype=torch.int32, device=mask.device)
         return cls(keys=slots.where(mask, -1), read=mask.sum(-1))
 
     def for_draft(self, slots: Tensor) -> Choice:
-        """The same keys or pages, with -1 in the places that are not read, and of pages also the newest one.
+        """The same keys or pages in the form that a draft repeats: -1 in all places that are not read. A choice of
+        pages gets the newest page, too.
 
         Args:
-            slots: int64 ``[B]``, in use.
+            slots: int64 ``[B]``: number of slots in use.
         """
         if self.packed:
             keys = _of_one_head(self.keys) if self.read.shape[1] == 1 else self.keys
@@ -99,13 +105,14 @@ class Choice(NamedTuple):
         return self._replace(pages=pages, counts=None, read=read)
 
     def newest(self, slots: Tensor, number: Tensor, most: int) -> Tensor:
-        """What a choice :meth:`for_draft` lacks to read the tokens of the draft since: int64 ``[B, 1, n]``.
+        """The keys or pages to add to a choice of :meth:`for_draft` so that it includes the draft's tokens since then:
+        int64 ``[B, 1, n]``.
 
         Args:
-            slots: int64 ``[B]``, in use.
-            number: int64 ``[B]``: how many of the last slots these tokens have. A choice of pages has the page of the
-                slot before them already, so the pages after that one are added.
-            most: the largest number that is possible.
+            slots: int64 ``[B]``: number of slots in use.
+            number: int64 ``[B]``: number of last slots that hold these tokens. A choice of pages already has the page
+                of the slot before them, so only later pages are added.
+            most: an upper bound of ``number``.
         """
         if self.pages is None:
             newest = torch.arange(most, device=slots.device)
@@ -115,7 +122,7 @@ class Choice(NamedTuple):
         return pages.where(pages * self.page_size < slots[:, None], -1)[:, None]
 
     def with_newest(self, newest: Tensor, number: Tensor) -> Choice:
-        """A choice :meth:`for_draft` and what :meth:`newest` has found, ``number [B]`` keys."""
+        """A choice of :meth:`for_draft` with the keys or pages of :meth:`newest`, which add ``number [B]`` keys."""
         every = self.keys if self.pages is None else self.pages
         chosen = _of_one_head(every)
         chosen = torch.cat([chosen, newest.to(chosen.dtype).expand(-1, chosen.shape[1], -1)], 2)
@@ -129,12 +136,12 @@ class Choice(NamedTuple):
         return self.keys is None and self.pages is None and self.cover is None and self.attended is None
 
     def to(self, device: torch.device) -> Choice:
-        """The same choice with ``keys`` and ``read`` on a device; what else it has stays where it is."""
+        """The same choice with ``keys`` and ``read`` on another device. The other fields are not moved."""
         return self._replace(keys=self.keys.to(device), read=self.read.to(device))
 
 
 def _of_one_head(chosen: Tensor) -> Tensor:
-    """``[B, 1, K]`` of what all heads share in memory, ``[B, H, K]``; else all."""
+    """``[B, 1, K]`` if all heads of ``chosen [B, H, K]`` share their memory; otherwise ``chosen``."""
     return chosen[:, :1] if chosen.stride(1) == 0 else chosen
 
 

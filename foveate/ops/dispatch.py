@@ -1,16 +1,16 @@
-"""Which code runs a verb: its Triton kernel where that can run, its reference everywhere else.
+"""The choice of the code that runs a verb: its Triton kernel where that can run, its reference everywhere else.
 
 A verb's ``__init__.py`` puts the two under one name::
 
     column_mass = dispatch(reference.column_mass, "foveate.ops.score.column_mass_kernel")
 
 A call goes to the function of the same name in the kernel's module when kernels are switched on, every tensor is on
-one GPU that can run them, and autograd has nothing to record; otherwise to the reference, which is the specification.
-What a kernel does not do (a head dim, a dtype) it says by raising :class:`UnsupportedError` before it computes
-anything: then the reference runs, and a warning says why, once for each reason.
+one GPU that can run them, and autograd has nothing to record. Otherwise it goes to the reference, which is the
+specification. A kernel raises :class:`UnsupportedError`, before it computes anything, for a case that it does not
+support, such as a head dim or a dtype. The reference then runs, and a warning gives the reason, once for each reason.
 
 ``with reference_only():`` and the environment variable ``FOVEATE_KERNELS=0`` switch all kernels off. ``with
-watched(watch):`` shows the arguments of every call to a function.
+watched(watch):`` passes the arguments of every verb's call to a function.
 """
 
 import functools
@@ -38,17 +38,18 @@ _OLDEST = (8, 0)
 _reference_only = ContextVar("reference_only", default=False)
 _watch: ContextVar[Callable[[str, dict[str, Any]], None] | None] = ContextVar("watch", default=None)
 _verbs: dict[str, str] = {}
-"""The module of each verb's kernel."""
+"""From a verb's name to the module of its kernel."""
 
 
 class UnsupportedError(NotImplementedError):
-    """A kernel does not do this case; the reference does."""
+    """A kernel does not support this case; the reference does."""
 
 
 def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | None = None) -> Callable[P, R]:
-    """The verb that runs ``reference`` or its namesake in the module ``kernel``, which is imported at the first use.
+    """The verb that runs ``reference``, or the function of the same name in the module ``kernel``.
 
-    ``check`` gets the same arguments before, and raises ValueError for those that cannot be.
+    The module is imported at the first use of the kernel. ``check`` is called first, with the same arguments, and
+    raises ValueError for invalid arguments.
     """
     name = reference.__name__
     _verbs[name] = kernel
@@ -72,8 +73,8 @@ def dispatch(reference: Callable[P, R], kernel: str, check: Callable[P, None] | 
 
 
 def use_kernel(*given: Any) -> bool:
-    """Whether a kernel may run on the tensors among the arguments, of a :class:`KV` and of :class:`Logits`, too; warns
-    once when it may not although they are on a GPU."""
+    """Whether a kernel may run on the tensors among the arguments, including the tensors of a :class:`KV` and of
+    :class:`Logits`. It warns once if the tensors are on a GPU and no kernel may run."""
     tensors, given = [], list(given)
     for x in given:
         if isinstance(x, Tensor):
@@ -107,7 +108,7 @@ def reference_only() -> Iterator[None]:
 
 @contextmanager
 def watched(watch: Callable[[str, dict[str, Any]], None] | None) -> Iterator[None]:
-    """Call ``watch(name, arguments)`` before each verb's call inside the block (in this thread); None: nothing."""
+    """Call ``watch(name, arguments)`` before each verb's call inside the block, in this thread; None: watch nothing."""
     token = _watch.set(watch)
     try:
         yield
@@ -121,14 +122,14 @@ def kernels_wanted() -> bool:
 
 
 def runs_kernel(verb: str) -> bool:
-    """Whether a verb on this machine's GPUs runs its kernel, for what that does."""
+    """Whether a verb runs its kernel on this machine's GPUs, in the cases that the kernel supports."""
     if not (torch.cuda.is_available() and kernels_wanted()) or _unusable(torch.cuda.current_device()):
         return False
     return verb in _verbs
 
 
 def kernel_status() -> str:
-    """Which verbs have a kernel that runs on this machine's first GPU, or why none does."""
+    """A text with the verbs whose kernels run on this machine's first GPU, or the reason why none runs."""
     if not torch.cuda.is_available():
         return "none: no GPU"
     if not kernels_wanted():
@@ -139,7 +140,7 @@ def kernel_status() -> str:
 
 @functools.cache
 def _unusable(device: int) -> str | None:
-    """Why this GPU runs no kernels, or None."""
+    """Why this GPU runs no kernels; None if it runs them."""
     if torch.version.hip:
         return "they are written for NVIDIA GPUs"
     if torch.cuda.get_device_capability(device) < _OLDEST:
@@ -152,7 +153,8 @@ def _unusable(device: int) -> str | None:
 
 
 class KernelWarning(UserWarning):
-    """A slower path runs, and why. Shown as one line, see :func:`foveate.errors.show_plainly`."""
+    """A slower path runs; the message gives the reason. It is shown as one line, see
+    :func:`foveate.errors.show_plainly`."""
 
 
 @functools.cache

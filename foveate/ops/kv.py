@@ -1,4 +1,4 @@
-"""The keys and values that a verb reads, with all that says where they are and how many there are."""
+"""The keys and values that a verb reads, with their block table and their lengths."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class KV:
     Tensors are never copied. Shapes are checked once, here; a verb checks that its queries fit them.
 
     Args:
-        k: ``[B, Hkv, Lk, D]``; with a block table ``[N, Hkv, n, D]``, N physical blocks of n slots. Read through its
-            strides.
+        k: ``[B, Hkv, Lk, D]``; with a block table ``[N, Hkv, n, D]``, N physical blocks of n slots. It is read through
+            its strides.
         v: ``[B, Hkv, Lk, Dv]``, or ``[N, Hkv, n, Dv]``; None for verbs that read keys alone.
-        block_table: which blocks hold the keys of each row; None: keys and values are in one piece.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many keys of a row are there, the others may hold
-            anything finite; None: all are there.
+        block_table: the blocks that hold each row's keys; None: keys and values are in one piece.
+        lengths: int ``[B]`` or ``[B, Hkv]``: the number of keys of a row; later slots may hold anything finite. None:
+            every row has Lk keys.
 
     Raises:
         ValueError: for keys and values that are not floating-point tensors of four dimensions or do not fit each other,
@@ -37,7 +37,7 @@ class KV:
     block_table: BlockTable | None = None
     lengths: Tensor | None = None
     num_keys: int = field(init=False)
-    """How many keys the longest row has, Lk."""
+    """The number of keys of the longest row, Lk."""
 
     def __post_init__(self):
         k, v, table, lengths = self.k, self.v, self.block_table, self.lengths
@@ -61,8 +61,8 @@ class KV:
         object.__setattr__(self, "num_keys", number)
 
     def check_queries(self, q: Tensor, values: bool = False) -> None:
-        """Raise ValueError unless ``q [B, Hq, Lq, D]`` are floating-point queries of these rows and KV heads, and there
-        are values if a verb needs ``values``."""
+        """Raise ValueError unless ``q [B, Hq, Lq, D]`` are floating-point queries of these rows and KV heads. With
+        ``values``, which a verb sets if it reads values, raise also for a KV without values."""
         k, table = self.k, self.block_table
         if q.dim() != 4 or not q.is_floating_point():
             raise ValueError(f"q must be a floating-point [B, H, L, D], not {q.dtype} {list(q.shape)}")
@@ -82,7 +82,8 @@ class KV:
     def check_blocks(self, read: Callable[[], Tensor]) -> None:
         """On the CPU, raise ValueError unless the block table names a block of ``k`` wherever a key is read.
 
-        ``read()``: bool ``[B, H, Lk]``, the keys that are; it is called only where some entry names no block.
+        ``read()`` returns the mask of the keys that are read, bool ``[B, H, Lk]``. It is called only if some entry of
+        the table names no block.
         """
         table, number = self.block_table.table, len(self.k)
         if not on_host(table):
@@ -94,7 +95,7 @@ class KV:
                 raise ValueError(f"a block table must name one of {number} blocks for every key, not {table[wrong][0]}")
 
     def check_each_length(self) -> None:
-        """Raise ValueError without lengths ``[B]``, in a verb that reads the newest keys of each row."""
+        """Raise ValueError unless there are lengths ``[B]``, for a verb that reads the newest keys of each row."""
         if self.lengths is None or self.lengths.dim() != 1:
             raise ValueError("lengths [B] must say how many keys each row has, for its newest ones are read")
 
@@ -104,9 +105,10 @@ class KV:
             raise ValueError("keys and values must be in one piece and all there, without a block table and lengths")
 
     def in_one_piece(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, Hkv, Lk, D(v)]``: as they are, or copied from their blocks for the rows of q."""
+        """Keys and values ``[B, Hkv, Lk, D(v)]``: the tensors themselves, or copies from the blocks of the rows of
+        q."""
         return (self.k, self.v) if self.block_table is None else self.block_table.gather(q, self.k, self.v)
 
     def keys_in_one_piece(self, q: Tensor) -> Tensor:
-        """The keys of :meth:`in_one_piece`; values are not copied."""
+        """The keys of :meth:`in_one_piece`, without a copy of the values."""
         return self.k if self.block_table is None else self.block_table.gather(q, self.k)[0]

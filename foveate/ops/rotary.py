@@ -1,4 +1,4 @@
-"""How a layer's queries and keys are rotated by the positions of their tokens."""
+"""The rotation of a layer's queries and keys by the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class Rotary:
     by ``factor``. The other dimensions stay as they are. All results are fp32.
 
     Args:
-        inv_freq: fp32 ``[R / 2]``; of a layer without positions ``[0]``.
-        factor: of YaRN and LongRoPE.
-        neighbours: whether a pair is two neighbouring dimensions (Cohere, GLM); False: dimension i and i + R / 2.
-        later: frequencies of positions from a number on, where the model turns to others there (LongRoPE): the number
-            and fp32 ``[R / 2]``. They count in :meth:`mean` alone, for ``inv_freq`` are those of the present prompt.
+        inv_freq: fp32 ``[R / 2]``; ``[0]`` for a layer without positions.
+        factor: the scale of YaRN and LongRoPE.
+        neighbours: True if a pair is two neighbouring dimensions (Cohere, GLM), False if it is the dimensions i and
+            i + R / 2.
+        later: for a model that switches frequencies at some position (LongRoPE): this position, and the frequencies
+        from
+            it on, fp32 ``[R / 2]``. Only :meth:`mean` uses them, because ``inv_freq`` holds the frequencies of the
+            present prompt.
     """
 
     inv_freq: Tensor
@@ -39,14 +42,15 @@ class Rotary:
         return self._turned(x.float(), angles.cos() * self.factor, angles.sin() * self.factor)
 
     def remove(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys before their rotation, the inverse of :meth:`apply`, with the same arguments."""
+        """Undo the rotation of queries or keys: the inverse of :meth:`apply`, with the same arguments."""
         angles = self._angles(positions, x)
         return self._turned(x.float(), angles.cos() / self.factor, -angles.sin() / self.factor)
 
     def mean(self, x: Tensor, first: int, number: int) -> Tensor:
-        """Vectors ``x [..., D]`` times the mean of the rotations at ``number`` positions from ``first`` on.
+        """Vectors ``x [..., D]`` multiplied by the mean R of the rotations at the ``number`` positions from ``first``
+        on.
 
-        For a covariance C, ``mean(mean(C).mT)`` is ``R C R^T`` with that mean R.
+        For a covariance C, ``mean(mean(C).mT)`` is ``R C R^T``.
         """
         positions = torch.arange(first, first + number, device=x.device)
         angles = self._angles(positions, x)

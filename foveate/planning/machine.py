@@ -48,10 +48,11 @@ def served_lines(
     """What a served model takes of a GPU, with one request, and how many requests fit, a line each.
 
     Args:
-        folder: of the model.
-        tokens: of a request, its answer included; None: the most that the model has positions for.
-        gpu: None: sizes alone are told.
-        ranks: GPUs that share each layer.
+        folder: folder of the model.
+        tokens: tokens of a request, its answer included; None: the number of the model's positions.
+        gpu: the GPU; None: the lines give sizes alone.
+        method: a spec, or "auto".
+        ranks: number of GPUs that share each layer.
         kv_cache_dtype, dtype: as vLLM takes them.
 
     Raises:

@@ -84,7 +84,7 @@ class Decoding:
     """Whether steps of this context are sparse."""
     dense_ms: float | None = None
     sparse_ms: float | None = None
-    """Of a step that is sparse; None where it is not known."""
+    """Milliseconds of a sparse step; None if they are not known."""
 
     @property
     def gain(self) -> float | None:
@@ -214,12 +214,12 @@ def memory_of(model: PlannedModel, asked: Asked, layers: Mapping[int, Method], s
 
 
 def room_of(gpu: Gpu) -> int:
-    """Bytes of a GPU for weights, keys and values, and summaries: what is not left free for activations."""
+    """Bytes of a GPU for weights, keys and values, and summaries; the other bytes are left free for activations."""
     return int(gpu.memory * (1.0 - MARGIN))
 
 
 def _attached(model: PlannedModel, spec: str) -> tuple[Method, str]:
-    """The method that ``attach`` takes, and why, in words that begin with its name."""
+    """The method that ``attach`` takes, and a text that begins with its name and gives the reason."""
     method = make(spec)
     check_made_for(method, model.shape)
     if not isinstance(method, Auto):
@@ -242,7 +242,7 @@ def _in_transformers(model: PlannedModel, asked: Asked, method: Method) -> Decod
 
 
 def in_vllm(model: PlannedModel, asked: Asked) -> Decoding:
-    """What a decode step does in vLLM; ``refused`` says why it takes no method."""
+    """What a decode step does in vLLM. If vLLM takes no method, ``refused`` has the reason."""
     geometry = geometry_of(model.shape, asked.ranks)
     try:
         settings = settings_of({"foveate": asked.method}).settled(model.shape, lambda: model.facts)

@@ -149,9 +149,7 @@ def _attend(
     logits = cache.logits(scaling)
     if choice.cover is not None:
         tree, refinement, sums = choice.cover
-        covered = ops.summaries.attend_summaries(
-            q, cache.keys, cache.values, tree, refinement, logits=logits, sums=sums
-        )
+        covered = ops.summaries.attend_summaries(q, cache.view(), tree, refinement, logits=logits, sums=sums)
         return _counted(method, cache, covered)
     how = {"logits": logits, "out": cache.out}
     if choice.scores is not None:

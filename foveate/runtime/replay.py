@@ -300,7 +300,7 @@ class ReplayedSteps:
         def run() -> None:
             with capture.maintenance([self._groups[group] for group in groups]):
                 for n in which:
-                    layers[n].method.replay.maintain(layers[n].store)
+                    layers[n].method.replay.maintain_captured(layers[n].store)
 
         if which not in self._maintenance:
             run()

@@ -133,6 +133,14 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         """How the layer's logits are made."""
         return Logits(scaling, self.sink_logits, self.softcap)
 
+    @property
+    def full(self) -> bool:
+        """Whether every slot in use is known to hold a token, on the host; False in a captured step."""
+        if self.uneven or (self.device_state and self._step) is not None:
+            return False
+        counts = self._rows["counts"]
+        return counts == self._rows["live"] and min(counts) == max(counts)
+
     def stored(self) -> tuple[Tensor | None, Tensor | None]:
         """Which slots hold tokens, as arguments of the verbs in :mod:`foveate.ops`.
 
@@ -140,10 +148,8 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
             ``(mask, lengths)``, at most one of which is not None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
             ``[B]``, when each row's tokens fill its first slots. Both None: every slot in use holds a token.
         """
-        if (self.device_state and self._step) is None:
-            counts = self._rows["counts"]
-            if counts == self._rows["live"] and min(counts) == max(counts) and not self.uneven:
-                return None, None
+        if self.full:
+            return None, None
         if self.evicts.in_decode or self.uneven:
             return self.positions >= 0, None
         return None, self.plan["counts"]
@@ -219,8 +225,7 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         """
         if not self.store.fetches:
             return self.view(self.plan["lengths"]), pages
-        keys = self.store.keys_of_pages(pages.expand(-1, self.geometry.num_kv_heads, -1))
-        self._count_fetched()
+        keys = self._counted(self.store.keys_of_pages(pages.expand(-1, self.geometry.num_kv_heads, -1)))
         places = torch.arange(pages.shape[2], dtype=pages.dtype, device=pages.device)
         return KV(keys, lengths=self.plan.per_row(held)), places.where(pages >= 0, -1)
 
@@ -230,42 +235,37 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
 
     def fetch_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of slots, int64 ``[B, Hkv, N]``: ``[B, Hkv, N, D(v)]``; anything for -1."""
-        found = self.store.fetch_slots(slots)
-        self._count_fetched()
-        return found
+        return self._counted(self.store.fetch_slots(slots))
 
     def fetch(self, chosen: Tensor, page_size: int = 0, again: bool = False) -> Fetched:
         """What a step attends to, of a store that fetches; see :meth:`FetchingStore.fetch`."""
         lengths = None
         if page_size:
             lengths = self.plan.per_row(torch.repeat_interleave, self.geometry.num_kv_heads, of="counts")
-        found = self.store.fetch(chosen, page_size, self.used, lengths, again)
-        self._count_fetched()
-        return found
+        return self._counted(self.store.fetch(chosen, page_size, self.used, lengths, again))
 
-    def _count_fetched(self) -> None:
+    def _counted(self, found: Any) -> Any:
+        """What was fetched, after the store's counts of it were added to the counters."""
         for name, number in self.store.counted():
             self.count(name, number)
+        return found
 
     # Memory
 
     @property
     def resident_bytes(self) -> int:
         """Bytes on the device of keys, values and channels."""
-        return self._channel_bytes() + self.store.resident_bytes
-
-    def _channel_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+        return channel_memory.nbytes(self.tensors) + self.store.resident_bytes
 
     def count_in(self, held: BytesInUse) -> None:
         """Count what the layer holds, now and later, with the other layers of its cache; once for each cache."""
         self.counters.held = held
-        self.bytes.count_in(held, self._channel_bytes(), self.store.resident_bytes)
+        self.bytes.count_in(held, channel_memory.nbytes(self.tensors), self.store.resident_bytes)
 
     def _count_bytes(self) -> None:
         """Note what the layer holds. Copies that a layer makes while it grows or evicts are not counted."""
         self.bytes.counters, self.counters.host_bytes = self.counters, self.store.host_bytes
-        self.bytes.note(self.store.resident_bytes, self._channel_bytes())
+        self.bytes.note(self.store.resident_bytes, channel_memory.nbytes(self.tensors))
 
     def reserve(self, slots: int) -> None:
         """Grow every row to a capacity of at least this many slots; copies the tensors that grow.

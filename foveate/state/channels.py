@@ -50,3 +50,8 @@ def clear(tensors: Iterable[Tensor], slot: Tensor) -> None:
         own = tensor.shape[3:]
         index = slot.view(*slot.shape, 1, *[1] * len(own))
         tensor.scatter_(2, index.expand(*slot.shape, 1, *own), 0)
+
+
+def nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes that are allocated for these tensors."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())

@@ -55,10 +55,18 @@ class StepPlan:
         step."""
         return self.captured or any(number > 0 and number % every == 0 for number in self._numbers[name])
 
-    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """The result of ``compute()``, computed by the first layer of the step that asks for this key."""
+    def may_hold(self, mask: Tensor) -> bool:
+        """Whether an element of a bool mask may be true: it is read on a CPU alone, and not in a captured step."""
+        return self.captured or mask.is_cuda or bool(mask.any())
+
+    def cached(self, key: Hashable, compute: Callable[[], Any], if_captured: Callable[[], Any] | None = None) -> Any:
+        """The result of ``compute()``, computed by the first layer of the step that asks for this key.
+
+        Args:
+            if_captured: what computes it in a captured step, where no row number is on the host; None: ``compute``.
+        """
         if key not in self._shared:
-            self._shared[key] = compute()
+            self._shared[key] = (if_captured if self.captured and if_captured else compute)()
         return self._shared[key]
 
     def after(self, key: Hashable, change: Callable[[], Any]) -> None:

@@ -108,9 +108,9 @@ def test_maintenance_is_timed_by_itself_and_leaves_the_row_numbers_on_the_host(m
     """It runs twice before it is timed; what layers share is done the first time of a round."""
     layer, _, policy, _, _ = layers("luka:page_size=8,tail=16,top_k=2", "luka")
     runs, capturing = [], []
-    maintain = type(policy.replay).maintain
+    maintain = type(policy.replay).maintain_captured
     monkeypatch.setattr(
-        type(policy.replay), "maintain", lambda self, cache: runs.append(cache) or maintain(self, cache)
+        type(policy.replay), "maintain_captured", lambda self, cache: runs.append(cache) or maintain(self, cache)
     )
     monkeypatch.setattr(
         decode.breakdown,

@@ -49,10 +49,9 @@ def run(some, how):
 
 def check(some, how):
     """Against the reference in fp32; which nodes are refined may differ where their masses hardly do."""
-    q, k, v = some.arguments
-    k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
+    q = some.arguments[0]
     tree = in_fp32(some.looked_at(how, True))
-    expected, _, visited = reference.with_masses(q.float(), k_, v_, tree, how, Logits(SCALING))
+    expected, _, visited = reference.with_masses(q.float(), some.finite(torch.float32), tree, how, Logits(SCALING))
     with poisoned_memory("cuda"):
         found, chosen = run(some, how)
     again, also = run(some, how)
@@ -61,7 +60,7 @@ def check(some, how):
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
     for mine, its in zip(chosen, visited, strict=True):
         padded = torch.nn.functional.pad(its.chosen, (0, mine.shape[2] - its.chosen.shape[2]), value=-1)
-        alike &= (mine == padded).all(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        alike &= (mine == padded).all(-1).repeat_interleave(q.shape[1] // some.kv_heads, 1)
     assert alike.float().mean() > (0.6 if q.dtype == torch.bfloat16 else 0.85)
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(found.out[alike].float(), expected.out[alike], rtol=tolerance, atol=tolerance)
@@ -135,7 +134,8 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 
     def step(some):
         tree = some.looked_at(how, False)
-        found = ops.summaries.attend_summaries(some.q, some.k, some.v, tree, how, logits=Logits(SCALING), need_lse=True)
+        how_much = {"logits": Logits(SCALING), "need_lse": True}
+        found = ops.summaries.attend_summaries(some.q, ops.KV(some.k, some.v), tree, how, **how_much)
         return found.out, found.lse, found.read, found.refined
 
     def contents(some):
@@ -167,12 +167,12 @@ def test_graphs_and_no_wait(pages, sizes, allowed):
 def test_running_averages(pages, sizes, allowed):
     """Of what a step has looked at, in the memory of a larger cache."""
     some = problem(pages, sizes=sizes, allowed=allowed, dtype=torch.float32)
-    how, (q, k, v), made = ops.summaries.Refinement(prior=0.5), some.arguments, []
+    how, k, made = ops.summaries.Refinement(prior=0.5), some.k, []
     tree, averages = some.looked_at(how, True), some.uniform(*k.shape[:2], k.shape[2] + 9)
     for attend in (ops.summaries.attend_summaries, reference.attend_summaries):
         own = tree._replace(levels=tuple(x._replace(recent=x.recent.clone()) for x in tree.levels))
         kept = ops.summaries.Sums(0.2, recent=averages.clone()[..., : k.shape[2]])
-        attend(q, k.nan_to_num(0.0), v.nan_to_num(0.0), own, how, logits=Logits(SCALING), sums=kept)
+        attend(some.arguments[0], some.finite(), own, how, logits=Logits(SCALING), sums=kept)
         made.append([kept.recent, *recent_attention(own)])
     for mine, its in zip(*made, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-6)

@@ -97,19 +97,19 @@ def test_masses(dtype, sizes, heads, kv_heads, batch, pages, softcap, bounded):
     lengths = torch.linspace(pages, 0, batch * kv_heads, device="cuda").int().view(batch, kv_heads) if bounded else None
     if bounded:
         records[torch.arange(pages, device="cuda") >= lengths[..., None]] = 255  # scales are NaN
-    rows, how = ops.fold_group(q, kv_heads), {"weights": weights, "lengths": lengths}
-    how["logits"] = Logits(dim**-0.5, softcap=softcap)
+    rows, how = ops.fold_group(q, kv_heads), {"logits": Logits(dim**-0.5, softcap=softcap)}
+    records = ops.Records(records, form, weights, lengths=lengths)
     with poisoned_memory("cuda"):
-        found, again = (of_rows(ops.score.page_lse(rows, records, form, **how), lengths) for _ in range(2))
-    expected = low_rank.page_lse(rows, records, form, **how)
+        found, again = (of_rows(ops.score.page_lse(rows, records, **how), lengths) for _ in range(2))
+    expected = low_rank.page_lse(rows, records, **how)
     assert torch.equal(found, again)
     assert torch.equal(found.isneginf(), expected.isneginf())
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for pooling, pool in (("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "kv_head"), ("of_largest", "layer")):
         how |= {"pooling": pooling, "pool": pool}
         with poisoned_memory("cuda"):
-            found, again = (of_rows(ops.pooled_mass_of_records(q, records, form, **how), lengths) for _ in range(2))
-        expected = low_rank.pooled_mass_of_records(q, records, form, **how)
+            found, again = (of_rows(ops.pooled_mass_of_records(q, records, **how), lengths) for _ in range(2))
+        expected = low_rank.pooled_mass_of_records(q, records, **how)
         assert torch.equal(found, again)
         assert torch.equal(found.isneginf(), expected.isneginf())
         torch.testing.assert_close(found, expected, rtol=8 * TOLERANCE[dtype], atol=1e-6)
@@ -129,12 +129,11 @@ def test_masses_of_given_pages(dtype, heads, kv_heads, branch, of_layer):
     sets = 1 if of_layer else kv_heads
     pages = torch.rand(3, sets, 800 // branch, device="cuda").argsort(-1)[..., :90].sort(-1).values
     lengths = torch.tensor([90 * branch, 17, 0], device="cuda")
-    found = ops.score.page_lse(
-        rows, records, form, logits=Logits(0.3), pages=pages.int(), branch=branch, lengths=lengths
-    )
+    given = ops.Records(records, form, lengths=lengths)
+    found = ops.score.page_lse(rows, given, logits=Logits(0.3), pages=pages.int(), branch=branch)
     slots = page_slots(pages, branch).flatten(2).expand(-1, kv_heads, -1)
-    records = ops.gather_slots(records, slots)
-    expected = ops.score.page_lse(rows, records, form, logits=Logits(0.3), lengths=lengths)
+    given = ops.Records(ops.gather_slots(records, slots), form, lengths=lengths)
+    expected = ops.score.page_lse(rows, given, logits=Logits(0.3))
     assert torch.equal(*(of_rows(masses, lengths) for masses in (found, expected)))
 
 
@@ -160,7 +159,8 @@ def test_records_in_blocks(dtype, sizes, pages, layout):
     alone = in_blocks.gather(records[:3], records)[0]
     q, lengths = draw(3, 8, 1, dim, dtype=dtype, seed=1), torch.tensor([room * pages, 1, 0], device="cuda")
     for pooling in ("post_softmax", "of_largest"):
-        how = {"logits": Logits(dim**-0.5), "lengths": lengths, "pooling": pooling}
-        found = ops.pooled_mass_of_records(q, records, form, block_table=in_blocks, **how)
-        expected = ops.pooled_mass_of_records(q, alone, form, **how)
-        assert torch.equal(*(of_rows(masses, lengths) for masses in (found, expected)))
+        how = {"logits": Logits(dim**-0.5), "pooling": pooling}
+        given = [
+            ops.Records(memory, form, None, table, lengths) for memory, table in ((records, in_blocks), (alone, None))
+        ]
+        assert torch.equal(*(of_rows(ops.pooled_mass_of_records(q, one, **how), lengths) for one in given))

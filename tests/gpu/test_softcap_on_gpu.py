@@ -160,11 +160,10 @@ def test_summaries(dtype, heads, kv_heads, dim, softcap, score, few):
     sizes, pages, allowed = ((16,), (301, 77), (3 if few else 40,)) if dim != 80 else ((4, 16), (320, 80), (5, 4))
     more = {"device": "cuda", "dtype": dtype, "tail": 130, "loudness": 3.0, "seed": 2}
     some = Problem(pages, sizes, allowed, heads, kv_heads, dim, **more)
-    q, k, v = some.arguments
-    k_, v_ = (x.nan_to_num(0.0).float() for x in (k, v))
+    q, kv = some.arguments
     tree, logits = in_fp32(some.looked_at(how, True)), Logits(dim**-0.5, softcap=softcap)
-    expected, _, visited = summaries_reference.with_masses(q.float(), k_, v_, tree, how, logits)
-    steps = launch.SummariesLaunch(q, k, v, some.looked_at(how, False), how, logits, None)
+    expected, _, visited = summaries_reference.with_masses(q.float(), some.finite(torch.float32), tree, how, logits)
+    steps = launch.SummariesLaunch(q, kv, some.looked_at(how, False), how, logits, None)
     found = steps.run(True)
     alike = torch.ones(q.shape[:2], dtype=torch.bool, device="cuda")
     for visit, its in zip(steps.space.visits, visited, strict=True):

@@ -141,6 +141,33 @@ def test_more_tiles_than_multiprocessors(dtype, dim, number, hopper):
     assert hopper is None or len(hopper) == 2
 
 
+@every_pair(
+    DTYPES,
+    ("dim", [64, 80, 128, 256]),
+    (("heads", "kv_heads", "tile"), [(32, 8, 32), (8, 8, 128), (14, 2, 18), (12, 2, 11)]),
+    (("length", "offset", "number"), [(1, 0, 3), (63, 65, 7), (333, 0, 64), (1500, 5, 130)]),
+    ("sinks", [False, True]),
+    ("softcap", [None, 20.0]),
+)
+def test_log_sum_exps_of_tiles(dtype, dim, heads, kv_heads, tile, length, offset, number, sinks, softcap, hopper):
+    """With and without Hopper's kernel, over more rows than programs; the output keeps its bits."""
+    q, k, v = problem(2, heads, kv_heads, length, offset, dim, dtype, extra=50)
+    drawn = torch.randn(heads, generator=torch.Generator("cuda").manual_seed(2), device="cuda") if sinks else None
+    logits = Logits(dim**-0.5, drawn, softcap)
+    chosen = selection(2, kv_heads, length, offset, tile, number)
+    how = {"tile": tile, "logits": logits, "offset": offset, **listed(chosen)}
+    with poisoned_memory("cuda"):
+        found = attend_tiles(q, KV(k, v), **how, need_lse=True)
+        again = attend_tiles(q, KV(k, v), **how, need_lse=True)
+        alone = attend_tiles(q, KV(k, v), **how)
+    assert torch.equal(found.out, alone.out)
+    assert torch.equal(found.lse, again.lse), "repeats are equal bit for bit"
+    wide = how | {"logits": Logits(dim**-0.5, None if drawn is None else drawn.double(), softcap)}
+    exact = attend_reference.attend_tiles(q.double(), KV(k.double(), v.double()), **wide, need_lse=True)
+    torch.testing.assert_close(found.lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.out.double(), exact.out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @every_pair(DTYPES, ("dim", [64, 128]))
 def test_tiles_of_as_many_places_as_they_need(dtype, dim, hopper):
     """Selections one after another are read as those of equal length are."""

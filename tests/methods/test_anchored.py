@@ -64,13 +64,19 @@ def weights(q, k, i):
     return logits(q, k, i).softmax(-1)
 
 
-def read(q, k, v, i, chosen):
-    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``."""
+def read(q, k, v, i, chosen, unchosen=((),) * KV_HEADS):
+    """Output of query i over the chosen positions of each KV head, ``[Hq, D]``, and over the mean of others as often as
+    there are of them."""
     out = torch.empty(HEADS, DIM, dtype=torch.float64)
     for h in range(HEADS):
         index = sorted(chosen[h // GROUP])
         keys, values = (x[h // GROUP, index].double() for x in (k, v))
-        out[h] = (keys @ q[h, i].double() * SCALING).softmax(0) @ values
+        of_keys = keys @ q[h, i].double() * SCALING
+        if number := len(others := list(unchosen[h // GROUP])):
+            mean_key, mean_value = (x[h // GROUP, others].double().mean(0, keepdim=True) for x in (k, v))
+            of_mean = mean_key @ q[h, i].double() * SCALING + math.log(number)
+            of_keys, values = torch.cat([of_keys, of_mean]), torch.cat([values, mean_value])
+        out[h] = of_keys.softmax(0) @ values
     return out
 
 
@@ -101,6 +107,9 @@ def by_mass(q, k, queries, before, k_of, pool="kv_head", pooling="post_softmax")
         {"anchors": [1, 2], "heads": {"3": [1, 1]}},
         {"anchors": [1], "dense_anchor_prefill": True, "tile": 5},
         {"anchors": [0, 2], "dense_anchor_prefill": True, "pooling": "sqrt"},
+        {"anchors": [0, 2], "heads": {"1": [1, 0], "3": [1, 1]}, "rest": "mean"},
+        {"anchors": [0, 1, 3], "pool": "layer", "tile": 9, "rest": "mean"},
+        {"anchors": [0, 1], "dense_anchor_prefill": True, "pooling": "sqrt", "rest": "mean"},
     ],
     ids=str,
 )
@@ -137,9 +146,11 @@ def test_kascade_written_out(settings, top_k):
                 heads = settings.get("heads", {}).get(str(layer), range(KV_HEADS))
                 chosen = [selection[h] for h in heads]
             dense = settings.get("decode_only") or selection is None or chosen is everything
+            means = not decoded and not dense and settings.get("rest") == "mean"
+            unchosen = [sorted(set(range(begin)) - one) if means else [] for one in chosen]
             if not decoded:
                 chosen = everything if dense else [one | set(range(begin, i + 1)) for one in chosen]
-            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen))
+            assert_close(out[layer, 0, :, i], read(q, k, v, i, chosen, unchosen))
             counted[layer] += decoded * sum(map(len, chosen)) / KV_HEADS
     for number, layer in enumerate(stack.layers):
         if number not in settings["anchors"]:  # which look at more keys than they read
@@ -388,7 +399,18 @@ def test_dense_prompts_have_no_anchors_that_could_read_less():
     method, other = (kascade_by_head(decode_only=True, dense_anchor_prefill=x) for x in (True, False))
     assert method == other == methods.make("kascade", **methods.settings_of(method))
     assert method.spec == "kascade:pool=kv_head,pooling=post_softmax"
-    assert "dense_anchor_prefill" not in methods.settings_of(method)
+    assert not {"dense_anchor_prefill", "rest"} & methods.settings_of(method).keys()
+
+
+def test_a_mean_of_keys_is_refused_where_prompts_are_dense():
+    sparse = kascade_by_head(rest="mean")
+    assert methods.parse(sparse.spec) == sparse
+    assert methods.settings_of(sparse)["rest"] == "mean"
+    for how in ({"method": "kascade"}, {"method": "oracle_topk", "decode_only": True}):
+        with pytest.raises(ValueError, match="rest must be none with decode_only=true, under which prompts are read d"):
+            methods.make(**how, rest="mean")
+    with pytest.raises(ValueError, match="rest must be one of none, mean, not 'sum'"):
+        kascade_by_head(rest="sum")
 
 
 @functools.cache

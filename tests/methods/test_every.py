@@ -12,6 +12,7 @@ from foveate import methods, ops
 from foveate.methods._kept_scores import KeptScores
 from foveate.runtime.steps import obstacle
 from foveate.state import Geometry
+from foveate.state.step_plan import StepPlan
 from tests.methods.driver import DIM, GROUP, HEADS, KV_HEADS, PROMPT, SCALING, TOTAL, Driver
 
 KASCADE = "kascade_paper:top_k=0.3,min_k=6,anchors=[1],decode_only=true"
@@ -104,10 +105,12 @@ def test_pages_are_chosen_by_the_last_scores(every, monkeypatch):
             assert [page for page in own[step][0, head].tolist() if page >= 0] == sorted(best)
 
 
-class Numbers(dict):
-    """What of a step is asked for: the lengths of its rows, and whether it is captured."""
-
-    captured = False
+def plan_of(lengths, captured):
+    """The plan of a step of rows that hold so many tokens each."""
+    numbers = dict.fromkeys(("lengths", "counts", "live"), tuple(lengths))
+    if captured:
+        numbers = {name: torch.tensor(lengths) for name in numbers}
+    return StepPlan(numbers, torch.device("cpu"), {} if captured else None)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -119,8 +122,7 @@ def test_each_row_is_scored_in_its_own_time(size, captured):
     generator, times = torch.Generator().manual_seed(0), [0] * rows
     for grown in [(0, 0, 0), (1, 1, 1), (1, 6, 2), *[(1, 1, 1)] * 4, (4, 2, 1), *[(1, 1, 1)] * 5]:
         lengths = [length + more for length, more in zip(lengths, grown)]
-        new, plan = torch.rand(kept.shape, generator=generator), Numbers(lengths=torch.tensor(lengths))
-        plan.captured = captured
+        new, plan = torch.rand(kept.shape, generator=generator), plan_of(lengths, captured)
         cache = SimpleNamespace(plan=plan, tensors={"kept_scores": kept}, channel=lambda name: at)
         scores, scored_at = KeptScores(every, size).renew(cache, 2, 60, lambda due, new=new: new)
         for row, length in enumerate(lengths):

@@ -9,6 +9,7 @@ from foveate.ops import KV, BlockTable, Logits
 from foveate.ops.compress import low_rank as summaries
 from foveate.ops.compress import low_rank_kernel as summaries_kernel
 from foveate.ops.compress.low_rank import PageRecord
+from foveate.ops.compress.records import Records
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.score import low_rank, low_rank_kernel
 from tests.combinations import every_pair
@@ -104,10 +105,10 @@ POOLS = [("post_softmax", "kv_head"), ("sqrt", "layer"), ("max", "layer"), ("max
 POOLS += [("of_largest", "kv_head"), ("of_largest", "layer")]
 
 
-def check(rows, records, form, softcap=None, **more):
-    logits = Logits(0.3, softcap=softcap)
-    found = of_rows(low_rank_kernel.page_lse(rows, records, form, logits=logits, **more), more.get("lengths"))
-    expected = low_rank.page_lse(rows, records, form, logits=logits, **more)
+def check(rows, records, softcap=None, **more):
+    how = {"logits": Logits(0.3, softcap=softcap), **more}
+    found = of_rows(low_rank_kernel.page_lse(rows, records, **how), records.lengths)
+    expected = low_rank.page_lse(rows, records, **how)
     assert found.dtype == torch.float32
     assert torch.equal(found.isneginf(), expected.isneginf())
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6 * float(rows.abs().max()) * 300)
@@ -128,8 +129,8 @@ def test_masses(form, dtype, group, lengths, splits):
         records[beyond] = 255  # scales are NaN
     records = torch.nn.functional.pad(records, (0, 32), value=255)[..., : form.bytes]
     rows = draw(2, 2, group, form.head_dim, dtype=dtype, seed=1)
-    check(rows, records, form, lengths=lengths)
-    check(rows, records, form, lengths=lengths, weights=powers(2, 2, form.head_dim))
+    for weights in (None, powers(2, 2, form.head_dim)):
+        check(rows, Records(records, form, weights, lengths=lengths))
 
 
 @pytest.mark.parametrize("of_layer", [False, True])
@@ -147,8 +148,9 @@ def test_masses_of_given_pages(branch, group, of_layer):
             read[row, head, int(pages[row, 0 if of_layer else head, place // branch]) * branch + place % branch] = True
     records[~read] = 255  # scales are NaN
     rows = draw(2, 2, group, 16, seed=1)
-    check(rows, records, form, pages=pages, branch=branch, lengths=lengths)
-    expected = low_rank.page_lse(rows, records, form, logits=Logits(0.3), pages=pages, branch=branch, lengths=lengths)
+    given = Records(records, form, lengths=lengths)
+    check(rows, given, pages=pages, branch=branch)
+    expected = low_rank.page_lse(rows, given, logits=Logits(0.3), pages=pages, branch=branch)
     assert expected.shape == (2, 2, group, 5 * branch)
     assert torch.equal(
         ~expected.isneginf(), low_rank.first_keys(lengths, 5 * branch)[:, :, None].expand(expected.shape)
@@ -190,14 +192,13 @@ def test_masses_of_records_in_blocks(form, number, splits):
     table[1, -(-11 // number) :] = 1 << 20
     blocks[table[1, 10 // number], :, 10 % number + 1 :] = 255
     rows, in_blocks = draw(2, 2, 3, form.head_dim, seed=1), {"block_table": BlockTable(table, 37)}
-    q, how = rows.flatten(1, 2)[:, :, None], {"logits": Logits(0.3), "lengths": lengths}
+    given = [Records(blocks, form, lengths=lengths, **in_blocks), Records(records, form, lengths=lengths)]
+    q, logits = rows.flatten(1, 2)[:, :, None], Logits(0.3)
     for verb, queries in ((low_rank_kernel.page_lse, rows), (low_rank_kernel.pooled_mass_of_records, q)):
-        found, expected = verb(queries, blocks, form, **how, **in_blocks), verb(queries, records, form, **how)
-        assert torch.equal(*(of_rows(scores, lengths) for scores in (found, expected)))
-    pages = torch.tensor([[[3, 0, -1, 17]], [[1, 4, 0, -1]]])
-    how = {"logits": Logits(0.3), "pages": pages, "branch": 2}
-    found = low_rank_kernel.page_lse(rows, blocks, form, **how, **in_blocks)
-    assert torch.equal(found, low_rank_kernel.page_lse(rows, records, form, **how))
+        assert torch.equal(*(of_rows(verb(queries, one, logits=logits), lengths) for one in given))
+    how = {"logits": logits, "pages": torch.tensor([[[3, 0, -1, 17]], [[1, 4, 0, -1]]]), "branch": 2}
+    given = [Records(blocks, form, **in_blocks), Records(records, form)]
+    assert torch.equal(*(low_rank_kernel.page_lse(rows, one, **how) for one in given))
 
 
 @every_pair(
@@ -214,9 +215,9 @@ def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
     if lengths is not None:
         records[torch.arange(PAGES[dtype]) >= lengths.view(2, -1, 1).expand(-1, 2, -1)] = 255  # scales are NaN
     q = draw(2, 2 * group, 1, form.head_dim, dtype=dtype, seed=1)
-    how = {"logits": Logits(0.3), "lengths": lengths, "pooling": pooling, "pool": pool}
-    found = of_rows(low_rank_kernel.pooled_mass_of_records(q, records, form, **how), lengths)
-    expected = low_rank.pooled_mass_of_records(q, records, form, **how)
+    given, how = Records(records, form, lengths=lengths), {"logits": Logits(0.3), "pooling": pooling, "pool": pool}
+    found = of_rows(low_rank_kernel.pooled_mass_of_records(q, given, **how), lengths)
+    expected = low_rank.pooled_mass_of_records(q, given, **how)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
@@ -225,7 +226,7 @@ def test_pooled_masses(form, dtype, group, lengths, pooling, pool, splits):
 def test_capped_logits(softcap):
     form = FORMS[0]
     records = summaries.compress_pages(draw(1, 2, 9 * 16, 64), form)
-    check(draw(1, 2, 4, 64, seed=1), records, form, softcap)
+    check(draw(1, 2, 4, 64, seed=1), Records(records, form), softcap)
 
 
 @pytest.mark.parametrize("reach", [60, 110, 150, 240, 420, 600, 3000])
@@ -242,7 +243,7 @@ def test_logits_far_apart(form, reach):
     for group in (4, 40):
         rows = draw(1, 1, group, 16, seed=1)
         along = torch.einsum("bhgd,bhprd->bhgpr", rows, directions) * 0.3 / math.log(2)
-        check(rows * (reach / (2 ** (form.coefficient_bits - 1) * along.abs().sum(-1).max())), records, form)
+        check(rows * (reach / (2 ** (form.coefficient_bits - 1) * along.abs().sum(-1).max())), Records(records, form))
 
 
 def test_what_is_refused():
@@ -259,38 +260,41 @@ def test_what_is_refused():
             module.compress_newest(KV(keys[:, :1], lengths=torch.tensor([8])), records, form)
     for module in (low_rank, low_rank_kernel):
         with pytest.raises(ValueError, match="records must be uint8"):
-            module.page_lse(rows, records.int(), form, logits=Logits(1.0))
+            module.page_lse(rows, Records(records.int(), form), logits=Logits(1.0))
         with pytest.raises(ValueError, match="do not fit records"):
-            module.page_lse(rows[:, :1], records, form, logits=Logits(1.0))
+            module.page_lse(rows[:, :1], Records(records, form), logits=Logits(1.0))
         with pytest.raises(ValueError, match=r"weights must be float32 \[1, 2, 8\]"):
-            module.page_lse(rows, records, form, logits=Logits(1.0), weights=torch.ones(2, 8))
+            module.page_lse(rows, Records(records, form, torch.ones(2, 8)), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="float64"):
         summaries_kernel.compress_pages(keys.double(), form)
     with pytest.raises(UnsupportedError, match="float64"):
-        low_rank_kernel.page_lse(rows.double(), records, form, logits=Logits(1.0))
+        low_rank_kernel.page_lse(rows.double(), Records(records, form), logits=Logits(1.0))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
         summaries_kernel.compress_pages(draw(1, 1, 4, 257), PageRecord(257, 4))
     odd = torch.zeros(1, 2, 2, form.bytes + 1, dtype=torch.uint8)[..., 1:]
     with pytest.raises(UnsupportedError, match="multiples of 4 bytes"):
-        low_rank_kernel.page_lse(rows, odd, form, logits=Logits(1.0))
-    assert low_rank_kernel.page_lse(rows, records[:, :, :0], form, logits=Logits(1.0)).shape == (1, 2, 3, 0)
+        low_rank_kernel.page_lse(rows, Records(odd, form), logits=Logits(1.0))
+    none = Records(records[:, :, :0], form)
+    assert low_rank_kernel.page_lse(rows, none, logits=Logits(1.0)).shape == (1, 2, 3, 0)
     assert summaries_kernel.compress_pages(keys[:, :, :0], form).shape == (1, 2, 0, form.bytes)
 
 
 def test_what_is_refused_of_given_pages_and_of_pooling():
     form, q = PageRecord(8, 4), draw(2, 6, 1, 8)
-    records, rows = summaries.compress_pages(draw(2, 2, 8, 8), form), q.view(2, 2, 3, 8)
+    memory, rows = summaries.compress_pages(draw(2, 2, 8, 8), form), q.view(2, 2, 3, 8)
+    records = Records(memory, form)
     pages = torch.zeros(2, 2, 1, dtype=torch.int32)
     for module in (low_rank, low_rank_kernel):
         for wrong, branch in ((pages[:1], 1), (pages.expand(-1, 2, -1)[:, :, 0], 1), (pages, 0)):
             with pytest.raises(ValueError, match="do not fit records"):
-                module.page_lse(rows, records, form, logits=Logits(1.0), pages=wrong, branch=branch)
+                module.page_lse(rows, records, logits=Logits(1.0), pages=wrong, branch=branch)
         with pytest.raises(ValueError, match="do not fit records"):
-            module.page_lse(rows, records, form, logits=Logits(1.0), pages=pages.repeat(1, 2, 1))
+            module.page_lse(rows, records, logits=Logits(1.0), pages=pages.repeat(1, 2, 1))
         for wrong in ({"pooling": "pre_softmax"}, {"pool": "head"}):
             with pytest.raises(ValueError, match=next(iter(wrong))):
-                module.pooled_mass_of_records(q, records, form, logits=Logits(1.0), **wrong)
-        nothing = module.pooled_mass_of_records(q, records[:, :, :0], form, logits=Logits(1.0), pool="layer")
+                module.pooled_mass_of_records(q, records, logits=Logits(1.0), **wrong)
+        none = Records(memory[:, :, :0], form)
+        nothing = module.pooled_mass_of_records(q, none, logits=Logits(1.0), pool="layer")
         assert nothing.shape == (2, 1, 0)
 
 
@@ -298,9 +302,10 @@ def test_pooled_masses_of_weighted_channels_and_capped_logits():
     form, weights = PageRecord(16, 8), powers(2, 2, 16)
     keys, q = draw(2, 2, 21 * 8, 16), draw(2, 6, 1, 16, seed=1)
     records = summaries.compress_pages(keys, form, weights)
-    how = {"logits": Logits(1.0, softcap=2.0), "weights": weights, "lengths": torch.tensor([21, 0])}
-    found, expected = (module.pooled_mass_of_records(q, records, form, **how) for module in (low_rank_kernel, low_rank))
+    logits, lengths = Logits(1.0, softcap=2.0), torch.tensor([21, 0])
+    given = Records(records, form, weights, lengths=lengths)
+    found, expected = (module.pooled_mass_of_records(q, given, logits=logits) for module in (low_rank_kernel, low_rank))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
-    for left_out in ({"weights": None}, {"logits": Logits(1.0)}):
-        other = low_rank.pooled_mass_of_records(q, records, form, **how | left_out)
+    for one, how in ((Records(records, form, lengths=lengths), logits), (given, Logits(1.0))):
+        other = low_rank.pooled_mass_of_records(q, one, logits=how)
         assert (other - expected)[0].abs().max() > 1e-3

@@ -247,6 +247,29 @@ def test_keys_that_are_not_chosen_leave_no_trace():
     )
 
 
+@every_pair(
+    ("dtype", [torch.float32, torch.float16]),
+    ("sinks", [None, 0.0, 20.0]),
+    ("softcap", [None, 5.0]),
+    ("group", [3, 6]),
+    ("tile", [5, 16]),
+)
+def test_the_log_sum_exp(dtype, sinks, softcap, group, tile, small_blocks):
+    """It costs no bit of the output."""
+    shape = SOME._replace(batch=2, kv_heads=2, group=group)
+    q, k, v = problem(shape, dtype=dtype, extra=5)
+    drawn = torch.randn(2 * group, generator=torch.manual_seed(0))
+    logits = Logits(0.3, None if sinks is None else (drawn + sinks).to(dtype), softcap)
+    how = {"tile": tile, "logits": logits, "offset": 14, **listed(selection(shape, tile, 9))}
+    found = tiles_kernel.attend_tiles(q, KV(k, v), **how, need_lse=True)
+    expected = tiles.attend_tiles(q.float(), KV(k.float(), v.float()), **how, need_lse=True)
+    assert found.lse.dtype == torch.float32
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 2e-3)
+    alone = tiles_kernel.attend_tiles(q, KV(k, v), **how)
+    assert torch.equal(found.out, alone.out)
+    assert alone.lse is None
+
+
 def test_what_attention_refuses():
     q, k, v = problem(SOME)
     chosen = selection(SOME, 8, 4)

@@ -20,7 +20,7 @@ PROCESSES = {
     "engine steps and slots": ("bound", "bounds", "boxes", "select", "slots"),
     "indexer": ("indexer", "selected", "retention"),
     "summaries": ("summaries", "masses", "column_mass"),
-    "prompts": ("tiles", "attend_window", "bits", "softmax"),
+    "prompts": ("tiles", "means", "attend_window", "bits", "softmax"),
     "hybrids": ("until", "gated", "running"),
 }
 

@@ -200,19 +200,20 @@ def test_masses_of_records_in_blocks(pages):
         for place, block in enumerate(numbers):
             part = records[row, :, 4 * place : 4 * place + 4]
             blocks[block, :, : part.shape[1]] = part
-    how = {"weights": weights, "lengths": torch.tensor([10, 8]), "logits": Logits(0.3)}
-    in_blocks = {"block_table": ops.BlockTable(table, 10)}
-    chosen = {"pages": torch.tensor([[[3, 0, 4]], [[1, -1, 0]]]), "branch": 2} if pages else {}
+    how = {"logits": Logits(0.3)}
     if pages:
-        how["lengths"] = torch.tensor([6, 6])
-    expected = ops.score.page_lse(rows, records, form, **how, **chosen)
-    assert torch.equal(ops.score.page_lse(rows, blocks, form, **how, **chosen, **in_blocks), expected)
+        how |= {"pages": torch.tensor([[[3, 0, 4]], [[1, -1, 0]]]), "branch": 2}
+    lengths = torch.tensor([6, 6] if pages else [10, 8])
+    alone = ops.Records(records, form, weights, lengths=lengths)
+    in_blocks = ops.Records(blocks, form, weights, ops.BlockTable(table, 10), lengths)
+    assert torch.equal(ops.score.page_lse(rows, in_blocks, **how), ops.score.page_lse(rows, alone, **how))
     if not pages:
         q = rows.flatten(1, 2)[:, :, None]
-        found = ops.pooled_mass_of_records(q, blocks, form, **how, **in_blocks)
-        assert torch.equal(found, ops.pooled_mass_of_records(q, records, form, **how))
+        found = ops.pooled_mass_of_records(q, in_blocks, **how)
+        assert torch.equal(found, ops.pooled_mass_of_records(q, alone, **how))
+    one_row = ops.Records(blocks, form, block_table=ops.BlockTable(table[:1], 10))
     with pytest.raises(ValueError, match="a block table of 1 rows does not fit"):
-        ops.score.page_lse(rows, blocks, form, logits=Logits(0.3), block_table=ops.BlockTable(table[:1], 10))
+        ops.score.page_lse(rows, one_row, logits=Logits(0.3))
 
 
 @EACH_FORM
@@ -224,9 +225,8 @@ def test_masses_are_those_of_the_approximated_keys(form, softcap, weighted):
     records = ops.compress_pages(keys, form, weights)
     lengths = torch.tensor([[0, 9], [4, 30]])
     records[torch.arange(9) >= lengths[..., None]] = 255
-    found = ops.score.page_lse(
-        rows, records, form, logits=Logits(0.3, softcap=softcap), weights=weights, lengths=lengths
-    )
+    given = ops.Records(records, form, weights, lengths=lengths)
+    found = ops.score.page_lse(rows, given, logits=Logits(0.3, softcap=softcap))
     approximated = factors(records, form).keys().flatten(2, 3)
     approximated = approximated if weights is None else approximated / weights[:, :, None]
     expected = logits(rows, approximated, form, 0.3)
@@ -242,9 +242,9 @@ def test_masses_over_the_largest_of_each_head(pool):
     form, q, lengths = FORMS[0], draw(2, 6, 1, 64, seed=1), torch.tensor([[9, 7], [5, 0]])
     records = ops.compress_pages(draw(2, 2, 9 * 16, 64), form)
     records[torch.arange(9) >= lengths[..., None]] = 255
-    how = {"logits": Logits(0.3), "pooling": "of_largest", "lengths": lengths, "pool": pool}
-    found = ops.pooled_mass_of_records(q, records, form, **how)
-    lse = ops.score.page_lse(q.view(2, 2, 3, 64), records, form, logits=Logits(0.3), lengths=lengths)
+    given = ops.Records(records, form, lengths=lengths)
+    found = ops.pooled_mass_of_records(q, given, logits=Logits(0.3), pooling="of_largest", pool=pool)
+    lse = ops.score.page_lse(q.view(2, 2, 3, 64), given, logits=Logits(0.3))
     for row in range(2):
         heads = [(lse[row, own, member, : int(lengths[row, own])], own) for own in range(2) for member in range(3)]
         for group in range(2) if pool == "kv_head" else [None]:
@@ -262,7 +262,7 @@ def test_masses_are_close_to_the_pages_own():
     keys = (keys + 0.1 * draw(1, 2, 40, 16, 64, seed=3)).flatten(2, 3)
     rows = draw(1, 2, 4, 64, seed=4)
     true = logits(rows, keys, form, 0.3).logsumexp(-1)
-    found = ops.score.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
+    found = ops.score.page_lse(rows, ops.Records(ops.compress_pages(keys, form), form), logits=Logits(0.3))
     by_mean = logits(rows, keys, form, 0.3).mean(-1) + torch.tensor(16.0).log()
     assert (found - true).abs().mean() < 0.1 * (by_mean - true).abs().mean()
 
@@ -287,10 +287,10 @@ def test_weights_keep_what_queries_use():
     q = draw(1, 8, 16, 64, seed=1) * (3 * channels).float().clamp_min(0.05)
     weights, rows = ops.channel_weights(q, 2), ops.fold_group(q[:, :, -1:], 2)
     true = logits(rows, keys, form, 0.3).logsumexp(-1)
-    with_weights = ops.score.page_lse(
-        rows, ops.compress_pages(keys, form, weights), form, logits=Logits(0.3), weights=weights
+    with_weights, without = (
+        ops.score.page_lse(rows, ops.Records(ops.compress_pages(keys, form, how), form, how), logits=Logits(0.3))
+        for how in (weights, None)
     )
-    without = ops.score.page_lse(rows, ops.compress_pages(keys, form), form, logits=Logits(0.3))
     assert (with_weights - true).abs().mean() < 0.7 * (without - true).abs().mean()
 
 
@@ -299,5 +299,5 @@ def test_nothing_as_large_as_the_logits_of_all_keys(monkeypatch):
     form, keys, rows = FORMS[0], draw(1, 2, 16 * 500, 64), draw(1, 2, 8, 64)
     with LargestTensor() as largest:
         records = ops.compress_pages(keys, form)
-        ops.score.page_lse(rows, records, form, logits=Logits(0.3))
+        ops.score.page_lse(rows, ops.Records(records, form), logits=Logits(0.3))
     assert largest.bytes <= 1 << 20, largest.what

@@ -59,6 +59,7 @@ def _compile_attention(capability, dtype, dim, softcap, block_size=0):
             "heads_ptr": "*i64:16",
             "sink_ptr": f"*{dtype}:16" if dim == 64 else None,
             "sink_stride": 1,
+            "lse_ptr": "*fp32:16" if softcap else None,
             "table_ptr": "*i32" if block_size else None,
             "table_stride": "i32" if block_size else None,
             "BLOCK_SIZE": block_size,
@@ -81,8 +82,9 @@ def _compile_attention(capability, dtype, dim, softcap, block_size=0):
     ("dtype", ["bf16", "fp16"]),
     ("sinks", [True, False]),
     ("mapped", [True, False]),
+    ("lse", [True, False]),
 )
-def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
+def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped, lse):
     pytest.importorskip("triton")
     kernel = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
     block_d = next(width for width in kernel._RINGS if dim <= width)
@@ -100,10 +102,12 @@ def test_hoppers_own_attention_compiles(dtype, dim, sinks, mapped):
             "start_ptr": "*i64:16",
             "sink_ptr": f"*{dtype}:16" if sinks else None,
             "sink_stride": 1 if sinks else "i32",
+            "lse_ptr": "*fp32:16" if lse else None,
             **dict.fromkeys(("items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"), "i32"),
             "scale": "fp32",
             "MAPPED": mapped,
             "SINKS": sinks,
+            "LSE": lse,
             "SIZES": (kernel.ROWS, dim, block_d, keys, stages, kernel._AT_ONCE),
             "REGISTERS": kernel._REGISTERS[block_d],
         },

@@ -63,7 +63,7 @@ class GatedDeltaNet(nn.Module):
         return self.o_proj(out.flatten(2).to(hidden.dtype))
 
     def _remember(self, inputs: dict[str, Tensor], memory: RecurrentMemory, packing: Packing | None) -> Tensor:
-        """Heads' outputs ``[B, H, L, Dv]`` for new inputs after those that the memory holds."""
+        """Heads' outputs ``[B, H, L, Dv]`` for new inputs, which follow the tokens in the memory."""
         length = inputs["x"].shape[1]
         if not memory.lengths:
             memory.lengths = [0] * inputs["x"].shape[0]

@@ -208,16 +208,17 @@ def largest_far_share(q: Tensor, k: Tensor, scaling: float, window: int) -> Tens
 def lesson(logits: Tensor, worth: Tensor, sinks: int, window: int) -> Tensor:
     """The loss by which scores learn what tokens are worth, a scalar.
 
-    For each sequence and head it is the cross-entropy of a softmax of the scores over the tokens with the square of
-    their worth, divided by its sum. The loss is the mean, weighted by the largest worth: where nothing far is looked
-    for, there is little to learn. It changes nothing in the scores' level, by which the budget is kept.
+    For each sequence and head it is the cross-entropy between two distributions over the tokens: the softmax of the
+    scores, and the squared worth divided by its sum. The loss is the mean over sequences and heads, weighted by the
+    largest worth: where no query looks for anything far, there is little to learn. The loss does not depend on the
+    level of the scores, by which the budget is kept.
 
     Args:
-        logits: scores before cap and sigmoid, fp32 ``[B, Hkv, L]``: a capped score has no gradient, and does not come
-            back.
-        worth: of the same tokens, fp32 ``[B, Hkv, L]`` in 0 to 1; see :func:`largest_far_share`.
-        sinks: first tokens, which are retained anyway and left out; as are the last ``window + 1``, of which no query
-            is further away.
+        logits: scores before cap and sigmoid, fp32 ``[B, Hkv, L]``. (A capped score would have no gradient and could
+            not recover.)
+        worth: worth of the same tokens, fp32 ``[B, Hkv, L]`` in 0 to 1; see :func:`largest_far_share`.
+        sinks: number of first tokens, which are always retained and left out.
+        window: the last ``window + 1`` tokens are left out, too, because no query is further away from them.
     """
     counted = slice(sinks, max(sinks + 1, logits.shape[2] - window - 1))
     logits, worth = logits[:, :, counted], worth[:, :, counted]

@@ -45,7 +45,7 @@ class SlidingWindowAttention(nn.Module):
     buffer = 0
     """Tokens before the window that a KV head can retain."""
     reach = 0
-    """Tokens after a token that decide whether it is retained, and as many before it."""
+    """Whether a token is retained depends on this many tokens after it and on equally many before it."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class SlidingWindowAttention(nn.Module):
         known = late < torch.tensor(memory.unscored, device=k.device)[:, None]
         old = held["margins"][:, :, :ring].gather(2, slots)
         margins[:, :, :ring] = torch.where(known[:, None, :ring], old, margins[:, :, :ring])
-        # token x of those that leave the window with the new ones leaves it after the query of new token x
+        # the x-th token that leaves the window because of the new ones leaves it after the query of the x-th new token
         leaving = slice(ring - self.window, ring - self.window + new)
         entered = torch.where(there[:, leaving], late[:, leaving], -1)
         if real is not None:
@@ -251,7 +251,7 @@ class SlidingWindowAttention(nn.Module):
         return attend_until(q, piece.keys, piece.values, until, **how).out
 
     def _take_in(self, memory: RetainedMemory, piece: Piece) -> None:
-        """Move the window over new tokens; those that leave it and are retained go into the buffer."""
+        """Move the window over new tokens. Tokens that leave the window and are retained go into the buffer."""
         held, ring, new = memory.tensors, memory.ring, piece.new
         leaving = slice(ring - self.window, ring - self.window + new)
         entered = piece.entered[:, None].expand(-1, self.num_kv_heads, -1)
@@ -281,10 +281,10 @@ class SlidingWindowAttention(nn.Module):
         memory.unscored = [max(old, length - self.reach) for old, length in zip(memory.unscored, memory.lengths)]
 
     def _step(self, q: Tensor | None, k: Tensor, v: Tensor, memory: RetainedMemory) -> Tensor | None:
-        """Take in one token of every row and attend: all that it sees is in the first slots.
+        """Take in one token of every row and attend. All keys that the token sees are in the first slots.
 
-        But for the scores that now and then are due before it, a step neither waits for the device nor reads from the
-        host what changes from step to step.
+        A step neither waits for the device nor reads changing numbers on the host, except when scores are due before
+        it.
         """
         if self.buffer and self._scores_due(memory):
             self._score_late(memory)

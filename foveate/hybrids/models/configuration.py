@@ -18,7 +18,7 @@ MIXERS = {
     "lte": "linear_attention",
     "nsa": "linear_attention",
 }
-"""What Transformers calls each kind of layer. Those that keep a memory of their own are "linear" to it."""
+"""Transformers' name for each kind of layer. Transformers calls layers with a memory of their own "linear"."""
 
 
 class HybridConfig(PreTrainedConfig):

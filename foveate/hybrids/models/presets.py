@@ -90,7 +90,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Shapes; 0.4B and 1.4B are the appendix's, and the configuration's defaults are those of 0.4B."""
+"""Shapes of models. 0.4B and 1.4B are the appendix's; the configuration's defaults are the shape of 0.4B."""
 
 
 def make_config(preset: str, size: str, **changes: Any) -> HybridConfig:

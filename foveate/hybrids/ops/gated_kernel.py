@@ -13,7 +13,7 @@ from foveate.ops.gpu.tiles import multiprocessors
 _HEADS = 64
 """The most query heads of a KV head."""
 _SUMMARIES = 8192
-"""The most blocks of a row: the weights of all are in the registers of one program."""
+"""A row has fewer blocks than this: one program holds the weights of all blocks in its registers."""
 _RESIDENT, _LONGEST = 3, 8
 """Programs that a multiprocessor runs at a time, and the most blocks of keys that one of them reads."""
 
@@ -21,9 +21,9 @@ _RESIDENT, _LONGEST = 3, 8
 def attend_gated(q, k, v, block_keys, block_values, gates, lengths, *, scaling, block, blocks, window):
     """See :func:`foveate.hybrids.ops.gated.attend_gated`. Keys are read in place, once for all heads of a group.
 
-    The first launch attends to the summaries and chooses blocks, a program for a row and a KV head; the second attends
-    to the keys of these and of the window, several programs for each; the third merges and gates. Nothing waits for
-    the device, and repeats are equal bit for bit.
+    The first launch attends to the summaries and chooses blocks, with one program for each KV head of a row. The second
+    attends to the keys of the chosen blocks and of the window, with several programs for each KV head. The third merges
+    and gates. Nothing waits for the device, and repeats are equal bit for bit.
     """
     reference.check(q, k, v, block_keys, block_values, gates, lengths, block)
     batch, num_heads, _, dim = q.shape
@@ -89,16 +89,22 @@ def attend_gated(q, k, v, block_keys, block_values, gates, lengths, *, scaling, 
 
 @triton.jit
 def _fold(q, k_ptr, v_ptr, slots, stored, k_strides, v_strides, scale, top, weight, out, sizes: tl.constexpr):
-    """One block of keys into a running softmax; ``sizes``: DIM, VALUE_DIM, BLOCK_D, BLOCK_DV."""
-    dims, value_dims = tl.arange(0, sizes[2]), tl.arange(0, sizes[3])
-    k_tile = slots[:, None] * k_strides[0] + dims[None, :] * k_strides[1]
-    k = tl.load(k_ptr + k_tile, mask=stored[:, None] & (dims < sizes[0])[None, :], other=0.0)
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    logits = tl.where(stored[None, :], logits, float("-inf"))
-    top, p, fade = exponentials(logits, top)
-    v_tile = slots[:, None] * v_strides[0] + value_dims[None, :] * v_strides[1]
-    v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < sizes[1])[None, :], other=0.0)
-    weight, out = accumulate(p, v, fade, weight, out)
+    """Adds one block of keys to a running softmax ``top [M]``, ``weight [M]``, ``out [M, DV]``.
+
+    Returns the block's logits ``[M, N]``, to the base 2, -inf where no key is ``stored [N]``, and the new running
+    softmax. ``sizes``: DIM, VALUE_DIM, BLOCK_D, BLOCK_DV. Strides are by key and by dimension.
+
+    Shapes: M heads, N keys, D = BLOCK_D dimensions of keys, DV = BLOCK_DV dimensions of values.
+    """
+    dims, value_dims = tl.arange(0, sizes[2]), tl.arange(0, sizes[3])  # [D], [DV]
+    k_tile = slots[:, None] * k_strides[0] + dims[None, :] * k_strides[1]  # [N, D]
+    k = tl.load(k_ptr + k_tile, mask=stored[:, None] & (dims < sizes[0])[None, :], other=0.0)  # [N, D]
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M, N]
+    logits = tl.where(stored[None, :], logits, float("-inf"))  # [M, N]
+    top, p, fade = exponentials(logits, top)  # [M], [M, N], [M]
+    v_tile = slots[:, None] * v_strides[0] + value_dims[None, :] * v_strides[1]  # [N, DV]
+    v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < sizes[1])[None, :], other=0.0)  # [N, DV]
+    weight, out = accumulate(p, v, fade, weight, out)  # [M], [M, DV]
     return logits, top, weight, out
 
 
@@ -114,59 +120,76 @@ def _choose(
     WIDE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [B, Hq, Dv]`` over the summaries of complete blocks, and ``page [B * Hkv, blocks]``, -1 for none.
+    """Attends to the summaries of a row's complete blocks, and chooses blocks by their weights.
 
-    A program owns a KV head of a row: it reads the summaries once, keeps their logits, and chooses blocks by these.
+    A program owns a KV head of a row, with all query heads of its group. It reads the summaries ``k [B, Hkv, N, D]``
+    and ``v [B, Hkv, N, Dv]`` once, in ascending order, with an online softmax in fp32, and keeps their logits, to the
+    base 2, in ``logit [B * Hkv, BLOCK_M, padded]``. It then turns the logits into ``weight [B * Hkv, padded]``, the
+    sums of the heads' softmax weights, and chooses the blocks of largest weight. The first block, the query's own and
+    the one before it are always chosen, and of equal weights the earlier block.
+
+    It writes ``out [B, Hq, Dv]``, the attention over the summaries, and ``page [B * Hkv, blocks]``, the numbers of the
+    chosen blocks in the order of their weights, -1 for none. ``logit`` and ``weight`` are scratch.
+
+    Shapes: M = BLOCK_M heads, N = BLOCK_N summaries, W = WIDE blocks of a row, D = BLOCK_D dimensions of keys, DV =
+    BLOCK_DV dimensions of values.
     """
+    # 1. Find the row, the KV head and the number of complete blocks.
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // num_kv_heads, row % num_kv_heads
-    members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    exist = members < group
-    heads = head * group + tl.where(exist, members, 0)
+    members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # [M], [N]
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)  # [D], [DV]
+    exist = members < group  # [M]
+    heads = head * group + tl.where(exist, members, 0)  # [M]
     length = tl.minimum(tl.load(length_ptr + batch * length_stride), number).to(tl.int32)
     complete = length // block
-    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
-    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    # 2. Load the queries.
+    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d  # [M, D]
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)  # [M, D]
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     logit_ptr += row * BLOCK_M * padded
     weight_ptr += row * padded
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # 3. Attend to the summaries, and keep their logits.
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)  # [M]
+    weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
     for first in tl.range(0, complete, BLOCK_N):
-        slots = (first + places).to(tl.int64)
+        slots = (first + places).to(tl.int64)  # [N]
+        # [M, N], [M], [M], [M, DV]
         logits, top, weight, out = _fold(
             q, k_ptr, v_ptr, slots, slots < complete, (k_stride_l, k_stride_d), (v_stride_l, v_stride_d), scale, top,
             weight, out, (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
         )  # fmt: skip
         tl.store(logit_ptr + members[:, None] * padded + (first + places)[None, :], logits)
-    out = normalised(weight, out)
-    lse = top + tl.log2(tl.where(weight == 0, 1.0, weight))
-    out_tile = (batch * num_kv_heads * group + heads)[:, None] * VALUE_DIM + value_dims[None, :]
+    # 4. Normalise and store the attention.
+    out = normalised(weight, out)  # [M, DV]
+    lse = top + tl.log2(tl.where(weight == 0, 1.0, weight))  # [M]
+    out_tile = (batch * num_kv_heads * group + heads)[:, None] * VALUE_DIM + value_dims[None, :]  # [M, DV]
     tl.store(out_ptr + out_tile, out, mask=exist[:, None] & (value_dims < VALUE_DIM)[None, :])
 
-    tl.debug_barrier()  # what other threads have written is read
+    # 5. Sum the softmax weights of the heads of the group.
+    tl.debug_barrier()  # other threads have written the logits that a thread reads
     for first in tl.range(0, complete, BLOCK_N):
-        logits = tl.load(logit_ptr + members[:, None] * padded + (first + places)[None, :])
-        p = tl.where(exist[:, None], tl.exp2(logits - lse[:, None]), 0.0)
+        logits = tl.load(logit_ptr + members[:, None] * padded + (first + places)[None, :])  # [M, N]
+        p = tl.where(exist[:, None], tl.exp2(logits - lse[:, None]), 0.0)  # [M, N]
         tl.store(weight_ptr + first + places, tl.sum(p, 0))
     tl.debug_barrier()
 
-    # Weights are not negative, so that their bits are in their order; of equal ones the earlier block is larger.
+    # 6. Choose blocks, the largest first. Weights are not negative, so that their bits have the order of the weights.
+    # Below these bits is the block's number, reversed, so that the earlier of two blocks of equal weight is larger.
     own = (length - 1) // block
-    numbers = tl.arange(0, WIDE)
-    shares = tl.load(weight_ptr + numbers, mask=numbers < complete, other=0.0)
-    shares = tl.where((numbers == 0) | (numbers >= own - 1), float("inf"), shares)
-    order = (shares.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - numbers).to(tl.int64)
-    order = tl.where(numbers <= own, order, -1)
+    numbers = tl.arange(0, WIDE)  # [W]
+    shares = tl.load(weight_ptr + numbers, mask=numbers < complete, other=0.0)  # [W]
+    shares = tl.where((numbers == 0) | (numbers >= own - 1), float("inf"), shares)  # [W]
+    order = (shares.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - numbers).to(tl.int64)  # [W]
+    order = tl.where(numbers <= own, order, -1)  # [W]
     for place in tl.range(0, blocks):
         best = tl.max(order, 0)
         page = tl.where(best < 0, -1, 0x7FFFFFFF - (best & 0x7FFFFFFF))
         tl.store(page_ptr + row * blocks + place, page.to(tl.int32))
-        order = tl.where(order == best, -1, order)
+        order = tl.where(order == best, -1, order)  # [W]
 
 
 @triton.jit(do_not_specialize=[*_OF_STEP, "batches", "window", "parts_chosen", "each"])
@@ -178,44 +201,61 @@ def _attend_parts(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [parts, B, Hq, Dv]`` and ``lse [parts, B, Hq]`` (of base 2): first parts of chosen blocks, then of
-    the window. A program owns one part for all heads of a group, with an online softmax in fp32."""
+    """Attention over one part of the chosen blocks' keys, or of the window's keys.
+
+    A program owns one part of the keys of a KV head in a row, at most ``each`` blocks of ``BLOCK_N`` keys, with all
+    query heads of its group. The first ``parts_chosen`` parts hold the keys of the chosen blocks
+    ``page [B * Hkv, blocks]``, -1 for none; the other parts hold the window, the last ``window`` keys of the row. It
+    reads its keys once, with an online softmax in fp32, and the numbers of blocks one step ahead of the keys. It writes
+    its rows of ``out [parts, B, Hq, Dv]`` and ``lse [parts, B, Hq]``, to the base 2.
+
+    Shapes: M = BLOCK_M heads, N = BLOCK_N keys, D = BLOCK_D dimensions of keys, DV = BLOCK_DV dimensions of values.
+    """
+    # 1. Find the row, the KV head and the part that the program owns.
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // num_kv_heads, row % num_kv_heads
-    members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    exist = members < group
-    heads = head * group + tl.where(exist, members, 0)
+    members, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # [M], [N]
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)  # [D], [DV]
+    exist = members < group  # [M]
+    heads = head * group + tl.where(exist, members, 0)  # [M]
     length = tl.minimum(tl.load(length_ptr + batch * length_stride), number).to(tl.int32)
-    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
-    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    # 2. Load the queries.
+    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d  # [M, D]
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)  # [M, D]
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     page_ptr += row * blocks
 
+    # 3. Find the places of the part, counted over the chosen blocks or over the window.
     chooses = part < parts_chosen
     first = tl.where(chooses, part, part - parts_chosen) * each * BLOCK_N
     last = tl.where(chooses, blocks * block, tl.minimum(window, length))
     last = tl.minimum(first + each * BLOCK_N, last)
     near = tl.maximum(length - window, 0)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # pages are read one block ahead, so that reading keys ahead is left to the compiler
+    # 4. Start the online softmax.
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)  # [M]
+    weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
+    # 5. Read the keys. The numbers of blocks are loaded one step ahead, so that the compiler can pipeline the loads of
+    # keys.
+    # [N]
     following = tl.load(page_ptr + (first + places) // block, mask=chooses & (first + places < last), other=-1)
     for begin in tl.range(first, last, BLOCK_N):
-        place, page = begin + places, following
-        ahead = place + BLOCK_N
+        place, page = begin + places, following  # [N], [N]
+        ahead = place + BLOCK_N  # [N]
+        # [N]
         following = tl.load(page_ptr + ahead // block, mask=chooses & (ahead < last), other=-1)
-        slot = tl.where(chooses, tl.maximum(page, 0) * block + place % block, near + place)
-        stored = (place < last) & (slot < length) & ((page >= 0) | (part >= parts_chosen))
+        slot = tl.where(chooses, tl.maximum(page, 0) * block + place % block, near + place)  # [N]
+        stored = (place < last) & (slot < length) & ((page >= 0) | (part >= parts_chosen))  # [N]
+        # _, [M], [M], [M, DV]
         _, top, weight, out = _fold(
             q, k_ptr, v_ptr, slot.to(tl.int64), stored, (k_stride_l, k_stride_d), (v_stride_l, v_stride_d), scale, top,
             weight, out, (DIM, VALUE_DIM, BLOCK_D, BLOCK_DV),
         )  # fmt: skip
-    out = normalised(weight, out)
-    rows = (part.to(tl.int64) * batches + batch) * num_kv_heads * group + heads
-    out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]
+    # 6. Normalise and store.
+    out = normalised(weight, out)  # [M, DV]
+    rows = (part.to(tl.int64) * batches + batch) * num_kv_heads * group + heads  # [M]
+    out_tile = rows[:, None] * VALUE_DIM + value_dims[None, :]  # [M, DV]
     tl.store(out_ptr + out_tile, out, mask=exist[:, None] & (value_dims < VALUE_DIM)[None, :])
     tl.store(lse_ptr + rows, log_sum_exp(top, weight), mask=exist)
 
@@ -227,24 +267,35 @@ def _merge_gated(
     batches, num_heads, parts_chosen, parts,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [B, Hq, 1, Dv]``, contiguous: the three attentions times their gates."""
+    """Merges the parts of one query head and sums the three attentions times their gates.
+
+    A program owns one query head of a row. It reads its row of ``compressed [B, Hq, Dv]``, the attention over
+    summaries, and its parts ``part [parts, B, Hq, Dv]`` with ``lse [parts, B, Hq]``, to the base 2, all at once. It
+    writes one row of ``out [B, Hq, 1, Dv]``, contiguous.
+
+    Shapes: P = PARTS, the power of two that holds the parts; DV = BLOCK_DV dimensions of values.
+    """
+    # 1. Load the parts.
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    part, value_dims = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
-    there, row = value_dims < VALUE_DIM, batch * num_heads + head
-    rows = part * batches * num_heads + row
-    lse = tl.load(lse_ptr + rows, mask=part < parts, other=float("-inf"))
+    part, value_dims = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)  # [P], [DV]
+    there, row = value_dims < VALUE_DIM, batch * num_heads + head  # [DV], scalar
+    rows = part * batches * num_heads + row  # [P]
+    lse = tl.load(lse_ptr + rows, mask=part < parts, other=float("-inf"))  # [P]
+    # [P, DV]
     outs = tl.load(
         part_ptr + rows[:, None] * VALUE_DIM + value_dims[None, :],
         mask=(part < parts)[:, None] & there[None, :],
         other=0.0,
     )
+    # 2. Start with the attention over summaries, times its gate.
     gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    out = tl.load(compressed_ptr + row * VALUE_DIM + value_dims, mask=there, other=0.0)
-    out = out * tl.load(gate_ptr).to(tl.float32)
+    out = tl.load(compressed_ptr + row * VALUE_DIM + value_dims, mask=there, other=0.0)  # [DV]
+    out = out * tl.load(gate_ptr).to(tl.float32)  # [DV]
+    # 3. Merge the parts of the chosen blocks, then the parts of the window, and add each result times its gate.
     for branch in tl.static_range(2):
-        mine = tl.where((part >= parts_chosen) == (branch == 1), lse, float("-inf"))
-        share = tl.exp2(mine - tl.maximum(tl.max(mine, 0), LOWEST))
+        mine = tl.where((part >= parts_chosen) == (branch == 1), lse, float("-inf"))  # [P]
+        share = tl.exp2(mine - tl.maximum(tl.max(mine, 0), LOWEST))  # [P]
         total = tl.sum(share, 0)
-        merged = tl.sum(outs * share[:, None], 0) / tl.where(total == 0, 1.0, total)
-        out += merged * tl.load(gate_ptr + (branch + 1) * gate_stride_g).to(tl.float32)
+        merged = tl.sum(outs * share[:, None], 0) / tl.where(total == 0, 1.0, total)  # [DV]
+        out += merged * tl.load(gate_ptr + (branch + 1) * gate_stride_g).to(tl.float32)  # [DV]
     tl.store(out_ptr + row * VALUE_DIM + value_dims, out.to(out_ptr.dtype.element_ty), mask=there)

@@ -1,4 +1,4 @@
-"""The base classes of what a hybrid model's layer keeps: tensors with the batch first, reordering, and undo.
+"""The base classes of the state of a hybrid model's layer: tensors with the batch first, reordering, and undo.
 
 Assisted decoding undoes tokens (``crop``). A KV cache just drops them; a recurrent state or an eviction buffer cannot
 be rolled back. :class:`StagedMemory` therefore keeps tokens that may be undone beside its state, and applies them to
@@ -86,7 +86,8 @@ class Memory:
         return torch.tensor(self.lengths, device=device)
 
     def advance(self, columns: int, packing: Packing | None) -> None:
-        """Count ``columns`` new columns of every row, of which ``packing`` says how many are tokens (None: all)."""
+        """Count ``columns`` new columns of every row. ``packing`` has the number of tokens among them; None: all
+        are."""
         numbers = [columns] * self.batch_size if packing is None else packing.numbers
         self.lengths = [length + number for length, number in zip(self.lengths, numbers)]
 
@@ -119,10 +120,11 @@ class Memory:
 
 
 class StagedMemory(Memory):
-    """A memory that cannot be rolled back; under ``record_past`` it stages new tokens, and applies them when final.
+    """A memory that cannot be rolled back. Under ``record_past`` it stages new tokens and applies them when final.
 
-    In each forward pass the layer first applies to its state the tokens that :meth:`settled` returns, then processes
-    the new ones, and passes those that may still be undone to :meth:`stage`: tensors ``[B, n, ...]`` of its own naming.
+    In each forward pass the layer first applies the tokens that :meth:`settled` returns to its state. It then processes
+    the new tokens. The new tokens that may still be undone it passes to :meth:`stage`, as tensors ``[B, n, ...]`` under
+    names of its own.
     """
 
     def __init__(self):
@@ -133,10 +135,10 @@ class StagedMemory(Memory):
         """Whether the staged tokens can no longer be undone."""
 
     def settled(self) -> dict[str, Tensor]:
-        """Take the staged tokens to be applied now, possibly none.
+        """Take the staged tokens that are to be applied now, possibly none.
 
-        All if they are final or ``record_past`` is off; else all but the last ``UNDONE``, once there are more than
-        twice as many.
+        These are all staged tokens if they are final or ``record_past`` is off. Otherwise they are all but the last
+        ``UNDONE`` tokens if more than twice ``UNDONE`` are staged, and else none.
         """
         if not self._staged:
             return {}

@@ -159,7 +159,7 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where and how to compute. Nothing here changes what is computed, but for rounding and the draws of dropout."""
+    """Where and how to compute. These settings change results only by rounding and by the random numbers of dropout."""
 
     device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one")
     compile: bool = setting(False, "compile the model with torch.compile")

@@ -60,7 +60,7 @@ def normalised(title: str) -> str:
 
 
 def read_titles(paths: Sequence[Path]) -> frozenset[str]:
-    """Normalised titles from files: a SQuAD file (.json) gives those of its articles, any other has one a line.
+    """Normalised titles from files: the titles of the articles of a SQuAD file (.json), or one title a line.
 
     Raises `DataError` for a file that is missing, malformed or without titles.
     """

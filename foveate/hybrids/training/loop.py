@@ -205,7 +205,7 @@ class _Run:
                 break
 
     def _answer(self, log: journal.Journal | None) -> None:
-        """Measures the answers: until the release is over those of open rows, which decide on its end."""
+        """Measures the answers. Until the release is over it measures them in open rows, which decide when it ends."""
         share, inference = self.opening.share, self.opening.over
         if self.opened is not None:
             self.opened.fill_(1)

@@ -1,10 +1,10 @@
-"""What a frozen model reads so that its tokens show what they are worth: a document, then questions and copies of it.
+"""Sequences that a frozen model reads so that its attention shows what tokens are worth: a document, then questions.
 
 Documents are stretches of the user's text with made-up facts set between its sentences: codes under one to eight keys
-(numbers, words, uuids), and pairs of facts that only together answer a question. Questions come in random order, their
-answers with them, and between them repeats of stretches of the document, so that any token may be asked for. Half of
+(numbers, words, uuids), and pairs of facts that only together answer a question. Questions with their answers come in
+random order, and repeats of stretches of the document stand between them, so that any token may be asked for. Half of
 the sequences are a conversation in the model's chat template, if it has one. Keys and names are made of words of the
-text, and no wording is that of an evaluation task.
+text, and no wording is an evaluation task's wording.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Sequences:
     def _assembled(
         self, document: str, turns: Sequence[_Turn], chat: bool, rng: random.Random
     ) -> tuple[list[int], int, int]:
-        """Document, questions and repeats, as many as there is room for: ids, and the document's place."""
+        """The ids of a document with the questions and repeats that fit after it, and the places at which the
+        document begins and ends."""
         turns = [*turns, *self._repeats(document, rng)]
         rng.shuffle(turns)
         before, after = self._frame(document, turns, chat)

@@ -57,11 +57,11 @@ class Reader(Method):
 
 
 class FrozenModel:
-    """A model that reads sequences and shows what its tokens were worth; its weights stay as they are.
+    """A model that reads sequences and shows what their tokens were worth. Its weights do not change.
 
     Args:
         model: a Transformers model with softmax attention.
-        window: queries within so many tokens do not count.
+        window: queries within this many tokens of a token do not count.
 
     Raises:
         UserError: for rotary positions that change with the context's length, or that are not rotated by halves, and

@@ -1,7 +1,8 @@
 """Rows of several sources by shares: batches that depend on the seed, the step and the row's number alone.
 
-No state runs along, so that training resumes at any step without replaying, and any number of workers or ranks makes
-the same batches. Rows are dealt in rounds of `ROUND`, in each of which every source has its exact share, shuffled.
+Batches depend on no running state, so training resumes at any step without replaying, and any number of workers or
+ranks makes the same batches. Rows are dealt in rounds of `ROUND`. Each round has the exact share of every source,
+shuffled.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _SHORTEST = 512
 class Needles(Source):
     """Facts hidden in a haystack, each asked for at the end: RULER's tasks in its own and in nineteen other wordings.
 
-    Keys are two words or a uuid. The words come from the folder of text, which leaves out those of evaluation's keys,
+    Keys are two words or a uuid. The words come from the folder of text. It leaves out the words of evaluation's keys,
     so that no key of a test occurs.
     """
 

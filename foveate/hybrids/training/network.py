@@ -120,7 +120,7 @@ def lower_scores(network: Any, excess: torch.Tensor) -> None:
 
 
 def open_layers(network: Any) -> torch.Tensor:
-    """Opens the rows of all layers with learned scores; returns what says which (`LearnedEviction.opened`), fp32 `[2]`.
+    """Opens the rows of all layers with learned scores. Returns their shared `LearnedEviction.opened`, fp32 `[2]`.
 
     Raises `UserError` for a network without such layers.
     """
@@ -134,9 +134,9 @@ def open_layers(network: Any) -> torch.Tensor:
 
 
 def open_rows(opened: torch.Tensor, share: float, step: int, first: int) -> None:
-    """Opens a share of a step's rows, of which a micro-batch has those from `first` on.
+    """Opens a share of a step's rows. A micro-batch has the rows from `first` on.
 
-    Which ones, moves on evenly from step to step, and follows from the step and the row alone.
+    The choice of open rows moves on evenly from step to step. It follows from the numbers of step and row alone.
     """
     from foveate.hybrids.layers.lte import GOLDEN  # here, as other models need no layers of the hybrids
 

@@ -12,9 +12,9 @@ from foveate.hybrids.training.network import evicting_layers
 
 
 def adamw(network: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU. What has fewer than two dimensions does not decay.
+    """AdamW, fused on a GPU. Parameters with fewer than two dimensions do not decay.
 
-    Groups have a `share` of the learning rate: that of `settings.scores` for retention scores, else 1.
+    Each group has a `share` by which the learning rate is multiplied: `settings.scores` for retention scores, else 1.
     """
     layers = evicting_layers(network) if settings.scores < 1 else []
     scores = {parameter for layer in layers for parameter in layer.scores.parameters()}

@@ -26,9 +26,9 @@ from foveate.io.digest import digest, sha256
 
 Say = Callable[[str], None]
 _SAMPLE = 40_000_000  # characters on which a tokenizer is trained, and by which words are counted
-_WORDS = 16_000  # the most frequent words, of which keys of training needles are made
+_WORDS = 16_000  # number of the most frequent words, from which keys of training needles are made
 _BATCH = 256  # documents, or pieces of one, tokenised together
-_BOOK, _PIECE = 100_000, 20_000  # characters: a longer document is cut into pieces, of which some are held out
+_BOOK, _PIECE = 100_000, 20_000  # characters: a document longer than the first is cut into pieces, some held out
 _WORD = re.compile(r"(?<![\w'-])[a-z]{4,10}(?![\w'-])")
 
 
@@ -237,7 +237,7 @@ def _draw(text: str) -> float:
 
 
 class _Shards:
-    """Files of at most so many tokens each, written one after the other."""
+    """Files of at most ``limit`` tokens each, written one after the other."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype, limit: int):
         self._folder, self._part, self._dtype, self._limit = folder, part, dtype, limit

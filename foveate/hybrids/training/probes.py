@@ -41,9 +41,9 @@ class Probes:
     """Fresh rows of the mixture's generated sources, the same at every measurement and in every run of one mixture.
 
     Args:
-        mixture: where they are drawn from; their problems are apart from those of training.
+        mixture: the mixture whose sources make the rows. The problems differ from the problems of training.
         length: tokens of a row.
-        far: tokens from an answer to where it stood from which it counts as far.
+        far: an answer counts as far if it is more than this many tokens from where it stood.
     """
 
     def __init__(self, mixture: Mixture, length: int, far: int):

@@ -39,7 +39,7 @@ SPARED = 6
 
 @dataclass(frozen=True)
 class SparsitySettings:
-    """Constants of the feedback; the defaults are those of the paper's runs of 20,480 steps.
+    """Constants of the feedback. The defaults are the constants of the paper's runs of 20,480 steps.
 
     λ needs about 40 updates from 1e-9 to 1e-2. Short runs want a shorter interval and larger factors: `interval` 8,
     `up` 2. `hold` is the published code's warm-up: attention first learns to find what is far away, and the scores
@@ -87,7 +87,7 @@ class SparsitySettings:
                 raise UserError(f"sparsity.{name} is {share:g}, and sparsity.budget is none; set one, or no {name}")
 
     def held(self, steps: int) -> int:
-        """The steps of the hold, in a run of so many."""
+        """The number of steps of the hold, in a run of ``steps`` steps."""
         return round(self.hold * steps)
 
 
@@ -95,8 +95,8 @@ class SparsityFeedback:
     """λ `[layers, heads]`, its penalty and its updates. Nothing is read back to the host.
 
     A step of training calls `penalty` and `observe` once for each micro-batch, then `step` once. Every rank calls
-    `step`, which averages the counts over the ranks with one small all-reduce: λ and the moving average are the same on
-    every rank after each step, so that one rank's state is that of all.
+    `step`, which averages the counts over the ranks with one small all-reduce. λ and the moving average are therefore
+    the same on every rank after each step, so one rank's state is every rank's.
     """
 
     def __init__(self, settings: SparsitySettings):

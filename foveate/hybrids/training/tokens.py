@@ -1,7 +1,7 @@
 """Tokenised text on the disk, memory-mapped: one stream of documents for training, one held out.
 
-A folder holds `meta.json`, the shards that it names (little-endian uint16 or uint32), `tokenizer/`, `words.json` (words
-of which keys of needles are made) and perhaps `questions.safetensors`. The folder is all that training reads.
+A folder holds `meta.json`, the shards that it names (little-endian uint16 or uint32), `tokenizer/`, `words.json` (the
+words for keys of needles) and perhaps `questions.safetensors`. Training reads this folder alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TokenStore:
 
     @functools.cached_property
     def words(self) -> list[str]:
-        """Words of the text, the most frequent first, none of which evaluation uses in its keys."""
+        """Words of the text, the most frequent first. Evaluation uses none of them in its keys."""
         return reading.read_json(self.folder / WORDS)
 
     @functools.cached_property

@@ -59,38 +59,42 @@ def attach(
     """Make a causal language model attend by a method, in place; `generate` and forward calls work as before.
 
     Args:
-        model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and others of their kind). Of a pipeline,
-            of a compiled model and of PEFT's, the model within is attached to.
-        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`; None
-            or ``"auto"`` chooses, and says what and why, as does :func:`stats`: ``kascade`` where a calibration is kept
-            (`foveate calibrate`) or comes with foveate for the model's weights, else ``pages``. The sparse attention
-            that some models have of their own (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and kin) is then computed in
-            bounded memory, to the same result. Left-padded rows of DeepSeek-V4 give what they give
-            alone, which they do not in Transformers.
-        cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the tokens that follow
-            (greedy or sampled, one token for each sequence at a time): True insists; "auto" does so on a GPU where
-            model and method allow, and otherwise :func:`stats` tells why not.
-        dense_below: decode steps read everything while the sequences together, each taken as long as the longest, have
-            fewer tokens than this. "auto": on a GPU :attr:`Method.sparse_from_tokens`, from which the method is faster,
-            or while each has fewer than 4,096, of which a share is too few; elsewhere 0, which means never. Methods
-            that evict never do. :func:`stats` counts these steps. Comparisons of methods want 0.
-        offload: keep keys and values in host memory, and on the GPU summaries and the pages chosen last, with the same
-            tokens (``pages``, ``luka``, ``kascade_pages``); :func:`stats` tells what is fetched.
-        gpu_budget: what a cache may take of the GPU with ``offload``: ``"8GB"`` or a number of bytes for all of it, or
-            the share of pages to keep there, above 0 and at most 1.0; None: what is free, minus a tenth of the GPU.
-        store: a class derived from :class:`foveate.state.Store`, or a :func:`functools.partial` of one, whose objects
-            keep the keys and values of the layers (docs/guide/stores.md); None: they are on the device, or, with
-            ``offload``, in host memory.
-        lossless: `generate` writes what dense attention writes (docs/guide/lossless.md): the method drafts tokens, and
-            dense passes verify them. True: drafts as long as pays, by time; or their length, 1 to 16.
+        model: a Transformers model (Llama, Qwen2, Qwen3, Mistral, Gemma 3 and similar models). For a pipeline, a
+            compiled model or a PEFT model, the method is attached to the model within.
+        method: a name (``"h2o"``), a spec (``"luka:page_size=16,top_k=3"``) or a :class:`~foveate.methods.Method`. None
+            and ``"auto"`` choose a method, and a message gives the choice and the reason, which :func:`stats` repeats:
+            ``kascade`` if a calibration is kept (`foveate calibrate`) or comes with foveate for the model's weights,
+            else ``pages``; with ``offload`` always ``pages``. For a model with sparse attention of its own
+            (DeepSeek-V4, DeepSeek-V3.2, GLM-MoE-DSA and similar models) they keep that attention and compute it in
+            bounded memory, with the same result. Left-padded rows of DeepSeek-V4 then have the outputs that they have
+            alone; in Transformers they do not.
+        cuda_graph: whether `generate` records a decode step as a CUDA graph and replays it for the following tokens
+            (greedy or sampled, one token for each sequence at a time). True requires it. "auto" does so on a GPU if the
+            model and the method allow it; otherwise :func:`stats` gives the reason.
+        dense_below: number of tokens of all sequences together, each counted with the longest sequence's length, below
+            which decode steps read all keys. "auto": on a GPU the number from which the method is faster
+            (:attr:`Method.sparse_from_tokens`); contexts of fewer than 4,096 tokens are dense, too, because a share of
+            them is too few keys. Elsewhere "auto" is 0, which means never. Methods that evict never decode densely.
+            :func:`stats` counts the dense steps. Set 0 to compare methods.
+        offload: keep keys and values in host memory, and on the GPU only summaries and the pages chosen last. The
+            tokens are the same (``pages``, ``luka``, ``kascade_pages``); :func:`stats` counts what is fetched.
+        gpu_budget: GPU memory that a cache may take with ``offload``: ``"8GB"`` or a number of bytes for the whole
+            cache, or the share of pages to keep on the GPU, above 0 and at most 1.0. None: all free memory, minus a
+            tenth of the GPU.
+        store: class derived from :class:`foveate.state.Store`, or a :func:`functools.partial` of one, whose objects
+            keep the keys and values of the layers (docs/guide/stores.md). None: keys and values are on the device or,
+            with ``offload``, in host memory.
+        lossless: `generate` writes the tokens that dense attention writes (docs/guide/lossless.md): the method drafts
+            tokens, and dense passes verify them. True: the length of drafts is chosen by measured times. An int from 1
+            to 16 is the length of drafts.
         settings: the method's settings, e.g. ``top_k=0.1``.
 
     Raises:
         ValueError: for an unknown method or setting, a value out of range, a model whose attention is not supported,
-            ``cuda_graph=True`` where it is not possible, ``dense_below`` of a model with sparse attention of its own,
-            ``offload`` of a method that reads every key or a model on several devices, or a store that lacks methods or
-            cannot serve the method; the model is left as it was.
-        ReleaseError: when the installed release of Transformers lacks what foveate stands in for.
+            ``cuda_graph=True`` where it is not possible, ``dense_below`` for a model with sparse attention of its own,
+            ``offload`` with a method that reads every key or a model on several devices, and a store that lacks methods
+            or cannot serve the method. The model is then unchanged.
+        ReleaseError: if the installed release of Transformers lacks a function that foveate replaces.
     """
     graphs, model = Graphs(cuda_graph), unwrapped(model)
     check_dense_below(dense_below)

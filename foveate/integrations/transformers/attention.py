@@ -125,10 +125,11 @@ def _attention(
 
 
 def _pairs(mask: Tensor, length: int, keys: int) -> Tensor:
-    """A mask of real tokens ``[B, columns]`` as one of pairs, bool ``[B, 1, length, keys]``, of its last columns.
+    """A mask of pairs of queries and keys, bool ``[B, 1, length, keys]``, from the last columns of a mask of real
+    tokens ``[B, columns]``.
 
-    Where an overlay adds nothing to the causal mask, :func:`mask` keeps that of real tokens, of sliding-window layers
-    as well: there the prompt is within their window.
+    If an overlay adds nothing to the causal mask, :func:`mask` returns the mask of real tokens, for sliding-window
+    layers as well, because the prompt then lies within their window.
     """
     causal = torch.ones(length, keys, dtype=torch.bool, device=mask.device).tril(keys - length)
     return causal & mask[:, None, None, -keys:].bool()
@@ -223,7 +224,7 @@ def mask(
 
 
 def _only_causal(attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an overlay adds nothing to the causal mask, as that of images does in a prompt without any."""
+    """Whether an overlay adds nothing to the causal mask, such as the overlay for images in a prompt without images."""
     if kwargs.get("mask_function", causal_mask_function) is causal_mask_function:
         return False  # the model asks for pairs
     first, length = kwargs.get("q_offset", 0), kwargs["q_length"]

@@ -46,7 +46,7 @@ class Cache(transformers.Cache):
 
     Args:
         model: an attached model.
-        prompt_length: number of tokens, padding included, that are prompt; None: those of the first forward pass.
+        prompt_length: number of tokens of the prompt, padding included; None: all tokens of the first forward pass.
 
     Raises:
         ValueError: when the model is not attached, and for a prompt length that is no integer of at least 1.
@@ -63,8 +63,9 @@ class Cache(transformers.Cache):
         """Whether the last call of `generate` was one of assisted decoding, which records the past."""
         self.ids = TokenIds()
         self.offsets: list[Tensor | None] | None = None
-        """By how much positions of tokens to come differ from their number, ``[B, 1]``, as each part of the model that
-        keeps it (``rope_deltas`` of models that read images) left it after the last pass; None before the first."""
+        """The difference between the positions of coming tokens and their number, ``[B, 1]``, for each part of the
+        model that keeps one (``rope_deltas`` of models that read images), after the last pass; None before the first
+        pass."""
         self.rotated = 0
         """Tokens at the end of the first pass, by which its keys are rotated where rotation depends on the length."""
         self.phase = Phase(prompt_end=prompt_length)
@@ -110,13 +111,13 @@ class Cache(transformers.Cache):
     def begin(self, prompt_end: int, assistant: bool, assisted: bool = False) -> None:
         """Start a call of `generate`; discard the steps that an earlier call recorded, since weights may have moved.
 
-        What an assisted call has recorded of the past is dropped, and what a user has, with
-        :meth:`activate_past_recording`, is kept.
+        It stops the recording of the past that an assisted call started. A recording that a user started, by
+        :meth:`activate_past_recording`, goes on.
 
         Args:
             prompt_end: columns of the batch that are prompt, padding and earlier turns included.
-            assistant: whether the cache is that of an assistant in assisted decoding.
-            assisted: whether an assistant drafts for the cache in this call.
+            assistant: whether this cache belongs to the assistant in assisted decoding.
+            assisted: whether an assistant drafts for this cache in this call.
         """
         self.phase.check_whole()
         self.steps = None
@@ -255,7 +256,7 @@ class Cache(transformers.Cache):
         self.phase.forward.clear()
         if failed:
             self.ids.columns = min(self.ids.columns, self.get_seq_length())
-            # layers without a method do not say what they wrote
+            # layers without a method do not record what they wrote
             whole = all(type(layer) is CacheLayer and not layer.pending for layer in self.layers)
             if self.phase.written or not whole:
                 return

@@ -108,9 +108,10 @@ def ask(
 
 
 def _kept(model: torch.nn.Module, ids: list[int], path: str | Path | None) -> Any:
-    """The cache of the document's ids: that of a file if it is there, else of reading them, which the file then keeps.
+    """The cache of the document's ids: read from a file if the file exists, else from a pass over the ids, after which
+    the cache is saved to the file.
 
-    Raises ValueError for a file of other tokens.
+    Raises ValueError if the file holds other tokens.
     """
     if path is not None and Path(path).expanduser().exists():
         cache = load_cache(model, path)
@@ -208,7 +209,7 @@ class Conversation:
         try:
             if beyond > 0:
                 self._cache.crop(-beyond)
-        except (ValueError, RuntimeError):  # foveate's caches, and those of Transformers
+        except (ValueError, RuntimeError):  # foveate's caches raise the first, Transformers' caches the second
             self._start()
             self.read_again += 1
 
@@ -232,8 +233,11 @@ class _Read:
         self.text, self.ids = text, ids
 
     def then(self, tokenizer: Any, text: str) -> list[int]:
-        """Ids of a text: those of the whole, but after an answer, whose tokens the model chose, its ids and the
-        rest's."""
+        """The token ids of a text that continues the conversation.
+
+        If the tokenizer splits the tokens of an answer differently from the model, the ids begin with the model's own
+        tokens, followed by the ids of the new text. Otherwise they are the ids of the whole text.
+        """
         whole = _encode(tokenizer, text)
         if not self.text or not text.startswith(self.text) or whole[: len(self.ids)] == self.ids:
             return whole
@@ -307,7 +311,7 @@ def _read(model: torch.nn.Module, ids: list[int]) -> Any:
 def _generate(
     model: torch.nn.Module, tokenizer: Any, ids: list[int], cache: Any, max_new_tokens: int, **options: Any
 ) -> list[int]:
-    """The ids that follow those of a prompt, whose first tokens a cache holds."""
+    """The ids that the model generates after a prompt. A cache holds the prompt's first tokens."""
     tensor = torch.tensor([ids], device=model.device)
     given = {"do_sample": False, "pad_token_id": pad_token(model, tokenizer)} | options | {CACHE: cache}
     made = model.generate(tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=max_new_tokens, **given)

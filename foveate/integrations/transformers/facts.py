@@ -45,10 +45,11 @@ def model_shape(config: transformers.PreTrainedConfig) -> dict[str, Any]:
 
 
 def geometry_of(shape: Mapping[str, Any], ranks: int = 1) -> Geometry:
-    """The shape of a layer, of the largest where they differ, on one of so many ranks of tensor parallelism.
+    """The geometry of a layer, of the largest layer where layers differ, on one rank of tensor parallelism.
 
     Args:
-        shape: of the model, see :func:`model_shape`.
+        shape: shape of the model, see :func:`model_shape`.
+        ranks: number of ranks of tensor parallelism.
     """
     sizes = shape["head_dim"]
     size = max(sizes) if isinstance(sizes, list) else sizes
@@ -56,7 +57,7 @@ def geometry_of(shape: Mapping[str, Any], ranks: int = 1) -> Geometry:
 
 
 def head_dim(config: transformers.PreTrainedConfig) -> Any:
-    """Of every head; a list with that of each layer where they differ (Gemma 4)."""
+    """The dimensions of a head; a list with one number for each layer if layers differ (Gemma 4)."""
     varies = getattr(config.__dict__.get("_heterogeneity_spec"), "per_layer_attributes", ())
     if "head_dim" in varies:
         return [config.per_layer_config[index].head_dim for index in range(config.num_hidden_layers)]

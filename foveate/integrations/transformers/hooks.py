@@ -23,8 +23,8 @@ from foveate.methods import sparse_prompt
 from foveate.runtime import handover, returned
 
 LONG_PROMPT, CHUNK = 1 << 15, 1 << 14
-"""Tokens of a prompt, all rows together, above which `generate` reads it in chunks, and those of a chunk. A pass over
-131,072 tokens at once would need several gigabytes beside the cache."""
+"""`generate` reads a prompt in chunks if all its rows together have more than ``LONG_PROMPT`` tokens; a chunk has
+``CHUNK`` tokens. A pass over 131,072 tokens at once would need several gigabytes beside the cache."""
 _log = logging.getLogger("foveate")
 
 
@@ -215,7 +215,7 @@ class Prefill(OfModel):
     ) -> int | None:
         """Tokens of a chunk for a long prompt of text, so that a pass over it needs little memory; None: one piece.
 
-        A chunk holds whole tiles of the method's selections, so that outputs are those of the prompt in one piece.
+        A chunk holds whole tiles of the method's selections, so outputs equal the outputs of the prompt in one piece.
         """
         rows, length = ids.shape
         cache = model_kwargs.get(releases.CACHE)

@@ -62,8 +62,8 @@ def load_tokenizer(folder: Path) -> Any:
 def load_model(folder: Path, dtype: str, device: str) -> PreTrainedModel:
     """The causal language model of a folder, in eval mode, its generation defaults cleared to plain greedy decoding.
 
-    Raises `UserError` if Transformers cannot load it as such, a file of weights is damaged, or the weights are not
-    those of the configuration: some are missing (tied ones need not be there), unexpected or of another shape.
+    Raises `UserError` if Transformers cannot load it as such, a file of weights is damaged, or the weights do not match
+    the configuration: some are missing (tied weights may be), unexpected or of another shape.
     """
     read_config(folder)
     for path in weight_files(folder):

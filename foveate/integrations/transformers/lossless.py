@@ -1,8 +1,8 @@
-"""`generate` by drafts that read few keys and passes over all keys that verify them, see :mod:`foveate.runtime.drafts`.
+"""`generate` with drafts that read few keys, verified by passes over all keys; see :mod:`foveate.runtime.drafts`.
 
-Each row of a batch accepts as many drafts as dense attention would have written, so rows hold different numbers of
-tokens. The model is given positions and no mask. A cycle waits for the device once, to read what was accepted, and more
-often where processors look at the order of the tokens so far.
+A row of a batch accepts the drafts that equal the tokens of dense attention, so rows come to hold different numbers of
+tokens. The model gets positions and no mask. A cycle waits for the device once, to read how many drafts were accepted,
+and more often if logits processors depend on the order of the tokens so far.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Lossless:
         return cls(None if asked is True else asked)
 
     def check_model(self, config: transformers.PreTrainedConfig, unchanged: Mapping[int, str], keeps: bool) -> None:
-        """Refuse a model whose tokens cannot be taken back, or whose positions are not a token's number.
+        """Refuse a model whose tokens cannot be taken back, or whose positions differ from the tokens' numbers.
 
         Args:
             unchanged: layers without a method, with the reason.
-            keeps: whether the model keeps offsets of positions, as those that read images do.
+            keeps: whether the model keeps offsets of positions, as models that read images do.
         """
         recurrent = [n for n, one in enumerate(cache_layers(config)) if isinstance(one, LinearAttentionLayer)]
         if other := unchanged or dict.fromkeys(recurrent, "recurrent"):
@@ -139,7 +139,7 @@ class Generate(OfModel):
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """What `generate` calls to decode, with arguments as of Transformers' ``_sample``."""
+        """The function that `generate` calls to decode. It takes the arguments of Transformers' ``_sample``."""
         cache, lossless = model_kwargs.get(releases.CACHE), self.attachment.lossless
         try:
             _check(generation_config, logits_processor, synced_gpus, model_kwargs)

@@ -27,9 +27,9 @@ _NUMBERS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Architecture facts from a model folder's config.json, and from the defaults of what it leaves out.
+    """Architecture facts from a model folder's config.json; facts that it leaves out have Transformers' defaults.
 
-    Raises `UserError` if there is no such model, or Transformers does not know it.
+    Raises `UserError` if the folder has no such file, or Transformers does not know the model.
     """
     config, decoder = read_config(folder), _decoder_config(folder)
     text = decoder.to_dict()
@@ -75,16 +75,16 @@ def _decoder_config(folder: Path) -> Any:
 
 
 def whole_config(folder: Path) -> tuple[Any, Any]:
-    """The configuration of a model folder's model, and that of the decoder within it, which may be the same.
+    """The configuration of a folder's model, and the configuration of its decoder, which may be the same object.
 
-    Raises `UserError` for one that Transformers does not know.
+    Raises `UserError` for a model that Transformers does not know.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return config, config.get_text_config(decoder=True)
-    except Exception as error:  # a damaged configuration leads to any of them, those of Transformers' checks included
+    except Exception as error:  # a damaged configuration may raise any error, also in Transformers' own checks
         raise UserError(
             f"{folder / 'config.json'}: not the configuration of a known model ({first_line(error)})"
         ) from None

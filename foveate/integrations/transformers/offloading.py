@@ -87,6 +87,6 @@ def geometry(module: nn.Module, config: transformers.PreTrainedConfig) -> Geomet
 def share(
     model: nn.Module, budget: int | float | None, geometries: Mapping[int, Geometry], methods: Mapping[int, Method]
 ) -> Offload:
-    """What the layers of a new cache of the model share; the shapes and methods are those of layers with a method."""
+    """The state that layers of a new cache share. ``geometries`` and ``methods`` are of the layers with a method."""
     shapes = {index: LayerShape(method, geometries[index], model.dtype) for index, method in methods.items()}
     return Offload(budget, shapes, model.device)

@@ -31,11 +31,10 @@ def check(given: Mapping[str, Any], cache: Cache) -> None:
 
 
 def place(decoder: nn.Module, given: dict[str, Any], cache: Cache | None, new: int, device: torch.device) -> None:
-    """Add the positions of a pass's tokens where none are given: those that `generate` makes.
+    """Add the positions of a pass's tokens if the caller gave none. They are the positions that `generate` makes.
 
-    That is a token's number among the real ones of its row. Transformers counts padding there (and Bamba does not count
-    the tokens of earlier passes).
-
+    A token's position is its number among the real tokens of its row. In a forward call Transformers would count
+    padding, too (and Bamba would not count the tokens of earlier passes).
     Args:
         decoder: the module whose arguments ``given`` are.
         new: tokens of each row.

@@ -1,7 +1,8 @@
-"""What releases of Transformers call things and hand over; the rest of the integration asks this module.
+"""The names and structures that differ between releases of Transformers. Only this module of the integration knows
+them.
 
-Names are read from the installed release, not guessed from its number. 5.24 renamed a model's ``past_key_values`` to
-``cache``. What a release hands over in a way that this module does not know is an error that says what to do.
+Names are read from the installed release, not guessed from its number: 5.24 renamed a model's ``past_key_values`` to
+``cache``. If a release returns something in a form that this module does not know, an error explains what to do.
 """
 
 from __future__ import annotations

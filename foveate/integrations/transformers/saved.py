@@ -245,7 +245,7 @@ def _check_methods(path: Path, described: Mapping[str, Any], cache: Cache) -> No
 
 
 def _check_sums(path: Path, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not those that were written."""
+    """Refuse tensors that differ from the tensors that were written, by their checksums."""
     sums, found = described["checksums"], digests(tensors)
     for name in (*sums, *found):
         if name not in found:

@@ -60,23 +60,23 @@ def refuse_dropout(dropout: float) -> None:
 
 
 def cache_layers(config: transformers.PreTrainedConfig) -> list[CacheLayerMixin]:
-    """What a cache of the model holds of each layer before the first token.
+    """The layers of a new cache of the model, before the first token.
 
-    A configuration may make these itself (``cache_layers()``, as that of :mod:`foveate.hybrids.models`).
+    A configuration may make its own by a method ``cache_layers()``, as :mod:`foveate.hybrids.models` does.
     """
     make = getattr(config, "cache_layers", None)
     return transformers.DynamicCache(config=config).layers if make is None else make()
 
 
 def choosing_layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
-    """The layers of a decoder that keep all keys, among which methods choose."""
+    """The indices of the decoder layers that keep all keys. Only in these layers can a method choose among keys."""
     layers = enumerate(cache_layers(config))
     kept = ((at, layer) for at, layer in layers if type(layer) not in releases.UNCHANGED_LAYERS)
     return tuple(at for at, layer in kept if not keeps_memory(layer))
 
 
 def keeps_memory(layer: CacheLayerMixin) -> bool:
-    """Whether a layer's mixer keeps a memory of its own instead of keys and values, as those of hybrids do."""
+    """Whether a layer's mixer keeps a memory of its own instead of keys and values, as layers of hybrids do."""
     return getattr(layer, "keeps_memory", False)
 
 
@@ -86,7 +86,7 @@ def forgets(model: nn.Module) -> bool:
 
 
 def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The decoder's modules and those that it is within; a vision tower beside it is not among them."""
+    """The decoder's modules and the modules that contain it. A vision tower beside it is not included."""
     return [*(one for one in model.modules() if any(part is decoder for part in one.modules())), *decoder.modules()]
 
 
@@ -167,13 +167,13 @@ class Watch:
 
 
 def unwatch(model: nn.Module) -> None:
-    """Take off hooks that an interrupted study has left, also those of the model which this one is a copy of."""
+    """Remove hooks that an interrupted study has left, also in a model that was copied from the studied one."""
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Watch))
 
 
 def remove_hooks(module: nn.Module, ours: Callable[[Any], bool]) -> None:
-    """Take off a module's hooks before and after its forward pass of which ``ours`` is true."""
+    """Remove the hooks before and after a module's forward pass for which ``ours`` returns True."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if ours(hook)]:
             del hooks[key]

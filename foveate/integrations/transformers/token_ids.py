@@ -59,15 +59,15 @@ class TokenIds:
                 self._ids = self._ids.index_select(0, index.to(self._ids.device).clone())
 
     def check(self, ids: Tensor, columns: int, mask: Tensor | None) -> None:
-        """Refuse a conversation whose first tokens are others than those that the cache has read.
+        """Refuse a conversation that does not begin with the tokens that the cache has read.
 
         Args:
-            ids: of all tokens, int64 ``[B, >= columns]``.
-            columns: tokens in the cache.
-            mask: ``[B, >= columns]``, 0 for padding, which is not compared; None: all are real.
+            ids: ids of all tokens of the conversation, int64 ``[B, >= columns]``.
+            columns: number of tokens in the cache.
+            mask: ``[B, >= columns]``, 0 for padding, which is not compared; None: all tokens are real.
 
         Raises:
-            ValueError: with the first token that differs.
+            ValueError: naming the first token that differs.
         """
         read = self.read(columns)
         if read is None or len(read) != len(ids):

@@ -97,7 +97,7 @@ def _flat(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(name: str, value: Any, empty: Any, seen: int, batch: int) -> None:
-    """Refuse a value that a layer of this kind cannot have, given that of an empty one."""
+    """Refuse a value that a layer of this kind cannot have. ``empty`` is the value of a layer without tokens."""
     if isinstance(value, Tensor):
         if not (empty is None or isinstance(empty, Tensor)):
             raise ValueError(f"{name}: must be {type(empty).__name__}, not a tensor")
@@ -119,7 +119,7 @@ def _check(name: str, value: Any, empty: Any, seen: int, batch: int) -> None:
 
 
 def _check_window(layer: CacheLayerMixin, seen: int, geometry: Geometry) -> None:
-    """Refuse keys and values that are not those of the last tokens of a window."""
+    """Refuse keys and values unless they have the shape of the last tokens of a window."""
     n = min(seen, layer.sliding_window - 1)
     for name, dim in (("keys", geometry.head_dim), ("values", geometry.value_dim)):
         value, shape = getattr(layer, name), (geometry.num_kv_heads, n, dim)

@@ -1,7 +1,8 @@
-"""Proof while serving: some decode steps also run densely, and their logits are compared with those that are served.
+"""Proof while serving: some decode steps also run densely, and the dense logits are compared with the served logits.
 
-The dense run comes first. It writes keys and values of the new tokens that the served run replaces, so that answers are
-what they are without an audit. Earlier tokens are the same for both: an audit tells what the present step loses.
+The dense run comes first. The served run then replaces the keys and values of the new tokens that the dense run has
+written, so an audit does not change answers. Both runs read the same earlier tokens, so an audit measures what the
+present step alone loses.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _audited_execution(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs_of(batch: Any) -> dict[str, Any]:
-    """What model runner V2 gives a model of texts, but for what the model's state adds."""
+    """The inputs that model runner V2 gives a text model, without the inputs that the model's state adds."""
     given = {"input_ids": batch.input_ids, "positions": batch.positions}
     return given | {"inputs_embeds": None, "intermediate_tensors": None}
 

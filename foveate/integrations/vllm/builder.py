@@ -99,7 +99,7 @@ def engine_steps(vllm_config: Any, layer_names: list[str], device: torch.device,
 
 
 def largest_graph(vllm_config: Any) -> int:
-    """The most rows of which vLLM captures a whole step. Warns if batches may be larger."""
+    """The largest number of rows for which vLLM captures a whole step. Warns if batches may be larger."""
     most = vllm_config.scheduler_config.max_num_seqs
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     largest = max((size for size in sizes if size <= most), default=0)
@@ -150,7 +150,7 @@ class StepBuilder:
         """The most rows of a step that vLLM replays as a whole; 0 where it replays none."""
         layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
         self.layers = sorted(filter(serves, layers), key=lambda layer: index_of(layer.impl, layer))
-        """Those of the group that are foveate's."""
+        """The layers of the group that foveate serves."""
 
     def step_of(self, common: Any) -> Step | None:
         """Start the step of a batch; None when nothing is foveate's.
@@ -197,7 +197,8 @@ class StepBuilder:
         return step
 
     def verifying_step(self, common: Any) -> Step | None:
-        """The step of a batch that vLLM attends to alone, of which foveate's own drafts need the pages' summaries."""
+        """The step for a batch to which vLLM alone attends. Foveate's own drafts need the page summaries of its tokens;
+        None without lossless decoding."""
         return Step(self.steps, common.slot_mapping, 0, None) if self.lossless else None
 
     def run_once(self, step: Step) -> None:
@@ -226,11 +227,12 @@ def summarise(impl: Any, layer: Any, kv_cache: torch.Tensor, step: Step) -> None
 
 
 def decode(impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-    """Attention of the decoding rows of a layer.
+    """Attention of the decoding rows of a layer, written to ``out``.
 
     Args:
-        query: ``[T, Hq, D]``, of which the first tokens decode; ``out`` alike.
+        query: ``[T, Hq, D]``; the first tokens are the decoding rows'.
         kv_cache: ``[N, Hkv, n, 2 D]``, keys and values side by side.
+        out: ``[T, Hq, D]``, in the order of ``query``.
     """
     n, memory = step.decodes, keys_and_values(impl, kv_cache)
     q, scaling, of_values = query[:n, :, None], impl.scale, 1.0

@@ -1,4 +1,4 @@
-"""The backend on a GPU: vLLM's FlashAttention, but for decoded tokens of layers that a method makes sparse."""
+"""The backend on a GPU: vLLM's FlashAttention, except for decoded tokens in layers that a method makes sparse."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ class Builder(StepBuilder, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decoding rows within a graph, but for methods that copy keys: for rows of any length that takes too much.
+        """Steps of decoding rows can be in a graph, unless the method copies keys: for rows of any length a graph would
+        need too much memory for the copies.
 
-        So do references, which run where kernels are turned off.
+        References, which run where kernels are turned off, copy keys, too.
         """
         if vllm_config.speculative_config is not None:
             return AttentionCGSupport.UNIFORM_BATCH  # FlashAttention verifies drafts in graphs of several tokens a row

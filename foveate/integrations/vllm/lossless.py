@@ -1,9 +1,10 @@
 """Lossless decoding in vLLM: the model drafts for itself by a method, and vLLM verifies the drafts.
 
-vLLM takes foveate for a draft model, whose drafts it verifies as those of any other, by its own attention to all keys.
-The draft model is the served model itself over the same blocks: a draft's keys and values go to slots that vLLM keeps
-free for drafts, and those of the verifying pass replace them. So all that stays in the blocks is dense attention's, and
-what a draft reads changes speed alone. See :mod:`foveate.runtime.drafts` for what a draft reads.
+vLLM treats foveate as a draft model, and verifies its drafts like any other draft model's, by vLLM's own attention to
+all keys. The draft model is the served model itself over the same blocks. A draft's keys and values go to slots that
+vLLM keeps free for drafts, and the verifying pass overwrites them with its own. All keys and values that stay in the
+blocks are therefore dense attention's, and the keys that a draft reads affect speed alone. See
+:mod:`foveate.runtime.drafts` for what a draft reads.
 
 Model runner V2 alone; :func:`install` makes it take the place of a draft model.
 """

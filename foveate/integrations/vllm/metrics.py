@@ -1,4 +1,4 @@
-"""Counts of what was read, as Prometheus metrics beside vLLM's own.
+"""Counts of the keys and bytes that steps read, as Prometheus metrics beside vLLM's own.
 
 Steps are counted in vLLM's workers, and another process serves ``/metrics``: see
 :mod:`~foveate.integrations.vllm.published`. Where vLLM has several such processes, it uses files of
@@ -38,7 +38,7 @@ class Meter:
         self.labels = (vllm_config.model_config.served_model_name, str(parallel.data_parallel_index))
         """Values of ``LABELS``."""
         self.waiting: tuple[dict[str, float], torch.Tensor, Any] | None = None
-        """Counts of the host, those of the device on their way to it, and an event that tells their arrival."""
+        """Counts of the host, counts that are being copied from the device, and an event that the copy has ended."""
         self.own = None if "PROMETHEUS_MULTIPROC_DIR" in os.environ else Published(self.labels)
         self.publish = _Increments(self.labels).set if self.own is None else self.own.set
 

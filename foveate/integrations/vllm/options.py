@@ -10,7 +10,7 @@ from typing import NamedTuple
 from foveate.integrations import early
 
 OTHERWISE = {"trust_remote_code", "enable_lora", "hf_overrides", "hf_config_path", "config_format", "load_format"}
-"""Options with which a folder's configuration alone does not tell what an engine would do."""
+"""Options that change what an engine does in a way that a folder's configuration does not show."""
 
 
 def plain(option: str) -> str:
@@ -20,7 +20,7 @@ def plain(option: str) -> str:
 
 
 def tells_all(options: Sequence[str]) -> bool:
-    """Whether a folder's configuration tells what an engine with these options would do."""
+    """Whether a folder's configuration alone determines what an engine with these options does."""
     return not OTHERWISE & {plain(option).lstrip("-").replace("-", "_") for option in options}
 
 

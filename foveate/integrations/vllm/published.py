@@ -1,8 +1,8 @@
 """Counts of vLLM's workers as Prometheus metrics of the process that serves ``/metrics``, which started the workers.
 
-A worker keeps its totals in anonymous memory (memfd), which is found by its name among the open files of the serving
-process and of those that descend from it. Nothing is written to a disk or to the environment, and nothing is left of
-processes that are killed. Linux alone has such memory; elsewhere nothing is published.
+A worker keeps its totals in anonymous memory (memfd). The serving process finds this memory by its name among its own
+open files and the open files of its descendants. Nothing is written to a disk or to the environment, and processes that
+are killed leave nothing behind. Linux alone has such memory; elsewhere nothing is published.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _NAME = "foveate-counts"
 _PROCESSES = Path("/proc")
 
 LABELS = ("model_name", "engine")
-"""Of every metric, as of vLLM's own: the name under which a model is served, and the rank of the data parallelism."""
+"""Labels of every metric, as vLLM's own metrics have them: the name under which a model is served, and the rank of the
+data parallelism."""
 
 METRICS = {
     "steps": ("decode_steps", "Decode steps."),
@@ -155,7 +156,7 @@ class Collector:
 
 @functools.cache
 def serve() -> None:
-    """Have this process's ``/metrics`` tell what is published; it tells nothing while nothing is."""
+    """Make this process's ``/metrics`` include the published counts; without any it adds nothing."""
     from prometheus_client import REGISTRY
 
     REGISTRY.register(Collector())

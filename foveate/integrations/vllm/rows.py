@@ -1,6 +1,6 @@
 """The rows of a vLLM batch: which decode, which are prompts, and what a CPU does with their tokens. Imports no vLLM.
 
-``common`` is vLLM's ``CommonAttentionMetadata``: rows are requests, of which each has some consecutive new tokens.
+``common`` is vLLM's ``CommonAttentionMetadata``. Its rows are requests, each with some consecutive new tokens.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ class Decoding:
     """The rows of a batch that decode one token, which vLLM puts first."""
 
     rows: int
-    """How many they are. Where no row of the batch has more tokens, all: those of padding, without a token, and prompts
-    included. vLLM replays the graph of decoding rows for such a batch, whatever its tokens are."""
+    """Number of decoding rows. If no row of the batch has more than one token, this is the number of all rows, which
+    includes padding (rows without a token) and prompts. vLLM replays the graph of decoding rows for such a batch,
+    whatever its tokens are."""
     real: int
-    """Those that are no padding."""
+    """Number of decoding rows that are not padding."""
     prompts: list[bool] | None
     """Which of them have a prompt's token, which must read all keys; None: no row."""
     bound: int
     """No row is longer."""
     tokens: list[int]
-    """The lengths, or bounds of them, of those that are neither padding nor prompts."""
+    """The lengths, or upper bounds of the lengths, of the rows that are neither padding nor prompts."""
     dense: list[bool] | None = None
     """Which of them decode a token of a request that reads all keys, see :mod:`.requests`; None: no row."""
 
 
 def decoding_rows(common: Any, dense: Sequence[bool] | None = None) -> Decoding:
-    """The decoding rows of a batch. A chunk of one token of a prompt is a prompt where other prompts are, too.
+    """The decoding rows of a batch. A prompt's chunk of one token counts as a prompt if the batch has other prompts.
 
     Args:
-        dense: which rows belong to requests that read all keys; may lack rows of padding. None: no row.
+        dense: whether each row belongs to a request that reads all keys. Rows of padding may be missing. None: no row
+            does.
 
     Raises:
-        ValueError: when vLLM does not tell which rows are prompts.
+        ValueError: if vLLM does not report which rows are prompts.
     """
     number, (tokens, lengths, prompts) = common.num_reqs, _known_rows(common)
     if (tokens > 1).any():
@@ -117,7 +119,7 @@ class Prompt:
     """Its first token in the batch."""
     end: int
     length: int
-    """Keys of the row, those of its tokens included."""
+    """Number of keys of the row, including the keys of its new tokens."""
     blocks: Tensor
     """int32 ``[1, M]``."""
 

@@ -29,7 +29,8 @@ from foveate.lab.results.measurements import TRANSFORMERS, speed_row
 
 _CHUNK = 8192  # tokens of a prompt, all sequences together, that are read at once
 _WARM_UP = 40
-"""Steps that are not timed: the first ones compile kernels and record graphs, also of what LuKA does every 16th."""
+"""Steps that are not timed. The first steps compile kernels and record graphs, also of LuKA's maintenance every 16th
+step."""
 _WATCHED = 16  # steps after the timed ones whose kernels are watched
 
 
@@ -132,7 +133,7 @@ def _generated(plan: Plan, model: PreTrainedModel, spec: str, ids: torch.Tensor,
 
 
 def _of_rounds(rounds: Sequence[_Round]) -> dict[str, Any]:
-    """What the rounds of a method say of its steps, of the prompt, and of what it read."""
+    """The fields of a row that the rounds of a method give: times of its steps and prompt, peak memory, counters."""
     steps, last = [ms for one in rounds for ms in one.steps], rounds[-1]
     ms, parts = statistics.fmean(steps), None
     if last.kernels is not None:

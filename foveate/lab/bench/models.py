@@ -55,7 +55,7 @@ class ModelPlan:
         return specs([model_folder.method_for(Path(self.model), parsed(spec)).spec for spec in self.methods])
 
     def case(self, spec: str, context: int, batch: int, **more: Any) -> dict[str, Any]:
-        """The case of a row; ``more`` are its own fields, and the model's name is that of the shape or folder."""
+        """The case of a row. ``more`` are the row's own fields; the model's name is the name of the shape or folder."""
         shape = self.model in SHAPES
         of = {"method": spec, "context": context, "batch": batch, "share": share_of(spec), "level": "model"}
         of |= {"model": self.model if shape else Path(self.model).resolve().name}
@@ -79,7 +79,7 @@ class ModelPlan:
         return torch.randint(0, model.config.vocab_size, shape, generator=generator, device=self.device)
 
     def _config(self) -> PreTrainedConfig:
-        """A shape's has as many positions as are needed."""
+        """The model's configuration. A shape gets enough positions for the bench."""
         if self.model not in SHAPES:
             return AutoConfig.from_pretrained(self.model, local_files_only=True, trust_remote_code=False)
         config = SHAPES[self.model]
@@ -117,7 +117,7 @@ class Clock(StoppingCriteria):
         return 1e3 * (self.ticks[1] - self.ticks[0])
 
     def steps(self, first: int, number: int) -> list[float]:
-        """Milliseconds from a token to the next, of so many after the first ones."""
+        """Milliseconds from each token to the next, of ``number`` tokens after the ``first`` ones."""
         ticks = self.ticks[1 + first : 2 + first + number]
         return [1e3 * (after - before) for before, after in itertools.pairwise(ticks)]
 
@@ -131,9 +131,10 @@ def attach(model: PreTrainedModel, plan: ModelPlan, spec: str, **how: Any) -> At
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, chunk: int, **more: Any) -> Any:
-    """What `generate` makes of prompts ``ids [B, L]``: so many tokens, greedily and without an end.
+    """The output of `generate` for prompts ``ids [B, L]``: ``tokens`` tokens, greedily and without an end token.
 
     Args:
+        tokens: number of new tokens.
         chunk: tokens of a prompt that are read at once; 0: all.
         more: other arguments of `generate`.
     """

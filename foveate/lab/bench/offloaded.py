@@ -33,7 +33,8 @@ TRANSFORMERS = "transformers-offloaded"  # the name of the baseline among the me
 _CHUNKS = (16384, 4096, 1024)
 """Tokens of a prompt, all sequences together, that are read at once; the baseline takes fewer if it must."""
 _WARM_UP, _FEW = 8, 4
-"""Steps that are not timed, and those of the baseline that are: each of its tokens moves the whole cache."""
+"""Number of steps that are not timed, and of timed steps of the baseline, which moves the whole cache for each
+token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Plan(ModelPlan):
             self._text()
 
     def prompts(self, model: PreTrainedModel, batch: int, context: int) -> torch.Tensor:
-        """Random tokens or those of the text, ``[B, L]``."""
+        """Random tokens, or the first tokens of the text, ``[B, L]``."""
         if not self.prompt_file:
             return super().prompts(model, batch, context)
         return torch.tensor(self._text()[: batch * context], device=self.device).view(batch, context)

@@ -96,8 +96,9 @@ class Greedy:
 class Sampled(Greedy):
     """Tokens drawn as the items' `sampling` says.
 
-    A number of [0, 1) for every token of every item, drawn beforehand, is looked up in the cumulated probabilities, in
-    the order of the vocabulary: distributions that differ little give the same token but for a small share of numbers.
+    Every token of every item has a number in [0, 1), drawn beforehand. The number is looked up in the cumulated
+    probabilities, in the order of the vocabulary. Distributions that differ little therefore give the same token,
+    except for a small share of numbers.
     """
 
     def __init__(self, paused: Paused, items: Sequence[Item], keep: bool = False):
@@ -138,7 +139,8 @@ class Along:
 
 
 def check_finite(model: PreTrainedModel, items: Sequence[Item], finite: torch.Tensor) -> None:
-    """Refuses NaN and infinite predictions, of which greedy answers are made without a word; `finite`: bool [B]."""
+    """Refuses NaN and infinite predictions, from which greedy decoding would silently make an answer. `finite`: bool
+    [B]."""
     strange = [item.id for item, fine in zip(items, finite.tolist()) if not fine]
     if strange:
         method = getattr(getattr(model, "foveate", None), "method", None)

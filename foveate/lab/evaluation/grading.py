@@ -2,7 +2,7 @@
 
 An answer is a sequence of tokens (:func:`tokens`), and a text gives it if it holds these tokens in a row. Words are
 compared without case and punctuation; numbers by value, with their sign; scripts written without spaces character by
-character. Two kinds of answers have a rule of their own: a single letter, as of a multiple choice, and code.
+character. Two kinds of answers have a rule of their own: a single letter, such as in a multiple choice, and code.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Recorder:
         self._found: dict[tuple[int, int], Tensor] = {}
         self._at: tuple[int, int] | None = None
         self._keys: dict[int, list[Tensor]] = {}
-        """Of each layer, the keys of all tokens so far, also of those that the method evicts."""
+        """For each layer, the keys of all tokens so far, including the keys of tokens that the method evicts."""
         self._mass: dict[tuple[int, int], Tensor] = {}
         """By step and layer, exact attention to each token, fp32 ``[Hkv, L]``: the mean over the heads of a group."""
 
@@ -103,7 +103,7 @@ class Recorder:
         return numbers
 
     def save(self, out: Path, tokenizer: Any, tokens: Sequence[int], prompt_tokens: int, **facts: Any) -> None:
-        """Write the recorded steps as a lens of ``tokens``, the first ``prompt_tokens`` of which are the prompt.
+        """Write the recorded steps as a lens of ``tokens``. The first ``prompt_tokens`` of them are the prompt.
 
         `facts` is as in :func:`foveate.lab.results.lens.write`. Raises what that function and :meth:`steps` raise.
         """

@@ -35,7 +35,7 @@ def qa_f1_zh(prediction: str, answer: str, classes: Sequence[str] = ()) -> float
 
 
 def rouge(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L's F by the package `rouge`; 0 where it cannot tell, as of an empty prediction."""
+    """ROUGE-L's F by the package `rouge`; 0 if the package cannot compute it, such as for an empty prediction."""
     library = of_extra("rouge", *_EXTRA)
     try:
         return library.Rouge(metrics=["rouge-l"]).get_scores(prediction, answer)[0]["rouge-l"]["f"]

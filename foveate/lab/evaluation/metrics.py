@@ -136,8 +136,8 @@ def _count(values: Values) -> int:
 
 @functools.cache
 def _least_share(hits: int, n: int) -> float:
-    """The share of which `hits` or more of `n` items come out with a probability of 2.5 %: Clopper and Pearson's lower
-    bound, by bisection."""
+    """The share of right items at which `hits` or more of `n` items are right with a probability of 2.5 %: Clopper and
+    Pearson's lower bound, found by bisection."""
     if hits == 0:
         return 0.0
     log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])

@@ -1,8 +1,8 @@
 """The difference between two methods on the same items, with a 95 % interval that is exact where items are right or
 wrong.
 
-The bootstrap resamples the pairs that were seen. Where no pair differs, each resample has a difference of zero, and its
-interval is [0, 0] at any number of items. The exact interval says what the number of items allows.
+The bootstrap resamples the pairs that were seen. If no pair differs, each resample has a difference of zero, and its
+interval is [0, 0] at any number of items. The exact interval shows what this number of items can prove.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def _of_shares(aggregate: Aggregate, ours: Values, theirs: Values) -> np.ndarray
 def exact(n: int, won: int, lost: int) -> Interval:
     """The exact 95 % interval of a difference between two shares of the same items, in points (-100 to 100).
 
-    Its ends are exact one-sided limits as by Lloyd and Moldovan (Statistics in Medicine 26:3369, 2007), each at 97.5 %.
-    Outcomes are ordered by the adjusted Wald limit of Agresti and Min (Statistics in Medicine 24:729, 2005). The lower
-    end is the smallest difference at which some share of differing pairs gives outcomes at least as high in that order
-    a probability above 2.5 %. Where no pair differs the lower end is that of Clopper
-    and Pearson for no loss among `n` items: -26.5 points at 12, -3.6 at 100 and -1 at 368.
+    Its ends are exact one-sided limits, each at 97.5 %, by the method of Lloyd and Moldovan (Statistics in Medicine
+    26:3369, 2007). Outcomes are ordered by the adjusted Wald limit of Agresti and Min (Statistics in Medicine 24:729,
+    2005). The lower end is the smallest difference at which, for some share of differing pairs, the outcomes at least
+    as high in that order have a probability above 2.5 %. If no pair differs, the lower end is Clopper and Pearson's for
+    no loss among `n` items: -26.5 points at 12, -3.6 at 100 and -1 at 368.
 
     Args:
         n: items.
@@ -180,10 +180,11 @@ def _smallest(tail: _Tail, differ: np.ndarray, steps: int) -> np.ndarray:
 
 
 class _Tail:
-    """The probability of the outcomes that are at least as high as one that was seen, by the shares won and lost.
+    """The probability of all outcomes at least as high as an outcome that was seen, by the shares won and lost.
 
-    Of `m` pairs that differ, at least `least[m]` must be won. `least` rises by 0 or 1 with `m`, so that the probability
-    rises with the share won and falls with the share lost, and follows from that of one pair fewer.
+    Among `m` pairs that differ, at least `least[m]` must be won. `least` rises by 0 or 1 with `m`. The probability
+    therefore rises with the share won and falls with the share lost, and follows from the probability for one pair
+    fewer.
     """
 
     def __init__(self, n: int, won: int, lost: int):

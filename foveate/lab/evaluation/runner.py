@@ -51,9 +51,9 @@ class Comparison:
 
     `share_prompt`: methods that are dense in prefill share one reading of each prompt; without it each reads the prompt
     itself, which times its prefill. Nothing else differs. `imports`: files that define methods, which have run
-    (:func:`foveate.cli.imports.run`); rows of other versions of them belong to another run. `dense_below`: as of
-    :func:`foveate.attach`; 0, so that short prompts tell of methods, too, or "auto", so that steps are as they are for
-    those who call `attach` or serve.
+    (:func:`foveate.cli.imports.run`); rows of other versions of these files belong to another run. `dense_below`: see
+    :func:`foveate.attach`; 0, so that short prompts show differences between methods, too, or "auto", so that steps are
+    as in `attach` and the server.
     """
 
     model: Path
@@ -227,12 +227,12 @@ def prepare(plan: Comparison) -> Prepared:
 def run(
     prepared: Prepared, progress: Progress = lambda method, items: None, answered: list[Record] | None = None
 ) -> list[dict[str, Any]]:
-    """Answers what is missing, writes the rows and returns them: those of earlier runs first, then the new ones.
+    """Answers the missing items, writes the rows and returns them: the rows of earlier runs first, then the new rows.
 
-    ``answered`` gets what makes up the new rows, answers among it.
+    ``answered`` gets the records from which the new rows are made; they hold the answers.
 
-    Killed at any moment, it loses at most the batch in flight. Raises `UserError` if a method cannot be applied to the
-    model, before any item is answered, and for an item whose predictions are not finite.
+    If it is killed at any moment, it loses at most the batch in flight. Raises `UserError` if a method cannot be
+    applied to the model, before any item is answered, and for an item whose predictions are not finite.
     """
     plan, missing = prepared.plan, prepared.missing
     if not missing:

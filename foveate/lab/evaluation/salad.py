@@ -3,7 +3,7 @@
 Facts of the recipe, checked against the published files:
 
 - One stream of random numbers makes all sets, in their order. A set of 50 comes first, which the paper publishes as an
-  example of the format; the other four are those of its results.
+  example of the format; the paper's results are on the other four.
 - An example draws one article for each letter of its pattern, A first. An article can be drawn if it has a question for
   each A of the pattern.
 - Segment i, counted over the whole example, takes question i of its article (modulo their number) and the first three

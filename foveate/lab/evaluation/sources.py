@@ -32,7 +32,7 @@ class InFolder:
         return model_folder.method_for(self.folder, method)
 
     def kind(self, dtype: str, device: str) -> tuple[str, str]:
-        """The number format and the device, of which "auto" is chosen."""
+        """The number format and the device. "auto" is replaced by the choice for the model and this machine."""
         device = loading.choose_device(device)
         return loading.choose_dtype(dtype, self.folder, device), device
 

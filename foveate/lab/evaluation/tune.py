@@ -32,19 +32,20 @@ from foveate.methods.spec import SETTING, SETTING_SCHEMA
 OBJECTIVES = ("latency", "memory")
 KEEPING = ("pages", "luka", "quest")  # methods that keep the whole cache and read a share of it
 PRUNING = ("snapkv", "adakv")  # methods that keep a share of the prompt
-EVICTING = (*PRUNING, "h2o", "tova")  # and those that keep no more as they go on, which matters for memory alone
+EVICTING = (*PRUNING, "h2o", "tova")  # tried to save memory; the last two evict while they decode, too
 KASCADE = "kascade:top_k={share},calibration={file}"
 _LEAST, _FIRST, _MOST = 0.02, 0.12, 0.8
-"""Shares of a context: the least, that with which each method is tried first, and the largest."""
+"""Shares of a context: the smallest share, the share with which each method is tried first, and the largest share."""
 _CLOSE = 1.25  # a share is looked for no closer than within this factor
 _FALLING = 0.7  # a loss falls about as this power of the share (measured with `pages` and `kascade` on novels)
 _FAILURES = (ValueError, ArithmeticError, NotImplementedError, torch.OutOfMemoryError)
 """What a setting may raise that cannot be applied to the model; a user's own method may raise anything."""
 _TOGETHER, _CONFIRMED = 4, 6
-"""Trials of a run after the first, and trials that are measured on held-back data at most: the cheapest that keep the
-answers, and as many that lose least, because held-back data have to show it."""
+"""Number of trials that a run adds after the first, and the largest number of trials measured on held-back data. These
+are the cheapest trials that keep the answers, and equally many trials that lose least: held-back data must show the
+loss."""
 _GAIN = 0.95
-"""A setting that costs more than this share of what dense attention costs gains nothing: times differ by chance."""
+"""A setting that costs more than this share of dense attention's cost gains nothing: times differ by chance."""
 _ITEMS, _TIMED = 20, 3
 """Usual items of a split whose answers are dense attention's, and batches that are answered for their times alone."""
 
@@ -199,7 +200,7 @@ def _promising(
         wanted = next_share({share: one.loss for share, one in trials.items()}, max_loss)
         if wanted is not None:
             near, share = min(trials, key=lambda one: abs(one - wanted)), float(f"{min(wanted, _MOST):.2g}")
-            slope = (dense.cost - trials[near].cost) / (1 - near)  # a part of what a token costs depends on no share
+            slope = (dense.cost - trials[near].cost) / (1 - near)  # a part of a token's cost does not depend on shares
             costs = (trials[near].cost + (one - near) * slope for one in (wanted, share))
             expected.append((*costs, name, share))
     cheaper = sorted(one for one in expected if one[1] < best.cost)
@@ -317,7 +318,7 @@ def _times(plan: Plan, split: str, specs: Sequence[str]) -> dict[str, dict[str, 
 def _rows(
     plan: Plan, split: str, specs: Sequence[str], progress: Progress | None = None, timed: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """The rows of a split by their specs, those of these settings among them."""
+    """The rows of a split by their specs, including the rows of ``specs``, which are made if they are missing."""
     prepared = prepare(_comparison(plan, split, specs, timed))
     return {row["spec"]: row for row in (run(prepared, progress) if progress else run(prepared))}
 

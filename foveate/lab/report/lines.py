@@ -12,9 +12,9 @@ from foveate.lab.report.markdown import context_length
 from foveate.lab.report.rows import Row, grouped
 
 Cell = tuple  # names the items that rows have in common
-Line = tuple[str, tuple[tuple[str, str], ...]]  # a method, and those of its settings that do not differ along the line
+Line = tuple[str, tuple[tuple[str, str], ...]]  # a method, and its settings that are the same along the line
 
-_SPEAKING = ("compressor", "mass")  # settings whose values say what they are
+_SPEAKING = ("compressor", "mass")  # settings whose values need no name beside them
 _STANDS_FOR = {"calibration": ("anchors", "heads")}  # settings that a calibration's file determines
 
 
@@ -39,7 +39,7 @@ def cells(rows: Sequence[Row]) -> dict[Cell, list[Row]]:
 
 
 def with_dense(shown: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """The rows to show, and of the others those of dense on the same items."""
+    """The rows to show, and dense attention's rows on the same items."""
     ids, places = {id(row) for row in shown}, {cell(row) for row in shown}
     return [row for row in rows if id(row) in ids or (row["method"] == "dense" and cell(row) in places)]
 
@@ -106,7 +106,7 @@ def circumstances(rows: Sequence[Row]) -> str:
 
 
 def _fixed(row: Row, along: Sequence[str]) -> dict[str, str]:
-    """The settings that do not differ along a line; specs of other methods among them lose those that do."""
+    """The settings that are the same along a line. Specs of other methods in them lose the settings that differ."""
     implied = {name for source, names in _STANDS_FOR.items() if row["settings"].get(source) for name in names}
     settings = {name: value for name, value in row["settings"].items() if name not in along and name not in implied}
     varying = re.compile(rf"\b(?:{'|'.join(along)})=[^,\"}}]*,?")

@@ -20,7 +20,7 @@ def made_with(rows: Sequence[Row], commits: bool = True) -> str:
 
 
 def made_beside(title: str, rows: Sequence[Row]) -> str:
-    """What rows were made with, but for what their title says."""
+    """What rows were made with, without the part that their title already has."""
     made = f"{made_with(rows, commits=False)}; "
     return made_with(rows).removeprefix(made if made[:-2] in title else "")
 
@@ -54,12 +54,12 @@ def lines_of(rows: Sequence[Any], cells: Mapping[str, Callable[[Any], str]]) -> 
 
 
 def titled(what: str, rows: Sequence[Row], table: str) -> str:
-    """A table of some rows, after a line that says what it is of and what the rows were made with."""
+    """A table of some rows, after a line with what it shows and what the rows were made with."""
     return f"{' '.join(what.splitlines())} ({made_with(rows)}):\n\n{table}"
 
 
 def number(value: float, digits: int, sign: str = "") -> str:
-    """A number with so many decimals; with the sign ``+`` also positive ones have theirs, and so has zero."""
+    """A number with ``digits`` decimals. With the sign ``+``, positive numbers and zero have a sign, too."""
     return f"{round(value, digits) + 0.0:{sign}.{digits}f}"
 
 

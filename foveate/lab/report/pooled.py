@@ -34,7 +34,7 @@ def difference(rows: Sequence[Row], dense: Sequence[Row]) -> Interval:
 
 
 def perplexity_ratio(row: Row, dense: Row) -> Interval:
-    """Perplexity of a row over that of the dense row of the same run, with its 95 % paired-bootstrap interval."""
+    """Perplexity of a row divided by the dense row's of the same run, with its 95 % paired-bootstrap interval."""
     ours, theirs = ({key: np.array(column) for key, column in one["item_values"].items()} for one in (row, dense))
     log = paired_bootstrap(nats_a_token, ours, theirs, row["seed"])
     return Interval(*(math.exp(value) for value in (log.value, log.low, log.high)))

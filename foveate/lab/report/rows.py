@@ -35,10 +35,10 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Ro
 
 
 def checked(files: Iterable[Path], check: Callable[[Any, str], None]) -> list[Row]:
-    """The rows of some files, each of which passes a check.
+    """The rows of some files, after a check of each row.
 
-    `check`: is given a row, and its file and line; raises DataError that begins with these. Raises `DataError` also for
-    a file without rows, or a row that is there twice.
+    `check` is called with a row and its place, the file and line. It raises a DataError that begins with the place.
+    Raises `DataError` also for a file without rows, or a row that occurs twice.
     """
     rows = []
     for file in files:
@@ -118,9 +118,9 @@ def chosen(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
     """The rows that meet the conditions ``NAME=VALUE``, where the name is a row's, a task's or a method's setting.
 
     Of several conditions on one name one has to be met, and the rows come in the order of these; spaces in values do
-    not count, and a ``spec`` may be written in any way. Rows of ``dense`` are there to compare with, and need not meet
-    conditions on methods. Raises `UserError` for a condition of another form, a name, spec or method that no row has,
-    or when no row is left.
+    not count, and a ``spec`` may be written in any way, or as a row of an earlier version has it. Rows of ``dense`` are
+    there to compare with, and need not meet conditions on methods. Raises `UserError` for a condition of another form,
+    a name, spec or method that no row has, or when no row is left.
     """
 
     def fields(row: Row) -> tuple[Row, ...]:
@@ -149,13 +149,15 @@ def _meeting(
 
     wanted: dict[str, list[str]] = {}
     names = {name for row in rows for some in fields(row) for name in some} if conditions else set()
+    specs = {value(row, "spec") for row in rows}
     for condition in conditions:
         name, equals, text = condition.partition("=")
         if not equals:
             raise UserError(f"{where} {condition}: expected NAME=VALUE, such as task=niah or compressor=mean")
         if name not in names:
             raise unknown("name", name, sorted(names), where)
-        wanted.setdefault(name, []).append((_spelling(text) if name == "spec" else text).replace(" ", ""))
+        text = text.replace(" ", "") if name != "spec" or text.replace(" ", "") in specs else _spelling(text)
+        wanted.setdefault(name, []).append(text.replace(" ", ""))
     for name in wanted.keys() & {"spec", "method"}:
         there = {value(row, name) for row in rows}
         if lost := [text for text in wanted[name] if text not in there]:

@@ -64,14 +64,14 @@ def write(
     """Write a lens as JSON.
 
     Args:
-        tokens: the text of each token, those of the prompt first.
-        prompt_tokens: how many of them are prompt.
-        layers: ``layer``, ``method`` and ``reads_choice_of`` of each layer, or ``layer`` and ``unchanged``, the reason
+        tokens: the text of each token, the prompt's tokens first.
+        prompt_tokens: number of tokens of the prompt.
+        layers: for each layer ``layer``, ``method`` and ``reads_choice_of``; or ``layer`` and ``unchanged``, the reason
             why nothing is known of it.
-        steps: for each decoded token and layer a :func:`pattern` for each KV head; none of a layer that is unchanged.
-            That of decoded token s (from 0) covers the prompt and s + 1 decoded tokens, the last of them itself.
-        recall: as ``steps``, the share of exact attention that the tokens which were read hold, 0 to 1.
-        facts: what it was made with: model, method, number format, device, versions, commit.
+        steps: for each decoded token and layer a :func:`pattern` for each KV head; none for an unchanged layer. The
+            pattern of decoded token s (from 0) covers the prompt and s + 1 decoded tokens, the last of them itself.
+        recall: in the form of ``steps``, the share of exact attention that the read tokens hold, 0 to 1.
+        facts: what the lens was made with: model, method, number format, device, versions, commit.
 
     Raises `UserError` if the file cannot be written.
     """

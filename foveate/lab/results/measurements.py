@@ -49,8 +49,8 @@ def speed_row(
 ) -> dict[str, Any]:
     """A row of a speed bench, measured here and now; a later row of the same case replaces this one in a file.
 
-    `ms` are milliseconds, `baseline` the name and milliseconds of what the speed-up is over, `more` other fields,
-    ``peak_bytes`` among them.
+    `ms` is the time in milliseconds. `baseline` is the name and the milliseconds of the baseline of the speed-up.
+    `more` are other fields, such as ``peak_bytes``.
     """
     name, baseline_ms = baseline
     return {

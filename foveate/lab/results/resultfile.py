@@ -79,8 +79,8 @@ def _content(path: Path) -> bytes | None:
 class PartialFile:
     """The partial file, open for appending. A context manager; each record is on the disk when `append` returns.
 
-    `records` are those that it already holds. Raises what `read_partial` does, and `UserError` if another process is
-    writing to it or the folder cannot be written to.
+    `records` holds the records that were in the file already. Raises what `read_partial` does, and `UserError` if
+    another process is writing to the file or the folder cannot be written to.
     """
 
     def __init__(self, out: Path, run: Fingerprint):
@@ -112,7 +112,7 @@ class PartialFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             except OSError:
-                with contextlib.suppress(OSError):  # of what it could not write
+                with contextlib.suppress(OSError):  # closing tries once more to write, and fails again
                     self._file.close()
                 raise
 

@@ -41,13 +41,13 @@ def _maybe_in(most: float) -> Kind:
 
 
 def _within(low: float, value: float, high: float) -> bool:
-    """Whether a value is in its interval, but for rounding."""
+    """Whether a value is in its interval, up to rounding."""
     slack = _ROUNDING * max(1.0, *map(abs, (low, value, high)))
     return low - slack <= value <= high + slack
 
 
 def _all(kind: type, each: Callable[[Any], bool], least: int = 0) -> Callable[[Any], bool]:
-    """Whether a value is a list or an object (`kind`) whose values, at least so many, are all of a kind."""
+    """A check that a value is a `kind` (list or object) of at least ``least`` values, which all pass ``each``."""
 
     def test(value: Any) -> bool:
         parts = value.values() if isinstance(value, dict) else value
@@ -95,16 +95,16 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "high": _NUMBER,  # its upper end
     "metrics": _INTERVALS,  # every metric of the task: value, low, high
     "ceiling": _NUMBER,  # the best score that a reader of the prompts could reach, 0..100
-    "dense_score": _NUMBER,  # that of full attention on the same items; of a model that ran as it is, alone, its own
+    "dense_score": _NUMBER,  # dense attention's score on the same items; for method 'own' alone, its own score
     "diff_to_dense": _NUMBER,  # score - dense_score
     "diff_low": _NUMBER,  # lower end of its 95 % paired interval: exact of up to 1,000 items of 0 or 1, else bootstrap
     "diff_high": _NUMBER,  # its upper end
-    "keys_read_share": _maybe_in(4.0),  # keys read in decode over those of full attention, 0..1; none of method 'own'
+    "keys_read_share": _maybe_in(4.0),  # keys read in decode, as a share of dense attention's, 0..1; none for 'own'
     "kv_bytes_per_step": _MAYBE,  # keys and values read in a decode step, a sequence, all layers; none of method 'own'
     "resident_bytes": _NUMBER,  # of keys, values and state after an answer, all layers, the largest batch
     "cache_peak_bytes": _MAYBE,  # the most that the method's cache held at once, the largest batch; none if not known
     "decode_steps": _NUMBER,  # decode steps taken
-    "dense_steps": _NUMBER,  # of them, those that read everything because contexts were short (`dense_below`)
+    "dense_steps": _NUMBER,  # decode steps among them that read everything because contexts were short (`dense_below`)
     "tokens_evicted": _NUMBER,  # tokens that the method dropped, summed over layers and sequences
     "pages_refined": _NUMBER,  # pages that the method looked into
     "indices_reused": _NUMBER,  # decode steps that reused another layer's selection
@@ -116,7 +116,7 @@ ROW_FIELDS: Mapping[str, Kind] = {
     "request_ms": _MAYBE,  # of a batch, prompt and answer, median; a shared prompt counts for each method
     "timing": _TEXT,  # 'generate', or 'teacher-forced': fed in blocks, no speed; both also ', shared prompt'
     "peak_bytes": _NUMBER,  # the largest memory in use while answering
-    "peak_kind": _TEXT,  # what peak_bytes counts; a shared prompt's memory is that of all its methods
+    "peak_kind": _TEXT,  # what peak_bytes counts; with a shared prompt, the memory of all its methods together
     "batch_size": _NUMBER,  # sequences answered at once
     "dense_below": _BOUND,  # tokens of all sequences below which decode steps read everything, or "auto": attach's rule
     "dtype": _TEXT,  # the model's number format

@@ -1,4 +1,5 @@
-"""What :func:`foveate.ops.summaries.attend_summaries` takes: a cache's tree of summaries, and each row's budgets."""
+"""The arguments of :func:`foveate.ops.summaries.attend_summaries`: a cache's tree of summaries and each row's
+budgets."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
     """The tree of summaries that a cache holds: views of its channels, and the numbers of each row.
 
     Args:
-        top_k, expand: budgets of pages and of nodes on the levels above, settings of the method.
+        top_k: the method's budget of pages.
+        expand: the method's budget of nodes on the levels above the pages.
     """
     get, levels = cache.tensors.get, []
     for level, (size, names) in enumerate(zip(pages.sizes, pages.fields)):
@@ -24,17 +26,17 @@ def tree_of(pages: PageLevels, top_k: int | float, expand: int | float, cache: S
         recent, records = map(get, names[len(ops.Nodes._fields) :])
         record = pages.record(level, cache.geometry) if pages.records else None
         levels.append(ops.summaries.Level(nodes, size, recent, records, record))
-    plan = cache.plan
-
-    def rows() -> ops.summaries.Rows:
-        budgets = (top_k, *[expand] * (len(levels) - 1))
-        return _device_rows(pages, budgets, plan, cache.capacity) if plan.captured else _rows(pages, budgets, cache)
-
-    return ops.summaries.Tree(tuple(levels), plan.cached(("tree", pages.spec), rows))
+    plan, budgets = cache.plan, (top_k, *[expand] * (len(levels) - 1))
+    rows = plan.cached(
+        ("tree", pages.spec),
+        lambda: _rows(pages, budgets, cache),
+        if_captured=lambda: _device_rows(pages, budgets, plan, cache.capacity),
+    )
+    return ops.summaries.Tree(tuple(levels), rows)
 
 
 def _rows(pages: PageLevels, budgets: tuple[int | float, ...], cache: SlotCache) -> ops.summaries.Rows:
-    """The numbers of each row, from row numbers on the host."""
+    """The numbers of each row, computed from row numbers on the host."""
     (lengths, number, paged), device = (cache.rows[name] for name in ("lengths", "pages", "paged")), cache.device
     nodes = [[pages.count(level, n) for n in number] for level in range(len(budgets))]
     allowed = [[budget(share, n, 1) for n in of_level] for share, of_level in zip(budgets, nodes)]
@@ -55,7 +57,7 @@ def _rows(pages: PageLevels, budgets: tuple[int | float, ...], cache: SlotCache)
 
 
 def _device_rows(pages: PageLevels, budgets: tuple[float, ...], plan: StepPlan, longest: int) -> ops.summaries.Rows:
-    """The same for a captured step, from row numbers on the device; widths suffice for all later replays."""
+    """:func:`_rows` for a captured step, computed on the device. Its widths are large enough for all later replays."""
     lengths, paged, number = (plan[name] for name in ("lengths", "paged", "pages"))
     nodes = [pages.count(level, number) for level in range(len(budgets))]
     allowed = [budget(share, n, 1) for share, n in zip(budgets, nodes)]

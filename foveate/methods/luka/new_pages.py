@@ -1,6 +1,6 @@
 """Indexing of the pages that one round of compression makes: gathers their tokens or child nodes, writes their nodes.
 
-:class:`UniformPages` indexes by slices and is used on the host; :class:`RaggedPages` indexes by tensors of row numbers
+:class:`UniformPages` indexes by slices and is used on the host. :class:`RaggedPages` indexes by tensors of row numbers
 and is used in captured maintenance. Both have the same methods.
 """
 
@@ -26,12 +26,13 @@ class UniformPages(NamedTuple):
     """Tokens of a page."""
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Entries of the new pages' tokens: ``[B, Hkv, n, size, ...]``, from a field per slot ``[B, Hkv, L, ...]``."""
+        """The entries of the new pages' tokens, ``[B, Hkv, n, size, ...]``, of a field per slot
+        ``[B, Hkv, L, ...]``."""
         number = self.last - self.first
         return x[:, :, self.start : self.start + number * self.size].unflatten(2, (number, self.size))
 
     def keys_and_values(self, cache: SlotCache) -> list[Tensor]:
-        """Keys and values of the new pages' tokens, as :meth:`tokens`."""
+        """Keys and values of the new pages' tokens, in the shape that :meth:`tokens` returns."""
         number = self.last - self.first
         found = cache.read_slots(self.start, self.start + number * self.size)
         return [x.unflatten(2, (number, self.size)) for x in found]
@@ -68,7 +69,7 @@ class RaggedPages(NamedTuple):
     """Tokens of a page."""
     plan: StepPlan
     spec: str
-    """Of the method; indices are computed once in a step for all its layers."""
+    """The method's spec. All layers of the method share the indices, which are computed once in a step."""
 
     def tokens(self, x: Tensor) -> Tensor:
         """See :meth:`UniformPages.tokens`."""
@@ -97,7 +98,8 @@ class RaggedPages(NamedTuple):
     def _index(self, x: Tensor, pages_under: int, number: int, branch: int) -> Tensor:
         """Indices of ``number`` entries of ``x [B, Hkv, N, ...]`` for each row: ``[B, 1, number, 1, ...]``.
 
-        They are tokens if ``pages_under`` is 0; otherwise nodes, ``branch`` of them for each ``pages_under`` new pages.
+        With ``pages_under`` 0 the entries are tokens. Otherwise they are nodes, ``branch`` of them for each
+        ``pages_under`` new pages.
         """
 
         def indices() -> Tensor:

@@ -1,4 +1,4 @@
-"""Making pages: where they end, and the summaries that stand for them, level by level.
+"""Making pages: at which tokens they end, and the summaries of each level that stand for them.
 
 Terms are defined in :mod:`foveate.methods.luka`.
 """
@@ -23,7 +23,7 @@ from foveate.state.step_plan import StepPlan
 _record = functools.cache(ops.PageRecord)  # whose layout is computed once
 
 _TEMPERATURE = 7.0
-"""Of the attention-weighted compressor (LuKA, section 3.2: tau)."""
+"""Temperature tau of the attention-weighted compressor (LuKA, section 3.2)."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class PageLevels:
     """Makes the pages of one LuKA method and the levels above them. All state is in the cache.
 
     Slots ``0 .. sinks - 1`` stay raw; pages follow without gaps. Node n of a level has the children ``n * branch .. (n
-    + 1) * branch - 1`` on the level below. Pages are made in groups, those under one node of the top level, together
-    with all nodes above them; tokens that do not fill such a group stay raw. Row numbers: ``pages`` is a row's number
-    of pages, ``paged`` the first slot after them (0 without pages).
+    + 1) * branch - 1`` on the level below. Pages are made in groups. A group is the pages under one node of the top
+    level, and is made together with all nodes above these pages. Tokens that do not fill a group stay raw. Row numbers:
+    ``pages`` is a row's number of pages, ``paged`` the first slot after them (0 without pages).
     """
 
     spec: str
-    """Of the method; a key by which the layers of a step share results."""
+    """The method's spec, a key by which the layers of a step share results."""
     sizes: tuple[int, ...]
     """Tokens under a node of each level, level 0 (pages) first."""
     sinks: int
     tail: int
-    """Slots that stay raw, see :class:`~foveate.methods.luka.LuKA`."""
+    """Number of newest slots that stay raw, see :class:`~foveate.methods.luka.LuKA`."""
     spread: bool
     """Whether nodes keep the variance of the keys under them."""
     records: bool
@@ -52,37 +52,37 @@ class PageLevels:
     mass: bool
     """Whether accumulated attention mass is kept for tokens and nodes, and weighs summaries."""
     recent: int
-    """Queries over which a running average of attention is kept for tokens and nodes; 0: none is kept."""
+    """Number of queries in the running average of attention that tokens and nodes keep; 0: no average is kept."""
 
     @property
     def every(self) -> int:
-        """Decoded tokens between two rounds of making pages: never more than a round's nodes hold."""
+        """Decoded tokens between two rounds of making pages: never more than the tokens of one round's pages."""
         return min(16, self.sizes[-1])
 
     @property
     def group(self) -> int:
-        """Pages under a node of the top level, which are made together."""
+        """The number of pages under a node of the top level. These pages are made together."""
         return self.pages_under(len(self.sizes) - 1)
 
     def pages_under(self, level: int) -> int:
-        """Pages under a node of a level."""
+        """The number of pages under a node of a level."""
         return self.sizes[level] // self.sizes[0]
 
     def branch(self, level: int) -> int:
-        """Children of a node of a level above the pages."""
+        """The number of children of a node; ``level`` is above the pages."""
         return self.sizes[level] // self.sizes[level - 1]
 
     def count(self, level: int, pages: Number) -> Number:
-        """Complete nodes of a level over ``pages`` pages, an int or an int64 tensor."""
+        """The number of complete nodes of a level over ``pages`` pages, an int or an int64 tensor."""
         return pages // self.pages_under(level)
 
     def most(self, length: int) -> int:
-        """An upper bound of the pages of a row of ``length`` tokens."""
+        """An upper bound of the number of pages of a row of ``length`` tokens."""
         return max(0, length - self.tail - self.sinks) // self.sizes[0]
 
     @property
     def most_raw(self) -> int:
-        """An upper bound of a row's tokens without a page, just before pages are made."""
+        """An upper bound of the number of a row's tokens that no page holds, just before pages are made."""
         return self.sinks + self.tail + self.sizes[-1] + self.every
 
     def even(self, cache: SlotCache) -> bool:
@@ -118,7 +118,7 @@ class PageLevels:
 
     @staticmethod
     def channel(field: str, level: int) -> str:
-        """The channel that holds a field of the nodes of a level."""
+        """The name of the channel that holds a field of the nodes of a level."""
         return f"summary_{field}" + (f"_{level}" if level else "")
 
     def record(self, level: int, geometry: Geometry) -> ops.PageRecord:
@@ -127,14 +127,15 @@ class PageLevels:
 
     @functools.cached_property
     def fields(self) -> tuple[tuple[str, ...], ...]:
-        """For each level its channels: those of :class:`ops.Nodes`, ``recent`` and ``records``, kept or not."""
+        """For each level, the names of its channels: the fields of :class:`ops.Nodes`, then ``recent`` and ``records``.
+        The cache may lack some of these channels."""
         names = (*ops.Nodes._fields, "recent", "records")
         return tuple(tuple(self.channel(name, level) for name in names) for level in range(len(self.sizes)))
 
     # Making pages
 
     def extend(self, cache: SlotCache) -> None:
-        """Make all pages that fill nodes of the top level before the tail, and the nodes above them."""
+        """Make all groups of pages that fit before the tail, and the nodes above them."""
         if self.even(cache):
             self._extend(cache)
             return
@@ -143,10 +144,10 @@ class PageLevels:
                 self._extend(row)
 
     def extend_in_step(self, cache: SlotCache) -> None:
-        """:meth:`extend` in captured maintenance: all rows at once, by row numbers on the device.
+        """:meth:`extend` in captured maintenance: for all rows at once, by row numbers on the device.
 
-        The number of pages cannot depend on them, so every row gets a group. One that is not due yet is not counted in
-        ``pages``, so it is not read, and is made again when it is due.
+        A captured graph cannot make a number of pages that depends on the row, so it makes one group in every row. A
+        group that is not due yet is not counted in ``pages``. No step reads it, and it is made again when it is due.
         """
         plan = cache.plan
         pages, start, after = plan.cached(("new pages", self.spec), lambda: self._due(plan))
@@ -155,14 +156,14 @@ class PageLevels:
         plan.after(("new pages", self.spec), lambda: [plan[name].copy_(after[name]) for name in after])
 
     def _due(self, rows: Mapping[str, Tensor] | StepPlan) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Which pages are due.
+        """Decide which rows are due for a group of pages.
 
         Args:
             rows: row numbers, int64 ``[B]`` for each name.
 
         Returns:
             ``(pages, start, after)``: each row's pages so far and the first slot of its next page, int64 ``[B]``; and
-            the row numbers once the due pages are made.
+            the row numbers after the due pages are made.
         """
         pages, paged = rows["pages"].clone(), rows["paged"]
         start = torch.where(paged > 0, paged, self.sinks)
@@ -171,12 +172,12 @@ class PageLevels:
         return pages, start, after
 
     def numbers_after(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """The row numbers on the host, as :meth:`extend_in_step` leaves them on the device."""
+        """The row numbers on the host that equal the row numbers on the device after :meth:`extend_in_step`."""
         numbers = {name: torch.tensor(rows[name]) for name in ("lengths", "pages", "paged")}
         return {name: after.tolist() for name, after in self._due(numbers)[2].items()}
 
     def check_numbers(self, rows: Mapping[str, list[int]]) -> None:
-        """Raise ValueError for a number of pages that does not fit the tokens that they hold, or those of the row."""
+        """Raise ValueError if a row's number of pages contradicts the end of its pages or its length."""
         for length, pages, paged in zip(*(rows[name] for name in ("lengths", "pages", "paged"))):
             end = self.sinks + pages * self.sizes[0] if pages else 0
             if pages % self.group or paged != end or (pages and end > length - self.tail):
@@ -202,7 +203,8 @@ class PageLevels:
     ) -> ops.Nodes:
         """The children of new nodes, fields ``[B, Hkv, n, S, ...]``: tokens, or nodes of the level below.
 
-        ``tokens``: keys and values of those under new pages, ``[B, Hkv, n, size, D(v)]``.
+        Args:
+            tokens: keys and values of the tokens under the new pages, ``[B, Hkv, n, size, D(v)]``.
         """
         if not level:
             keys, values = tokens
@@ -224,7 +226,12 @@ class PageLevels:
     def _make_level(
         self, cache: SlotCache, level: int, new: UniformPages | RaggedPages, children: ops.Nodes, keys: Tensor
     ) -> None:
-        """``keys``: of the tokens under the new nodes, ``[B, Hkv, n, size, D]`` by pages."""
+        """Compute the new nodes of one level and write them to the cache.
+
+        Args:
+            children: the children of the new nodes, fields ``[B, Hkv, n, S, ...]``.
+            keys: keys of the tokens under the new nodes, ``[B, Hkv, n, size, D]``, by pages.
+        """
         pages_under = self.pages_under(level)
         mass = self._attention("mass", cache, level, new) if self.mass else None
         recent = self._attention("recent", cache, level, new) if self.recent else None
@@ -241,18 +248,20 @@ class PageLevels:
                 new.write(cache.channel(self.channel(name, level)), pages_under, value)
 
     def _attention(self, name: str, cache: SlotCache, level: int, new: UniformPages | RaggedPages) -> Tensor:
-        """Attention to each child, accumulated (``mass``) or ``recent``, mean over the group: ``[B, Hkv, n, S]``."""
+        """Attention to each child, accumulated (``mass``) or ``recent``: the mean over the group,
+        ``[B, Hkv, n, S]``."""
         if level:
             return self._children(cache, name, level, new)
         attention = new.tokens(cache.channel(name))
         return attention / cache.geometry.group if name == "mass" else attention
 
     def look_back(self, cache: SlotCache, recent: Tensor, share: float) -> None:
-        """Move the recent attention of tokens and nodes towards that of a prompt's last queries.
+        """Move the running average of attention to tokens and nodes towards the attention of a prompt's last queries.
 
         Args:
-            recent: fp32 ``[B, Hkv, used]``: their attention to each token, the mean over queries and group.
-            share: weight of these queries in the running average: their number over ``window``.
+            recent: fp32 ``[B, Hkv, used]``: the attention of these queries to each token, the mean over queries and
+                group.
+            share: weight of these queries in the running average: their number divided by ``window``.
         """
         cache.channel("recent").lerp_(recent, share)
         if not self.even(cache):
@@ -291,10 +300,10 @@ class MakesPages(Replay):
         return decoded % self.pages.every == 0
 
     def maintain(self, cache: SlotCache) -> None:
-        if not cache.plan.captured:
-            self.pages.extend(cache)
-        else:
-            self.pages.extend_in_step(cache)
+        self.pages.extend(cache)
+
+    def maintain_captured(self, cache: SlotCache) -> None:
+        self.pages.extend_in_step(cache)
 
     def rows_after_maintenance(self, rows: Mapping[str, list[int]]) -> dict[str, list[int]]:
         return self.pages.numbers_after(rows)

@@ -12,7 +12,7 @@ from foveate.methods.luka.policy import LuKA
 class LuKAPaper(LuKA):
     """LuKA as in the paper: equation 3, attention-weighted summaries, the top 3 pages of a layer.
 
-    The settings repeated here keep their defaults when those of :class:`LuKA` change.
+    The settings repeated here do not change when the defaults of :class:`LuKA` change.
     """
 
     name: ClassVar[str] = "luka_paper"

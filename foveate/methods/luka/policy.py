@@ -1,7 +1,8 @@
 """The LuKA method: its settings, its prefill, its decode step, and when pages are made.
 
-:mod:`~foveate.methods.luka.pages` makes the summaries, :mod:`~foveate.methods.luka.cover` describes those of a cache to
-:func:`foveate.ops.summaries.attend_summaries`, which a decode step runs. For the terms see :mod:`foveate.methods.luka`.
+:mod:`~foveate.methods.luka.pages` makes the summaries. :mod:`~foveate.methods.luka.cover` describes a cache's summaries
+to :func:`foveate.ops.summaries.attend_summaries`, which a decode step runs. :mod:`foveate.methods.luka` defines the
+terms.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from foveate.methods.luka.pages import MakesPages, PageLevels
 from foveate.state import Channel, Geometry, RowNumber, SlotCache
 
 _LITTLE = 0.12
-"""The largest share of refined pages of one level with which attention was measured to pay at 32,768 tokens."""
+"""The largest share of one level's pages that may be refined for attention to be faster than dense attention at 32,768
+tokens, as measured."""
 
 
 _LEAST_PIECE = 4
-"""Tokens of a page that are fetched from host memory in one piece."""
+"""Least number of tokens of a page that are fetched from host memory in one piece."""
 
 
 @register
@@ -171,7 +173,7 @@ class LuKA(Method):
         return self.weighs_mass
 
     def choose(self, cache: SlotCache, q: Tensor, scaling: float) -> ops.Choice:
-        """A cover; all keys while no row has a page yet."""
+        """A cover; or, while no row has a page, a choice of all keys."""
         tracks = self.weighs_mass or self.tracks_recent
         if not cache.plan.some("pages"):
             return ops.Choice(need_mass=tracks)
@@ -182,14 +184,14 @@ class LuKA(Method):
         return ops.Choice(cover=ops.Cover(tree, self.refinement, sums))
 
     def scored(self, tokens: Number, geometry: Geometry, dtype: torch.dtype) -> float | Tensor:
-        """Nothing beside the cover, which counts the summaries that it reads."""
+        """0: the cover itself counts the summaries that it reads."""
         return 0.0
 
     def learn(self, cache: SlotCache, choice: ops.Choice, attended: ops.Attended) -> None:
-        """Keep the running sums of attention up to date where no cover does.
+        """Update the running sums of attention after steps without a cover.
 
-        Dense steps measure the mass for ``compressor="attention"`` alone, whose summaries are means weighed by it;
-        where they do, the window of ``prior`` moves on, too.
+        Such dense steps measure the mass only for ``compressor="attention"``, whose summaries are means weighted by it.
+        When they measure it, the running average of ``prior`` is updated, too.
         """
         if choice.cover is not None or attended.mass is None:
             return
@@ -201,13 +203,13 @@ class LuKA(Method):
 
     @property
     def fetches(self) -> Fetches:  # type: ignore[override]
-        """Pieces of pages that begin where pages do, unless sinks would make them tiny."""
+        """Pages are fetched in pieces. Every page begins with a piece, unless the sinks would make the pieces tiny."""
         piece = math.gcd(self.sizes[0], self.sinks)
         piece = piece if piece >= min(_LEAST_PIECE, self.sizes[0]) else self.sizes[0]
         return Fetches(piece, functools.partial(self._most_fetched, piece))
 
     def _most_fetched(self, piece: int, length: int) -> int:
-        """For sinks and tail, or for the pages that are refined, whichever are more."""
+        """The largest number of pieces of a step: for sinks and tail, or for the refined pages, whichever are more."""
         size, pages = self.sizes[0], self.pages.most(length)
         of_page = size // piece + (self.sinks % piece > 0)
         raw = min(length, self.pages.most_raw)
@@ -215,8 +217,8 @@ class LuKA(Method):
 
     @property
     def sparse_from_tokens(self) -> int:  # type: ignore[override]
-        """More tokens on several levels, and where many pages are refined, which takes more launches, as does the
-        reference, which decodes with the options of the paper."""
+        """More tokens are needed with several levels, with many refined pages, and with options of the paper that only
+        the reference implements, because these steps take more launches."""
         few = isinstance(self.top_k, int) and self.top_k <= 8
         little = few or (isinstance(self.top_k, float) and self.top_k <= _LITTLE)
         kernels = (self.compressor, self.pool, self.mass, self.bias) == ("mean", "kv_head", "exact", "log")

@@ -6,6 +6,7 @@ from foveate.ops.attend.causal import attend_causal as attend_causal
 from foveate.ops.attend.causal import prompt_path as prompt_path
 from foveate.ops.attend.chosen import attend_tile_keys as attend_tile_keys
 from foveate.ops.attend.chosen import attend_tiles as attend_tiles
+from foveate.ops.attend.chosen import merge_means as merge_means
 from foveate.ops.attend.gather import gather_fields as gather_fields
 from foveate.ops.attend.gather import gather_pages as gather_pages
 from foveate.ops.attend.gather import gather_slots as gather_slots

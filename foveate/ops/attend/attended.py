@@ -6,18 +6,18 @@ from torch import Tensor
 
 
 class Attended(NamedTuple):
-    """What :func:`attend` and its relatives return; what was not asked for is None."""
+    """What :func:`attend` and its relatives return. A field that the caller did not ask for is None."""
 
     out: Tensor
     """``[B, Hq, Lq, Dv]``, in the dtype of q."""
     lse: Tensor | None = None
-    """``[B, Hq, Lq]`` fp32: log-sum-exp of the logits, scaled and capped; -inf where a query saw nothing (its output is
-    0)."""
+    """``[B, Hq, Lq]`` fp32: log-sum-exp of the logits, scaled and capped. A query that saw no key has -inf here, and
+    the output 0."""
     mass: Tensor | None = None
     """``[B, Hkv, Lk]`` fp32: softmax probability summed over the queries and over the heads of the group."""
 
     def into(self, out: Tensor | None) -> "Attended":
-        """These, with the output copied to ``out``; None: as they are."""
+        """The same result with its output copied to ``out``; with None the result itself."""
         return self if out is None else self._replace(out=out.copy_(self.out))
 
 

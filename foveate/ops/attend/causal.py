@@ -29,19 +29,21 @@ def attend_causal(
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
     No ``Lq x Lk`` tensor and no mask of that size exists. The fastest library that takes the queries, keys and values
-    attends (:mod:`foveate.ops.attend.library`); under a cap that no library takes a kernel of ours does. The reference
-    does everything else, and what autograd records but for the simplest case. Learned sinks take their share of the
-    result by the log-sum-exp. The output is the same to the last bit with and without the log-sum-exp.
+    computes the attention (:mod:`foveate.ops.attend.library`). Under a cap that no library takes, foveate's own kernel
+    does. The reference computes everything else; it also runs whenever autograd records, except in the simplest case,
+    which PyTorch's kernel takes. Learned sinks take their share of the result by the log-sum-exp. The output is the
+    same to the last bit with and without the log-sum-exp.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``; the rest is not read.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``. Keys from ``offset + Lq`` on are not
+            read.
         offset: number of keys before the first query's own.
         logits: see :func:`attend`.
 
     Raises:
-        ValueError: for fewer keys than that, a negative offset, queries that do not fit the keys, a KV in blocks or
-            with lengths, sinks of other heads, or a cap that is not a finite number above 0.
+        ValueError: for fewer than ``offset + Lq`` keys, a negative offset, queries that do not fit the keys, a KV in
+            blocks or with lengths, sinks of other heads, or a cap that is not a finite number above 0.
     """
     kv.check_queries(q, values=True)
     kv.check_unpaged()
@@ -64,7 +66,8 @@ def attend_causal(
 
 
 def prompt_path(heads: PromptHeads) -> str:
-    """What attends densely to prompts there: a library by its name, a kernel under a cap, or blocks in torch."""
+    """The code that computes dense prompt attention: a library by its name, a kernel under a cap, or blocks in
+    torch."""
     if found := library.in_use(heads):
         return found
     kernel = heads.softcap is not None and heads.device.type == "cuda" and runs_kernel("attend_capped")

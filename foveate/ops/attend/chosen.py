@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from foveate.ops import _math
-from foveate.ops.attend import tiles
+from foveate.ops.attend import means, tiles
 from foveate.ops.attend.attended import Attended
+from foveate.ops.compress import TileMeans, unchosen_means
 from foveate.ops.dispatch import dispatch
 from foveate.ops.kv import KV
+from foveate.ops.logits import Logits
 from foveate.ops.select import TileKeys, keys_of_bits
 
 attend_tiles = dispatch(tiles.attend_tiles, "foveate.ops.attend.tiles_kernel", tiles.check_tiles)
+merge_means = dispatch(means.merge_means, "foveate.ops.attend.means_kernel", means.check_merge)
 
 
 def attend_tile_keys(
@@ -25,38 +28,67 @@ def attend_tile_keys(
     *,
     tile: int,
     offset: int = 0,
-    **how: Any,
+    logits: Logits,
+    heads: Tensor | None = None,
+    with_means: bool = False,
+    need_lse: bool = False,
 ) -> Attended:
     """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order; kernels give the same bits.
 
     A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU.
 
     Args:
-        q, kv, tile, offset, how: as for :func:`attend_tiles`; ``how`` without ``starts``, ``counts`` and
-            ``out``.
+        q, kv, tile, offset, logits, heads, need_lse: as for :func:`attend_tiles`.
         chosen: of ``H`` heads, those of the keys and values, or one for all.
+        with_means: whether the keys before a tile that it has not chosen count as one: their mean, as often as there
+            are of them, see :func:`merge_means`.
 
     Raises:
         ValueError: as :func:`attend_tiles`, and when there are not as many selections as tiles.
     """
     kv.check_queries(q, values=True)
-    batch, heads, length = len(q), kv.k.shape[1], q.shape[2]
+    batch, num_kv_heads, length = len(q), kv.k.shape[1], q.shape[2]
     start, end = offset - offset % tile, offset + length
     number = len(chosen.places) - 1
     if number != -(-(end - start) // tile):
         raise ValueError(f"keys of {number} tiles do not fit {-(-(end - start) // tile)} tiles of queries")
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, kv.k, kv.v))
     out = q.new_empty(batch, length, q.shape[1], kv.v.shape[3]).transpose(1, 2)
-    room = _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES
+    of_tiles = _means(kv, chosen, tile, offset, heads) if with_means else None
+    room, lses = _math.GPU_SCORES_BYTES if q.is_cuda else _math.SCRATCH_BYTES, []
     for first, last in _pieces(chosen.places, room // (4 * batch * chosen.words.shape[1])):
         begins, starts = (x[first : last + 1] for x in (chosen.begins, chosen.starts))
-        found = keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
-        indices, counts = (x.expand(-1, heads, -1) for x in found)
+        lists = keys_of_bits(chosen.words, begins, starts, chosen.places[last] - chosen.places[first])
+        indices, counts = (x.expand(-1, num_kv_heads, -1) for x in lists)
         since, until = max(offset, start + first * tile), min(end, start + last * tile)
-        some = {"tile": tile, "offset": since, "starts": starts - starts[0], "counts": counts, **how}
+        how = {"tile": tile, "offset": since, "logits": logits}
         part = slice(since - offset, until - offset)
-        attend_tiles(q[:, :, part], kv, indices, out=out[:, :, part], **some)
-        del found, indices  # before those of the next tiles are there
-    return Attended(out)
+        some, into = q[:, :, part], None if recorded else out[:, :, part]
+        found = attend_tiles(
+            some,
+            kv,
+            indices,
+            **how,
+            starts=starts - starts[0],
+            counts=counts,
+            heads=heads,
+            out=into,
+            need_lse=need_lse or with_means,
+        )
+        del lists, indices  # before those of the next tiles are there
+        if of_tiles is not None:
+            own = TileMeans(*(x[:, :, first:last] for x in of_tiles))
+            found = merge_means(some, found.out, found.lse, own, **how, out=into)
+        if recorded:
+            out[:, :, part] = found.out
+        lses.append(found.lse)
+    return Attended(out, torch.cat(lses, 2) if need_lse else None)
+
+
+def _means(kv: KV, chosen: TileKeys, tile: int, offset: int, heads: Tensor | None) -> TileMeans:
+    """The means of the keys that tiles have not chosen; of a choice for all heads, each head's own."""
+    words = chosen.words.expand(-1, kv.k.shape[1], -1)
+    return unchosen_means(kv, words, chosen.begins, tile=tile, offset=offset, heads=heads)
 
 
 def _pieces(places: Sequence[int], room: int) -> list[tuple[int, int]]:

@@ -30,22 +30,22 @@ def attend(
     need_mass: bool = False,
     out: Tensor | None = None,
 ) -> Attended:
-    """Attention of every query over every given key that the mask and the lengths leave.
+    """Attention of every query over all keys that the mask and the lengths allow.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
         kv: ``k [B, Hkv, Lk, D]`` and ``v [B, Hkv, Lk, Dv]``, in one piece or in blocks, see :class:`~foveate.ops.KV`.
         logits: how logits are made, see :class:`~foveate.ops.Logits`.
-        mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may look. The keys of a False entry may
-            hold anything finite.
-        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass; without both, and without sinks or a
+        mask: bool, broadcastable to ``[B, Hkv, Lq, Lk]``; True where a query may read a key. A masked key may hold
+            anything finite.
+        need_lse, need_mass: whether to return the log-sum-exp and the pooled mass. Without both, and without sinks or a
             cap, the fastest library kernel runs.
-        out: contiguous ``[B, Hq, Lq, Dv]``, to which the output is written; None: to new memory.
+        out: contiguous ``[B, Hq, Lq, Dv]``, to which the output is written; None: new memory.
 
     Raises:
         ValueError: for queries that do not fit the keys, a KV without values, a mask that is not of bools, sinks of
-            other heads, or a cap that is not a finite number above 0. On the CPU also for a table that names no block
-            where a key is read; what a GPU reads there is not defined, for it does not wait to find out.
+            other heads, or a cap that is not a finite number above 0. On the CPU also for a block table that names no
+            block for a key that is read. A GPU does not wait for this check, and its result is then undefined.
     """
     (k, v), lengths = kv.in_one_piece(q), kv.lengths
     num_heads, length = q.shape[1:3]
@@ -97,20 +97,22 @@ def attend_indices(
     """Attention over gathered keys: only the selected keys are read.
 
     Args:
-        kv: see :func:`attend`; its lengths are not looked at, for indices name keys that are there.
+        kv: see :func:`attend`. Its lengths are ignored; the indices must name keys within them.
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
-        counts: int ``[B]`` or ``[B, Hkv]``: only the first so many places are looked at; None: all.
-        heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
-        whole: int ``[B]``: a row where it is not 0 reads its first so many keys instead of selected ones; None: no row
-            does. It excludes ``need_mass``.
+        counts: int ``[B]`` or ``[B, Hkv]``: number of places of a row that are used; later places are ignored. None:
+        all
+            places are used.
+        heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None: its own.
+        whole: int ``[B]``: a row with a number above 0 reads that many of its first keys instead of the selected keys.
+            None: every row reads its selected keys. It excludes ``need_mass``.
         logits, out: see :func:`attend`.
 
     Returns:
         With ``need_mass``, ``mass [B, Hkv, K]`` belongs to the places of ``indices``.
 
     Raises:
-        ValueError: as :func:`attend`, for indices of other shapes or not of integers, and on the CPU for an index that
-            is not that of a key.
+        ValueError: as :func:`attend`; for indices of other shapes or not of integers; and on the CPU for an index
+            outside the keys.
     """
     k, v = kv.in_one_piece(q)
     indices = indices if heads is None else indices.index_select(1, heads)
@@ -137,17 +139,19 @@ def attend_pages(
     """Attention over pages: page p is the keys ``p * page_size .. (p + 1) * page_size - 1`` that exist.
 
     Args:
-        kv: see :func:`attend`. Pages need not have the size of blocks. Keys of no page, and those after a row's
-            lengths, may hold anything.
-        pages: int ``[B, H, P]``, of the KV heads, or of the query heads, each of which then reads pages of its own; -1
-            marks an unused place. No page stands twice in a row.
-        counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
+        kv: see :func:`attend`. Pages need not have the size of blocks. Keys outside the given pages, and keys beyond a
+            row's length, may hold anything.
+        pages: int ``[B, H, P]``, where H counts the KV heads or the query heads. With query heads each one reads its
+        own
+            pages. -1 marks an unused place. A row has no page twice.
+        counts: int ``[B]``: number of places of a row that are used; later places are ignored. None: all places are
+            used.
         whole: see :func:`attend_indices`.
         logits, out: see :func:`attend`.
 
     Raises:
-        ValueError: as :func:`attend`, for a page size below 1, pages of neither kind of heads or not of integers, and
-            on the CPU for a page that is not there.
+        ValueError: as :func:`attend`; for a page size below 1, or pages with another number of heads or not of
+            integers; and on the CPU for a page that does not exist.
     """
     (k, v), lengths = kv.in_one_piece(q), kv.lengths
     num_kv_heads, number = k.shape[1:3]
@@ -167,7 +171,7 @@ def attend_pages(
 
 
 def check_attend(q, kv, *, logits, mask=None, out=None, **_):
-    """Raise for arguments of :func:`attend` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`attend`."""
     kv.check_queries(q, values=True)
     lengths, number = kv.lengths, kv.num_keys
     check_mask(mask, (len(q), kv.k.shape[1], q.shape[2], number))
@@ -183,7 +187,7 @@ def check_attend(q, kv, *, logits, mask=None, out=None, **_):
 
 
 def check_indices(q, kv, indices, *, logits, counts=None, heads=None, whole=None, need_mass=False, out=None, **_):
-    """Raise for arguments of :func:`attend_indices` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`attend_indices`."""
     kv.check_queries(q, values=True)
     kv_heads, number = kv.k.shape[1], kv.num_keys
     check_places("indices", indices, len(q), (kv_heads,), number)
@@ -198,7 +202,7 @@ def check_indices(q, kv, indices, *, logits, counts=None, heads=None, whole=None
 
 
 def check_pages(q, kv, pages, page_size, *, logits, counts=None, whole=None, out=None, **_):
-    """Raise for arguments of :func:`attend_pages` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`attend_pages`."""
     kv.check_queries(q, values=True)
     kv_heads, number, lengths = kv.k.shape[1], kv.num_keys, kv.lengths
     _check_whole(whole, len(q), number)
@@ -230,7 +234,7 @@ def _check_whole(whole: Tensor | None, batch: int, number: int, need_mass: bool 
 
 
 def _or_whole(found: Attended, q: Tensor, k: Tensor, v: Tensor, whole: Tensor | None, logits: Logits) -> Attended:
-    """What was found, but of rows that are ``whole`` the attention over their first keys."""
+    """``found``, in which rows with ``whole`` above 0 have the attention over that many of their first keys instead."""
     if whole is None:
         return found
     rows = (whole > 0)[:, None, None]

@@ -1,4 +1,4 @@
-"""Dense causal attention in blocks of queries: the reference of what libraries and kernels compute."""
+"""Dense causal attention in blocks of queries: the reference for libraries and kernels."""
 
 import torch
 from torch import Tensor
@@ -26,12 +26,13 @@ def attend_causal(
 
     Args:
         q: ``[B, Hq, Lq, D]``.
-        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``; the rest is not read.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``. Keys from ``offset + Lq`` on are not
+            read.
         offset: number of keys before the first query's own.
         logits: see :func:`attend`.
 
     Raises:
-        ValueError: for fewer keys than that, or a KV in blocks or with lengths.
+        ValueError: for fewer than ``offset + Lq`` keys, or a KV in blocks or with lengths.
     """
     kv.check_unpaged()
     k, v = kv.k, kv.v

@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def gather_slots(x: Tensor, indices: Tensor) -> Tensor:
-    """``x [B, Hkv, Lk, ...]`` at ``indices [B, Hkv, K]`` (negative ones read slot 0): ``[B, Hkv, K, ...]``."""
+    """``x [B, Hkv, Lk, ...]`` at ``indices [B, Hkv, K]``: ``[B, Hkv, K, ...]``. A negative index reads slot 0."""
     return gather_fields([x], indices)[0]
 
 
 def gather_fields(fields: Sequence[Tensor], indices: Tensor, *, complete: bool = False) -> list[Tensor]:
-    """:func:`gather_slots` of several tensors at the same slots; ``complete``: no index is negative."""
+    """:func:`gather_slots` of several tensors at the same slots. ``complete`` promises that no index is negative."""
     index, gathered = (indices if complete else indices.clamp_min(0)).long(), []
     rows_of: dict[int, Tensor] = {}  # of the buffers, by the distance of their heads
     for x in fields:
@@ -37,9 +37,9 @@ def gather_fields(fields: Sequence[Tensor], indices: Tensor, *, complete: bool =
 
 
 def gather_pages(x: Tensor, pages: Tensor, page_size: int, *, complete: bool = False) -> Tensor:
-    """Whole pages of ``x [B, Hkv, Lk, D]`` at ``pages [B, Hkv, P]`` (negative ones read page 0).
+    """Whole pages of ``x [B, Hkv, Lk, D]`` at ``pages [B, Hkv, P]``. A negative page number reads page 0.
 
-    ``complete``: no page is negative.
+    ``complete`` promises that no page number is negative.
 
     Returns:
         ``[B, Hkv, P * page_size, D]``.
@@ -55,7 +55,8 @@ def gather_pages(x: Tensor, pages: Tensor, page_size: int, *, complete: bool = F
 
 
 def page_slots(pages: Tensor, page_size: int, *, complete: bool = False) -> Tensor:
-    """Slots of each page: ``[..., P] -> [..., P, page_size]``, -1 where the page is -1; ``complete``: none is."""
+    """The slots of each page: ``[..., P] -> [..., P, page_size]``. A page of -1 has slots of -1; ``complete`` promises
+    that there is none."""
     slots = pages[..., None].long() * page_size + torch.arange(page_size, device=pages.device)
     return slots if complete else slots.masked_fill(pages[..., None] < 0, -1)
 
@@ -75,7 +76,8 @@ def _packed(x: Tensor) -> bool:
 
 
 def _begins(batch: int, num_kv_heads: int, per_head: int, device: torch.device) -> Tensor:
-    """:func:`_first_rows`; what a graph captures is its own, since a cache may drop what the graph still reads."""
+    """:func:`_first_rows`, cached. A CUDA graph gets a tensor of its own, because the cache may drop one it still
+    reads."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return (_first_rows.__wrapped__ if capturing else _first_rows)(batch, num_kv_heads, per_head, device)
 

@@ -1,8 +1,8 @@
-"""Dense causal attention by libraries: which are here, what each takes, how it is called, and whether it is right.
+"""Dense causal attention by libraries: which are installed, what each takes, how to call it, and whether it is right.
 
-The fastest one that takes the queries, keys and values attends: FlashAttention-3, cuDNN's, or PyTorch's own kernel. The
-first two are compared with the reference before they are used, once for every device, dtype, head dim and group. A
-warning says why a library that is installed is not used.
+The fastest library that takes the queries, keys and values computes the attention: FlashAttention-3, cuDNN's, or
+PyTorch's own kernel. The first two are compared with the reference before their first use, once for every device,
+dtype, head dim and group. A warning gives the reason if an installed library is not used.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from foveate.ops.logits import Logits
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST = 256
-"""Head dims beyond it no library takes."""
+"""The largest head dim that any library takes."""
 _OUT_TOLERANCE, _LSE_TOLERANCE, _CAPPED_TOLERANCE = 0.02, 1e-3, 1e-2
-"""Largest errors of a proof: of an output, relative to the largest number of its vector (bf16 rounds to 0.004); of a
-log-sum-exp; and of one of capped logits, for whose tanh GPUs have an approximation."""
+"""The largest errors that a proof accepts: of an output, relative to the largest number of its vector (bf16 rounds to
+0.004); of a log-sum-exp; and of a log-sum-exp of capped logits, for whose tanh GPUs use an approximation."""
 _PROBLEMS = ((77, 0), (130, 213), (1, 301))
-"""Queries of a proof, and the keys before them."""
+"""The problems of a proof: the number of queries, and the number of keys before them."""
 _CAP, _LOUDNESS, _UNUSED = 3.0, 2.0, 5
-"""Of a proof: the cap of logits, what queries are multiplied by, and keys of NaN after those in use."""
+"""Numbers of a proof: the cap of logits, the factor of the queries, and the number of NaN keys after the used keys."""
 
 
 class Library:
-    """One library. An instance holds nothing but what its class says."""
+    """One library. Its instances have no state."""
 
     name: ClassVar[str]
     trusted: ClassVar[bool] = False
-    """Whether it is used without a proof."""
+    """Whether the library is used without a proof."""
     least_work: ClassVar[int] = 0
-    """Queries times keys from which it is faster than the next library."""
+    """The number of queries times keys from which the library is faster than the next one."""
 
     def missing(self, device: torch.device) -> str:
         """Why the library does not run on a device; empty when it does."""
         raise NotImplementedError
 
     def limit(self, q: Tensor, k: Tensor, v: Tensor, offset: int, softcap: float | None) -> str:
-        """Why a library that runs does not take such queries, keys and values; empty when it does."""
+        """Why a library that runs on the device does not take these queries, keys and values; empty when it does."""
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
         """As :func:`foveate.ops.attend.dense.attend_causal` without sinks; ``Lk`` is ``offset + Lq``.
 
-        The output is the same to the last bit with and without the log-sum-exp, which may come without being asked for.
+        The output is the same to the last bit with and without the log-sum-exp. A library may return a log-sum-exp that
+        was not asked for.
         """
         raise NotImplementedError
 
@@ -92,7 +93,7 @@ class FlashAttention3(Library):
         return _limit(q, k, v)
 
     def _leaves_out_caps(self) -> bool:
-        """Whether the package was built without caps of logits, as far as its module of build flags knows."""
+        """Whether the package was built without caps of logits, according to its module of build flags."""
         try:
             flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
         except (ImportError, AttributeError, KeyError):
@@ -100,7 +101,7 @@ class FlashAttention3(Library):
         return bool(flags.get("FLASHATTENTION_DISABLE_SOFTCAP", False))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
-        """The last query sees the last key: that is the library's causal mask for fewer queries than keys, too."""
+        """The library's causal mask lets the last query see the last key, also with fewer queries than keys."""
         attend = importlib.import_module(self.module).flash_attn_with_kvcache
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         how = {"softmax_scale": logits.scaling, "softcap": logits.softcap or 0.0, "causal": True}
@@ -109,12 +110,12 @@ class FlashAttention3(Library):
 
 
 class CuDNN(Library):
-    """cuDNN's attention, by way of PyTorch."""
+    """cuDNN's attention, called through PyTorch."""
 
     name = "cuDNN"
     least_work = 1 << 26
-    """cuDNN makes a plan for each new pair of lengths, which takes tens of milliseconds. The layers of a model together
-    gain about as much from 8K tokens on."""
+    """cuDNN plans for each new pair of lengths, which takes tens of milliseconds. From 8K tokens on the layers of a
+    model together gain about as much."""
 
     def missing(self, device: torch.device) -> str:
         if not _on_gpu(device) or torch.version.hip:
@@ -134,7 +135,8 @@ class CuDNN(Library):
         return ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, offset: int, need_lse: bool) -> Attended:
-        """Its causal mask begins at the first key, so keys before the first query's own are attended to apart."""
+        """cuDNN's causal mask begins at the first key, so the keys before the first query's own key are a separate
+        call."""
 
         def part(keys: Tensor, values: Tensor, causal: bool) -> Attended:
             # always with the log-sum-exp: another plan might round in another order
@@ -146,7 +148,7 @@ class CuDNN(Library):
 
 
 class PyTorch(Library):
-    """PyTorch's own kernel: FlashAttention-2 on GPUs, and its like on CPUs."""
+    """PyTorch's own kernel: FlashAttention-2 on GPUs, and its counterpart on CPUs."""
 
     name = "PyTorch"
     trusted = True
@@ -179,14 +181,17 @@ class PyTorch(Library):
 
 FLASH_ATTENTION_3, CUDNN, PYTORCH = FlashAttention3(), CuDNN(), PyTorch()
 LIBRARIES: tuple[Library, ...] = (FLASH_ATTENTION_3, CUDNN, PYTORCH)
-"""The fastest first."""
+"""The libraries, the fastest first."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int, need_lse: bool) -> Attended | None:
-    """Dense causal attention by the fastest library that takes it; None where none does. Autograd records nothing.
+    """Dense causal attention by the fastest library that takes the arguments; None if no library does.
+
+    Autograd does not record it.
 
     Args:
-        k, v: ``[B, Hkv, offset + Lq, D]``.
+        q: ``[B, Hq, Lq, D]``.
+        k, v: ``[B, Hkv, offset + Lq, D(v)]``.
     """
     for library in LIBRARIES:
         if q.shape[2] * k.shape[2] < library.least_work or obstacle(library, q, k, v, offset, logits.softcap):
@@ -207,7 +212,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, offset: int, need
 
 
 def obstacle(library: Library, q: Tensor, k: Tensor, v: Tensor, offset: int = 0, softcap: float | None = None) -> str:
-    """Why a library does not attend; empty when it does, be it to longer prompts alone."""
+    """Why a library is never used for these arguments; empty when it is used, perhaps only for longer prompts."""
     if reason := library.missing(q.device) or library.limit(q, k, v, offset, softcap):
         return reason
     if library.trusted:
@@ -229,7 +234,8 @@ class PromptHeads(NamedTuple):
 
 
 def in_use(heads: PromptHeads) -> str:
-    """The library that attends densely, and the next one where it attends to long prompts alone; empty if none does."""
+    """The library that computes dense attention, and the next one if the first takes only long prompts; empty if none
+    does."""
     found = []
     for library in LIBRARIES:
         if not obstacle(library, *_sample(heads), softcap=heads.softcap):
@@ -240,12 +246,12 @@ def in_use(heads: PromptHeads) -> str:
 
 
 def dense_obstacles(heads: PromptHeads) -> dict[str, str]:
-    """Every library by its name, with the reason why it is not used there; empty where it may be."""
+    """For every library, by its name, the reason why it is not used for these heads; empty if it may be used."""
     return {library.name: obstacle(library, *_sample(heads), softcap=heads.softcap) for library in LIBRARIES}
 
 
 class _Kind(NamedTuple):
-    """What a library is proved for."""
+    """A case for which a library is proved."""
 
     device: torch.device
     dtype: torch.dtype
@@ -259,11 +265,11 @@ class _Kind(NamedTuple):
 
 
 _faults: dict[tuple[Library, _Kind], str] = {}
-"""What proofs have found."""
+"""The results of proofs, see :func:`_fault`."""
 
 
 def _fault(library: Library, kind: _Kind) -> str:
-    """What a library gets wrong, found out once; empty if it is right."""
+    """What a library computes wrongly, by a proof that runs once; empty if the library is right."""
     if (library, kind) not in _faults:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it cannot be proved while a CUDA graph is captured"
@@ -277,7 +283,7 @@ def _fault(library: Library, kind: _Kind) -> str:
 
 
 def _compared(library: Library, kind: _Kind) -> str:
-    """Where a library differs from the reference in fp32; empty if it does not. With the log-sum-exp and without."""
+    """Where a library differs from the fp32 reference, with and without the log-sum-exp; empty if it does not."""
     cap, compared = _CAP if kind.capped else None, 0
     for queries, offset in _PROBLEMS:
         q, k, v = _problem(kind, queries, offset)
@@ -307,7 +313,8 @@ def _compared(library: Library, kind: _Kind) -> str:
 
 
 def _problem(kind: _Kind, queries: int, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Two sequences of two KV heads; keys and values are laid out as in a cache with room for more, which is NaN."""
+    """Two sequences of two KV heads. Keys and values lie as in a cache with room for more tokens; that room holds
+    NaN."""
     generator = torch.Generator(kind.device).manual_seed(queries)
 
     def normal(heads: int, length: int) -> Tensor:
@@ -323,7 +330,7 @@ def _problem(kind: _Kind, queries: int, offset: int) -> tuple[Tensor, Tensor, Te
 
 
 def _sample(heads: PromptHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """A few queries, keys and values with such heads, to try a library with."""
+    """A few queries, keys and values with these heads, to try a library with."""
 
     def empty(number: int, dim: int) -> Tensor:
         return torch.empty(1, number, 8, dim, device=heads.device, dtype=heads.dtype)
@@ -332,7 +339,7 @@ def _sample(heads: PromptHeads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _parts(k: Tensor, v: Tensor, offset: int) -> list[tuple[Tensor, Tensor, bool]]:
-    """The keys and values before the queries' own, which all queries see, and their own, which are masked causally."""
+    """The keys and values before the queries' own, which all queries see, and the queries' own, under a causal mask."""
     own = (k[:, :, offset:], v[:, :, offset:], True)
     return [(k[:, :, :offset], v[:, :, :offset], False), own] if offset else [own]
 
@@ -342,7 +349,7 @@ def _merged(parts: list[Attended]) -> Attended:
 
 
 def _limit(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What the kernels of all three do not take on a GPU."""
+    """Why these arguments exceed the limits that all three libraries have on a GPU; empty if they do not."""
     dim = q.shape[-1]
     dtypes = {x.dtype for x in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= set(_HALF):
@@ -356,7 +363,7 @@ def _limit(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether vectors begin at multiples of 16 bytes, which the kernels assume unchecked."""
+    """Whether all vectors begin at multiples of 16 bytes. The kernels assume this without a check."""
     begins = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return begins and x.stride(-1) == 1
 

@@ -1,4 +1,4 @@
-"""Attention of the newest tokens of every row, which the cache holds already."""
+"""Attention of the newest tokens of every row. The cache already holds their keys and values."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from foveate.ops.logits import Logits
 
 
 def check_newest(q, kv, *, logits):
-    """Raise for arguments of :func:`attend_newest` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`attend_newest`."""
     check_attend(q, kv, logits=logits)
     lengths, number = kv.lengths, kv.num_keys
     if lengths is not None and lengths.dim() != 1:
@@ -27,22 +27,22 @@ def attend_newest(
     *,
     logits: Logits,
 ) -> Attended:
-    """Causal attention of the last n tokens of every row: the last one reads all keys, the one before it one less.
+    """Causal attention of the last n tokens of every row: the last token reads all keys, the token before it one less.
 
-    What verifies drafts in speculative decoding (Leviathan et al. 2023, arXiv:2211.17192).
+    It verifies drafts in speculative decoding (Leviathan et al. 2023, arXiv:2211.17192).
 
     Args:
         q: ``[B, Hq, n, D]``.
-        kv: see :func:`attend`, the keys and values of these tokens included. Its lengths, if there are any, are
-            ``[B]`` and at least n.
+        kv: see :func:`attend`. It includes the keys and values of these tokens. Its lengths, if it has any, are ``[B]``
+            and at least n.
         logits: see :func:`attend`.
 
     Returns:
         ``out [B, Hq, n, Dv]``.
 
     Raises:
-        ValueError: as :func:`attend`, for lengths of another shape, and for fewer keys than tokens (lengths on a GPU
-            are not looked at).
+        ValueError: as :func:`attend`; for lengths of another shape; and for fewer keys than tokens (the values of
+            lengths on a GPU are not checked).
     """
     (k, v), lengths = kv.in_one_piece(q), kv.lengths
     length, number = q.shape[2], k.shape[2]

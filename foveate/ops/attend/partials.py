@@ -18,7 +18,7 @@ def merge(parts: list[Attended]) -> Attended:
     Each part is weighted by ``exp(lse_part - lse)``; a part that saw nothing (``lse = -inf``) has weight 0.
 
     Raises:
-        ValueError: without parts, or for one without its log-sum-exp.
+        ValueError: for an empty list, or for a part without its log-sum-exp.
     """
     if not parts or any(part.lse is None for part in parts):
         raise ValueError("merge takes at least one part, each with its log-sum-exp (need_lse=True)")
@@ -29,7 +29,8 @@ def merge(parts: list[Attended]) -> Attended:
 
 
 def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
-    """Attention ``[B, Hq, Lq, Dv]`` with learned sinks ``[Hq]``: logits with a share of the softmax and no value.
+    """Attention ``[B, Hq, Lq, Dv]`` with learned sinks ``[Hq]``: logits that take a share of the softmax and have no
+    value.
 
     Raises:
         ValueError: for sinks of other heads.
@@ -44,9 +45,9 @@ def with_sinks(attended: Attended, sinks: Tensor | None) -> Attended:
 
 
 def _weighted(outs: Sequence[Tensor], weights: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum of outputs ``[B, Hq, Lq, Dv]``, each times its weights, fp32 ``[B, Hq, Lq]``: in the outputs' dtype.
+    """The weighted sum of outputs ``[B, Hq, Lq, Dv]`` with weights fp32 ``[B, Hq, Lq]``, in the outputs' dtype.
 
-    Products and sums in fp32 are there of a block of queries at a time, in bounded memory.
+    fp32 products and sums exist for one block of queries at a time, in bounded memory.
     """
     first_out = outs[0]
     length = first_out.shape[2]

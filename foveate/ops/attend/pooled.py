@@ -1,4 +1,4 @@
-"""Attention of one query a row over all keys, and how much each of them got of it."""
+"""Attention of one query a row over all keys, with the share of the attention that each key gets."""
 
 from torch import Tensor
 
@@ -18,9 +18,9 @@ def attend_pooled(
     pool: str = "kv_head",
     out: Tensor | None = None,
 ) -> Attended:
-    """Attention over all keys, with its log-sum-exp, and their scores as :func:`pooled_mass` has them.
+    """Attention over all keys, with its log-sum-exp and with scores of the keys as :func:`pooled_mass` computes them.
 
-    What Kascade's first layer does (Kascade, section 3.1), which reads all keys and chooses for others.
+    Kascade's first layer uses it (Kascade, section 3.1): the layer reads all keys and chooses keys for other layers.
 
     Args:
         q: ``[B, Hq, 1, D]``.
@@ -28,10 +28,11 @@ def attend_pooled(
         pooling, pool: see :func:`pooled_mass`.
 
     Returns:
-        ``out [B, Hq, 1, Dv]``, ``lse [B, Hq, 1]`` and ``mass``, fp32 ``[B, Hkv, N]``, ``[B, 1, N]`` of a whole layer.
+        ``out [B, Hq, 1, Dv]``, ``lse [B, Hq, 1]`` and ``mass``, fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` with
+        ``pool="layer"``.
 
     Raises:
-        ValueError: for a pooling or a pool that there is not.
+        ValueError: for an unknown ``pooling`` or ``pool``.
     """
     k, v = kv.in_one_piece(q)
     kv = KV(k, v, lengths=kv.lengths)

@@ -1,4 +1,4 @@
-"""Attention of queries that each read a range of keys of their own: the first ones, or those up to their own."""
+"""Attention of queries that each read their own range of keys: the first keys, or the keys up to the query's own."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
 _FEWEST = 256
-"""Queries of a block at least, where memory allows, over a window that is shorter."""
+"""Least number of queries of a block, where memory allows, when the window is shorter."""
 
 
 def attend_prefix(q: Tensor, kv: KV, counts: Tensor, *, scaling: float) -> Attended:
@@ -19,12 +19,11 @@ def attend_prefix(q: Tensor, kv: KV, counts: Tensor, *, scaling: float) -> Atten
     Args:
         q: ``[B, Hq, Lq, D]``.
         kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece.
-        counts: int ``[B, Lq]`` or ``[1, Lq]``: how many keys a query reads; what is below 0 is none, and what is beyond
-            Lk is all. A query without any gets 0, and -inf as its log-sum-exp.
+        counts: int ``[B, Lq]`` or ``[1, Lq]``: the number of keys that a query reads. A number below 0 counts as 0, and
+            one beyond Lk as Lk. A query that reads no key gets the output 0 and the log-sum-exp -inf.
 
     Raises:
-        ValueError: as :func:`attend`, for a KV in blocks or with lengths, and when the counts are not those of the
-            queries.
+        ValueError: as :func:`attend`; for a KV in blocks or with lengths; and for counts that do not fit the queries.
     """
     _check(q, kv, counts)
     length, keys = q.shape[2], torch.arange(kv.num_keys, device=q.device)
@@ -41,10 +40,11 @@ def attend_recent(q: Tensor, kv: KV, counts: Tensor, *, size: int, scaling: floa
     """Attention of every query over the keys up to its own, with the log-sum-exp, in blocks of queries.
 
     Args:
-        q: ``[B, Hq, Lq, D]``; the last keys are those of the queries.
+        q: ``[B, Hq, Lq, D]``. The last Lq keys are the queries' own keys.
         kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= Lq``.
-        counts: int ``[B, Lq]`` or ``[1, Lq]``: how many keys a query reads, its own included; what is below 0 is none.
-        size: the most that a query reads, whatever its count.
+        counts: int ``[B, Lq]`` or ``[1, Lq]``: the number of keys that a query reads, its own included. A number below
+            0 counts as 0.
+        size: an upper bound of the keys that a query reads, whatever its count.
 
     Raises:
         ValueError: as :func:`attend_prefix`, and when there are fewer keys than queries.

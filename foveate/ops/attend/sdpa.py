@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""PyTorch's own kernels. cuDNN's plans anew for every length, which in decode and for prompts of many lengths takes
-longer than the attention itself."""
+"""PyTorch's own kernels. cuDNN is left out: it plans anew for every length, which takes longer than the attention
+itself in decode steps and for prompts of many lengths."""
 
 
 def scaled_dot_product(

@@ -24,29 +24,30 @@ def attend_selected(
     offset: int = 0,
     sinks: Tensor | None = None,
 ) -> Attended:
-    """Attention of every query over the keys that are selected for it and over a window of others, with the
-    log-sum-exp.
+    """Attention of every query over its selected keys and over a window of recent keys, with the log-sum-exp.
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i is at position ``offset + i``.
-        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece; read once where they are one tensor.
-        indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` where KV heads have selections of their own, below Lk; -1
-            alone marks an unused place. A query without any key gets 0, and -inf as its log-sum-exp.
+        kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, from which keys are selected. If k and v are one tensor, it is
+            read once.
+        indices: int ``[B, Lq, K]``, or ``[B, Hkv, Lq, K]`` if each KV head has its own selection; below Lk. -1, and no
+            other negative number, marks an unused place. A query without any key gets the output 0 and the log-sum-exp
+            -inf.
         scaling: factor of the logits.
-        recent: ``k, v [B, Hkv, L, D(v)]`` in one piece: keys and values of all positions, of which a query sees the
-            last ``window`` up to its own; None without a window.
-        window: positions that a query sees, its own included; 0 for none.
-        offset: positions before the first query's.
-        sinks: ``[Hq]``: a logit for each head that takes its share of the softmax and has no value, or None.
+        recent: ``k, v [B, Hkv, L, D(v)]`` in one piece: keys and values of all positions. A query sees the last
+            ``window`` of them up to its own position. None: there is no window.
+        window: number of recent positions that a query sees, its own included; 0: none.
+        offset: number of positions before the first query.
+        sinks: ``[Hq]``: a logit for each head that takes its share of the softmax and has no value; None: no sinks.
 
     Returns:
         Output ``[B, Hq, Lq, Dv]`` in the dtype of q, and the log-sum-exp, fp32 ``[B, Hq, Lq]``, the sink's included.
 
     Raises:
-        ValueError: for a KV that does not fit the queries, or is in blocks or has lengths, when the selections have
-            other shapes than the queries or are not of integers, an index is not that of a key (on the CPU alone: on a
-            GPU, which does not wait for a check, the result is undefined), the window does not have the queries'
-            positions, or the sinks are of other heads.
+        ValueError: for a KV that does not fit the queries, is in blocks or has lengths; for selections of another shape
+            than the queries or not of integers; for a window that lacks the queries' positions; and for sinks of other
+            heads. On the CPU also for an index outside the keys; a GPU does not wait for this check, and its result is
+            then undefined.
     """
     indices = check(q, kv, indices, recent, window, offset, sinks)
     parts = [_attend(q, kv.k, kv.v, indices, scaling)]
@@ -59,9 +60,11 @@ def attend_selected(
 
 
 def check(q, kv, indices, recent, window, offset, sinks):
-    """The indices as ``[B, Hkv or 1, Lq, K]``, or None without any; raises ValueError for arguments of
-    :func:`attend_selected` that cannot be. What indices hold is looked at on the CPU alone: a GPU does not wait for
-    it."""
+    """Check the arguments of :func:`attend_selected`.
+
+    Returns the indices as ``[B, Hkv or 1, Lq, K]``, or None if there are none. Raises ValueError for invalid arguments.
+    The values of indices are checked on the CPU alone, because a GPU would have to wait.
+    """
     kv.check_queries(q, values=True)
     kv.check_unpaged()
     check_number("offset", offset, 0)
@@ -98,7 +101,7 @@ def _checked(indices: Tensor, batch: int, num_kv_heads: int, length: int, number
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Attended:
-    """Attention over the selected keys alone; ``indices [B, Hkv or 1, Lq, K]``."""
+    """Attention over the selected keys, without the window; ``indices [B, Hkv or 1, Lq, K]``."""
     if not k.shape[2]:
         return Attended(q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf")).float())
     batch, num_kv_heads = k.shape[:2]

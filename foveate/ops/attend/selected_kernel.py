@@ -1,4 +1,4 @@
-"""Attention of queries with selections of their own, and a window, in one launch: Triton kernel of
+"""Attention of queries that each have their own selection of keys, and a window, in one launch: Triton kernel of
 :func:`attend_selected`."""
 
 import importlib
@@ -49,7 +49,7 @@ def attend_selected(q, kv, indices, *, scaling, recent=None, window=0, offset=0,
 
     A program owns heads of one query that share a KV head, and walks over the selected keys and then over the window,
     with an online softmax (FlashAttention, Dao 2023, arXiv:2307.08691). Where values are keys, a key is read once. With
-    few queries the keys are split among programs, and a second launch merges what they have found. Repeats are equal
+    few queries the keys are split among programs, and a second launch merges the programs' outputs. Repeats are equal
     bit for bit, and fp32 is multiplied in full precision. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     indices = check(q, kv, indices, recent, window, offset, sinks)
@@ -127,14 +127,25 @@ def _attend_selected(
     SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [splits * B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [splits * B, Hq, Lq]``, contiguous;
-    ``scale`` includes log2(e).
+    """Attention of one query over one split of its selected keys and its window.
 
-    A program owns the heads of a group that fit a block, at one query, and one split of its keys, which it walks once
-    with an online softmax in fp32. Blocks of keys are counted over the selection, ``[B, Hkv or 1, Lq, K]``, and then
-    over the window. A split has ``per_row`` of them. A head's dimensions are multiplied as a power of two and what is
-    left.
+    A program owns up to ``BLOCK_M`` heads of a GQA group at one query, and one split of their keys. It writes its rows
+    of ``out [splits * B, Hq, Lq, Dv]``, whose last stride is 1, and of ``lse [splits * B, Hq, Lq]``, contiguous and
+    natural.
+
+    The program counts blocks of keys first over the selection ``index [B, Hkv or 1, Lq, K]``, -1 for none, and then
+    over the window, from its oldest key to the query's own. It reads ``each`` of these blocks once, in ascending order,
+    with an online softmax in fp32. With ``SHARED`` values are the first dimensions of their keys and are not read
+    again.
+
+    A head's dimensions are multiplied in two parts: the largest power of two in the head dim (``BLOCK_D``), and the
+    remaining ``BLOCK_REST`` dimensions, padded; 576 dimensions are 512 and 64, where padding to 1024 would nearly
+    double the work. ``scale`` includes log2(e), so logits are to the base 2.
+
+    Shapes: M = BLOCK_M heads, N = BLOCK_N keys, D = BLOCK_D dimensions, R = BLOCK_REST remaining dimensions, DV =
+    BLOCK_DV dimensions of values.
     """
+    # 1. Unpack the strides, and find the query, heads, row and split that the program owns.
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
@@ -145,20 +156,21 @@ def _attend_selected(
     query, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, head = (tl.program_id(1) // num_kv_heads).to(tl.int64), (tl.program_id(1) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist = member < group
-    heads = head * group + tl.where(exist, member, 0)
-    places, dims, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    exist = member < group  # [M]
+    heads = head * group + tl.where(exist, member, 0)  # [M]
+    places, dims, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)  # [N], [D], [DV]
 
+    # 2. Load the queries, and move the pointers to the row and the KV head.
     q_ptr += batch * q_stride_b + query.to(tl.int64) * q_stride_l
-    q_mask = exist[:, None]
+    q_mask = exist[:, None]  # [M, 1]
     if BLOCK_D > DIM:
-        q_mask = q_mask & (dims < DIM)[None, :]
-    q = tl.load(q_ptr + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d, mask=q_mask, other=0.0)
+        q_mask = q_mask & (dims < DIM)[None, :]  # [M, D]
+    q = tl.load(q_ptr + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d, mask=q_mask, other=0.0)  # [M, D]
     if BLOCK_REST:
-        more = BLOCK_D + tl.arange(0, BLOCK_REST)
-        q_tile = heads[:, None] * q_stride_h + more[None, :] * q_stride_d
-        q_more = tl.load(q_ptr + q_tile, mask=exist[:, None] & (more < DIM)[None, :], other=0.0)
+        more = BLOCK_D + tl.arange(0, BLOCK_REST)  # [R]
+        q_tile = heads[:, None] * q_stride_h + more[None, :] * q_stride_d  # [M, R]
+        q_more = tl.load(q_ptr + q_tile, mask=exist[:, None] & (more < DIM)[None, :], other=0.0)  # [M, R]
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     recent_k_ptr += batch * recent_k_stride_b + head * recent_k_stride_h
@@ -166,59 +178,66 @@ def _attend_selected(
     index_ptr += batch * index_stride_b + head * index_stride_h + query.to(tl.int64) * index_stride_l
     oldest = offset + query + 1 - window
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # 3. Start the online softmax.
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)  # [M]
+    weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
+    # 4. Read the blocks of keys, of the selection and then of the window.
     of_selection = tl.cdiv(selected, BLOCK_N)
     end = tl.minimum((split + 1) * each, of_selection + tl.cdiv(window, BLOCK_N))
     for block in tl.range(split * each, end):
+        # 4a. Find the slots of the keys. A block lies either in the selection or in the window.
         chosen = block < of_selection
-        place = block * BLOCK_N + places
-        keys = tl.load(index_ptr + place * index_stride_k, mask=place < selected, other=-1)
-        place = tl.where(chosen, 0, place - of_selection * BLOCK_N)
-        keys = tl.where(chosen, keys, tl.where(place < window, oldest + place, -1).to(keys.dtype))
-        stored = keys >= 0
-        slots = tl.where(stored, keys, 0).to(tl.int64)
+        place = block * BLOCK_N + places  # [N]
+        keys = tl.load(index_ptr + place * index_stride_k, mask=place < selected, other=-1)  # [N]
+        place = tl.where(chosen, 0, place - of_selection * BLOCK_N)  # [N]
+        keys = tl.where(chosen, keys, tl.where(place < window, oldest + place, -1).to(keys.dtype))  # [N]
+        stored = keys >= 0  # [N]
+        slots = tl.where(stored, keys, 0).to(tl.int64)  # [N]
 
+        # 4b. Load the keys and compute the logits.
         k_base, k_step = tl.where(chosen, k_ptr, recent_k_ptr), tl.where(chosen, k_stride_l, recent_k_stride_l)
-        k_rows = k_base + (slots * k_step)[:, None]
+        k_rows = k_base + (slots * k_step)[:, None]  # [N, 1]
         k_along = tl.where(chosen, k_stride_d, recent_k_stride_d)
-        k_mask = stored[:, None]
+        k_mask = stored[:, None]  # [N, 1]
         if BLOCK_D > DIM:
-            k_mask = k_mask & (dims < DIM)[None, :]
-        k = tl.load(k_rows + dims[None, :] * k_along, mask=k_mask, other=0.0)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+            k_mask = k_mask & (dims < DIM)[None, :]  # [N, D]
+        k = tl.load(k_rows + dims[None, :] * k_along, mask=k_mask, other=0.0)  # [N, D]
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         if BLOCK_REST:
-            k_mask = stored[:, None] & (more < DIM)[None, :]
-            k_more = tl.load(k_rows + more[None, :] * k_along, mask=k_mask, other=0.0)
-            logits = tl.dot(q_more, tl.trans(k_more), logits, input_precision="ieee")
-        logits = tl.where(stored[None, :], logits * scale, float("-inf"))
-        top, p, fade = exponentials(logits, top)
+            k_mask = stored[:, None] & (more < DIM)[None, :]  # [N, R]
+            k_more = tl.load(k_rows + more[None, :] * k_along, mask=k_mask, other=0.0)  # [N, R]
+            logits = tl.dot(q_more, tl.trans(k_more), logits, input_precision="ieee")  # [M, N]
+        logits = tl.where(stored[None, :], logits * scale, float("-inf"))  # [M, N]
+        # 4c. Rescale the running softmax, load the values unless they are keys, and add them.
+        top, p, fade = exponentials(logits, top)  # [M], [M, N], [M]
         if SHARED:
-            v = k
+            v = k  # [N, DV]
         else:
             v_base, v_step = tl.where(chosen, v_ptr, recent_v_ptr), tl.where(chosen, v_stride_l, recent_v_stride_l)
             v_along = tl.where(chosen, v_stride_d, recent_v_stride_d)
-            v_tile = (slots * v_step)[:, None] + value_dims[None, :] * v_along
-            v_mask = stored[:, None]
+            v_tile = (slots * v_step)[:, None] + value_dims[None, :] * v_along  # [N, DV]
+            v_mask = stored[:, None]  # [N, 1]
             if BLOCK_DV > VALUE_DIM:
-                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
-            v = tl.load(v_base + v_tile, mask=v_mask, other=0.0)
-        weight, out = accumulate(p, v, fade, weight, out)
+                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]  # [N, DV]
+            v = tl.load(v_base + v_tile, mask=v_mask, other=0.0)  # [N, DV]
+        weight, out = accumulate(p, v, fade, weight, out)  # [M], [M, DV]
 
+    # 5. Add the attention sinks, each a logit without a value.
     if sink_ptr is not None:
-        sink = tl.load(sink_ptr + heads * sink_stride).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        fade = tl.exp2(top - higher)
-        out = out * fade[:, None]
-        weight = weight * fade + tl.exp2(sink - higher)
-        top = higher
-    out, lse = normalised(weight, out), log_sum_exp(top, weight, NATURAL=True)
+        sink = tl.load(sink_ptr + heads * sink_stride).to(tl.float32) * LOG2E  # [M]
+        higher = tl.maximum(top, sink)  # [M]
+        fade = tl.exp2(top - higher)  # [M]
+        out = out * fade[:, None]  # [M, DV]
+        weight = weight * fade + tl.exp2(sink - higher)  # [M]
+        top = higher  # [M]
+    # 6. Normalise and store.
+    out, lse = normalised(weight, out), log_sum_exp(top, weight, NATURAL=True)  # [M, DV], [M]
     row = split * batches + batch
     out_ptr += row * out_stride_b + query.to(tl.int64) * out_stride_l
-    out_mask = exist[:, None]
+    out_mask = exist[:, None]  # [M, 1]
     if BLOCK_DV > VALUE_DIM:
-        out_mask = out_mask & (value_dims < VALUE_DIM)[None, :]
+        out_mask = out_mask & (value_dims < VALUE_DIM)[None, :]  # [M, DV]
     tl.store(
         out_ptr + heads[:, None] * out_stride_h + value_dims[None, :],
         out.to(out_ptr.dtype.element_ty),

@@ -24,6 +24,7 @@ def attend_tiles(
     counts: Tensor,
     heads: Tensor | None = None,
     out: Tensor | None = None,
+    need_lse: bool = False,
 ) -> Attended:
     """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
 
@@ -40,6 +41,7 @@ def attend_tiles(
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         logits: see :func:`attend`.
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
+        need_lse: whether the log-sum-exp is returned; sinks count in it.
 
     Raises:
         ValueError: as :func:`attend`, and when there are fewer keys than that, not as many selections as tiles, or
@@ -56,7 +58,7 @@ def attend_tiles(
     future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1).repeat(width // tile, 1)
     seen = tile + int(starts.diff().max())
     step = block_length(4 * batch * num_kv_heads * seen * (width + k.shape[3] + v.shape[3]), tiles)
-    outs = []
+    outs, lses = [], []
     for first in range(0, tiles, step):
         chosen = side_by_side(indices, starts[first : first + step + 1], counts[:, :, first : first + step])
         chosen = chosen if heads is None else chosen.index_select(1, heads)
@@ -74,14 +76,22 @@ def attend_tiles(
         of_sinks = scores.new_empty(*scores.shape[:-1], 0)
         if logits.sinks is not None:
             of_sinks = rows_of_heads(logits.sinks, num_kv_heads, tile)[:, :, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, of_sinks], -1).softmax(-1)[..., : scores.shape[-1]]
+        everything = torch.cat([scores, of_sinks], -1)
+        if need_lse:
+            lses.append(everything.logsumexp(-1))
+        weights = everything.softmax(-1)[..., : scores.shape[-1]]
         outs.append(matmul_fp32(weights.to(values.dtype), values).to(q.dtype))
-    found = torch.cat(outs, 2).unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    found = found[:, :, lead : lead + q.shape[2]]
-    return Attended(found if out is None else out.copy_(found))
+    given = slice(lead, lead + q.shape[2])
+    found, lse = (rows_to_queries(torch.cat(x, 2), tile)[:, :, given] if x else None for x in (outs, lses))
+    return Attended(found if out is None else out.copy_(found), lse)
 
 
-def check_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None):
+def rows_to_queries(x: Tensor, tile: int) -> Tensor:
+    """Of the rows of tiles, ``[B, Hkv, T, G * tile, ...]``, those of all heads: ``[B, Hq, T * tile, ...]``."""
+    return x.unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def check_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, need_lse=False):
     """Raise for arguments of :func:`attend_tiles` that cannot be."""
     kv.check_queries(q, values=True)
     if kv.lengths is not None:

@@ -57,10 +57,11 @@ def fits(q: Tensor, k: Tensor, v: Tensor, *, tile: int, scaling: float) -> bool:
     )
 
 
-def attend_tiles(q, k, v, indices, starts, counts, out, *, tile, logits, offset, heads):
+def attend_tiles(q, k, v, indices, starts, counts, out, lse, *, tile, logits, offset, heads):
     """See :func:`foveate.ops.attend.tiles.attend_tiles`; only where :func:`fits`.
 
     Repeats are equal bit for bit. ``starts`` and ``counts`` are contiguous. ``out``: what the output is written to.
+    ``lse``: fp32 ``[B, Hq, Lq]``, contiguous, what the log-sum-exp is written to; None: it is not computed.
     """
     batch, num_heads, length, dim = q.shape
     num_kv_heads = k.shape[1]
@@ -70,14 +71,14 @@ def attend_tiles(q, k, v, indices, starts, counts, out, *, tile, logits, offset,
     block_d = next(width for width in _RINGS if dim <= width)
     keys, stages = _RINGS[block_d]
     _attend_tiles_on_hopper[(min(items, multiprocessors(q.device)),)](
-        q, k, v, indices, starts, counts, heads, logits.sinks, out,
+        q, k, v, indices, starts, counts, heads, logits.sinks, out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *indices.stride(), *out.stride()[:3],
         0 if logits.sinks is None else logits.sinks.stride(0),
         items, num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * _LOG2E.value,
-        MAPPED=heads is not None, SINKS=logits.sinks is not None, SIZES=(ROWS, dim, block_d, keys, stages, _AT_ONCE),
-        REGISTERS=_REGISTERS[block_d], num_warps=4,
+        MAPPED=heads is not None, SINKS=logits.sinks is not None, LSE=lse is not None,
+        SIZES=(ROWS, dim, block_d, keys, stages, _AT_ONCE), REGISTERS=_REGISTERS[block_d], num_warps=4,
     )  # fmt: skip
-    return Attended(out)
+    return Attended(out, lse)
 
 
 @gluon.jit
@@ -126,11 +127,11 @@ def _step(
 
 @gluon.jit
 def _attend(
-    count_ptr, heads_ptr, sink_ptr, out_ptr,
+    count_ptr, heads_ptr, sink_ptr, out_ptr, lse_ptr,
     out_stride_b, out_stride_h, out_stride_l, sink_stride,
     items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles, k_tiles, v_tiles, q_full, q_empty,
     k_full, k_empty, v_full, v_empty,
-    WHICH: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, SIZES: gl.constexpr,
+    WHICH: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """Attention of half of the rows. Only blocks that hold keys of the tile itself hide some."""
     ROWS: gl.constexpr = SIZES[0]
@@ -205,9 +206,17 @@ def _attend(
             sink = gl.load(sink_ptr + member * sink_stride).to(gl.float32) * _LOG2E
             higher = gl.maximum(top, sink)
             fade = gl.exp2(top - higher)
-            share = fade / (weight * fade + gl.exp2(sink - higher))
+            weight = weight * fade + gl.exp2(sink - higher)
+            share = fade / weight
+            top = higher
         else:
             share = 1 / weight
+        if LSE:
+            in_tile = part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)
+            query = start - offset + in_tile % tile
+            exist = (in_tile < group * tile) & (query >= 0) & (query < length)
+            lse_row = (batch * num_kv_heads + head) * group + in_tile // tile
+            gl.store(lse_ptr + lse_row * length + query, (top + gl.log2(weight)) / _LOG2E, mask=exist)
         out = out * gl.convert_layout(share, OF_ROW)[:, None]
         out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), STORED)
         in_tile = part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
@@ -230,13 +239,14 @@ def _four_together(dim):
 
 @gluon.jit(do_not_specialize=["items", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles_on_hopper(
-    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, out_ptr, lse_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     index_stride_b, index_stride_h, index_stride_k, out_stride_b, out_stride_h, out_stride_l, sink_stride,
     items, num_kv_heads, group, tile, tiles, parts, length, offset, scale,
-    MAPPED: gl.constexpr, SINKS: gl.constexpr, SIZES: gl.constexpr, REGISTERS: gl.constexpr,
+    MAPPED: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, SIZES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1; ``scale`` includes log2(e).
+    """Writes ``out [B, Hq, Lq, D]``, whose last stride is 1, and with ``LSE`` also ``lse [B, Hq, Lq]``, contiguous;
+    ``scale`` includes log2(e).
 
     A program takes every so many-th of the items: parts of tiles, of 128 rows. Row r of a tile is query ``r % tile`` of
     the group's head ``r // tile``. ``SIZES``: rows of a warpgroup, head dim, the power of two that holds it, keys of a
@@ -267,14 +277,14 @@ def _attend_tiles_on_hopper(
         mbarrier.init(v_empty.index(stage), count=2)
     # fmt: off
     gl.warp_specialize([
-        (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_l, sink_stride,
-                   items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles,
-                   v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   0, MAPPED, SINKS, SIZES)),
-        (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_l, sink_stride,
-                   items, num_kv_heads, group, tile, tiles, parts, length, offset, scale, q_tiles.index(0), k_tiles,
-                   v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   1, MAPPED, SINKS, SIZES)),
+        (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, lse_ptr, out_stride_b, out_stride_h, out_stride_l,
+                   sink_stride, items, num_kv_heads, group, tile, tiles, parts, length, offset, scale,
+                   q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   0, MAPPED, SINKS, LSE, SIZES)),
+        (_attend, (count_ptr, heads_ptr, sink_ptr, out_ptr, lse_ptr, out_stride_b, out_stride_h, out_stride_l,
+                   sink_stride, items, num_kv_heads, group, tile, tiles, parts, length, offset, scale,
+                   q_tiles.index(0), k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   1, MAPPED, SINKS, LSE, SIZES)),
         (gather, (q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, q_stride_b, q_stride_h, q_stride_l,
                    k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l, index_stride_b,
                    index_stride_h, index_stride_k, items, num_kv_heads, group, tile, tiles, parts, length, offset,

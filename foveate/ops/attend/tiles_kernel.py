@@ -10,7 +10,7 @@ from foveate.ops.attend.attended import Attended
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import FLOATS, arguments, block_size
 from foveate.ops.gpu.softcap import capped, constant
-from foveate.ops.gpu.softmax import LOG2E, LOWEST
+from foveate.ops.gpu.softmax import LOG2E, LOWEST, log_sum_exp
 from foveate.ops.gpu.tiles import Tile, tile_of_width
 
 _TILES = {
@@ -36,7 +36,7 @@ def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m > 32 else 4)
 
 
-def attend_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None):
+def attend_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, need_lse=False):
     """See :func:`foveate.ops.attend.tiles.attend_tiles`.
 
     A program owns queries of one tile, those of all heads of a group side by side, and walks over the keys chosen for
@@ -54,34 +54,36 @@ def attend_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, head
     tiles = triton.cdiv(lead + length, tile)
     starts, counts = starts.contiguous(), counts.contiguous()
     out = q.new_empty(batch, length, num_heads, value_dim).transpose(1, 2) if out is None else out
+    lse = q.new_empty(batch, num_heads, length, dtype=torch.float32) if need_lse else None
     own = _HOPPER and logits.softcap is None and block_table is None and q.is_cuda
     if own and torch.cuda.get_device_capability(q.device) == (9, 0):
         hopper = importlib.import_module("foveate.ops.attend.tiles_hopper_kernel")
         if hopper.fits(q, k, v, tile=tile, scaling=logits.scaling):
             own = {"tile": tile, "logits": logits, "offset": offset, "heads": heads}
-            return hopper.attend_tiles(q, k, v, indices, starts, counts, out, **own)
+            return hopper.attend_tiles(q, k, v, indices, starts, counts, out, lse, **own)
     block = tile_for(q.dtype, max(dim, value_dim), group * tile)
     parts = triton.cdiv(group * tile, block.block_m)
     _attend_tiles[tiles * parts, batch * num_kv_heads](
-        q, k, v, indices, starts, counts, heads, logits.sinks, *arguments(block_table), out,
+        q, k, v, indices, starts, counts, heads, logits.sinks, *arguments(block_table), out, lse,
         q.stride(), k.stride(), v.stride(), indices.stride(), out.stride()[:3],
         0 if logits.sinks is None else logits.sinks.stride(0),
         num_kv_heads, group, tile, tiles, parts, length, offset, logits.scaling * LOG2E.value,
         BLOCK_SIZE=block_size(block_table, k), SOFTCAP=constant(logits.softcap),
         **block.sizes(dim, value_dim) | block.options,
     )  # fmt: skip
-    return Attended(out)
+    return Attended(out, lse)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads", "group", "tile", "tiles", "parts", "length", "offset"])
 def _attend_tiles(
     q_ptr, k_ptr, v_ptr, index_ptr, start_ptr, count_ptr, heads_ptr, sink_ptr, table_ptr, table_stride, out_ptr,
-    q_strides, k_strides, v_strides, index_strides, out_strides, sink_stride,
+    lse_ptr, q_strides, k_strides, v_strides, index_strides, out_strides, sink_stride,
     num_kv_heads, group, tile, tiles, parts, length, offset, scale,
     BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1; ``scale`` includes log2(e).
+    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous, if there is any;
+    ``scale`` includes log2(e).
 
     A program owns ``BLOCK_M`` rows of one tile and KV head. It reads the keys that the tile chose and then the tile's
     own, of which alone some are hidden, with an online softmax in fp32. Row r of a tile is query ``r % tile`` of the
@@ -155,6 +157,9 @@ def _attend_tiles(
             weight = weight * fade + tl.sum(p, 1)
             top = higher
 
+    if lse_ptr is not None:
+        lse_row = (batch * num_kv_heads + head) * group + member  # [BLOCK_M]
+        tl.store(lse_ptr + lse_row * length + query, log_sum_exp(top, weight, NATURAL=True), mask=exist)
     out = out / tl.where(weight == 0, 1.0, weight)[:, None]
     out_ptr += batch * out_stride_b + head * group * out_stride_h
     out_tile = (member * out_stride_h + query * out_stride_l)[:, None] + value_dims[None, :]

@@ -1,4 +1,4 @@
-"""Causal attention over a sliding window and the first keys, and under a cap over all of them."""
+"""Causal attention over a sliding window and the first keys; and over all keys, under a cap of the logits."""
 
 import torch
 from torch import Tensor
@@ -26,15 +26,15 @@ def attend_window(
     Args:
         q: ``[B, Hq, Lq, D]``.
         kv: ``k, v [B, Hkv, Lk, D(v)]`` in one piece, with ``Lk >= offset + Lq``.
-        lower: int64 ``[Lq]`` on the device of q, non-decreasing: query i sees the keys ``lower[i] .. offset + i``, and
-            those of the first ``sinks`` that are not after its own. One that sees nothing gets 0.
+        lower: int64 ``[Lq]`` on the device of q, non-decreasing. Query i sees the keys ``lower[i] .. offset + i``, and
+            the first ``sinks`` keys up to its own key. A query that sees no key gets the output 0.
         sinks: number of keys at the beginning that every query sees.
         offset: number of keys before the first query's own.
         logits: see :func:`attend`.
 
     Raises:
-        ValueError: as :func:`attend`, for fewer keys than that, a KV in blocks or with lengths, and for negative
-            ``sinks`` or ``offset``.
+        ValueError: as :func:`attend`; for fewer than ``offset + Lq`` keys; for a KV in blocks or with lengths; and for
+            negative ``sinks`` or ``offset``.
     """
     k, v = kv.k, kv.v
     length = q.shape[2]
@@ -59,7 +59,7 @@ def attend_window(
 
 
 def check_window(q, kv, *, logits, lower, sinks=0, offset=0):
-    """Raise for arguments of :func:`attend_window` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`attend_window`."""
     kv.check_queries(q, values=True)
     kv.check_unpaged()
     check_own_keys(kv.num_keys, q.shape[2], offset)

@@ -34,9 +34,9 @@ def tile_for(dtype: torch.dtype, dim: int) -> Tile:
 def attend_window(q, kv, *, logits, lower, sinks=0, offset=0):
     """See :func:`foveate.ops.attend.window.attend_window`.
 
-    A program owns a block of queries of one head and walks over the keys that any of them sees, with an online softmax
-    (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full precision.
-    The output is laid out as ``[B, Lq, Hq, Dv]``.
+    A program owns a block of queries of one head and walks over the keys that any of these queries sees, with an online
+    softmax (FlashAttention, Dao 2023, arXiv:2307.08691): repeats are equal bit for bit. fp32 is multiplied in full
+    precision. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     return _windowed(q, kv, logits, lower, sinks, offset, need_lse=False)
 
@@ -75,74 +75,88 @@ def _attend_window(
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``out [B, Hq, Lq, Dv]``, whose last stride is 1, and ``lse [B, Hq, Lq]``, contiguous, if there is any;
-    ``scale`` includes log2(e).
+    """Attention of one block of queries over the sinks and the moving window.
 
-    A program owns ``BLOCK_M`` queries of one head. It reads the blocks of keys that need a mask, at both ends, and then
-    those between, each once, with an online softmax in fp32. The keys of the block are the sinks and all from the first
-    query's ``lower`` to the last query's own. They are counted by ``place``: the sinks first, and ``gap`` keys, which
-    no query sees, are left out after them.
+    A program owns ``BLOCK_M`` consecutive queries of one head. It writes their rows of ``out [B, Hq, Lq, Dv]``, whose
+    last stride is 1, and of ``lse [B, Hq, Lq]``, contiguous, natural, unless that is None.
+
+    It reads each key once: first the blocks that need a mask, at both ends, and then the blocks between them, with an
+    online softmax in fp32. The program's keys are the sinks and all keys from the first query's ``lower`` to the last
+    query's own. The program counts these keys by ``place``: the sinks come first, and after them it skips ``gap`` keys,
+    which no query sees.
+
+    ``scale`` includes log2(e), so logits are to the base 2. ``SOFTCAP`` 0 means no cap.
+
+    Shapes: M = BLOCK_M queries, N = BLOCK_N keys, D = BLOCK_D dimensions of keys, DV = BLOCK_DV dimensions of values.
     """
     q_stride_b, q_stride_h, q_stride_l, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     v_stride_b, v_stride_h, v_stride_l, v_stride_d = v_strides
     out_stride_b, out_stride_h, out_stride_l = out_strides
+    # 1. Find the head and the block of queries that the program owns.
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK_M
     batch, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     last = tl.minimum(first + BLOCK_M, length) - 1
-    queries, places = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    exist, own, end = queries < length, offset + queries, offset + last + 1
+    queries, places = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # [M], [N]
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)  # [D], [DV]
+    exist, own, end = queries < length, offset + queries, offset + last + 1  # [M], [M], scalar
 
-    lower = tl.load(lower_ptr + queries * lower_stride, mask=exist, other=0)
-    lower = tl.minimum(tl.maximum(lower, 0), end).to(tl.int32)
+    # 2. Find the keys that any query of the block sees.
+    lower = tl.load(lower_ptr + queries * lower_stride, mask=exist, other=0)  # [M]
+    lower = tl.minimum(tl.maximum(lower, 0), end).to(tl.int32)  # [M]
     lowest, highest = tl.min(tl.where(exist, lower, end)), tl.max(lower)
 
+    # 3. Classify the blocks of places: the first ``ragged`` blocks have keys that some query no longer sees, the blocks
+    # from ``diagonal`` on have keys that some query does not yet see, and all queries see the blocks between.
     gap = tl.maximum(lowest - sinks, 0)
     total = end - gap
-    # blocks of places: some that not every query sees (``ragged``), those that all see, those on the diagonal
     blocks = tl.cdiv(total, BLOCK_N)
     ragged = tl.minimum(tl.cdiv(tl.where(highest > sinks, highest - gap, 0), BLOCK_N), blocks)
     diagonal = tl.maximum((offset + first + 1 - gap) // BLOCK_N, ragged)
 
+    # 4. Load the queries.
     q_ptr += batch * q_stride_b + head * q_stride_h + first.to(tl.int64) * q_stride_l
-    q_tile = tl.arange(0, BLOCK_M)[:, None] * q_stride_l + dims[None, :] * q_stride_d
-    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+    q_tile = tl.arange(0, BLOCK_M)[:, None] * q_stride_l + dims[None, :] * q_stride_d  # [M, D]
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)  # [M, D]
     k_ptr += batch * k_stride_b + head // group * k_stride_h
     v_ptr += batch * v_stride_b + head // group * v_stride_h
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # 5. Start the online softmax, from the attention sink's logit if the model has one.
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)  # [M]
+    weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
     if sink_ptr is not None:
-        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * LOG2E)
-        weight = tl.where(top > LOWEST, 1.0, weight)
-    for whole in tl.static_range(2):  # first the blocks that need a mask, at both ends, then those between
+        top = tl.maximum(top, tl.load(sink_ptr + head * sink_stride).to(tl.float32) * LOG2E)  # [M]
+        weight = tl.where(top > LOWEST, 1.0, weight)  # [M]
+    # 6. Read the blocks of keys, first the blocks that need a mask and then, with ``whole``, the blocks between them.
+    # Two loops, so that the second is compiled without any mask of logits.
+    for whole in tl.static_range(2):
         for block in tl.range(ragged if whole else 0, diagonal if whole else ragged + blocks - diagonal):
             if whole:
-                keys = gap + block * BLOCK_N + places
-                stored = places >= 0
+                keys = gap + block * BLOCK_N + places  # [N]
+                stored = places >= 0  # [N]
             else:
-                place = tl.where(block < ragged, block, block - ragged + diagonal) * BLOCK_N + places
-                keys = tl.where(place < sinks, place, place + gap)
-                stored = place < total
-            slots = keys.to(tl.int64)
-            k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d
-            k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)
-            logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)
+                place = tl.where(block < ragged, block, block - ragged + diagonal) * BLOCK_N + places  # [N]
+                keys = tl.where(place < sinks, place, place + gap)  # [N]
+                stored = place < total  # [N]
+            slots = keys.to(tl.int64)  # [N]
+            k_tile = slots[None, :] * k_stride_l + dims[:, None] * k_stride_d  # [D, N]
+            k = tl.load(k_ptr + k_tile, mask=stored[None, :] & (dims < DIM)[:, None], other=0.0)  # [D, N]
+            logits = capped(tl.dot(q, k, input_precision="ieee") * scale, SOFTCAP)  # [M, N]
             if not whole:
-                seen = (keys[None, :] >= lower[:, None]) | (keys < sinks)[None, :]
-                logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))
-            top, p, fade = exponentials(logits, top)
-            v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d
-            v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
-            weight, out = accumulate(p, v, fade, weight, out)
+                seen = (keys[None, :] >= lower[:, None]) | (keys < sinks)[None, :]  # [M, N]
+                logits = tl.where(seen & (keys[None, :] <= own[:, None]), logits, float("-inf"))  # [M, N]
+            top, p, fade = exponentials(logits, top)  # [M], [M, N], [M]
+            v_tile = slots[:, None] * v_stride_l + value_dims[None, :] * v_stride_d  # [N, DV]
+            v = tl.load(v_ptr + v_tile, mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)  # [N, DV]
+            weight, out = accumulate(p, v, fade, weight, out)  # [M], [M, DV]
 
+    # 7. Normalise and store.
     if lse_ptr is not None:
-        lse = log_sum_exp(top, weight, NATURAL=True)
+        lse = log_sum_exp(top, weight, NATURAL=True)  # [M]
         tl.store(lse_ptr + row.to(tl.int64) * length + queries, lse, mask=exist)
-    out = normalised(weight, out)
+    out = normalised(weight, out)  # [M, DV]
     out_ptr += batch * out_stride_b + head * out_stride_h + first.to(tl.int64) * out_stride_l
-    out_tile = tl.arange(0, BLOCK_M)[:, None] * out_stride_l + value_dims[None, :]
-    out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]
+    out_tile = tl.arange(0, BLOCK_M)[:, None] * out_stride_l + value_dims[None, :]  # [M, DV]
+    out_mask = exist[:, None] & (value_dims < VALUE_DIM)[None, :]  # [M, DV]
     tl.store(out_ptr + out_tile, out.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -1,4 +1,4 @@
-"""Boxes around the keys of pages, which Quest bounds logits by."""
+"""Boxes around the keys of pages, by which Quest bounds logits."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from foveate.ops.kv import KV
 
 
 def bound_newest(kv: KV, low: Tensor, high: Tensor, page_size: int) -> None:
-    """Write the box of the page that holds each row's newest key, around the keys that it has (Quest, section 3.2).
+    """Write the box of the page that holds each row's newest key, around the keys in the page (Quest, section 3.2).
 
     Args:
         kv: ``k [B, Hkv, S, D]``, finite, in one piece or in blocks, with lengths ``[B]`` of at least 1, see
@@ -16,8 +16,8 @@ def bound_newest(kv: KV, low: Tensor, high: Tensor, page_size: int) -> None:
         low, high: ``[B, Hkv, P, D]`` of the same dtype: the corners of the boxes, written to.
 
     Raises:
-        ValueError: for a KV without lengths, a block table of other rows than the corners', or on the CPU a table that
-            names no block where a key is read.
+        ValueError: for a KV without lengths, a block table with other rows than the corners, or on the CPU a table that
+            names no block for a key that is read.
     """
     kv.check_each_length()
     keys, block_table, lengths = kv.k, kv.block_table, kv.lengths

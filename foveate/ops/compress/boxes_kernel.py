@@ -7,7 +7,7 @@ from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import FLOATS, arguments, block_size
 
 _MOST = 64
-"""Keys that a program looks at at once."""
+"""Keys that a program reads at a time."""
 
 
 def bound_newest(kv, low, high, page_size):
@@ -44,28 +44,37 @@ def _bound_newest(
     heads, page_size,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes one page of ``low`` and ``high``."""
+    """Writes the box of the page that holds a row's newest key.
+
+    A program owns a KV head of a row. It reads the page's keys up to the row's ``length [B]`` once, in ascending order,
+    and writes one page of ``low`` and ``high [B, Hkv, P, D]``, the smallest and the largest entry of each dimension.
+
+    Shapes: S = BLOCK keys, D = BLOCK_D dimensions.
+    """
+    # 1. Find the row, the KV head and the page.
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     length = tl.load(length_ptr + batch * length_stride)
-    page, dims, places = (length - 1) // page_size, tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    page, dims, places = (length - 1) // page_size, tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)  # scalar, [D], [S]
     if BLOCK_SIZE:
         table_ptr += batch * table_stride
-        key_ptr += head * key_stride_h + dims[None, :] * key_stride_d
+        key_ptr += head * key_stride_h + dims[None, :] * key_stride_d  # [1, D]
     else:
-        key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d
-    low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
+        key_ptr += batch * key_stride_b + head * key_stride_h + dims[None, :] * key_stride_d  # [1, D]
+    # 2. Read the keys and keep the bounds of each dimension.
+    low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)  # [D], [D]
     for first in tl.range(page * page_size, length, BLOCK):
-        slot = first + places
-        there = (slot < length)[:, None] & (dims < DIM)[None, :]
+        slot = first + places  # [S]
+        there = (slot < length)[:, None] & (dims < DIM)[None, :]  # [S, D]
         key_rows = key_ptr
         if BLOCK_SIZE:
-            in_block = tl.load(table_ptr + slot // BLOCK_SIZE, mask=slot < length, other=0).to(tl.int64)
-            slot = slot % BLOCK_SIZE
+            in_block = tl.load(table_ptr + slot // BLOCK_SIZE, mask=slot < length, other=0).to(tl.int64)  # [S]
+            slot = slot % BLOCK_SIZE  # [S]
             key_rows += (in_block * key_stride_b)[:, None]
-        keys = tl.load(key_rows + slot[:, None] * key_stride_s, mask=there, other=0.0).to(tl.float32)
-        low = tl.minimum(low, tl.min(tl.where(there, keys, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(there, keys, float("-inf")), 0))
+        keys = tl.load(key_rows + slot[:, None] * key_stride_s, mask=there, other=0.0).to(tl.float32)  # [S, D]
+        low = tl.minimum(low, tl.min(tl.where(there, keys, float("inf")), 0))  # [D]
+        high = tl.maximum(high, tl.max(tl.where(there, keys, float("-inf")), 0))  # [D]
+    # 3. Store the bounds.
     low_ptr += batch * low_stride_b + head * low_stride_h + page * low_stride_p + dims * low_stride_d
     high_ptr += batch * high_stride_b + head * high_stride_h + page * high_stride_p + dims * high_stride_d
     tl.store(low_ptr, low.to(low_ptr.dtype.element_ty), mask=dims < DIM)

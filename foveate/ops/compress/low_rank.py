@@ -14,13 +14,13 @@ from foveate.ops.block_table import BlockTable
 from foveate.ops.kv import KV
 
 ITERATIONS = 4
-"""Power iterations by which a direction is found."""
+"""Number of power iterations that find a direction."""
 MEAN_LIMIT, LIMIT = 127, 7
-"""The largest integers of eight bits, such as the mean's, and of four; the least are their negatives."""
+"""The largest integers: of eight bits, such as the mean's, and of four bits. The smallest are their negatives."""
 TINY = torch.finfo(torch.float32).tiny
-"""The least scale, and the least square that is divided by."""
+"""The smallest scale, and the smallest square by which is divided."""
 _WEAKEST = 1 / 64
-"""The least root mean square of a channel of the queries, as a share of the channels' mean, that a weight follows."""
+"""The smallest root mean square of a query channel that changes a weight, relative to the mean over the channels."""
 _ALIGNED = 16
 
 
@@ -99,7 +99,7 @@ class PageRecord:
 
     @functools.cached_property
     def coefficient_limit(self) -> int:
-        """The largest coefficient; the least is its negative."""
+        """The largest coefficient; the smallest is its negative."""
         return LIMIT if self.coefficient_bits == 4 else MEAN_LIMIT
 
     @functools.cached_property
@@ -115,9 +115,10 @@ class PageRecord:
         block_table: BlockTable | None = None,
         of_records: bool = False,
     ) -> None:
-        """Raise unless ``records`` are of this kind and ``keys``, or queries, and ``weights`` fit them.
+        """Raise ValueError unless ``records`` have this form and ``keys``, or queries, and ``weights`` fit them.
 
-        ``block_table`` says where the keys are or, with ``of_records``, the records.
+        Args:
+            block_table: the blocks of the keys or, with ``of_records``, of the records.
         """
         if records.dtype != torch.uint8 or records.dim() != 4 or records.shape[3] != self.bytes:
             raise ValueError(
@@ -135,7 +136,7 @@ class PageRecord:
         self._check_weights(rows, weights)
 
     def check_pages(self, keys: Tensor, weights: Tensor | None = None) -> None:
-        """Raise unless ``keys`` are whole pages of this kind, which ``weights`` fit."""
+        """Raise ValueError unless ``keys`` are whole pages of this form and ``weights`` fit them."""
         if keys.dim() != 4 or keys.shape[3] != self.head_dim or keys.shape[2] % self.page_size:
             raise ValueError(
                 f"keys {list(keys.shape)} must be whole pages of {self.page_size} keys of {self.head_dim} numbers"
@@ -143,7 +144,7 @@ class PageRecord:
         self._check_weights(keys, weights)
 
     def check_blocks(self, keys: Tensor, records: Tensor) -> None:
-        """Raise unless blocks of ``records`` have one for each page of the blocks of ``keys``."""
+        """Raise ValueError unless each block of ``records`` has one record for each page of a block of ``keys``."""
         self.check(records, keys)
         if keys.shape[2] != records.shape[2] * self.page_size:
             raise ValueError(
@@ -157,14 +158,14 @@ class PageRecord:
 
 
 class Factors(NamedTuple):
-    """What records hold, as numbers: a key is ``mean + coefficients.T @ directions``."""
+    """The content of records, as numbers: a key is ``mean + coefficients.T @ directions``."""
 
     mean: Tensor
     """fp32 ``[..., D]``."""
     directions: Tensor
     """fp32 ``[..., rank, D]``."""
     coefficients: Tensor
-    """fp32 ``[..., rank, page_size]``: integers, for the scale is the directions'."""
+    """fp32 ``[..., rank, page_size]``: integers, because the scale is part of the directions."""
 
     def keys(self) -> Tensor:
         """The approximated keys, fp32 ``[..., page_size, D]``."""
@@ -172,15 +173,16 @@ class Factors(NamedTuple):
 
 
 def channel_weights(q: Tensor, num_kv_heads: int) -> Tensor:
-    """How much each channel of the keys matters to queries like these: powers of two.
+    """The importance of each channel of the keys to given queries, rounded to powers of two.
 
-    What a summary leaves out of a key changes a logit by the query's product with it. Keys are therefore multiplied by
-    these weights before they are summarised, and queries divided by them. A weight is the square
-    root of the queries' root mean square: with that itself, channels that queries hardly use lose more to rounding
-    than the others gain. Dividing a query by a power of two is exact within its range.
+    The part of a key that a summary loses changes a logit by the query's product with this part. Keys are therefore
+    multiplied by these weights before they are summarised, and queries are divided by them. A weight is the square root
+    of the queries' root mean square, relative to its mean over the channels. The root mean square itself would be a
+    worse weight: channels that queries hardly use would lose more to rounding than the others gain. Dividing a query by
+    a power of two is exact within its range.
 
     Args:
-        q: ``[B, Hq, L, D]``, L at least 1: some queries, such as a prompt's last.
+        q: ``[B, Hq, L, D]``, L at least 1: some queries, such as the last queries of a prompt.
 
     Returns:
         fp32 ``[B, Hkv, D]``, 1/8 to about ``D ** 0.5``.
@@ -194,10 +196,10 @@ def channel_weights(q: Tensor, num_kv_heads: int) -> Tensor:
 def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None) -> Tensor:
     """Low-rank summaries of whole pages.
 
-    Directions are found one after another, by power iterations on the residual keys: what the mean and the directions
-    so far do not explain. The iterations start from the longest residual. Each direction is rounded before its
-    coefficients are fitted by least squares, and the coefficients are rounded before the next direction is computed,
-    so that later directions correct the rounding of earlier ones. Repeats are equal bit for bit.
+    Directions are found one after another, by power iterations on the residual keys, which are what the mean and the
+    earlier directions do not explain. The iterations start from the longest residual. Each direction is rounded before
+    its coefficients are fitted by least squares, and the coefficients are rounded before the next direction is
+    computed. Later directions thus correct the rounding of earlier ones. Repeated calls give the same bits.
 
     Args:
         keys: ``[B, Hkv, P * page_size, D]``, finite; page p is the keys ``p * page_size .. (p + 1) * page_size - 1``.
@@ -221,7 +223,8 @@ def compress_pages(keys: Tensor, form: PageRecord, weights: Tensor | None = None
 
 
 def compress_newest(kv: KV, records: Tensor, form: PageRecord, weights: Tensor | None = None) -> None:
-    """Write the summary of the page that each row's newest key fills; a row whose newest page is open keeps its own.
+    """Write the summary of the page that each row's newest key fills. A row whose newest page is not full writes
+    nothing.
 
     Args:
         kv: ``k [B, Hkv, S, D]``, finite where a row has keys, in one piece or in blocks, with lengths ``[B]`` of at
@@ -252,18 +255,19 @@ def compress_newest(kv: KV, records: Tensor, form: PageRecord, weights: Tensor |
 
 
 def compress_written(keys: Tensor, records: Tensor, slots: Tensor, form: PageRecord) -> None:
-    """Write the summaries of the pages that new tokens fill, into blocks beside those of the keys.
+    """Write the summaries of the pages that new tokens fill, into blocks that lie beside the blocks of the keys.
 
-    A page is filled by the token in its last slot; the tokens before it are in the block already. Tokens that fill no
+    The token in a page's last slot fills the page; the tokens before it are in the block already. Tokens that fill no
     page write nothing.
 
     Args:
         keys: blocks ``[N, Hkv, n, D]`` that hold the new tokens, n a multiple of the page size.
         records: uint8 ``[N, Hkv, n / page_size, form.bytes]``, written to.
-        slots: int ``[T]``, where the new tokens are: block times n plus the place in it; negative for none.
+        slots: int ``[T]``: the slot of each new token, which is its block times n plus its place in the block. A token
+            with a negative slot is ignored.
 
     Raises:
-        ValueError: for records of another form or of other blocks.
+        ValueError: for records of another form, or blocks of records that do not fit the blocks of keys.
     """
     form.check_blocks(keys, records)
     last = slots[(slots >= 0) & (slots % form.page_size == form.page_size - 1)].long()
@@ -272,7 +276,7 @@ def compress_written(keys: Tensor, records: Tensor, slots: Tensor, form: PageRec
 
 
 def factors(records: Tensor, form: PageRecord) -> Factors:
-    """What records ``uint8 [..., form.bytes]`` hold."""
+    """The content of records, uint8 ``[..., form.bytes]``, as numbers."""
     scales = records[..., : 4 * (form.rank + 1)].contiguous().view(torch.float32)
     mean = records[..., form.mean : form.directions].view(torch.int8) * scales[..., :1]
     directions = records[..., form.directions : form.coefficients].unflatten(-1, (form.rank, -1))
@@ -305,10 +309,10 @@ def _record(keys: Tensor, form: PageRecord) -> Tensor:
 
 
 def _principal(left: Tensor) -> Tensor:
-    """A direction ``[..., D]``, of any length, along which the rows ``[..., S, D]`` are large; 0 where all are 0.
+    """A direction ``[..., D]``, of any length, along which the rows ``[..., S, D]`` are large; 0 if all rows are 0.
 
-    Power iterations from the longest row, of equal ones the first. Rows are scaled to at most 1, so that no square is
-    out of range.
+    Power iterations start from the longest row, the first of equally long ones. Rows are scaled to at most 1, so that
+    squares stay in range.
     """
     left = left / left.abs().amax((-2, -1), keepdim=True).clamp_min(TINY)
     longest = left.square().sum(-1).argmax(-1)
@@ -320,7 +324,7 @@ def _principal(left: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """Integers ``[..., n]`` of at most ``limit`` in fp32, and their scales ``[..., 1]``."""
+    """``x`` as integers ``[..., n]`` of at most ``limit``, in fp32, and their scales ``[..., 1]``."""
     scale = (x.abs().amax(-1, keepdim=True) / limit).clamp_min(TINY)
     return (x / scale).round(), scale
 
@@ -338,7 +342,7 @@ def _unpacked(x: Tensor, number: int) -> Tensor:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Bytes with zeros after them."""
+    """``x`` with zero bytes after it, up to ``width`` bytes."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 

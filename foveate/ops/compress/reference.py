@@ -1,4 +1,4 @@
-"""What stands for a page of keys, at any level: summaries made of tokens, or of the summaries below."""
+"""Summaries of pages of keys, at any level: made of tokens, or of the summaries below."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from foveate.ops._math import block_length
 
 
 class Nodes(NamedTuple):
-    """Nodes of a cover: raw tokens, or summaries of the tokens under them. What was not asked for is None."""
+    """Nodes of a cover: raw tokens, or summaries of the tokens under them. Fields that were not asked for are None."""
 
     k: Tensor
     """``[B, Hkv, N, D]``, rotated keys as the cache holds them."""
     v: Tensor
     """``[B, Hkv, N, Dv]``."""
     spread: Tensor | None = None
-    """``[B, Hkv, N, D]``: variance of the keys beneath around ``k``; None for raw tokens (there is none)."""
+    """``[B, Hkv, N, D]``: variance, around ``k``, of the keys under a node; None for raw tokens."""
     entropy: Tensor | None = None
-    """fp32 ``[B, Hkv, N]``, nats: of the weights with which the tokens beneath enter the summary."""
+    """fp32 ``[B, Hkv, N]``, in nats: entropy of the weights with which the tokens under a node enter its summary."""
 
 
 def summarise(children: Nodes, weights: Tensor | None = None, *, spread: bool = False) -> Nodes:
     """One node for each group of children (LuKA, section 3.2, "Summary Compression Functions"; recursively, any level).
 
     Args:
-        children: fields ``[B, Hkv, N, S, ...]``, S children a group. ``entropy`` is summarised where it is given (for
-            raw tokens: zeros).
-        weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over a group, or None for the mean.
-        spread: whether to return the variance of the keys beneath around the summary's key.
+        children: fields ``[B, Hkv, N, S, ...]``, S children a group. If ``entropy`` is given (for raw tokens: zeros),
+        the
+            result has it, too.
+        weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over a group; None: the mean.
+        spread: whether to return the variance, around the summary's key, of the keys under it.
 
     Returns:
         Fields ``[B, Hkv, N, ...]`` in the children's dtypes; products are accumulated in fp32.

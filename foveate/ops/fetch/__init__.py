@@ -1,8 +1,8 @@
-"""fetch: keys and values in host memory, of which a device keeps the pages chosen last.
+"""fetch: keys and values are in host memory, and the device keeps copies of the pages chosen last.
 
-A *hot page* is a copy on the device of a page in host memory. A row here is one KV head of one sequence, so that each
-head keeps pages of its own. A step chooses pages, :func:`place_pages` finds slots for those that are not there,
-:func:`fetch_pages` copies them, and attention reads the slots by a block table. Nothing is read on the host.
+A *hot page* is a copy on the device of a page in host memory. A *row* here is one KV head of one sequence, so each head
+keeps its own pages. A step chooses pages. :func:`place_pages` finds slots for the chosen pages that are not on the
+device, :func:`fetch_pages` copies them, and attention reads the slots by a block table. The host reads no results.
 """
 
 from foveate.ops.dispatch import dispatch

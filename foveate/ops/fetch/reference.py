@@ -12,17 +12,18 @@ _MOST = 2**31 - 1
 
 
 def place_pages(pages: Tensor, hot: HotPages) -> Placed:
-    """Find slots for the pages that a step has chosen and the device does not have.
+    """Find slots for the pages that a step has chosen and that the device does not hold.
 
-    They replace the pages that were chosen least recently, of equally old ones those in the first slots. Slots are
-    given in their order to missing pages in theirs. What was not chosen for :data:`OLDEST` steps is equally old.
+    They replace the pages that were chosen least recently; among equally old pages, those in the first slots. The freed
+    slots, in their order, go to the missing pages in their order. All pages that were not chosen for :data:`OLDEST`
+    steps count as equally old.
 
     Args:
-        pages: int32 ``[R, P]``, -1 for none; no page stands twice in a row, and a row has no more than slots.
-        hot: the slots, whose table, ages and clock are brought up to date; their keys and values are not.
+        pages: int32 ``[R, P]``; -1 marks an unused place. A row has no page twice, and no more pages than slots.
+        hot: the slots. Their table, ages and clock are updated; their keys and values are not.
 
     Raises:
-        ValueError: for pages of other rows, and on the CPU for more pages than there are slots.
+        ValueError: for pages of other rows, and on the CPU for more pages than slots.
     """
     rows, size = hot.holds.shape
     there = pages >= 0
@@ -37,7 +38,7 @@ def place_pages(pages: Tensor, hot: HotPages) -> Placed:
     found = now.where(there & ~missing, NEVER)
     hot.chosen.scatter_reduce_(1, (at - first).clamp(0, size - 1).long(), found, "amax")
     absent = missing.sum(1, dtype=torch.int32)
-    # slots are given away by their age: the turn of a slot is its place among those that are
+    # slots are given away by their age; the k-th slot given away goes to the k-th missing page
     oldest = (now - hot.chosen).clamp_max(OLDEST).argsort(dim=1, descending=True, stable=True)
     slots = torch.arange(size, device=pages.device).expand(rows, -1)
     given = torch.empty_like(oldest).scatter_(1, oldest, slots) < absent[:, None]
@@ -59,7 +60,7 @@ def fetch_pages(pages: Tensor, blocks: Tensor, host: HostPages, hot: HotPages) -
     """Copy pages from host memory to the blocks that :func:`place_pages` found for them.
 
     Args:
-        pages, blocks: int32 ``[R, P]``; of a block that is -1 nothing is copied.
+        pages, blocks: int32 ``[R, P]``: the pages, and the blocks to copy them to; a block of -1 copies nothing.
     """
     size, per = hot.page_size, host.slots // hot.page_size
     into = blocks.where(blocks >= 0, len(hot.keys) - 1).long()  # the last block takes what nobody reads
@@ -77,12 +78,13 @@ def fetch_pages(pages: Tensor, blocks: Tensor, host: HostPages, hot: HotPages) -
 def put_both(
     k: Tensor, v: Tensor, slots: Tensor, host: HostPages, hot: HotPages, open_keys: Tensor, open_values: Tensor
 ) -> None:
-    """Write one token of every sequence to host memory, to the page that is being filled, and to its hot copy, if any.
+    """Write one token of every sequence to host memory, to the page that is being filled, and to its hot copy if there
+    is one.
 
     Args:
         k, v: ``[B, Hkv, 1, D(v)]``.
-        slots: int64 ``[B]``, where the tokens go.
-        open_keys, open_values: ``[B, Hkv, n, D(v)]``: the page that each sequence's newest token is in.
+        slots: int64 ``[B]``: the slots of the tokens.
+        open_keys, open_values: ``[B, Hkv, n, D(v)]``: the page that holds each sequence's newest token.
     """
     batch, heads = k.shape[:2]
     page, inside, rows = slots // hot.page_size, slots % hot.page_size, torch.arange(batch, device=k.device)
@@ -103,7 +105,7 @@ def put_both(
 
 
 def check_place(pages: Tensor, hot: HotPages) -> None:
-    """Raise ValueError unless these are pages of the rows that the device keeps some of."""
+    """Raise ValueError unless ``pages`` and the hot pages have equal numbers of rows."""
     rows = len(hot.holds)
     if pages.dtype != torch.int32 or pages.dim() != 2 or len(pages) != rows:
         raise ValueError(f"pages must be int32 of {rows} rows, not {pages.dtype} {list(pages.shape)}")

@@ -1,13 +1,13 @@
-"""Pages in host memory, pages that the device keeps, and pages that a step asks for."""
+"""Pages in host memory, hot pages on the device, and the result of placing the pages that a step chooses."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
 NEVER = -(1 << 30)
-"""When a slot was chosen last that never was."""
+"""The step in which a slot was last chosen, for a slot that never was."""
 OLDEST = 255
-"""Steps after which all slots that were not chosen count as equally old."""
+"""Number of steps after which all slots that were not chosen count as equally old."""
 
 
 class HostPages(NamedTuple):
@@ -19,9 +19,10 @@ class HostPages(NamedTuple):
     keys: tuple[Tensor, ...]
     """``[B, Hkv, n, D]`` each, contiguous; pinned where a GPU reads them."""
     values: tuple[Tensor, ...]
-    """``[B, Hkv, n, Dv]`` each, likewise."""
+    """``[B, Hkv, n, Dv]`` each, contiguous; pinned where a GPU reads them."""
     addresses: Tensor
-    """int64 ``[2, N]`` on the device: where the segments of keys, and those of values, begin."""
+    """int64 ``[2, N]`` on the device: the addresses at which the N segments of keys and the N segments of values
+    begin."""
 
     @property
     def slots(self) -> int:
@@ -30,9 +31,9 @@ class HostPages(NamedTuple):
 
 
 class HotPages(NamedTuple):
-    """The pages that the device keeps, and the steps in which they were chosen last; all are written to in place.
+    """The pages that the device holds, and the steps in which they were last chosen. All fields are written in place.
 
-    R rows of S slots each, of pages of n keys; slot s of row r is block ``r * S + s``.
+    There are R rows of S slots, and each slot holds a page of n keys. Slot s of row r is block ``r * S + s``.
     """
 
     keys: Tensor
@@ -40,13 +41,13 @@ class HotPages(NamedTuple):
     values: Tensor
     """``[R * S + 1, 1, n, Dv]``."""
     table: Tensor
-    """int32 ``[R, M]``: the block that holds a page; -1: none does."""
+    """int32 ``[R, M]``: the block that holds a page; -1: the page is not on the device."""
     holds: Tensor
-    """int32 ``[R, S]``: the page in a slot; -1: none."""
+    """int32 ``[R, S]``: the page that a slot holds; -1: none."""
     chosen: Tensor
-    """int32 ``[R, S]``: the step in which a slot's page was chosen last."""
+    """int32 ``[R, S]``: the step in which a slot's page was last chosen."""
     clock: Tensor
-    """int32 ``[R]``: steps so far."""
+    """int32 ``[R]``: number of steps so far."""
 
     @property
     def page_size(self) -> int:
@@ -55,12 +56,12 @@ class HotPages(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What :func:`place_pages` found."""
+    """The result of :func:`place_pages`."""
 
     blocks: Tensor
-    """int32 ``[R, P]``: the block to which the page at a place must be copied; -1: the page is there, or there is no
-    page."""
+    """int32 ``[R, P]``: the block to which the page at a place must be copied; -1: the device already holds the page,
+    or the place is unused."""
     asked: Tensor
-    """int32 ``[R]``: pages that were asked for."""
+    """int32 ``[R]``: number of chosen pages."""
     missing: Tensor
-    """int32 ``[R]``: those of them that were not there."""
+    """int32 ``[R]``: number of chosen pages that the device did not hold."""

@@ -13,7 +13,9 @@ def constant(softcap: float | None) -> float:
 
 @triton.jit
 def capped(logits, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
-    """``SOFTCAP * tanh(logit / SOFTCAP)`` of logits to the base 2, or ``NATURAL`` ones; 0: the logits as they are.
+    """``SOFTCAP * tanh(logit / SOFTCAP)`` of ``logits [M, N]``, to the base 2 or ``NATURAL``, in the same base.
+
+    ``SOFTCAP`` 0 returns the logits as they are. To the base 2 the cap is multiplied by log2(e), as the logits are.
 
     tanh x is computed as 1 - 2 / (1 + e^2x) with the fast exponential of the softmax: it has no branch, and it is 1 or
     -1 where the exponential overflows or vanishes. Its error near 0 is 2^-23, so a logit is off by 2^-23 of the cap,
@@ -21,6 +23,6 @@ def capped(logits, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False):
     """
     if SOFTCAP > 0:
         LIMIT: tl.constexpr = SOFTCAP if NATURAL else SOFTCAP * LOG2E
-        return LIMIT - 2.0 * LIMIT / (1.0 + tl.exp2(logits * (2.0 * LOG2E / LIMIT)))
+        return LIMIT - 2.0 * LIMIT / (1.0 + tl.exp2(logits * (2.0 * LOG2E / LIMIT)))  # [M, N]
     else:
         return logits

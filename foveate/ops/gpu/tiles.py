@@ -48,7 +48,7 @@ def cdiv(number: int, size: int) -> int:
 
 
 next_power_of_2 = functools.lru_cache(maxsize=1024)(triton.next_power_of_2)
-"""That of Triton, which takes as long as a small launch where it is called for every layer."""
+"""Triton's function with a cache: without one, calling it for every layer takes as long as a small launch."""
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def newest_tile(dtype: torch.dtype, dim: int, rows: int, capability: int, in_blo
     """The tile of a pass that verifies drafts, in which the newest tokens of a group's heads share a program.
 
     A pass over 8 x 32K or 4 x 128K keys of head dim 128 takes 1.00 to 1.04 times one query's with 32 rows and 1.06 to
-    1.14 with 64 on an H200. With the tiles that :func:`decode_tile` has for as many heads, it takes 1.05 to 1.20 and
+    1.14 with 64 on an H200. With the tiles that :func:`decode_tile` has for 32 and 64 heads, it takes 1.05 to 1.20 and
     1.18 to 1.39 times one query's.
 
     Args:
@@ -126,7 +126,7 @@ def tile_of_width(tiles: dict[int, Tile], dim: int) -> Tile:
 
 @functools.lru_cache(maxsize=1024)
 def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[int, int]:
-    """Split the ``blocks`` of each of ``rows`` among programs, of which the GPU runs ``room`` at a time.
+    """Split the ``blocks`` of each of ``rows`` among programs, where the GPU runs ``room`` programs at a time.
 
     The estimate favours full rounds of programs and short programs, so that the last round ends early; each program
     costs time to start and, in blocks, ``merging`` to merge.
@@ -146,18 +146,22 @@ def split(rows: int, blocks: int, room: int, merging: float = 1 / 64) -> tuple[i
 
 @triton.jit
 def split_of_row(here, rows, splits, room):
-    """:func:`split` on the device: of the ``splits`` programs of each row, how many share the ``here`` blocks of a row.
+    """:func:`split` on the device: how many of the ``splits`` programs of each row share the row's ``here`` blocks.
 
-    A captured step has a grid for the longest row that there may be. A row uses the part of it that would be best if
-    all rows were as long: all programs, or as many as fill some number of rounds. Three numbers of rounds are tried,
-    beginning with the one whose estimate without rounding is least.
+    A captured step has a grid for the longest row that there may be. A row uses the part of the grid that would be best
+    if all rows had its length. The candidates are all programs of the row, and the numbers of programs with which all
+    rows together fill one to several rounds of the GPU. Three numbers of rounds are tried, beginning with the number
+    whose estimate without rounding is least. All values are scalars.
 
     Returns:
         ``(used, each)``: programs of the row, at least 1, and blocks of a program.
     """
+    # 1. Start with all programs of the row.
     each = tl.maximum(tl.cdiv(here, splits), 1)
     used = tl.cdiv(here, each)
     least = _time(used, each, rows, room)
+    # 2. Try three numbers of rounds. Without rounding up, the estimate is least where (rounds + 1/2) * (each + start)
+    # is, with each = here * rows / (rounds * room): at rounds = sqrt(here * rows / (room * 2 * start)), start being 2.
     first = tl.maximum((tl.sqrt(here.to(tl.float32) * rows / room) * 0.5).to(tl.int32), 1)
     for more in tl.static_range(3):
         programs = tl.maximum(tl.minimum((first + more) * room // rows, splits), 1)
@@ -172,7 +176,7 @@ def split_of_row(here, rows, splits, room):
 
 @triton.jit
 def _time(splits, each, rows, room):
-    """The estimate of :func:`split`, in 64ths."""
+    """The estimate of :func:`split`, in 64ths of a block's time, so that all numbers are integers."""
     return (2 * tl.cdiv(rows * splits, room) + 1) * (each + _START) * 32 + splits
 
 

@@ -9,16 +9,16 @@ from foveate.ops.kv import KV
 
 
 def keep_best(scores: Tensor, number: int, protected: Tensor) -> Tensor:
-    """Slots to keep: the protected ones and then the best of the others, ties to the smaller slot.
+    """The slots to keep: the protected slots, and the best of the other slots; ties go to the smaller slot.
 
     Args:
-        scores: floating-point ``[B, Hkv, S]``, larger is better; -inf is never kept unless protected. NaN is an error
-            on the CPU; a GPU keeps none but protected slots of such a row.
-        number: how many to keep in all; of more protected ones the first stay.
+        scores: floating-point ``[B, Hkv, S]``, larger is better. A slot with -inf is kept only if it is protected. NaN
+            is an error on the CPU; on a GPU a row with NaN keeps its protected slots alone.
+        number: how many slots to keep in all. If more are protected, the first of them stay.
         protected: bool, broadcastable to ``[B, Hkv, S]``.
 
     Returns:
-        int64 ``[B, Hkv, min(number, S)]`` ascending; -1 at the end where fewer could be kept.
+        int64 ``[B, Hkv, min(number, S)]`` ascending; -1 at the end if fewer slots can be kept.
 
     Raises:
         ValueError: for a negative number, and on the CPU for scores that are NaN.
@@ -42,9 +42,10 @@ def keep_best(scores: Tensor, number: int, protected: Tensor) -> Tensor:
 
 
 def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
-    """The slot to give up: the smallest score among the eligible, ties to the larger position.
+    """The slot to give up: the smallest score among the eligible slots; ties go to the larger position.
 
-    NaN is weaker than any score. So what stays is what :func:`keep_best` would keep, whatever slots the tokens are in.
+    NaN is weaker than any score. The slots that stay are therefore those :func:`keep_best` would keep, whatever the
+    order of the tokens in the slots.
 
     Args:
         scores: fp32 ``[B, Hkv, S]``.
@@ -60,7 +61,7 @@ def weakest(scores: Tensor, eligible: Tensor, positions: Tensor) -> Tensor:
 
 
 def check_give_up(positions, *, rows=None, scores=None, before=None, at=None, out=None):
-    """Raise for arguments of :func:`give_up` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`give_up`."""
     if (scores is None) == (at is None):
         raise ValueError("give_up takes either scores or at")
     if positions.dtype != torch.int32 or (scores is not None and scores.shape != positions.shape):
@@ -83,22 +84,25 @@ def give_up(
     at: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Give up a slot of every KV head: the :func:`weakest`, or that of a certain token.
+    """Give up one slot of every KV head: the :func:`weakest` slot, or the slot of a certain token.
 
     Args:
-        positions: int32 ``[B, Hkv, S]``, the tokens' original positions, -1 for none; that of the slot becomes -1.
-        rows: bool ``[B]``: which rows give one up; None: all.
-        scores: fp32 ``[B, Hkv, S]``, as :func:`weakest` has them.
-        before: int64 ``[B]``: only tokens before this position can leave, one of which there must be; None: any.
-        at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``; each KV head must have it.
-        out: contiguous int64 ``[B, Hkv]`` to put the slots in.
+        positions: int32 ``[B, Hkv, S]``, the tokens' original positions; -1 marks an empty slot. The entry of the slot
+            that is given up becomes -1.
+        rows: bool ``[B]``: the rows that give up a slot; None: all rows.
+        scores: fp32 ``[B, Hkv, S]``, see :func:`weakest`.
+        before: int64 ``[B]``: only tokens before this position can leave, and a row must have one. None: any token can
+            leave.
+        at: int64 ``[B]``: the position of the token that leaves, instead of ``scores``. Each KV head must have the
+            token.
+        out: contiguous int64 ``[B, Hkv]``, to which the slots are written; None: new memory.
 
     Returns:
-        int64 ``[B, Hkv]``: the slots, -1 in rows that give up none.
+        int64 ``[B, Hkv]``: the slots that were given up; -1 in rows that give up none.
 
     Raises:
-        ValueError: for ``scores`` and ``at`` together or neither, shapes that do not fit each other, and on the CPU for
-            a row that gives one up and has no such token.
+        ValueError: for ``scores`` and ``at`` together or neither; for shapes that do not fit each other; and on the CPU
+            for a row that must give up a slot but has no token that can leave.
     """
     if at is not None:
         eligible = positions == at[:, None, None]
@@ -133,25 +137,25 @@ def put_token(
     newest: Tensor | None = None,
     emptied: Tensor | None = None,
 ) -> Tensor:
-    """Write one token of every row into memory: where one was given up, or else into the row's next slot. Or write n
-    tokens into its next n slots, with nothing else.
+    """Write one token of every row to the slot that the row has given up, or else to the row's next slot; or write n
+    tokens to the row's next n slots.
 
     Args:
         kv: the memory that is written to, through its strides: ``k [B, Hkv, S, D]`` and ``v [B, Hkv, S, Dv]``, in one
-            piece or in blocks, see :class:`~foveate.ops.KV`. Its lengths are not looked at.
-        k, v: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, of the same dtypes.
-        slots: int64 ``[B]``: the next slots, none negative: an engine's padded rows must be left out.
-        freed: int64 ``[B, Hkv]``: slots that were given up, -1 for none.
-        take: whether ``freed`` becomes -1.
-        positions: int32 ``[B, Hkv, S]``, in which the token gets its own from ``newest``, int32 ``[B]``.
-        emptied: ``[B, Hkv, S]``, numbers of slots, of which the token's becomes 0.
+            piece or in blocks, see :class:`~foveate.ops.KV`. Its lengths are ignored.
+        k, v: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``, of the same dtypes as the memory.
+        slots: int64 ``[B]``: each row's next slot. None is negative, so an engine must leave out padded rows.
+        freed: int64 ``[B, Hkv]``: slots that were given up; -1 marks a head that gave up none.
+        take: whether the entries of ``freed`` become -1.
+        positions: int32 ``[B, Hkv, S]``, to which the token's position is written, from ``newest``, int32 ``[B]``.
+        emptied: ``[B, Hkv, S]``, numbers of slots. The entry of the written slot becomes 0.
 
     Returns:
-        int64 ``[B, Hkv]``: the slots that were written, the first of several.
+        int64 ``[B, Hkv]``: the slots that were written; of n tokens the first slot.
 
     Raises:
-        ValueError: for several tokens with ``freed``, ``positions`` or ``emptied``, and for a block table of other
-            rows.
+        ValueError: for several tokens with ``freed``, ``positions`` or ``emptied``, and for a block table with another
+            number of rows.
     """
     keys, values, block_table = kv.k, kv.v, kv.block_table
     if k.shape[2] > 1 and not (freed is positions is emptied is None):

@@ -1,4 +1,5 @@
-"""The slots of a step: Triton kernels of :func:`give_up` and :func:`put_token`."""
+"""Which slot a decode step gives up, and writing its new token: Triton kernels of :func:`give_up` and
+:func:`put_token`."""
 
 import torch
 import triton
@@ -8,7 +9,7 @@ from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import arguments, block_size
 
 _BLOCK = 2048
-"""Slots that a program looks at at once."""
+"""Slots that a program reads at a time."""
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
@@ -71,14 +72,24 @@ def _give_up(
     heads, number,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``slot [B, Hkv]`` and -1 to its position. Scores count first and then positions, the larger the sooner;
-    both are in one integer, which is different for every token. A program owns a KV head of a row, whose slots it looks
-    through once."""
+    """Finds the slot that one KV head of a row gives up, and empties it.
+
+    A program owns a KV head of a row. It reads the head's positions ``[B, Hkv, S]``, and with ``AT`` False the scores,
+    once in ascending order, and writes the slot to ``slot [B, Hkv]``, -1 if the row gives up none, and -1 to the slot's
+    position.
+
+    With ``AT`` the slot is the one whose position is ``limit``. Otherwise it is the slot of the smallest score among
+    the positions below ``limit``, and of equal scores the slot of the largest position. Score and position are packed
+    into one integer, which is different for every token, so that a single minimum finds the slot.
+
+    Shapes: S = BLOCK slots.
+    """
+    # 1. Find the row and the KV head, and whether the row gives up a slot.
     row = tl.program_id(0)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     position_ptr += batch * position_stride_b + head * position_stride_h
-    lanes = tl.arange(0, BLOCK)
-    least, slot = tl.full([BLOCK], _NONE, tl.int64), tl.full([BLOCK], -1, tl.int32)
+    lanes = tl.arange(0, BLOCK)  # [S]
+    least, slot = tl.full([BLOCK], _NONE, tl.int64), tl.full([BLOCK], -1, tl.int32)  # [S], [S]
     limit, leaves = 0, True
     if limit_ptr is not None:
         limit = tl.load(limit_ptr + batch * limit_stride)
@@ -86,24 +97,26 @@ def _give_up(
         leaves = tl.load(row_ptr + batch * row_stride) != 0
     if not AT:
         score_ptr += batch * score_stride_b + head * score_stride_h
+    # 2. Keep the smallest integer and its slot in each lane; a row that gives up none reads nothing.
     for first in tl.range(0, tl.where(leaves, number, 0), BLOCK):
-        place = first + lanes
-        position = tl.load(position_ptr + place * position_stride_s, mask=place < number, other=-1)
-        eligible = position >= 0
+        place = first + lanes  # [S]
+        position = tl.load(position_ptr + place * position_stride_s, mask=place < number, other=-1)  # [S]
+        eligible = position >= 0  # [S]
         if AT:
-            eligible = eligible & (position == limit)
-            key = tl.zeros([BLOCK], tl.int64)
+            eligible = eligible & (position == limit)  # [S]
+            key = tl.zeros([BLOCK], tl.int64)  # [S]
         else:
             if limit_ptr is not None:
-                eligible = eligible & (position < limit)
-            x = tl.load(score_ptr + place * score_stride_s, mask=eligible, other=0.0)
-            x = tl.where(x == x, x, float("-inf")) + 0.0  # -0.0 as 0.0
-            bits = x.to(tl.int32, bitcast=True)
-            order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-            key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)
-        key = tl.where(eligible, key, _NONE)
-        slot = tl.where(key < least, place, slot)
-        least = tl.minimum(key, least)
+                eligible = eligible & (position < limit)  # [S]
+            x = tl.load(score_ptr + place * score_stride_s, mask=eligible, other=0.0)  # [S]
+            x = tl.where(x == x, x, float("-inf")) + 0.0  # [S]; -0.0 as 0.0
+            bits = x.to(tl.int32, bitcast=True)  # [S]
+            order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # [S]; integers in the order of the scores
+            key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)  # [S]
+        key = tl.where(eligible, key, _NONE)  # [S]
+        slot = tl.where(key < least, place, slot)  # [S]
+        least = tl.minimum(key, least)  # [S]
+    # 3. Reduce over the lanes and store.
     weakest = tl.max(tl.where(least == tl.min(least, 0), slot, -1), 0)
     tl.store(slot_ptr + row, weakest.to(tl.int64))
     tl.store(position_ptr + weakest * position_stride_s, -1, mask=weakest >= 0)
@@ -123,10 +136,21 @@ def _put_token(
     heads,
     TAKE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes tokens, a position, 0 for what is ``emptied``, and ``found [B, Hkv]``, the first slots."""
+    """Writes one token of one KV head to memory.
+
+    A program owns a token of a KV head in a row. It reads the token's key ``k [B, Hkv, n, D]`` and value ``v
+    [B, Hkv, n, Dv]``, and writes them to the slot that the KV head gave up (``freed [B, Hkv]``, -1 for none), or else
+    to the row's next slot ``slot [B]`` plus the token's number. It also writes the slot of the first token to ``found
+    [B, Hkv]``, ``newest [B]`` to the slot's position, 0 to its place in ``emptied``, and with ``TAKE`` -1 to ``freed``;
+    tensors that are None are left out.
+
+    Shapes: D = BLOCK, the power of two that holds the dimensions of a key and of a value.
+    """
+    # 1. Find the row, the KV head and the token that the program owns.
     row, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)
+    # 2. Find the slot.
+    slot, dims = tl.load(slot_ptr + batch), tl.arange(0, BLOCK)  # scalar, [D]
     if freed_ptr is not None:
         at = freed_ptr + batch * freed_stride_b + head * freed_stride_h
         freed = tl.load(at)
@@ -135,10 +159,12 @@ def _put_token(
             tl.store(at, -1)
     tl.store(found_ptr + row, slot, mask=token == 0)
     slot += token
+    # 3. Load the key and the value.
     k_ptr += batch * k_strides[0] + head * k_strides[1] + token * k_strides[2]
     v_ptr += batch * v_strides[0] + head * v_strides[1] + token * v_strides[2]
-    k = tl.load(k_ptr + dims * k_strides[3], mask=dims < DIM)
-    v = tl.load(v_ptr + dims * v_strides[3], mask=dims < VALUE_DIM)
+    k = tl.load(k_ptr + dims * k_strides[3], mask=dims < DIM)  # [D]
+    v = tl.load(v_ptr + dims * v_strides[3], mask=dims < VALUE_DIM)  # [D]
+    # 4. Store them, in memory of blocks or of one piece, and then the numbers beside them.
     if BLOCK_SIZE:
         in_block = tl.load(table_ptr + batch * table_stride + slot // BLOCK_SIZE).to(tl.int64)
         key_ptr += in_block * key_stride_b + head * key_stride_h + slot % BLOCK_SIZE * key_stride_s

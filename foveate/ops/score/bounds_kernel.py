@@ -22,7 +22,7 @@ _VARYING = ["length_stride_b", "length_stride_h", "num_kv_heads", "parts", "numb
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
     """Heads and boxes of a program: three blocks of 16 KB of either corner under way on Hopper, two of 8 KB elsewhere.
 
-    Queries are held twice, what is above zero and what is below. Many heads leave less room for boxes.
+    Queries are held twice, as their positive and as their negative entries. Many heads leave less room for boxes.
     """
     heads, hopper = min(_HEADS, max(16, triton.next_power_of_2(group))), capability >= 9
     if dtype == torch.float32:  # multiplied without tensor cores
@@ -36,8 +36,8 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
 def largest_logit(rows, low, high, scaling, *, lengths=None):
     """See :func:`foveate.ops.score.nodes.largest_logit`.
 
-    The heads of a group share a program, so that a corner is read once; boxes that are not there are not read. Products
-    are summed in fp32, and fp32 is multiplied in full precision. Repeats are equal bit for bit.
+    The heads of a group share a program, so that a corner is read once. Boxes that a row does not have are not read.
+    Products are summed in fp32, and fp32 is multiplied in full precision. Repeats are equal bit for bit.
     """
     batch, num_kv_heads, group, dim = rows.shape
     number = low.shape[2]
@@ -51,7 +51,7 @@ def largest_logit(rows, low, high, scaling, *, lengths=None):
     tile = tile_for(rows.dtype, dim, group, capability(rows.device))
     parts, blocks = triton.cdiv(group, tile.block_m), triton.cdiv(number, tile.block_n)
     lengths = None if lengths is None else per_head(lengths, num_kv_heads)
-    padded = triton.cdiv(number, 16) * 16  # many are moved at a time
+    padded = triton.cdiv(number, 16) * 16  # rows begin at 64 bytes, so that stores move vectors
     bounds = torch.empty(batch, num_kv_heads, group, padded, dtype=torch.float32, device=rows.device)
     if bounds.numel():
         room = _RESIDENT * multiprocessors(rows.device)
@@ -73,17 +73,23 @@ def _largest_logit(
     num_kv_heads, group, parts, number, padded, room, scale,
     BOUNDED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``bound [B, Hkv, G, padded]``, contiguous; ``length`` (``BOUNDED``): how many of the first boxes are
-    there; nothing is written after their blocks. A program owns one split of the boxes, for up to ``BLOCK_M`` heads of
-    a group, and reads each corner once.
+    """The largest logit that a key in a box can have: ``(max(q, 0) . high + min(q, 0) . low) * scale``. Writes ``bound
+    [B, Hkv, G, padded]``, contiguous, and -inf at places after the boxes within the last block.
+
+    A program owns up to ``BLOCK_M`` heads of a group in one row of the batch and one split of the row's boxes. It reads
+    the boxes in ascending order, both corners of each once. ``length`` (``BOUNDED``) counts the boxes that the row has;
+    nothing is written after the block of the last one.
+
+    Shapes: M = BLOCK_M heads, N = BLOCK_N boxes, D = BLOCK_D, which holds the head dim ``DIM``.
     """
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist = member < group
-    member = tl.where(exist, member, 0)
-    dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    exist = member < group  # [M]
+    member = tl.where(exist, member, 0)  # [M]; heads beyond the group repeat head 0, so that all addresses are valid
+    dims, places = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)  # [D], [N]
 
+    # 1. Find the blocks of this split. A shorter row shares its blocks among fewer programs; the others leave.
     there, here = number, tl.cdiv(number, BLOCK_N)
     each = tl.cdiv(here, tl.num_programs(1))
     if BOUNDED:
@@ -94,24 +100,28 @@ def _largest_logit(
         if split >= used:
             return
 
+    # 2. Load the queries of the group, and take their positive and negative entries apart. NaN stays in both.
     q_ptr += batch * q_stride_b + head * q_stride_h
-    q_tile = member[:, None] * q_stride_g + dims[None, :] * q_stride_d
-    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    upward, downward = tl.where(q < 0, tl.zeros_like(q), q), tl.where(q > 0, tl.zeros_like(q), q)
+    q_tile = member[:, None] * q_stride_g + dims[None, :] * q_stride_d  # [M, D]
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)  # [M, D]
+    upward, downward = tl.where(q < 0, tl.zeros_like(q), q), tl.where(q > 0, tl.zeros_like(q), q)  # [M, D], [M, D]
     low_ptr += batch * low_stride_b + head * low_stride_h
     high_ptr += batch * high_stride_b + head * high_stride_h
     first = batch * num_kv_heads + head
-    out_ptr = bound_ptr + (first * group + member)[:, None] * padded + places[None, :]
+    out_ptr = bound_ptr + (first * group + member)[:, None] * padded + places[None, :]  # [M, N]
 
+    # 3. Walk over the blocks of boxes.
     for block in tl.range(split * each, tl.minimum((split + 1) * each, here)):
-        place = block * BLOCK_N + places
-        box, stored = place.to(tl.int64), place < there
-        mask = stored[:, None]
+        place = block * BLOCK_N + places  # [N]
+        box, stored = place.to(tl.int64), place < there  # [N], [N]
+        mask = stored[:, None]  # [N, 1]
         if BLOCK_D > DIM:
-            mask = mask & (dims < DIM)[None, :]
+            mask = mask & (dims < DIM)[None, :]  # [N, D]
+        # [N, D]
         high = tl.load(high_ptr + (box * high_stride_l)[:, None] + dims[None, :] * high_stride_d, mask=mask, other=0.0)
-        bound = tl.dot(upward, tl.trans(high), input_precision="ieee")
+        bound = tl.dot(upward, tl.trans(high), input_precision="ieee")  # [M, N]
+        # [N, D]
         low = tl.load(low_ptr + (box * low_stride_l)[:, None] + dims[None, :] * low_stride_d, mask=mask, other=0.0)
-        bound = tl.dot(downward, tl.trans(low), bound, input_precision="ieee") * scale
-        bound = tl.where(stored[None, :], bound, float("-inf"))
+        bound = tl.dot(downward, tl.trans(low), bound, input_precision="ieee") * scale  # [M, N]
+        bound = tl.where(stored[None, :], bound, float("-inf"))  # [M, N]
         tl.store(out_ptr + block * BLOCK_N, bound, mask=exist[:, None] & (place < padded)[None, :])

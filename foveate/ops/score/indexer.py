@@ -9,23 +9,25 @@ from foveate.ops._math import block_length, matmul_fp32
 from foveate.ops.checks import check_number
 
 BLOCK = 16
-"""Keys whose scores have one maximum."""
+"""Number of keys that share one maximum of scores."""
 
 
 class IndexerScores(NamedTuple):
-    """Scores of keys for queries, and the largest of every block of :data:`BLOCK` keys."""
+    """Scores of keys for queries, and the largest score of every block of :data:`BLOCK` keys."""
 
     scores: Tensor
-    """fp32 ``[B, S, T]``; what stands at keys that a query may not see is not defined."""
+    """fp32 ``[B, S, T]``; the entry of a key that a query may not see is undefined."""
     maxima: Tensor
-    """fp32 ``[B, S, ceil(T / BLOCK)]``, over keys that a query may see; undefined for blocks of which it sees none."""
+    """fp32 ``[B, S, ceil(T / BLOCK)]``: the largest score over the keys of a block that a query may see; undefined if
+    it may see none of them."""
     lost: Tensor
-    """int32 ``[1]``: not 0 if a score that a query may see is NaN, or a weight of a query that sees a key is not
-    finite."""
+    """int32 ``[1]``: not 0 if the score of a key that a query may see is NaN, or if a weight of a query that sees a key
+    is not finite."""
 
 
 def room_for(q: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, S, T]`` and maxima, not yet written. Rows begin at 16 bytes: selection reads as many at a time."""
+    """Uninitialised memory for scores ``[B, S, T]`` and maxima. Rows are aligned to the 16 bytes that selection reads
+    at once."""
     widths = number, -(-number // BLOCK)
     made = (torch.empty(*q.shape[:2], -(-width // 4) * 4, dtype=torch.float32, device=q.device) for width in widths)
     scores, maxima = (x[..., :width] for x, width in zip(made, widths))
@@ -44,15 +46,17 @@ def indexer_scores(
 ) -> IndexerScores:
     """``I(t, s) = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])``, in fp32, for the keys before each query.
 
-    Query i is at position ``offset + i`` and sees the first ``(offset + i + 1) // ratio`` keys, of which each stands
-    for ``ratio`` tokens. There is no tensor of heads by keys by queries.
+    Query i is at position ``offset + i`` and sees the first ``(offset + i + 1) // ratio`` keys. Each key stands for
+    ``ratio`` tokens. No tensor of heads by keys by queries exists.
 
     Args:
         q: ``[B, S, H, D]``.
         k: ``[B, T, D]``.
-        weights: fp32 ``[B, S, H]``, of any sign; scales of queries belong in here.
-        starts: int64 ``[B]``: the keys before it are padding, which no query sees; None for none.
-        key_scales: fp32 ``[B, T]``: what a key's scores are multiplied by, for keys in fp8; None for 1.
+        weights: fp32 ``[B, S, H]``, of any sign; they include the scales of the queries.
+        ratio: number of tokens that a key stands for.
+        offset: position of the first query.
+        starts: int64 ``[B]``: number of keys of padding at the beginning, which no query sees; None: no padding.
+        key_scales: fp32 ``[B, T]``: factor of a key's scores, for keys in fp8; None: 1.
 
     Raises:
         ValueError: for shapes that do not fit, weights that are not fp32 or a ratio below 1.
@@ -67,7 +71,7 @@ def indexer_scores(
 
 
 def check(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, **_: Any) -> None:
-    """Raise for arguments of :func:`indexer_scores` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`indexer_scores`."""
     check_number("ratio", ratio, 1)
     keys = len(q), k.shape[1], q.shape[-1]
     if q.dim() != 4 or weights.dtype != torch.float32 or weights.shape != q.shape[:3] or k.shape != keys:
@@ -78,7 +82,7 @@ def check(q: Tensor, k: Tensor, weights: Tensor, *, ratio: int = 1, **_: Any) ->
 
 
 def lost_scores(scores: Tensor, weights: Tensor, unseen: Tensor) -> Tensor:
-    """:attr:`IndexerScores.lost` of scores ``[B, S, T]``, weights ``[B, S, H]`` and what :func:`unseen_keys` gives."""
+    """:attr:`IndexerScores.lost`, from scores ``[B, S, T]``, weights ``[B, S, H]`` and :func:`unseen_keys`."""
     broken = scores.isnan().logical_or_(~weights.isfinite().all(-1, keepdim=True))
     return broken.logical_and_(~unseen).any().to(torch.int32).reshape(1)
 
@@ -86,7 +90,7 @@ def lost_scores(scores: Tensor, weights: Tensor, unseen: Tensor) -> Tensor:
 def weighted_relu(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tensor | None = None) -> Tensor:
     """The scores of all keys, whether a query may see them or not: fp32 ``[B, S, T]``."""
     batch, queries, heads, _ = q.shape
-    if q.dtype == torch.float8_e4m3fn:  # of which bf16 holds all values
+    if q.dtype == torch.float8_e4m3fn:  # bf16 represents every fp8 value
         q, k = q.bfloat16(), k.bfloat16()
     scores = q.new_empty(batch, queries, k.shape[1], dtype=torch.float32)
     step = block_length(4 * batch * heads * k.shape[1], queries)
@@ -98,13 +102,14 @@ def weighted_relu(q: Tensor, k: Tensor, weights: Tensor, key_scales: Tensor | No
 
 
 def unseen_keys(visible: Tensor, starts: Tensor | None, number: int, first: int = 0) -> Tensor:
-    """Which of ``number`` keys from key ``first`` on a query does not see: bool ``[1 or B, S, number]``."""
+    """A mask of the keys that a query does not see, among ``number`` keys from key ``first`` on: bool
+    ``[1 or B, S, number]``."""
     keys = torch.arange(first, first + number, device=visible.device)
     unseen = (keys >= visible[:, None])[None]
     return unseen if starts is None else unseen | (keys < starts[:, None, None])
 
 
 def visible_keys(queries: int, number: int, ratio: int, offset: int, device: torch.device) -> Tensor:
-    """How many of ``number`` keys each query sees: int64 ``[S]`` (StreamIndex, section 4.2)."""
+    """The number of keys that each query sees, at most ``number``: int64 ``[S]`` (StreamIndex, section 4.2)."""
     positions = torch.arange(offset, offset + queries, device=device)
     return torch.div(positions + 1, ratio, rounding_mode="floor").clamp_max(number)

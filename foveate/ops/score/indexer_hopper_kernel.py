@@ -1,7 +1,7 @@
 """The lightning indexer's score on Hopper: Gluon kernel of :func:`indexer_scores`.
 
-Two warpgroups multiply by turns: while one adds up the heads of its products, the other one's products are made. A
-third warp fetches keys ahead of both.
+Two warpgroups multiply by turns: while one adds up the heads of its products, the tensor cores multiply for the other.
+One more warp fetches keys ahead of both.
 """
 
 import torch
@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from foveate.ops.score.indexer import BLOCK, IndexerScores, room_for
 
 _ROWS = 256
-"""Queries times heads of a warpgroup: what a product's columns are."""
+"""Queries times heads of a warpgroup, which are the columns of a product."""
 _KEYS = 64
 """Keys of a product."""
 _STAGES = 4
@@ -75,7 +75,9 @@ def indexer_scores(q, k, weights, *, ratio, offset, starts, key_scales):
 
 @gluon.constexpr_function
 def _owners(each):
-    """A score has one thread: of a quad, which holds the sums of all queries of two keys, each takes some."""
+    """The layout of scores ``[KEYS, EACH]`` in which every score has one thread. After the sums over heads the four
+    threads of a quad all hold the scores of the same two keys for all queries; each of them keeps the scores of some
+    queries."""
     lanes = [[0, 1], [0, 2]] if each > 2 else [[0, 1], [8, 0]]
     registers = ([[8, 0]] if each > 2 else []) + [[0, 4 << i] for i in range(each.bit_length() - 3)]
     return gl.DistributedLinearLayout(registers, [*lanes, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, each])
@@ -86,11 +88,21 @@ def _fetch(
     q_desc, k_desc, first_row, begin, end, q_tiles, k_tiles, q_full, full, empty,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches: both tiles of queries once, then block after block of keys into a ring of ``STAGES``."""
+    """The warp that fetches: it copies both tiles of queries once, to ``q_tiles [2, ROWS, D]``, and then the keys
+    ``begin .. end - 1`` in ascending order, block by block, into the ring ``k_tiles [STAGES, KEYS, D]``.
+
+    ``q_full`` and ``full`` tell the warpgroups that queries and a block of keys have arrived; ``empty`` tells this warp
+    that both of them have multiplied a block.
+    """
     WIDTH: gl.constexpr = q_desc.block_shape[1] * q_desc.dtype.primitive_bitwidth // 8
+
+    # 1. Copy the queries of both warpgroups.
     mbarrier.expect(q_full, 2 * ROWS * WIDTH)
     for which in gl.static_range(2):
         tma.async_copy_global_to_shared(q_desc, [first_row + which * ROWS, 0], q_full, q_tiles.index(which))
+
+    # 2. Copy the keys. In the first round of the ring every stage is empty, and waiting for the opposite parity passes
+    # at once.
     turn = 0
     for start in range(begin, end, KEYS):
         stage = turn % STAGES
@@ -108,60 +120,73 @@ def _add_up(
     HEADS: gl.constexpr, EACH: gl.constexpr, KEYS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     PADDED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """The scores of ``EACH`` queries, of which the warpgroup owns one product's columns: block after block of keys, as
-    these are fetched, and summed over the heads in fp32."""
+    """A warpgroup that multiplies. It owns ``EACH`` queries with all heads, which are the columns of a product
+    (``which``: the first or the second half of the program's queries). It reads the blocks of keys in ascending order
+    as they arrive, sums over the heads in fp32, and writes scores, maxima and ``lost``.
+
+    Shapes: E = EACH queries, R = EACH * HEADS columns of queries and heads, T = KEYS keys, C = KEYS / BLOCK blocks of
+    keys that have one maximum each.
+    """
     ROWS: gl.constexpr = EACH * HEADS
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, ROWS, 256 // k_tiles.dtype.primitive_bitwidth]
     )
     OWNERS: gl.constexpr = _owners(EACH)
+
+    # 1. Load the weights, find how many keys each query sees, and wait for the queries.
     first_query += which * EACH
-    columns = gl.arange(0, ROWS, gl.SliceLayout(0, PRODUCTS))
-    w = gl.load(w_ptr + first_query * HEADS + columns, mask=first_query + columns // HEADS < queries, other=0.0)
-    query = first_query + gl.arange(0, EACH, gl.SliceLayout(0, OWNERS))
-    places = gl.arange(0, KEYS, gl.SliceLayout(1, OWNERS))
-    visible = gl.where(query < queries, gl.minimum((offset + query + 1) // ratio, number), 0)
-    row = gl.where(query < queries, query, 0).to(gl.int64)
+    columns = gl.arange(0, ROWS, gl.SliceLayout(0, PRODUCTS))  # [R]
+    w = gl.load(w_ptr + first_query * HEADS + columns, mask=first_query + columns // HEADS < queries, other=0.0)  # [R]
+    query = first_query + gl.arange(0, EACH, gl.SliceLayout(0, OWNERS))  # [E]
+    places = gl.arange(0, KEYS, gl.SliceLayout(1, OWNERS))  # [T]
+    visible = gl.where(query < queries, gl.minimum((offset + query + 1) // ratio, number), 0)  # [E]
+    row = gl.where(query < queries, query, 0).to(gl.int64)  # [E]
     padding = 0
     if PADDED:
         padding = gl.load(start_ptr).to(gl.int32)
-    q = q_tiles.index(which).permute((1, 0))
-    nothing = gl.zeros([KEYS, ROWS], gl.float32, PRODUCTS)
-    lost = gl.zeros([KEYS, EACH], gl.int32, OWNERS)
+    q = q_tiles.index(which).permute((1, 0))  # [D, R]
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, PRODUCTS)  # [T, R]
+    lost = gl.zeros([KEYS, EACH], gl.int32, OWNERS)  # [T, E]
     mbarrier.wait(q_full, 0)
+
+    # 2. Walk over the blocks of keys.
     turn = 0
     for start in range(begin, end, KEYS):
         stage = turn % STAGES
-        keys = start + places
+        keys = start + places  # [T]
         if SCALED:
-            scale = gl.load(scale_ptr + keys, mask=keys < number, other=0.0)
+            scale = gl.load(scale_ptr + keys, mask=keys < number, other=0.0)  # [T]
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        products = warpgroup_mma(k_tiles.index(stage), q, nothing, use_acc=False, is_async=True)
+        products = warpgroup_mma(k_tiles.index(stage), q, nothing, use_acc=False, is_async=True)  # [T, R]
         products = warpgroup_mma_wait(0, deps=(products,))
         mbarrier.arrive(empty.index(stage), count=1)
-        weighted = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-        score = gl.convert_layout(gl.sum(gl.reshape(weighted, [KEYS, EACH, HEADS]), 2), OWNERS)
+        # A ReLU that turned NaN into 0 would hide it from ``lost``.
+        weighted = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]  # [T, R]
+        score = gl.convert_layout(gl.sum(gl.reshape(weighted, [KEYS, EACH, HEADS]), 2), OWNERS)  # [T, E]
         if SCALED:
             score *= scale[:, None]
-        seen = keys[:, None] < visible[None, :]
+        seen = keys[:, None] < visible[None, :]  # [T, E]
         if PADDED:
             seen = seen & (keys >= padding)[:, None]
         gl.store(score_ptr + row[None, :] * apart + keys[:, None], score, mask=seen)
         lost |= (seen & (score != score)).to(gl.int32)
-        best = gl.max(gl.reshape(gl.where(seen, score, float("-inf")), [KEYS // BLOCK, BLOCK, EACH]), 1)
+        best = gl.max(gl.reshape(gl.where(seen, score, float("-inf")), [KEYS // BLOCK, BLOCK, EACH]), 1)  # [C, E]
         BEST: gl.constexpr = best.type.layout
-        block = start // BLOCK + gl.arange(0, KEYS // BLOCK, gl.SliceLayout(1, BEST))
-        of_row = gl.convert_layout(row, gl.SliceLayout(0, BEST))
-        limit = gl.convert_layout(visible, gl.SliceLayout(0, BEST))
-        written = (block * BLOCK)[:, None] < limit[None, :]
+        block = start // BLOCK + gl.arange(0, KEYS // BLOCK, gl.SliceLayout(1, BEST))  # [C]
+        of_row = gl.convert_layout(row, gl.SliceLayout(0, BEST))  # [E]
+        limit = gl.convert_layout(visible, gl.SliceLayout(0, BEST))  # [E]
+        written = (block * BLOCK)[:, None] < limit[None, :]  # [C, E]
         gl.store(max_ptr + of_row[None, :] * max_apart + block[:, None], best, mask=written)
         turn += 1
-    own = first_query + columns // HEADS
-    sees = (own < queries) & (gl.minimum((offset + own + 1) // ratio, number) > padding)
-    broken = (sees & (w - w != 0)).to(gl.int32)  # infinite, or NaN
+
+    # 3. Raise ``lost`` for a score that is NaN, and for a weight that is not finite of a query that sees a key.
+    own = first_query + columns // HEADS  # [R]
+    sees = (own < queries) & (gl.minimum((offset + own + 1) // ratio, number) > padding)  # [R]
+    broken = (sees & (w - w != 0)).to(gl.int32)  # [R]; ``w - w`` is NaN where w is infinite or NaN
     gl.atomic_max(lost_ptr, gl.maximum(gl.max(gl.max(lost, 1), 0), gl.max(broken, 0)))
 
 
+# Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
 @gluon.jit(do_not_specialize=["groups", "queries", "number", "apart", "max_apart", "ratio", "offset", "span"])
 def _indexer_scores(
     q_desc, k_desc,
@@ -170,11 +195,14 @@ def _indexer_scores(
     HEADS: gl.constexpr, EACH: gl.constexpr, KEYS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     PADDED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Writes ``scores [S, T]`` and ``maxima [S, blocks]`` of one batch entry, whose weights ``[S, H]`` and scales
-    ``[T]`` are contiguous.
+    """The lightning indexer's scores of one row of the batch: writes ``scores [S, T]`` and ``maxima [S, blocks]``,
+    whose rows are ``apart`` and ``max_apart`` from each other. Weights ``[S, H]`` and scales ``[T]`` are contiguous.
 
-    Programs of the same keys and neighbouring queries run side by side, so that the keys come from the cache.
+    A program owns ``2 * EACH`` queries with all heads and up to ``span`` blocks of keys. It loads the queries once and
+    reads the keys in ascending order, up to the last key that one of its queries sees. Programs of the same keys and
+    neighbouring queries run side by side, so that the keys come from the cache.
     """
+    # 1. Find the keys of the program; it leaves if its queries see none of them.
     ROWS: gl.constexpr = EACH * HEADS
     first_query = gl.program_id(0) % groups * 2 * EACH
     last = gl.minimum(first_query + 2 * EACH, queries) - 1
@@ -183,7 +211,10 @@ def _indexer_scores(
     if begin >= end:
         return
     end = gl.minimum(begin + span * KEYS, end)
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, q_desc.block_shape[1]], q_desc.layout)
+
+    # 2. Allocate the tiles, and the barriers by which the warps wait for each other.
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, q_desc.block_shape[1]], q_desc.layout)  # [2, ROWS, D]
+    # [STAGES, KEYS, D]
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, k_desc.block_shape[1]], k_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -192,6 +223,8 @@ def _indexer_scores(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+
+    # 3. Run two warpgroups that multiply and one warp that fetches.
     # fmt: off
     gl.warp_specialize([
         (_add_up, (0, w_ptr, score_ptr, max_ptr, lost_ptr, start_ptr, scale_ptr, first_query, begin, end, queries,

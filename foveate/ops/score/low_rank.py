@@ -1,65 +1,56 @@
-"""How much attention a page's keys hold, by its low-rank summary."""
+"""The attention that a page's keys hold, estimated by the page's low-rank summary."""
 
 import torch
 from torch import Tensor
 
 from foveate.ops._math import block_length, capped, first_keys, fold_group, matmul_fp32
 from foveate.ops.attend.gather import gather_slots, page_slots
-from foveate.ops.block_table import BlockTable, in_one_piece
-from foveate.ops.compress.low_rank import PageRecord, factors
+from foveate.ops.compress.low_rank import factors
+from foveate.ops.compress.records import Records
 from foveate.ops.logits import Logits
 from foveate.ops.score.pooled import check, pool_logits
 
 
 def page_lse(
     rows: Tensor,
-    records: Tensor,
-    form: PageRecord,
+    records: Records,
     *,
     logits: Logits,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
     pages: Tensor | None = None,
     branch: int = 1,
-    block_table: BlockTable | None = None,
 ) -> Tensor:
     """Log-sum-exp of the logits of each page's keys as its summary approximates them: the log of the page's mass.
 
-    The logit of a key is that of ``q . mean + sum_i (q . direction_i) coefficient_i``.
+    The summary gives a key the product ``q . mean + sum_i (q . direction_i) coefficient_i`` in place of ``q . k``.
 
     Args:
         rows: ``[B, Hkv, G, D]``, the queries of a group.
-        records: uint8 ``[B, Hkv, P, form.bytes]`` of :func:`~foveate.ops.compress_pages`; read through their strides.
-            They do not hold their form: records of another form with the same number of bytes give wrong results.
+        records: the records of P pages, see :class:`~foveate.ops.Records`.
         logits: how logits are made; sinks do not change the sum.
-        weights: fp32 ``[B, Hkv, D]``, powers of two: what the keys were multiplied by, and queries are divided by.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many pages are there, the others may hold anything;
-            None: all are.
-        pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads: only the records ``branch * p`` to ``branch * p +
-            branch - 1`` of each page p are read, -1 for none; the result has these pages alone.
-        block_table: where the records are when ``records`` is blocks that all rows share, ``[N, Hkv, n, form.bytes]``:
-            the table counts records in place of keys. None: in one piece.
+        pages: int ``[B, Hkv, N]``, or ``[B, 1, N]`` for all KV heads; -1 marks an unused place. For each page p only
+            the records ``branch * p`` to ``branch * p + branch - 1`` are read, and the result has these pages alone.
+            None: all pages.
+        branch: number of records read for each entry of ``pages``.
 
     Returns:
-        fp32 ``[B, Hkv, G, P]``, P being ``N * branch`` of given pages; -inf where no page is. At the
-        places from the second on after a row's pages, which ``lengths`` counts, it may be anything.
+        fp32 ``[B, Hkv, G, P]``, where P is ``N * branch`` if ``pages`` are given; -inf at unused places. From the
+        second place after a row's last page on, by the records' lengths, it may be anything.
 
     Raises:
         ValueError: for records of another form, or records, weights or pages that do not fit the queries.
     """
-    form.check(records, rows, weights, block_table, of_records=True)
+    records.check_queries(rows)
     check_pages(rows, pages, branch)
-    there = None
-    (records,) = in_one_piece(rows, block_table, records)
+    form, lengths, there, memory = records.form, records.lengths, None, records.in_one_piece(rows)
     if pages is not None:
-        slots = page_slots(pages, branch).flatten(2).expand(-1, records.shape[1], -1)
-        records, there = gather_slots(records, slots), slots >= 0
-    rows = rows.float() if weights is None else rows.float() / weights[:, :, None]
-    number = records.shape[2]
+        slots = page_slots(pages, branch).flatten(2).expand(-1, memory.shape[1], -1)
+        memory, there = gather_slots(memory, slots), slots >= 0
+    rows = rows.float() if records.weights is None else rows.float() / records.weights[:, :, None]
+    number = memory.shape[2]
     found = rows.new_empty(*rows.shape[:3], number, dtype=torch.float32)
     step = block_length(8 * rows.shape[:3].numel() * form.page_size, number)
     for first in range(0, number, step):
-        held = factors(records[:, :, first : first + step], form)
+        held = factors(memory[:, :, first : first + step], form)
         middle = matmul_fp32(rows, held.mean.mT)
         along = matmul_fp32(rows, held.directions.flatten(2, 3).mT).unflatten(-1, (-1, form.rank))
         scores = middle[..., None]
@@ -74,43 +65,39 @@ def page_lse(
 
 def pooled_mass_of_records(
     q: Tensor,
-    records: Tensor,
-    form: PageRecord,
+    records: Records,
     *,
     logits: Logits,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
     pooling: str = "post_softmax",
     pool: str = "kv_head",
-    block_table: BlockTable | None = None,
 ) -> Tensor:
-    """The attention that query heads pay to each page, pooled: :func:`page_lse` in place of the logits of
-    :func:`~foveate.ops.pooled_mass`.
+    """The attention of query heads to each page, pooled like :func:`~foveate.ops.pooled_mass` with :func:`page_lse` in
+    place of logits of keys.
 
-    Attention is that among the pages that are there; learned sinks take no share.
+    The attention is relative to all pages of a row; learned sinks take no share.
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        records, form, logits, weights, lengths, block_table: see :func:`page_lse`.
-        pooling, pool: see :func:`~foveate.ops.pooled_mass`; or (``of_largest``) the mean of each head's masses over
-            its largest, as LOCKS sums them.
+        records, logits: see :func:`page_lse`.
+        pooling, pool: see :func:`~foveate.ops.pooled_mass`. ``pooling`` may also be ``of_largest``: the mean over the
+            heads of each page's mass divided by the head's largest mass. LOCKS takes the sum, which gives the same
+            order.
 
     Returns:
-        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` of the layer; -inf where no page is (in any head), but as
-        :func:`page_lse` has it after a row's pages.
+        fp32 ``[B, Hkv, P]``, or ``[B, 1, P]`` with ``pool="layer"``; -inf at places without a page in any head. For
+        places after a row's pages see :func:`page_lse`.
 
     Raises:
-        ValueError: for a pooling or a pool that there is not, or as :func:`page_lse`.
+        ValueError: for an unknown ``pooling`` or ``pool``, or as :func:`page_lse`.
     """
     check(pooling, pool, "of_largest")
-    rows = fold_group(q, records.shape[1])
-    lse = page_lse(rows, records, form, logits=logits, weights=weights, lengths=lengths, block_table=block_table)
-    mask = None if lengths is None else first_keys(lengths, lse.shape[3])
+    lse = page_lse(fold_group(q, records.memory.shape[1]), records, logits=logits)
+    mask = None if records.lengths is None else first_keys(records.lengths, lse.shape[3])
     return pool_logits(lse, mask, pooling, pool)
 
 
 def check_pages(rows: Tensor, pages: Tensor | None, branch: int) -> None:
-    """Raise unless pages are of the queries' rows and KV heads, or the same for all of them."""
+    """Raise ValueError unless ``pages`` have the queries' rows, and their KV heads or one head for all of them."""
     if pages is None:
         return
     if pages.dim() != 3 or len(pages) != len(rows) or pages.shape[1] not in (1, rows.shape[1]) or branch < 1:

@@ -1,4 +1,4 @@
-"""How much a summary, and the tokens beneath it, matter to a query: estimates and bounds of a page's mass."""
+"""The importance of a summary, and of the tokens under it, to a query: estimates and bounds of a page's mass."""
 
 import math
 
@@ -10,12 +10,12 @@ from foveate.ops.logits import Logits
 
 
 def key_logits(rows: Tensor, k: Tensor, logits: Logits) -> Tensor:
-    """Logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``, which sinks do not change: fp32 ``[B, Hkv, G, N]``."""
+    """Logits of ``rows [B, Hkv, G, D]`` at ``k [B, Hkv, N, D]``, without sinks: fp32 ``[B, Hkv, G, N]``."""
     return capped(matmul_fp32(rows, k.transpose(-1, -2)).mul_(logits.scaling), logits.softcap)
 
 
 def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
-    """Standard deviation of the logits beneath each node, its dimensions taken as independent.
+    """Standard deviation of the logits of the keys under each node, with dimensions taken as independent.
 
     Args:
         rows: ``[B, Hkv, G, D]``.
@@ -30,11 +30,11 @@ def logit_deviation(rows: Tensor, spread: Tensor, scaling: float) -> Tensor:
 
 
 def free_energy(deviation: Tensor, log_size: float) -> Tensor:
-    """By how much ``log mean exp`` of n random logits exceeds their mean: that of the random energy model.
+    """The amount by which ``log mean exp`` of n random logits exceeds their mean, in the random energy model.
 
-    ``s^2 / 2`` (all of the page shares the mass) up to a deviation s of ``c = sqrt(2 log n)``, and from there on
-    ``c s - log n`` (its largest key has all of it). The plain Gaussian ``s^2 / 2`` has no such bound and gives pages of
-    scattered keys far too much (Derrida 1981, Phys. Rev. B 24, 2613).
+    Up to a deviation s of ``c = sqrt(2 log n)`` it is ``s^2 / 2``: all keys of the page share the mass. From there on
+    it is ``c s - log n``: the largest key has all the mass. The plain Gaussian ``s^2 / 2`` has no such bound and gives
+    pages of scattered keys far too much (Derrida 1981, Phys. Rev. B 24, 2613).
 
     Args:
         deviation: s, ``[B, Hkv, G, N]``.
@@ -47,16 +47,17 @@ def free_energy(deviation: Tensor, log_size: float) -> Tensor:
 def largest_logit(rows: Tensor, low: Tensor, high: Tensor, scaling: float, *, lengths: Tensor | None = None) -> Tensor:
     """Upper bound of the logits of all keys in a box (Quest, Tang et al. 2024, section 3.2).
 
-    A cap of logits rises with them: capped bounds bound capped logits, and the order of boxes is the same without it.
+    Capping keeps order: a capped bound is a bound of the capped logits, and boxes have the same order without the cap.
 
     Args:
         rows: ``[B, Hkv, G, D]``.
         low, high: ``[B, Hkv, N, D]``: corners of each node's box; read through their strides.
-        lengths: int ``[B]`` or ``[B, Hkv]``: only the first so many nodes are there, the others may hold anything;
-            None: all are.
+        scaling: factor of the logits.
+        lengths: int ``[B]`` or ``[B, Hkv]``: the number of nodes of a row; later nodes may hold anything. None: every
+            row has N nodes.
 
     Returns:
-        fp32 ``[B, Hkv, G, N]``. After a row's nodes, which ``lengths`` counts, it may be anything.
+        fp32 ``[B, Hkv, G, N]``. After a row's last node, by ``lengths``, it may be anything.
     """
     upward = matmul_fp32(rows.clamp(min=0), high.transpose(-1, -2))
     bounds = (upward + matmul_fp32(rows.clamp(max=0), low.transpose(-1, -2))).mul_(scaling)

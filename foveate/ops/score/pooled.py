@@ -1,4 +1,4 @@
-"""How much each key matters to the heads that share it: the attention of one query a row, pooled."""
+"""The importance of each key to the heads that share it: the attention of one query a row, pooled."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ def pooled_mass(
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
-    """The mean of the attention that query heads pay to each key (Kascade, section 3.3), or the most (OmniKV).
+    """The attention that query heads pay to each key: the mean over the heads (Kascade, section 3.3) or the largest
+    (OmniKV).
 
-    OmniKV's published configuration takes the largest logit instead: a head's logits, unlike its attention, are not
+    OmniKV's published configuration takes the largest logit instead. Unlike a head's attention, its logits are not
     relative to the head's other keys.
 
     Args:
@@ -30,14 +31,14 @@ def pooled_mass(
         logits: how logits are made, see :class:`~foveate.ops.Logits`.
         pooling: the mean of attention (``post_softmax``) or of its square root (``sqrt``), the largest attention of
             any head (``max``), or the largest scaled logit of any head (``max_logit``), which no sink changes.
-        pool: over which heads: those of each ``kv_head``, or of the whole ``layer``.
+        pool: the heads that are pooled: the group of each ``kv_head``, or all heads of the ``layer``.
 
     Returns:
-        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer. After the keys of a row, which its lengths count, it may
-        be anything: a step does no work for keys that the row has not.
+        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` with ``pool="layer"``. After a row's last key, by its length, it may be
+        anything, because a step does no work there.
 
     Raises:
-        ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend`.
+        ValueError: for an unknown ``pooling`` or ``pool``, or as :func:`~foveate.ops.attend`.
     """
     check(pooling, pool)
     k, lengths = kv.keys_in_one_piece(q), kv.lengths
@@ -46,7 +47,7 @@ def pooled_mass(
 
 
 def _pooled(q: Tensor, k: Tensor, there: Tensor | None, logits: Logits, pooling: str, pool: str) -> Tensor:
-    """:func:`pooled_mass` of the keys that are ``there``, a mask that broadcasts to ``[B, Hkv, N]``, or of all."""
+    """:func:`pooled_mass` of the keys in the mask ``there``, broadcastable to ``[B, Hkv, N]``; None: of all keys."""
     scores = key_logits(fold_group(q, k.shape[1]), k, logits)
     if there is not None:
         scores.masked_fill_(~there[:, :, None], float("-inf"))
@@ -64,24 +65,26 @@ def pooled_mass_of_pages(
     pooling: str = "post_softmax",
     pool: str = "kv_head",
 ) -> Tensor:
-    """:func:`pooled_mass` of the keys of some pages: attention is that among these keys, and sinks.
+    """:func:`pooled_mass` of the keys of some pages. The attention is relative to these keys, and sinks.
 
     Page p is the keys ``p * page_size .. (p + 1) * page_size - 1`` that exist.
 
     Args:
         q, logits, pooling, pool: see :func:`pooled_mass`.
-        kv: see :func:`pooled_mass`. Pages need not have the size of blocks. Keys of no page, and those after a row's
-            lengths, may hold anything.
+        kv: see :func:`pooled_mass`. Pages need not have the size of blocks. Keys outside the given pages, and keys
+            beyond a row's length, may hold anything.
         pages: int ``[B, Hkv, P]``, or ``[B, 1, P]`` for all KV heads, which ``pool="layer"`` needs; -1 marks an unused
-            place. No page stands twice in a row.
-        counts: int ``[B]``: only the first so many places of a row are looked at; None: all.
+            place. A row has no page twice.
+        page_size: keys of a page.
+        counts: int ``[B]``: number of places of a row that are used; later places are ignored. None: all places are
+            used.
 
     Returns:
-        fp32 ``[B, Hkv, P * page_size]``, or ``[B, 1, P * page_size]`` of the layer, in the order of the pages; -inf
-        where no key is (in any head). After the keys of a row's first ``counts`` places it may be anything.
+        fp32 ``[B, Hkv, P * page_size]``, or ``[B, 1, P * page_size]`` with ``pool="layer"``, in the order of the pages;
+        -inf at places without a key in any head. After the keys of a row's first ``counts`` places it may be anything.
 
     Raises:
-        ValueError: for a pooling or a pool that there is not, or as :func:`~foveate.ops.attend_pages`.
+        ValueError: for an unknown ``pooling`` or ``pool``, or as :func:`~foveate.ops.attend_pages`.
     """
     check(pooling, pool)
     k, lengths = kv.keys_in_one_piece(q), kv.lengths
@@ -97,13 +100,13 @@ def pool_logits(logits: Tensor, mask: Tensor | None, pooling: str, pool: str, si
     """Pool logits, of keys or pages, as :func:`pooled_mass` does.
 
     Args:
-        logits: fp32 ``[B, Hkv, G, N]``; -inf where no key is.
-        mask: bool ``[B, Hkv, N]``: True where a key is; None: everywhere.
+        logits: fp32 ``[B, Hkv, G, N]``; -inf at places without a key.
+        mask: bool ``[B, Hkv, N]``: True at places with a key; None: every place has a key.
         pooling, pool: see :func:`pooled_mass` and :func:`~foveate.ops.pooled_mass_of_records`; they are not checked.
         sinks: see :class:`~foveate.ops.Logits`. They do not change ``of_largest``.
 
     Returns:
-        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` of the layer; -inf where no key is (in any head).
+        fp32 ``[B, Hkv, N]``, or ``[B, 1, N]`` with ``pool="layer"``; -inf at places without a key in any head.
     """
     if pooling == "of_largest":
         logits = logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
@@ -121,7 +124,7 @@ def pool_logits(logits: Tensor, mask: Tensor | None, pooling: str, pool: str, si
 
 
 def check_mass(q, kv, *, logits, **_):
-    """Raise for arguments of :func:`pooled_mass` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`pooled_mass`."""
     kv.check_queries(q)
     logits.check_heads(q)
     number, lengths = kv.num_keys, kv.lengths
@@ -134,7 +137,7 @@ def check_mass(q, kv, *, logits, **_):
 
 
 def check(pooling: str, pool: str, *more: str) -> None:
-    """Raise unless these are known; ``more``: other ways of pooling."""
+    """Raise ValueError unless ``pooling`` and ``pool`` are known; ``more`` names further ways of pooling."""
     known = ("post_softmax", "sqrt", *more, "max", "max_logit")
     if pooling not in known:
         raise ValueError(f"pooling must be {', '.join(known[:-1])} or {known[-1]}, not {pooling!r}")
@@ -143,7 +146,7 @@ def check(pooling: str, pool: str, *more: str) -> None:
 
 
 def check_mass_of_pages(q, kv, pages, page_size, *, logits, counts=None, pool="kv_head", **_):
-    """Raise for arguments of :func:`pooled_mass_of_pages` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`pooled_mass_of_pages`."""
     kv.check_queries(q)
     number, lengths = kv.num_keys, kv.lengths
     check_number("page_size", page_size, 1)

@@ -40,12 +40,12 @@ def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
 def pooled_mass(q, kv, *, logits, pooling="post_softmax", pool="kv_head"):
     """See :func:`foveate.ops.score.pooled.pooled_mass`.
 
-    One pass over the keys keeps every head's logits and their log-sum-exp, a second one over the logits pools them. Of
-    keys in half precision a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of its
-    block of keys: a mass is right to 2e-4 of itself, and one of less than 2^-32 of the block's largest counts as 0.
-    With ``max_logit`` the steps are four times as wide: a logit is right to 7e-4, and one of more than 88 below the
-    block's largest counts as 88 below. Of fp32 the logits are kept as they are. Keys that the lengths leave out are not
-    read and may hold anything.
+    One pass over the keys keeps every head's logits and their log-sum-exp; a second pass over the logits pools them.
+    For keys in half precision, a logit is kept in 16 bits, in steps of 2^-11 of a factor of two below the largest of
+    its block of keys: a mass is right to 2e-4 of itself, and a mass below 2^-32 of the block's largest counts as 0.
+    With ``max_logit`` the steps are four times as wide: a logit is right to 7e-4, and a logit more than 88 below the
+    block's largest counts as 88 below it. For fp32 keys, logits are kept in fp32. Keys that the lengths leave out are
+    not read and may hold anything.
     """
     return _pooled_mass(q, kv, None, None, kv.num_keys, 0, logits, pooling, pool)
 
@@ -53,7 +53,7 @@ def pooled_mass(q, kv, *, logits, pooling="post_softmax", pool="kv_head"):
 def pooled_mass_of_pages(q, kv, pages, page_size, *, logits, counts=None, pooling="post_softmax", pool="kv_head"):
     """See :func:`foveate.ops.score.pooled.pooled_mass_of_pages`, and :func:`pooled_mass`: keys are read where they are.
 
-    Keys of no page, and those that are not there, are not read and may hold anything.
+    Keys of no page and keys that do not exist are not read and may hold anything.
     """
     pages, number = pages.expand(-1, kv.k.shape[1], -1), pages.shape[2] * page_size
     return _pooled_mass(q, kv, pages, counts, number, page_size, logits, pooling, pool)
@@ -70,7 +70,7 @@ def _pooled_mass(
     pooling: str,
     pool: str,
 ) -> Tensor:
-    """Scores of ``number`` keys or, with ``pages``, of page slots, of which row b has the first ``counts[b]``."""
+    """Scores of ``number`` keys or, with ``pages``, of the keys of pages: in row b, the first ``counts[b]`` pages."""
     check(pooling, pool)
     k, block_table, lengths = kv.k, kv.block_table, kv.lengths
     batch, num_heads, length, dim = q.shape
@@ -112,28 +112,34 @@ def _keep_logits(
     CODED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]`` (``CODED``: the largest logit of each block) and
-    ``lse [B, Hq, splits]``, all contiguous and to the base 2; ``scale`` includes log2(e). ``BLOCK_SIZE``,
-    where it is not 0: keys are in blocks of so many slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table`` has the blocks of
-    each row.
+    """The logits of one query a row, kept to be pooled: writes ``logit [B, Hq, padded]``, ``top [B, Hq, blocks]``
+    (``CODED``: the largest logit of each block) and ``lse [B, Hq, splits]``, all contiguous and to the base 2;
+    ``scale`` includes log2(e).
 
-    A program owns the heads of a group in one row, and one split of its keys, which it reads once in ascending order.
-    Products and log-sum-exps are in fp32; ``CODED`` logits are rounded to 16 bits below the largest of their block.
+    A program owns up to ``BLOCK_M`` heads of a group in one row of the batch and one split of the row's keys, which it
+    reads once, in ascending order. Products and log-sum-exps are in fp32; ``CODED`` logits are rounded to 16 bits below
+    the largest of their block.
 
-    Where ``PAGE_SIZE`` is not 0, ``chosen`` holds pages of so many keys, -1 for none: ``number`` counts the keys of all
-    its places, ``count``, if there is any, the first of these pages, and ``length`` and ``keys`` say how many of the
-    first keys are there."""
+    With ``BLOCK_SIZE`` not 0, keys are in blocks of ``BLOCK_SIZE`` slots, ``[N, Hkv, BLOCK_SIZE, D]``, and ``table``
+    lists the blocks of each row. With ``PAGE_SIZE`` not 0, ``chosen`` lists pages of ``PAGE_SIZE`` keys, -1 for an
+    unused place: ``number`` counts the keys of all places, ``count`` (or None) says how many places of a row are read,
+    and a key exists below ``keys`` and ``length``.
+
+    Shapes: M = BLOCK_M heads, N = BLOCK_N keys, D = BLOCK_D, which holds the head dim ``DIM``.
+    """
     INDEXED: tl.constexpr = PAGE_SIZE != 0
     q_stride_b, q_stride_h, q_stride_d = q_strides
     k_stride_b, k_stride_h, k_stride_l, k_stride_d = k_strides
     row, part, split = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist = member < group
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    exist = member < group  # [M]
+    # [M]; heads beyond the group repeat its first one, so that all addresses are valid
     heads = head * group + tl.where(exist, member, 0)
-    dims = tl.arange(0, BLOCK_D)
-    rows, splits = batch * num_kv_heads * group + heads, tl.num_programs(1)
+    dims = tl.arange(0, BLOCK_D)  # [D]
+    rows, splits = batch * num_kv_heads * group + heads, tl.num_programs(1)  # [M], scalar
 
+    # 1. Find which keys exist, and the blocks of this split. Its log-sum-exp is -inf if the row needs no such split.
     if length_ptr is not None:
         length = tl.load(length_ptr + batch * length_stride_b + head * length_stride_h)
         if PAGE_SIZE:
@@ -144,17 +150,18 @@ def _keep_logits(
         number = tl.minimum(number, tl.load(count_ptr + batch * count_stride).to(tl.int32) * PAGE_SIZE)
     here = tl.cdiv(number, BLOCK_N)
     each = tl.cdiv(here, splits)
-    if count_ptr is not None or (length_ptr is not None and not PAGE_SIZE):  # a row takes what its number is worth
+    if count_ptr is not None or (length_ptr is not None and not PAGE_SIZE):  # fewer programs share a shorter row
         used, each = split_of_row(here, tl.num_programs(0), splits, room)
         if split >= used:
-            none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            none = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
             tl.store(lse_ptr + rows * splits + split, none, mask=exist)
             return
     begin, end = split * each, tl.minimum((split + 1) * each, here)
 
-    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
-    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
-    q, scale = queries_for(k_ptr, q, scale)
+    # 2. Load the queries of the group.
+    q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d  # [M, D]
+    q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)  # [M, D]
+    q, scale = queries_for(k_ptr, q, scale)  # [M, D]; scale may be [M, 1]
     if BLOCK_SIZE:
         table_ptr += batch * table_stride
         k_ptr += head * k_stride_h
@@ -163,43 +170,51 @@ def _keep_logits(
     if PAGE_SIZE:
         chosen_ptr += batch * chosen_stride_b + head * chosen_stride_h
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    places = tl.arange(0, BLOCK_N)
-    following, later = places, places
-    if INDEXED or BLOCK_SIZE:  # found out ahead, as in decoding
-        place = begin * BLOCK_N + places
-        following = slots_at(chosen_ptr, chosen_stride_l, place, number, keys, None, INDEXED, PAGE_SIZE)
+    # LOWEST is finite, so that ``top - higher`` is 0 and not NaN before the first key.
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)  # [M]
+    weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    places = tl.arange(0, BLOCK_N)  # [N]
+    following, later = places, places  # [N], [N]
+
+    # 3. Look up the slots of the first block of keys, and for pages in blocks the pages of the second one. Slots are
+    # looked up a block ahead, as in decoding, so that loads of keys do not wait for them.
+    if INDEXED or BLOCK_SIZE:
+        place = begin * BLOCK_N + places  # [N]
+        following = slots_at(chosen_ptr, chosen_stride_l, place, number, keys, None, INDEXED, PAGE_SIZE)  # [N]
     if BLOCK_SIZE:
-        following = located(table_ptr, following, BLOCK_SIZE)
+        following = located(table_ptr, following, BLOCK_SIZE)  # [N]
         if INDEXED:
             place += BLOCK_N
-            later = slots_at(chosen_ptr, chosen_stride_l, place, number, keys, None, INDEXED, PAGE_SIZE)
+            later = slots_at(chosen_ptr, chosen_stride_l, place, number, keys, None, INDEXED, PAGE_SIZE)  # [N]
+
+    # 4. Walk over the blocks of keys.
     for block in tl.range(begin, end):
-        place = block * BLOCK_N + places
-        slots, stored = place, place < number
+        place = block * BLOCK_N + places  # [N]
+        slots, stored = place, place < number  # [N], [N]
         if INDEXED or BLOCK_SIZE:
-            slots, stored = following, following >= 0
+            slots, stored = following, following >= 0  # [N], [N]
             following = later
             if not (INDEXED and BLOCK_SIZE):
-                ahead = place + BLOCK_N
-                following = slots_at(chosen_ptr, chosen_stride_l, ahead, number, keys, None, INDEXED, PAGE_SIZE)
+                ahead = place + BLOCK_N  # [N]
+                following = slots_at(chosen_ptr, chosen_stride_l, ahead, number, keys, None, INDEXED, PAGE_SIZE)  # [N]
             if BLOCK_SIZE:
-                following = located(table_ptr, following, BLOCK_SIZE)
+                following = located(table_ptr, following, BLOCK_SIZE)  # [N]
                 if INDEXED:
-                    ahead = place + 2 * BLOCK_N
-                    later = slots_at(chosen_ptr, chosen_stride_l, ahead, number, keys, None, INDEXED, PAGE_SIZE)
-        k_mask = stored[:, None]
+                    ahead = place + 2 * BLOCK_N  # [N]
+                    later = slots_at(chosen_ptr, chosen_stride_l, ahead, number, keys, None, INDEXED, PAGE_SIZE)  # [N]
+        k_mask = stored[:, None]  # [N, 1]
         if BLOCK_D > DIM:
-            k_mask = k_mask & (dims < DIM)[None, :]
-        k_rows = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)
-        k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0).to(q.dtype)
-        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
-        logits = tl.where(stored[None, :], logits, float("-inf"))
-        largest = tl.maximum(tl.max(logits, 1), LOWEST)
+            k_mask = k_mask & (dims < DIM)[None, :]  # [N, D]
+        k_rows = offsets(slots, k_stride_b, k_stride_l, BLOCK_SIZE)  # [N]
+        k = tl.load(k_ptr + k_rows[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0).to(q.dtype)  # [N, D]
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)  # [M, N]
+        logits = tl.where(stored[None, :], logits, float("-inf"))  # [M, N]
+        largest = tl.maximum(tl.max(logits, 1), LOWEST)  # [M]
         keep(logits, largest, logit_ptr, top_ptr, rows, exist, block, place, padded, blocks, steps, CODED)
-        higher = tl.maximum(top, largest)
-        weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+        higher = tl.maximum(top, largest)  # [M]
+        weight = weight * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)  # [M]
         top = higher
-    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))
+
+    # 5. Write the log-sum-exp of the split.
+    lse = tl.where(weight == 0, float("-inf"), top + tl.log2(weight))  # [M]
     tl.store(lse_ptr + rows * splits + split, lse, mask=exist)

@@ -1,4 +1,4 @@
-"""How much each key matters: post-softmax attention mass, summed over queries, tiles and the heads of a group.
+"""The importance of each key: post-softmax attention mass, summed over queries, tiles and the heads of a group.
 
 The mass is recomputed from the log-sum-exp of each query's row, block by block, so that no attention matrix exists.
 """
@@ -29,14 +29,16 @@ def column_mass(
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         kv: ``k [B, Hkv, Lk, D]`` in one piece; values are not read.
-        lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all the keys that it sees; one with -inf saw
-            nothing and adds nothing.
+        lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all keys that it sees. A query with -inf saw no
+        key
+            and adds nothing.
         offset: number of keys before the first query's own.
-        logits: how logits are made, as in the log-sum-exp, which has counted sinks if there are any.
-        out: fp32 ``[B, Hkv, Lk]`` to add to, or None for a new one.
+        logits: how logits are made. It must be the rule by which ``lse`` was computed, sinks included.
+        out: fp32 ``[B, Hkv, Lk]`` to which the mass is added; None: new memory.
 
     Returns:
-        ``[B, Hkv, Lk]`` fp32: summed over queries and the heads of the group, so ``G * Lq`` over all keys.
+        ``[B, Hkv, Lk]`` fp32: the mass, summed over queries and the heads of the group; its sum over all keys is
+        ``G * Lq``.
 
     Raises:
         ValueError: for a KV in blocks or with lengths, or a cap that is not a finite number above 0.
@@ -67,7 +69,7 @@ def column_mass(
 
 
 def check_column(q, kv, lse, *, logits, **_):
-    """Raise for arguments of :func:`column_mass` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`column_mass`."""
     kv.check_unpaged()
 
 
@@ -82,8 +84,8 @@ def tile_mass(
 ) -> Iterator[tuple[int, Tensor]]:
     """Attention that tiles of queries pay to the keys before them (Kascade, section 3.4: post-softmax pooling).
 
-    Tile t holds the positions ``t * tile .. (t + 1) * tile - 1``; query i is at position ``offset + i``, and a tile may
-    be given in part.
+    Tile t holds the positions ``t * tile .. (t + 1) * tile - 1``; query i is at position ``offset + i``. Only a part of
+    a tile may be given.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
@@ -93,9 +95,9 @@ def tile_mass(
         logits: see :func:`column_mass`.
 
     Yields:
-        ``(t, mass)``: the tiles ``t .. t + T - 1``, a few at a time, and fp32 ``[B, Hkv, T, n]`` for the n keys before
-        the last of them: the mean over the tile's queries and the heads of the group; -inf from its first
-        position on.
+        ``(t, mass)`` for the tiles ``t .. t + T - 1``, a few tiles at a time. ``mass`` is fp32 ``[B, Hkv, T, n]`` for
+        the n keys before the last of these tiles: the mean over the tile's queries and the heads of the group; -inf
+        from the tile's first position on.
 
     Raises:
         ValueError: as :func:`column_mass`, when the first tiles are asked for.
@@ -114,17 +116,17 @@ def tile_mass(
 
 
 def tile_block_mass(queries: Tensor, k: Tensor, lse: Tensor, begins: Tensor, *, logits: Logits) -> Tensor:
-    """Attention that some tiles of queries pay to keys before them.
+    """Attention that some tiles of queries pay to the keys before them.
 
     Args:
         queries: ``[B, H, T, W, D]``: the W queries of each tile.
         k: ``[B, H, n, D]``.
-        lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; one with inf adds nothing.
+        lse: ``[B, H, T, W]`` fp32: the log-sum-exp of each query; a query with inf adds nothing.
         begins: int64 ``[T]``: the first position of each tile.
         logits: see :func:`column_mass`.
 
     Returns:
-        fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from its first position on.
+        fp32 ``[B, H, T, n]``, summed over a tile's queries; -inf from the tile's first position on.
     """
     keys, mass = k.shape[2], k.new_empty(*queries.shape[:3], k.shape[2], dtype=torch.float32)
     step = block_length(4 * queries[..., 0].numel(), keys)
@@ -140,8 +142,8 @@ _block_mass = dispatch(tile_block_mass, "foveate.ops.score.tiles_kernel")
 
 
 def _tile_blocks(q: Tensor, heads: int, tile: int, offset: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """``(first, last, rows, begins)``: some of the tiles given, their queries, see :func:`tile_rows`, and their first
-    positions. A score in fp32 for each of them, KV head and key before the last of them has bounded size."""
+    """Yield ``(first, last, rows, begins)``: some of the given tiles, their queries, see :func:`tile_rows`, and their
+    first positions. An fp32 score for each of the queries, KV heads and keys before the last tile has bounded size."""
     start, end = offset - offset % tile, offset + q.shape[2]
     tiles, first = -(-(end - start) // tile), 0
     room = GPU_SCORES_BYTES if q.is_cuda else None
@@ -163,12 +165,13 @@ def query_mass(
     offset: int,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention mass of a few causal queries, heads kept apart (SnapKV's observation window, section 3).
+    """Attention mass that a few causal queries pay to each key, for each head (SnapKV's observation window, section 3).
 
     Args:
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         kv: ``k [B, Hkv, Lk, D]`` in one piece, with ``Lk >= offset + Lq``; values are not read.
-        mask: bool ``[B, Hkv, offset + Lq]``, True for keys that are seen, each query's own among them; None: all.
+        mask: bool ``[B, Hkv, offset + Lq]``, True for keys that are seen, which include each query's own key; None: all
+            keys are seen.
         logits: how logits are made, see :class:`~foveate.ops.Logits`.
 
     Returns:

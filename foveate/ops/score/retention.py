@@ -1,4 +1,4 @@
-"""How much each token deserves to be retained: the scores of learned token eviction (laLTE, section 3.1)."""
+"""The scores of learned token eviction: how much each token deserves to be retained (laLTE, section 3.1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foveate.ops._math import matmul_fp32
 
 
 class Convolution(NamedTuple):
-    """A convolution over time with weights for each KV head; it gives as many tokens as it is given."""
+    """A convolution over time with weights for each KV head. Input and output have the same number of tokens."""
 
     weight: Tensor
     """``[Hkv, taps, channels, new channels]`` with an odd number of taps; the middle one reads the token itself."""
@@ -34,21 +34,23 @@ def retention_logits(
 ) -> Tensor:
     """Scores of tokens before the sigmoid: convolutions over keys and values, each with SiLU after it, and a head.
 
-    Channels have the dtype of the weights, and sums are fp32. There are zeros before the first token and after the last
-    one in the input of every convolution.
+    Channels have the dtype of the weights, and sums are fp32. The input of every convolution is padded with zeros
+    before the first token and after the last one.
 
     Args:
         k: ``[B, Hkv, S, D]``, rotated by ``angles``.
         v: ``[B, Hkv, S, Dv]``.
-        convolutions: the first one has ``D + Dv`` channels: the key's and then the value's.
-        head: a linear layer with one new channel, which is a convolution of one tap.
+        convolutions: the layers before the head. The first has ``D + Dv`` channels: the key's and then the value's.
+        head: a linear layer with one output channel, given as a convolution of one tap.
         dilation: tokens from one tap to the next.
-        real: bool ``[B, L]``: where there is a token; the input of every convolution is zero elsewhere. None:
-            everywhere.
-        slots: int64 ``[B, L]``: where in ``k`` and ``v`` the tokens are, in their order. None: ``L = S`` tokens in
-            order.
+        real: bool ``[B, L]``: True where a token is; elsewhere the input of every convolution is zero. None: every
+        place
+            has a token.
+        slots: int64 ``[B, L]``: the slots of the tokens in ``k`` and ``v``, in the tokens' order. None: ``L = S``
+        tokens
+            in order.
         angles: cosines and sines, fp32 ``[B or 1, L, D]``, by which the two halves of a token's key were rotated
-            against each other; the last ``D / 2`` equal the first. The rotation is undone. None: keys before rotation.
+            against each other; the last ``D / 2`` equal the first. The rotation is undone. None: keys are not rotated.
 
     Returns:
         fp32 ``[B, Hkv, L]``.

@@ -15,7 +15,7 @@ _LARGEST_DIM = 128
 
 
 class _Tile(NamedTuple):
-    """What a program computes at once: sizes at which registers suffice for any head dim."""
+    """What a program computes at once. Registers suffice at these sizes for any head dim."""
 
     tokens: int
     columns: int
@@ -79,11 +79,13 @@ def tile_for(dtype: torch.dtype, dim: int, capability: int) -> _Tile:
 
 @triton.jit
 def _weights(ptr, begin, rows, columns, COUNT: tl.constexpr, NEW: tl.constexpr):
-    """Of ``COUNT`` channels from ``begin`` on, counted over all taps: ``[rows, columns]``."""
-    mask = (rows < COUNT)[:, None] & (columns < NEW)[None, :]
+    """Weights ``[R, N]`` of the ``COUNT`` input channels from ``begin`` on, counted over all taps: ``rows [R]`` numbers
+    them from 0, and ``columns [N]`` holds new channels."""
+    mask = (rows < COUNT)[:, None] & (columns < NEW)[None, :]  # [R, N]
     return tl.load(ptr + (begin + rows)[:, None] * NEW + columns[None, :], mask=mask, other=0.0)
 
 
+# Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["heads", "length"])
 def _convolve(
     x_ptr, y_ptr, weight_ptr, bias_ptr, real_ptr, slot_ptr, cos_ptr, sin_ptr, head_ptr, head_bias_ptr, out_ptr,
@@ -93,68 +95,82 @@ def _convolve(
     CHANNELS: tl.constexpr, NEW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One convolution with SiLU, of one run of tokens of a KV head a program: ``out [B, H, L, NEW]``; with the head
-    after the last one: fp32 ``out [B, H, L]``.
+    """One convolution with SiLU: writes ``out [B, H, L, NEW]``, or, with the head after the last convolution
+    (``LAST``), fp32 ``out [B, H, L]``; both contiguous.
 
-    The first one reads a key ``x`` as two halves, and a value ``y``; the others read ``x`` alone.
+    A program owns ``BLOCK_T`` neighbouring tokens of one KV head in one row of the batch. For each block of new
+    channels it reads the taps in ascending order, and the input of a tap in the order value, second half of the key,
+    first half. The first convolution (``FIRST``) reads a value ``y``, and a key ``x`` as two halves, which it rotates
+    back; the others read ``x`` alone. Where ``real`` is 0, the input and the result are 0.
+
+    Shapes: T = BLOCK_T tokens, N = BLOCK_N new channels, D = BLOCK_D channels of ``x`` (of the first convolution, half
+    of a key), V = BLOCK_V dimensions of a value.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)  # [D], [V]
     x_ptr += batch * x_stride_b + head * x_stride_h
     y_ptr += batch * y_stride_b + head * y_stride_h
     weight_ptr += head * TAPS * CHANNELS * NEW
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     KEYS: tl.constexpr = CHANNELS - VALUES
     PART: tl.constexpr = KEYS // 2 if FIRST else KEYS
-    stands = token < length
-    if real_ptr is not None:
-        stands = stands & (tl.load(real_ptr + batch * length + token, mask=stands, other=0) != 0)
-    logits = tl.zeros([BLOCK_T], tl.float32)
 
+    # 1. Find which tokens of the program exist.
+    stands = token < length  # [T]
+    if real_ptr is not None:
+        stands = stands & (tl.load(real_ptr + batch * length + token, mask=stands, other=0) != 0)  # [T]
+    logits = tl.zeros([BLOCK_T], tl.float32)  # [T]
+
+    # 2. Walk over the blocks of new channels.
     for first in tl.range(0, NEW, BLOCK_N, num_stages=1):  # loads ahead would take the products' registers
-        new = first + tl.arange(0, BLOCK_N)
-        found = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        new = first + tl.arange(0, BLOCK_N)  # [N]
+        found = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)  # [T, N]
+        # 3. Walk over the taps; tokens outside of the row are zeros.
         for tap in tl.range(0, TAPS, num_stages=1):
-            at = token + (tap - TAPS // 2) * DILATION
-            there = (at >= 0) & (at < length)
+            at = token + (tap - TAPS // 2) * DILATION  # [T]
+            there = (at >= 0) & (at < length)  # [T]
             if real_ptr is not None:
-                there = there & (tl.load(real_ptr + batch * length + at, mask=there, other=0) != 0)
-            slot = at.to(tl.int64)
+                there = there & (tl.load(real_ptr + batch * length + at, mask=there, other=0) != 0)  # [T]
+            slot = at.to(tl.int64)  # [T]
             if slot_ptr is not None:
-                slot = tl.load(slot_ptr + batch * length + at, mask=there, other=0)
+                slot = tl.load(slot_ptr + batch * length + at, mask=there, other=0)  # [T]
             begin = tap * CHANNELS
             if FIRST:
-                tile = y_ptr + slot[:, None] * y_stride_l + value_dims[None, :] * y_stride_d
+                tile = y_ptr + slot[:, None] * y_stride_l + value_dims[None, :] * y_stride_d  # [T, V]
+                # [T, V]
                 value = tl.load(tile, mask=there[:, None] & (value_dims < VALUES)[None, :], other=0.0).to(dtype)
-                weight = _weights(weight_ptr, begin + KEYS, value_dims, new, VALUES, NEW)
-                found = tl.dot(value, weight, found, input_precision="ieee")
-            tile = x_ptr + slot[:, None] * x_stride_l + dims[None, :] * x_stride_d
-            mask = there[:, None] & (dims < PART)[None, :]
-            a = tl.load(tile, mask=mask, other=0.0)
+                weight = _weights(weight_ptr, begin + KEYS, value_dims, new, VALUES, NEW)  # [V, N]
+                found = tl.dot(value, weight, found, input_precision="ieee")  # [T, N]
+            tile = x_ptr + slot[:, None] * x_stride_l + dims[None, :] * x_stride_d  # [T, D]
+            mask = there[:, None] & (dims < PART)[None, :]  # [T, D]
+            a = tl.load(tile, mask=mask, other=0.0)  # [T, D]
             if FIRST:
-                b = tl.load(tile + PART * x_stride_d, mask=mask, other=0.0)
+                b = tl.load(tile + PART * x_stride_d, mask=mask, other=0.0)  # [T, D]
                 if cos_ptr is not None:
-                    angle = batch * angle_stride_b + at.to(tl.int64)[:, None] * KEYS + dims[None, :]
-                    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-                    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-                    rotated = a.to(tl.float32)
-                    a = (rotated * cos + b.to(tl.float32) * sin).to(b.dtype)
-                    b = (b.to(tl.float32) * cos - rotated * sin).to(b.dtype)
-                weight = _weights(weight_ptr, begin + PART, dims, new, PART, NEW)
-                found = tl.dot(b.to(dtype), weight, found, input_precision="ieee")
-            weight = _weights(weight_ptr, begin, dims, new, PART, NEW)
-            found = tl.dot(a.to(dtype), weight, found, input_precision="ieee")
+                    angle = batch * angle_stride_b + at.to(tl.int64)[:, None] * KEYS + dims[None, :]  # [T, D]
+                    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)  # [T, D]
+                    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)  # [T, D]
+                    rotated = a.to(tl.float32)  # [T, D]
+                    a = (rotated * cos + b.to(tl.float32) * sin).to(b.dtype)  # [T, D]
+                    b = (b.to(tl.float32) * cos - rotated * sin).to(b.dtype)  # [T, D]
+                weight = _weights(weight_ptr, begin + PART, dims, new, PART, NEW)  # [D, N]
+                found = tl.dot(b.to(dtype), weight, found, input_precision="ieee")  # [T, N]
+            weight = _weights(weight_ptr, begin, dims, new, PART, NEW)  # [D, N]
+            found = tl.dot(a.to(dtype), weight, found, input_precision="ieee")  # [T, N]
 
-        found += tl.load(bias_ptr + head * NEW + new, mask=new < NEW, other=0.0).to(tl.float32)[None, :]
-        found = tl.where(stands[:, None], found / (1 + tl.exp(-found)), 0.0).to(dtype)
+        # 4. Add the bias, apply SiLU, and write the new channels, or add their products to the head's logits.
+        found += tl.load(bias_ptr + head * NEW + new, mask=new < NEW, other=0.0).to(tl.float32)[None, :]  # [T, N]
+        found = tl.where(stands[:, None], found / (1 + tl.exp(-found)), 0.0).to(dtype)  # [T, N]
         if LAST:
-            weight = tl.load(head_ptr + head * NEW + new, mask=new < NEW, other=0.0).to(tl.float32)
-            logits += tl.sum(found.to(tl.float32) * weight[None, :], 1)
+            weight = tl.load(head_ptr + head * NEW + new, mask=new < NEW, other=0.0).to(tl.float32)  # [N]
+            logits += tl.sum(found.to(tl.float32) * weight[None, :], 1)  # [T]
         else:
-            out = (row * length + token)[:, None] * NEW + new[None, :]
+            out = (row * length + token)[:, None] * NEW + new[None, :]  # [T, N]
             tl.store(out_ptr + out, found, mask=(token < length)[:, None] & (new < NEW)[None, :])
+
+    # 5. Write the logits of the head.
     if LAST:
-        logits += tl.load(head_bias_ptr + head).to(tl.float32)
+        logits += tl.load(head_bias_ptr + head).to(tl.float32)  # [T]
         tl.store(out_ptr + row * length + token, logits, mask=token < length)

@@ -20,8 +20,8 @@ _TILES = {
     128: Tile(128, 64, num_warps=8, num_stages=2),
     256: Tile(32, 64, num_warps=4, num_stages=2),
 }
-"""By head dim, padded; 64 keys are the least that Hopper's matrix units take as rows. All fit into 99 KB of shared
-memory."""
+"""By head dim, padded; 64 keys are the fewest rows that Hopper's matrix units take. Every tile fits into 99 KB of
+shared memory."""
 
 _TILE_FP32 = Tile(32, 16, num_warps=4, num_stages=1)
 """For fp32, which is multiplied without tensor cores."""
@@ -31,7 +31,7 @@ _HOPPER = True
 
 
 def tile_for(dtype: torch.dtype, dim: int, rows: int) -> Tile:
-    """The tile for a head dim of at most 256 and so many queries that are pooled."""
+    """The tile for a head dim of at most 256; ``rows`` counts the queries of a tile, which are pooled."""
     tile = _TILE_FP32 if dtype == torch.float32 else tile_of_width(_TILES, dim)
     return tile._replace(block_m=min(tile.block_m, max(16, triton.next_power_of_2(rows))))
 
@@ -66,6 +66,7 @@ def tile_block_mass(queries, k, lse, begins, *, logits):
     return mass
 
 
+# Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["heads", "tiles", "rows", "number"])
 def _tile_block_mass(
     q_ptr, k_ptr, lse_ptr, begin_ptr, mass_ptr,
@@ -74,15 +75,20 @@ def _tile_block_mass(
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ONE: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``mass [B, H, T, n]`` from contiguous queries ``[B, H, T, W, D]`` and ``lse [B, H, T, W]``.
+    """The attention that a tile of queries pays to the keys before it: writes ``mass [B, H, T, n]``, -inf from the
+    tile's first position on, from contiguous queries ``[B, H, T, W, D]`` and ``lse [B, H, T, W]``. Logits are to the
+    base 2, and ``scale`` includes log2(e).
 
-    A program owns some keys before one tile and reads them in ascending order; the tile's queries stay in registers
-    where one block holds them (``ONE``). ``scale`` includes log2(e); ``ONE``: a block holds all queries of a tile.
+    A program owns ``_WALK`` blocks of keys for one tile of one head, and reads the keys before the tile in ascending
+    order. If one block holds all queries of the tile (``ONE``), they are loaded once and stay in registers; otherwise
+    each block of keys reads the tile's queries again, in ascending order.
+
+    Shapes: M = BLOCK_M queries, N = BLOCK_N keys, D = BLOCK_D, which holds the head dim ``DIM``.
     """
     t, walk = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row = tl.program_id(1)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    members, dims, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    members, dims, places = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)  # [M], [D], [N]
     begin = tl.minimum(tl.load(begin_ptr + t), number).to(tl.int32)
     of_tile = row.to(tl.int64) * tiles + t
     q_ptr += of_tile * rows * DIM
@@ -90,32 +96,40 @@ def _tile_block_mass(
     mass_ptr += of_tile * number
     k_ptr += batch * k_stride_b + head * k_stride_h
 
-    exist = members < rows
+    # 1. Load the first block of queries, transposed. A query that does not exist has a log-sum-exp of inf: its
+    # exponentials are 0.
+    exist = members < rows  # [M]
+    # [D, M]
     q = tl.load(q_ptr + members[None, :] * DIM + dims[:, None], mask=exist[None, :] & (dims < DIM)[:, None], other=0.0)
-    lse = tl.load(lse_ptr + members, mask=exist, other=float("inf")) * LOG2E
+    lse = tl.load(lse_ptr + members, mask=exist, other=float("inf")) * LOG2E  # [M]
+
+    # 2. Walk over the keys before the tile.
     first = walk * _WALK * BLOCK_N
     last = tl.minimum(first + _WALK * BLOCK_N, number)
     for start in tl.range(first, tl.minimum(last, begin), BLOCK_N):
-        keys = start + places
-        k_tile = keys.to(tl.int64)[:, None] * k_stride_l + dims[None, :] * k_stride_d
-        k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)
+        keys = start + places  # [N]
+        k_tile = keys.to(tl.int64)[:, None] * k_stride_l + dims[None, :] * k_stride_d  # [N, D]
+        k = tl.load(k_ptr + k_tile, mask=(keys < begin)[:, None] & (dims < DIM)[None, :], other=0.0)  # [N, D]
         if ONE:
-            logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-            mass = tl.sum(tl.exp2(logits - lse[None, :]), 1)
+            logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)  # [N, M]
+            mass = tl.sum(tl.exp2(logits - lse[None, :]), 1)  # [N]
         else:
-            mass = tl.zeros([BLOCK_N], tl.float32)
+            mass = tl.zeros([BLOCK_N], tl.float32)  # [N]
             for some in tl.range(0, rows, BLOCK_M):
-                exist = some + members < rows
+                exist = some + members < rows  # [M]
+                # [D, M]
                 q = tl.load(
                     q_ptr + (some + members)[None, :] * DIM + dims[:, None],
                     mask=exist[None, :] & (dims < DIM)[:, None],
                     other=0.0,
                 )
-                lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * LOG2E
-                logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)
-                mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)
+                lse = tl.load(lse_ptr + some + members, mask=exist, other=float("inf")) * LOG2E  # [M]
+                logits = capped(tl.dot(k, q, input_precision="ieee") * scale, SOFTCAP)  # [N, M]
+                mass += tl.sum(tl.exp2(logits - lse[None, :]), 1)  # [N]
         tl.store(mass_ptr + keys, tl.where(keys < begin, mass, float("-inf")), mask=keys < last)
+
+    # 3. Write -inf to the remaining blocks, whose keys begin at or after the tile's first position.
     behind = first + tl.maximum(tl.cdiv(tl.minimum(last, begin) - first, BLOCK_N), 0) * BLOCK_N
     for start in tl.range(behind, last, BLOCK_N):
-        keys = start + places
+        keys = start + places  # [N]
         tl.store(mass_ptr + keys, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=keys < last)

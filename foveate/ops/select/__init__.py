@@ -1,4 +1,4 @@
-"""select: which k of the scored, in bounded memory and in a total order."""
+"""select: the k best of scored items, in bounded memory and in a total order."""
 
 from foveate.ops.dispatch import dispatch
 from foveate.ops.select import bits, blocks, pages, reference

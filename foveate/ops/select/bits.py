@@ -1,4 +1,4 @@
-"""Keys chosen for tiles of queries, kept as a bit a key: an eighth of a byte, however many are chosen."""
+"""Keys chosen for tiles of queries, stored as one bit for each key, however many keys are chosen."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 WORD_KEYS = 32
-"""Keys of a word."""
+"""Number of keys in a word."""
 
 
 class TileKeys(NamedTuple):
-    """The keys that tiles of queries have chosen, among those from 0 to a number that each tile has."""
+    """The keys that tiles of queries have chosen. Tile t chooses among the keys from 0 up to a number of its own."""
 
     words: Tensor
-    """int32 ``[B, H, P]``: bit i of a tile's word j is set where the key ``32 j + i`` is chosen; each tile's words
-    after those of the tile before."""
+    """int32 ``[B, H, P]``: bit i of a tile's word j is set if the key ``32 j + i`` is chosen. The words of a tile
+    follow the words of the tile before."""
     begins: Tensor
     """int64 ``[T + 1]``, ascending from 0 to P: tile t has the words ``begins[t] .. begins[t + 1] - 1``."""
     starts: Tensor
     """int64 ``[T + 1]``, ascending from 0: tile t has chosen ``starts[t + 1] - starts[t]`` keys at most."""
     places: tuple[int, ...]
-    """The numbers of ``starts``, where no device has to be asked for them."""
+    """The numbers of ``starts`` on the host, so that no device has to be asked for them."""
 
     def to(self, device: torch.device) -> TileKeys:
         """The same on another device."""
@@ -33,17 +33,18 @@ class KeyLists(NamedTuple):
     """The keys of some tiles, tile after tile."""
 
     keys: Tensor
-    """int32 ``[B, H, P]``: each tile's keys, ascending, and -1 where it has fewer than places."""
+    """int32 ``[B, H, P]``: each tile's keys, ascending, then -1 up to the end of the tile's places."""
     counts: Tensor
-    """int32 ``[B, H, T]``: how many keys each tile has."""
+    """int32 ``[B, H, T]``: number of keys of each tile."""
 
 
 def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
-    """Enter keys into :attr:`TileKeys.words`, in place.
+    """Set the bits of keys in :attr:`TileKeys.words`, in place.
 
     Args:
         words: int32 ``[B, H, P]``.
-        indices: int ``[B, H, T, K]``: keys of each tile, none of them twice and none entered before; -1 for none.
+        indices: int ``[B, H, T, K]``: keys of each tile, none twice and none whose bit is set; -1 marks an unused
+        place.
         begins: int64 ``[T + 1]``: tile t has the words ``begins[t] .. begins[t + 1] - 1``.
 
     Raises:
@@ -64,9 +65,9 @@ def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> 
     Args:
         words: int32 ``[B, H, P]``.
         begins: int64 ``[T + 1]``: tile t has the words ``begins[t] .. begins[t + 1] - 1``.
-        starts: int64 ``[T + 1]``: the keys of tile t go to the places ``starts[t] - starts[0]`` and following ones, up
-            to those of the next tile.
-        number: places of all, ``starts[T] - starts[0]``.
+        starts: int64 ``[T + 1]``: the keys of tile t go to the places ``starts[t] - starts[0]`` to ``starts[t + 1] -
+            starts[0] - 1``.
+        number: total number of places, ``starts[T] - starts[0]``.
     """
     found = words.new_full((*words.shape[:2], number), -1)
     counts = words.new_zeros((*words.shape[:2], len(begins) - 1))
@@ -82,7 +83,7 @@ def keys_of_bits(words: Tensor, begins: Tensor, starts: Tensor, number: int) -> 
 
 
 def check_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
-    """Raise unless these fit."""
+    """Raise ValueError unless the arguments of :func:`set_bits` fit each other."""
     fit = indices.dim() == 4 and words.shape[:2] == indices.shape[:2] and begins.shape == (indices.shape[2] + 1,)
     if words.dtype != torch.int32 or not fit:
         given = {"words": words, "indices": indices, "begins": begins}

@@ -1,4 +1,4 @@
-"""Top-k of long rows of scores whose blocks have known maxima."""
+"""Top-k of long rows of scores, for which the maximum of each block of scores is known."""
 
 import torch
 from torch import Tensor
@@ -13,18 +13,19 @@ def topk_of_blocks(
 
     Args:
         scores: fp32 ``[B, S, T]``; -inf is never chosen.
-        maxima: fp32 ``[B, S, ceil(T / block)]``: the largest score of each block among those that the row may choose.
-        visible: int64 ``[S]``: how many keys, from the first on, a row may choose from.
-        k: how many to choose.
-        block: scores that have one maximum, a power of two.
-        starts: int64 ``[B]``: the first key that the rows of a batch entry may choose; None for 0. The maxima of blocks
-            before it are -inf.
+        maxima: fp32 ``[B, S, ceil(T / block)]``: the largest score in each block, over the keys that the row may
+        choose. visible: int64 ``[S]``: a row may choose among this many keys, from the first on.
+        k: how many keys to choose.
+        block: scores that share one maximum, a power of two.
+        starts: int64 ``[B]``: the first key that the rows of a batch entry may choose; None: 0. The maxima of earlier
+            blocks are -inf.
 
     Returns:
-        int32 ``[B, S, k]``: indices, ascending, and -1 where there are fewer.
+        int32 ``[B, S, k]``: indices, ascending, and then -1 if a row has fewer than k.
 
     Raises:
-        ValueError: when scores that may be chosen are NaN (on a GPU the caller knows, from what scored them).
+        ValueError: if scores that may be chosen are NaN. A GPU does not check this; the code that computed the scores
+            knows it.
     """
     del maxima, block  # what can be known of a block without reading it is of use to the kernel alone
     number = scores.shape[-1]

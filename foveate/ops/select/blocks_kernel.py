@@ -25,7 +25,7 @@ from foveate.ops.select.kth_kernel import (
 _HELD = 16384
 """The most scores of a row, or of its chosen blocks, that are kept in registers."""
 _SHORT = 4096
-"""Rows that are kept whole, though less of them would do: that takes a launch less."""
+"""The longest rows that are kept whole although a part of their blocks would do, which saves a launch."""
 _TILE = tl.constexpr(4096)
 """Values of a tile, whose chosen ones are compacted and written together."""
 _KEPT = 8192
@@ -87,7 +87,7 @@ def topk_of_blocks(
 
 
 def _short(scores: Tensor, visible: Tensor, starts: Tensor | None, found: Tensor, unit: int) -> Tensor:
-    """The k first of rows that are kept whole, of ``visible / unit`` scores; writes ``found [B, S, k]``."""
+    """The k largest of rows that are kept whole and have ``visible / unit`` scores; writes ``found [B, S, k]``."""
     batch, rows, number = scores.shape
     scores, apart, vector = _rows(scores)
     held = max(256, triton.next_power_of_2(number))
@@ -99,7 +99,7 @@ def _short(scores: Tensor, visible: Tensor, starts: Tensor | None, found: Tensor
 
 
 def warps(held: int) -> int:
-    """Warps of a program that keeps so many scores in its registers."""
+    """Warps of a program that keeps ``held`` scores in its registers."""
     return 4 if held < 4096 else 8 if held <= 16384 else 16
 
 
@@ -111,6 +111,7 @@ def _rows(scores: Tensor) -> tuple[Tensor, int, int]:
     return scores, scores.stride(1) // vector, vector
 
 
+# Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["apart", "rows", "number", "k"])
 def _topk_of_short_rows(
     score_ptr,
@@ -119,7 +120,14 @@ def _topk_of_short_rows(
     rows, number, k,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, HELD: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``found [B, S, k]``; rows of scores are ``apart * VECTOR`` from each other."""
+    """The k largest of short rows: writes ``found [B, S, k]``, ascending and then -1. Rows of scores are ``apart *
+    VECTOR`` from each other.
+
+    A program owns a row and reads it once. If it holds more than ``2 * _TILE`` scores, it reads them a second time, in
+    ascending order, to write the indices.
+
+    Shapes: N = HELD scores, T = _TILE scores.
+    """
     s = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * rows + s
     score_ptr += row * apart * VECTOR
@@ -128,19 +136,23 @@ def _topk_of_short_rows(
     begin = 0
     if PADDED:
         begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
-    index = tl.arange(0, HELD)
-    x = plain(read_scores(score_ptr, index, visible, VECTOR), (index >= begin) & (index < visible))
+
+    # 1. Load the row and find its k-th largest score.
+    index = tl.arange(0, HELD)  # [N]
+    x = plain(read_scores(score_ptr, index, visible, VECTOR), (index >= begin) & (index < visible))  # [N]
     valid = count_valid(x)
     kth, room, crowded = find_kth(x, k, LOWEST + 1, valid, above_all(x))
+
+    # 2. Write the indices of the chosen scores, and -1 behind them.
     if HELD <= 2 * _TILE:
-        chosen, _ = choose(x, kth, room, crowded, 0)
+        chosen, _ = choose(x, kth, room, crowded, 0)  # [N]
         put(found_ptr, 0, index, chosen)
-    else:  # read again what has just been read: to number them all at once is slower
-        places, written, equal = tl.arange(0, _TILE), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    else:  # to read the row again is faster than to number all scores at once
+        places, written, equal = tl.arange(0, _TILE), tl.zeros([], tl.int32), tl.zeros([], tl.int32)  # [T], scalars
         for first in tl.range(0, visible, _TILE):
-            place = first + places
-            y = plain(read_scores(score_ptr, place, visible, VECTOR), (place >= begin) & (place < visible))
-            chosen, equal = choose(y, kth, room, crowded, equal)
+            place = first + places  # [T]
+            y = plain(read_scores(score_ptr, place, visible, VECTOR), (place >= begin) & (place < visible))  # [T]
+            chosen, equal = choose(y, kth, room, crowded, equal)  # [T]
             put(found_ptr, written, place, chosen)
             written += tl.sum(chosen.to(tl.int32), 0)
     put_end(found_ptr, tl.minimum(valid, k), k, 1024)
@@ -150,15 +162,20 @@ def _topk_of_short_rows(
 def _of_named(
     list_ptr, first, score_ptr, named, begin, visible, VECTOR: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr
 ):
-    """Scores of ``MANY`` of the blocks that are named: indices, and the scores, :func:`plain`; ``[MANY, BLOCK]``."""
-    places = first + tl.arange(0, MANY)
-    block = tl.load(list_ptr + places, mask=places < named, other=-1)
-    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = (block >= 0)[:, None] & (index < tl.cdiv(visible, VECTOR) * VECTOR)
-    x = tl.load(score_ptr + index, mask=there, other=float("-inf"))
+    """The scores of ``MANY`` of the blocks that are named, from the ``first`` name on: their indices ``[M, BLOCK]``,
+    and the scores ``[M, BLOCK]``, :func:`plain`.
+
+    Shapes: M = MANY blocks.
+    """
+    places = first + tl.arange(0, MANY)  # [M]
+    block = tl.load(list_ptr + places, mask=places < named, other=-1)  # [M]
+    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [M, BLOCK]
+    there = (block >= 0)[:, None] & (index < tl.cdiv(visible, VECTOR) * VECTOR)  # [M, BLOCK]
+    x = tl.load(score_ptr + index, mask=there, other=float("-inf"))  # [M, BLOCK]
     return index, plain(x, (block >= 0)[:, None] & (index >= begin) & (index < visible))
 
 
+# Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["apart", "rows", "number", "k"])
 def _topk_of_named(
     score_ptr,
@@ -167,7 +184,13 @@ def _topk_of_named(
     rows, number, k,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``found [B, S, k]`` from the blocks of ``list [B, S, k]``, ascending and then -1, which hold them all."""
+    """The k largest scores of the blocks that ``list [B, S, k]`` names, ascending and then -1: writes ``found [B, S,
+    k]``. Rows of scores are ``apart * VECTOR`` from each other.
+
+    A program owns a row. It reads all named blocks at once, and a second time in ascending order to write the indices.
+
+    Shapes: N = HELD scores of L = HELD / BLOCK blocks; M = MANY blocks that are written at once.
+    """
     s = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * rows + s
     score_ptr += row * apart * VECTOR
@@ -178,32 +201,47 @@ def _topk_of_named(
     if PADDED:
         begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
 
-    _, x = _of_named(list_ptr, 0, score_ptr, k, begin, visible, VECTOR, BLOCK, HELD // BLOCK)
-    best = tl.max(x, 1)
+    # 1. Load the named blocks. If k blocks have a score, k scores reach the least of their maxima, which bounds the
+    # k-th.
+    _, x = _of_named(list_ptr, 0, score_ptr, k, begin, visible, VECTOR, BLOCK, HELD // BLOCK)  # [L, BLOCK]
+    best = tl.max(x, 1)  # [L]
     named = count_valid(best)
     bound = ordered(tl.min(tl.where(best > float("-inf"), best, float("inf")), 0))
     bound = tl.where(named == k, bound, LOWEST + 1)  # k scores reach it
-    x = tl.reshape(x, [HELD])
+    x = tl.reshape(x, [HELD])  # [N]
+
+    # 2. Find the k-th largest score.
     valid, reach = count_valid(x), tl.sum((x >= float_of(bound)).to(tl.int32), 0)
     kth, room, crowded = find_kth(x, k, bound, reach, above_all(x))
+
+    # 3. Walk over the named blocks and write the indices of the chosen scores, and -1 behind them.
     MANY: tl.constexpr = max(1, min(HELD, _TILE) // BLOCK)
     written, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in tl.range(0, named, MANY):
+        # [M, BLOCK], [M, BLOCK]
         index, y = _of_named(list_ptr, first, score_ptr, named, begin, visible, VECTOR, BLOCK, MANY)
-        chosen, equal = choose(tl.reshape(y, [MANY * BLOCK]), kth, room, crowded, equal)
+        chosen, equal = choose(tl.reshape(y, [MANY * BLOCK]), kth, room, crowded, equal)  # [M * BLOCK]
         put(found_ptr, written, tl.reshape(index, [MANY * BLOCK]), chosen)
         written += tl.sum(chosen.to(tl.int32), 0)
     put_end(found_ptr, tl.minimum(valid, k), k, 1024)
 
 
+# Sizes change from call to call; unspecialised, one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["rows", "number", "blocks", "k"])
 def _topk_of_blocks(
     score_ptr, max_ptr, visible_ptr, start_ptr, list_ptr, kept_ptr, index_ptr, found_ptr,
     rows, number, blocks, k,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``found [B, S, k]``; all tensors are contiguous; ``list [B, S, blocks]`` and ``kept`` and ``index
-    [B, S, ROOM]`` are room to work in."""
+    """The k largest scores of rows whose best blocks do not fit into registers: writes ``found [B, S, k]``, ascending
+    and then -1. All tensors are contiguous; ``list [B, S, blocks]``, and ``kept`` and ``index [B, S, ROOM]``, are
+    scratch memory.
+
+    A program owns a row. It reads the maxima twice, and then the scores of blocks whose maximum reaches a bound, in
+    ascending order: once, or once more for every two thresholds and to write, if too many scores reach the bound.
+
+    Shapes: C = CHUNK scores, G = GROUPS groups of blocks, R = ROOM scores that are kept.
+    """
     s = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * rows + s
     score_ptr += row * number
@@ -214,46 +252,48 @@ def _topk_of_blocks(
     found_ptr += row * k
     visible = tl.minimum(tl.load(visible_ptr + s), number).to(tl.int32)
     some = (visible + BLOCK - 1) // BLOCK
-    places = tl.arange(0, CHUNK)
+    places = tl.arange(0, CHUNK)  # [C]
     begin = 0
     if PADDED:
         begin = tl.load(start_ptr + tl.program_id(1)).to(tl.int32)
 
-    # 1. A bound that at least k scores reach: the k-th largest maximum of groups of blocks; and the blocks that do.
-    tops = tl.full([GROUPS], float("-inf"), tl.float32)
+    # 1. Find a bound that at least k scores reach, the k-th largest maximum of groups of blocks, and list the blocks
+    # whose maximum reaches it.
+    tops = tl.full([GROUPS], float("-inf"), tl.float32)  # [G]
     for first in tl.range(0, some, GROUPS):
-        _, top = scores_at(max_ptr, list_ptr, first + tl.arange(0, GROUPS), some, 0, some, False, BLOCK)
-        tops = tl.maximum(tops, top)
+        _, top = scores_at(max_ptr, list_ptr, first + tl.arange(0, GROUPS), some, 0, some, False, BLOCK)  # [G]
+        tops = tl.maximum(tops, top)  # [G]
     most, nothing = tl.max(tops, 0), tl.zeros([], tl.int32)
     bound, _, _ = find_kth(tops, k, LOWEST + 1, count_valid(tops), above_all(tops))
     reached = float_of(bound)
     listed = nothing
     for first in tl.range(0, some, CHUNK):
-        block, best = scores_at(max_ptr, list_ptr, first + places, some, 0, some, False, BLOCK)
-        named = best >= reached
+        block, best = scores_at(max_ptr, list_ptr, first + places, some, 0, some, False, BLOCK)  # [C], [C]
+        named = best >= reached  # [C]
         tl.store(list_ptr + listed + tl.cumsum(named.to(tl.int32), 0) - 1, block, mask=named)
         listed += tl.sum(named.to(tl.int32), 0)
+    # Threads of the program read what other threads have written to memory.
     tl.debug_barrier()
 
-    # 2. Their scores that reach it, as far as there is room for them.
+    # 2. Keep the scores of these blocks that reach the bound, as long as there is room.
     count, kept = listed * BLOCK, nothing
     for first in tl.range(0, count, CHUNK):
-        index, x = scores_at(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)
-        reach = x >= reached
-        at = kept + tl.cumsum(reach.to(tl.int32), 0) - 1
+        index, x = scores_at(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)  # [C], [C]
+        reach = x >= reached  # [C]
+        at = kept + tl.cumsum(reach.to(tl.int32), 0) - 1  # [C]
         tl.store(kept_ptr + at, x, mask=reach & (at < ROOM))
         tl.store(index_ptr + at, index, mask=reach & (at < ROOM))
         kept += tl.sum(reach.to(tl.int32), 0)
         most = tl.maximum(most, tl.max(x, 0))  # maxima may have missed a NaN
     tl.debug_barrier()
 
-    # 3. The k-th of them, and the k first.
+    # 3. Find the k-th of them, and write the indices of the chosen scores and -1 behind them.
     if kept <= ROOM:
-        slots = tl.arange(0, ROOM)
-        x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))
+        slots = tl.arange(0, ROOM)  # [R]
+        x = tl.load(kept_ptr + slots, mask=slots < kept, other=float("-inf"))  # [R]
         kth, room, crowded = find_kth(x, k, bound, kept, ordered(most) + 1)
-        chosen, equal = choose(x, kth, room, crowded, 0)
-        index = tl.load(index_ptr + slots, mask=chosen, other=0)
+        chosen, equal = choose(x, kth, room, crowded, 0)  # [R]
+        index = tl.load(index_ptr + slots, mask=chosen, other=0)  # [R]
         put(found_ptr, nothing, index, chosen)
     else:
         kth, room, crowded = find_kth_of_many(
@@ -261,8 +301,8 @@ def _topk_of_blocks(
         )
         written, equal = nothing, nothing
         for first in tl.range(0, count, CHUNK):
-            index, x = scores_at(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)
-            chosen, equal = choose(x, kth, room, crowded, equal)
+            index, x = scores_at(score_ptr, list_ptr, first + places, count, begin, visible, True, BLOCK)  # [C], [C]
+            chosen, equal = choose(x, kth, room, crowded, equal)  # [C]
             put(found_ptr, written, index, chosen)
             written += tl.sum(chosen.to(tl.int32), 0)
     put_end(found_ptr, tl.minimum(kept, k), k, CHUNK)

@@ -1,4 +1,4 @@
-"""Which k: deterministic top-k in bounded memory, ties to the smaller index."""
+"""Deterministic top-k in bounded memory; ties go to the smaller index."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,14 @@ from foveate.ops._math import first_keys, on_host
 from foveate.ops.checks import INTEGERS, check_counts, check_number
 
 CHUNK = 1 << 16
-"""Scores examined at once."""
+"""Number of scores examined at once."""
 
 _SORTED = 1 << 13
-"""At or below this number of scores a full sort beats radix selection on a GPU: it takes fewer launches."""
+"""Up to this number of scores in a row, a full sort is faster than radix selection on a GPU: it takes fewer
+launches."""
 
 _FEW = 1 << 17
-"""The same of all rows together."""
+"""Up to this number of scores in all rows together, a full sort is faster than radix selection on a GPU."""
 
 
 class StreamingTopK:
@@ -23,7 +24,7 @@ class StreamingTopK:
     were cut into blocks. Scores of -inf are never selected. NaN is an error on the CPU.
 
     Args:
-        k: how many to keep; fewer valid scores leave places of -1 at the end.
+        k: how many indices to keep. If there are fewer valid scores, the places at the end are -1.
     """
 
     def __init__(self, k: int):
@@ -34,7 +35,7 @@ class StreamingTopK:
         self._end = 0
 
     def update(self, scores: Tensor, first_index: int) -> None:
-        """Take the scores ``[..., n]`` of the indices ``first_index .. first_index + n - 1``.
+        """Add the scores ``[..., n]`` of the indices ``first_index .. first_index + n - 1``.
 
         Raises:
             ValueError: for a block that begins before the last one ended, and on the CPU for scores that are NaN.
@@ -66,12 +67,12 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
     """Indices of the k largest scores, ascending, ties to the smaller index.
 
     Args:
-        scores: ``[..., n]``; -inf marks what must not be chosen.
-        k: how many.
+        scores: ``[..., n]``; an index with -inf is never chosen.
+        k: how many indices to choose.
         chunk: scores examined at once; the result does not depend on it.
 
     Returns:
-        int64 ``[..., min(k, n)]``, ascending, with -1 at the end where fewer than k scores were above -inf.
+        int64 ``[..., min(k, n)]``, ascending, with -1 at the end if fewer than k scores are above -inf.
 
     Raises:
         ValueError: for a k or a chunk below 1, and on the CPU for scores that are NaN.
@@ -92,23 +93,23 @@ def topk(scores: Tensor, k: int, *, chunk: int = CHUNK) -> Tensor:
 def topk_rows(
     scores: Tensor, counts: Tensor, k: int, *, lengths: Tensor | None = None, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """:func:`topk` with a number of its own for each row of a batch.
+    """:func:`topk` with a separate number for each row of a batch.
 
     Args:
-        scores: ``[B, Hkv, n]``; -inf marks what must not be chosen, and NaN counts as inf, because a captured step
-            cannot look for NaN without waiting for the device.
-        counts: int64 ``[B]``: how many in each row, at most k.
+        scores: ``[B, Hkv, n]``. An index with -inf is never chosen. NaN counts as inf, because a captured step cannot
+            look for NaN without waiting for the device.
+        counts: int64 ``[B]``: how many indices each row chooses, at most k.
         k: the largest of the counts.
-        lengths: int ``[B]``: only the first so many scores of a row are there, the others may hold anything; None: all
-            are.
-        dtype: of the indices, which can hold n.
+        lengths: int ``[B]``: the number of scores of a row; later scores may hold anything. None: every row has n
+            scores.
+        dtype: dtype of the indices. It must be able to hold n.
 
     Returns:
         ``[B, Hkv, min(k, n)]``, ascending, with -1 at the end.
 
     Raises:
-        ValueError: for a k below 0, counts or lengths of another batch or not of integers, and a dtype that cannot hold
-            n; on the CPU also for a count above k.
+        ValueError: for a k below 0; for counts or lengths of another batch or not of integers; for a dtype that cannot
+            hold n; and on the CPU for a count above k.
     """
     infinity = float("inf")
     scores = scores.nan_to_num(nan=infinity, posinf=infinity, neginf=-infinity)
@@ -118,7 +119,7 @@ def topk_rows(
 
 
 def check_topk_rows(scores, counts, k, *, lengths=None, dtype=torch.int64):
-    """Raise for arguments of :func:`topk_rows` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`topk_rows`."""
     check_number("k", k, 0)
     if scores.dim() != 3 or not scores.is_floating_point():
         raise ValueError(f"scores must be a floating-point [B, Hkv, n], not {scores.dtype} {list(scores.shape)}")
@@ -141,7 +142,8 @@ def _topk_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _first_of_rows(scores: Tensor, counts: Tensor, k: int) -> Tensor:
-    """:func:`topk_rows` without sorting all scores: those above the last one of each row, and the first equal to it."""
+    """:func:`topk_rows` without sorting all scores: a row takes the scores above its k-th, then the first equal
+    ones."""
     n = scores.shape[-1]
     last = scores.topk(k, -1).values.gather(-1, (counts - 1).clamp(0, k - 1).expand(*scores.shape[:-1], 1))
     above, equal = scores > last, (scores == last) & ~scores.isneginf()
@@ -174,14 +176,15 @@ def _first_largest(scores: Tensor, k: int) -> Tensor:
 
 
 def by_mass(mass: Tensor, rest: float) -> tuple[Tensor, Tensor]:
-    """As many of the heaviest as leave at most ``rest`` out (top-p).
+    """The fewest heaviest keys, so that the mass of all other keys is at most ``rest`` (top-p).
 
     Args:
         mass: fp32 ``[B, Hkv, N]``, >= 0: shares of the attention.
-        rest: largest sum of the masses not taken, 0 to 1.
+        rest: the largest mass that may be left out, 0 to 1.
 
     Returns:
-        ``(order [B, Hkv, N], counts [B, Hkv])``: heaviest first, ties to the smaller index, and how many of them.
+        ``(order [B, Hkv, N], counts [B, Hkv])``: the indices, heaviest first with ties to the smaller index, and how
+        many of them to take.
     """
     ordered, order = mass.sort(dim=-1, descending=True, stable=True)
     left = ordered.flip(-1).cumsum(-1).flip(-1)

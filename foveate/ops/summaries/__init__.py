@@ -3,7 +3,7 @@
 Terms, used throughout the folder:
 
 - *node*: a summary (key and value) of a page of tokens or, on higher levels, of the nodes below it; *under* a node are
-  its children, and at last raw tokens. Level 0, the finest, is that of pages.
+  its children, and at last raw tokens. The nodes of level 0, the finest, summarise pages.
 - *refine*: replace a node by its children. The *cover* is what attention reads in the end: sinks and tail, nodes that
   are not refined, and the tokens of refined pages; it stands for every token once.
 - *visited* nodes of a level: all of the top level; below it the children of refined nodes. A *place* is an index among
@@ -14,10 +14,10 @@ Terms, used throughout the folder:
 - *part*: the attention output over some entries, normalised by itself, with its log-sum-exp; parts are merged exactly,
   as in FlashDecoding.
 
-``reference`` is the specification, with ``cover`` and ``masses``. ``launch`` is the host side of the kernels, ``plan``
-cuts them into programs, ``workspace`` allocates their intermediates, ``support`` says what they refuse: the options of
-the paper, which the reference runs. Kernels: ``score`` (with attention to raw tokens), ``select``, ``attend``, and
-``masses`` (running averages).
+``reference`` is the specification; ``cover`` and ``masses`` are parts of it. ``launch`` is the host side of the
+kernels, ``plan`` divides the work among programs, and ``workspace`` allocates intermediates. The kernels do not support
+all options of the paper; the reference runs the others. The kernels are ``score`` (which also attends to raw tokens),
+``select``, ``attend``, and ``masses`` (running averages).
 """
 
 from foveate.ops.dispatch import dispatch

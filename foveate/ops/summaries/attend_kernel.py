@@ -17,23 +17,34 @@ def _finish(
     q_heads, exist, num_q_heads, parts, splits,
     AT_ONCE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Merge the ``parts`` of ``q_heads [M]``, in the last of ``splits`` programs that arrive, always in one order."""
+    """Merges the ``parts`` of query heads ``q_heads [M]``, in the last of the ``splits`` programs that arrive.
+
+    The parts are merged in ascending order, ``AT_ONCE`` at a time, whichever program is last, so that repeats are equal
+    bit for bit. The result goes to ``out [B, Hq, 1, Dv]`` and ``lse [B, Hq, 1]``, natural.
+
+    Shapes: M = heads, P = AT_ONCE parts, DV = BLOCK_DV dimensions of values.
+    """
+    # 1. Count the program as arrived; the last one goes on.
     tl.debug_barrier()  # all threads have written before the program counts as ready
     ready = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
     if ready == splits - 1:
-        top, weight = tl.full(q_heads.shape, LOWEST, tl.float32), tl.zeros(q_heads.shape, tl.float32)
-        out = tl.zeros([q_heads.shape[0], BLOCK_DV], tl.float32)
-        dims, turn = tl.arange(0, BLOCK_DV), tl.arange(0, AT_ONCE)
+        # 2. Start the running softmax.
+        top, weight = tl.full(q_heads.shape, LOWEST, tl.float32), tl.zeros(q_heads.shape, tl.float32)  # [M], [M]
+        out = tl.zeros([q_heads.shape[0], BLOCK_DV], tl.float32)  # [M, DV]
+        dims, turn = tl.arange(0, BLOCK_DV), tl.arange(0, AT_ONCE)  # [DV], [P]
+        # 3. Merge the parts.
         for first in tl.range(0, parts, AT_ONCE):
-            part = first + turn
-            at = part.to(tl.int64)[:, None] * num_q_heads + q_heads[None, :]
-            mask = (part < parts)[:, None] & exist[None, :]
-            # past the L1 cache, since other programs of this launch have written some
+            part = first + turn  # [P]
+            at = part.to(tl.int64)[:, None] * num_q_heads + q_heads[None, :]  # [P, M]
+            mask = (part < parts)[:, None] & exist[None, :]  # [P, M]
+            # The loads bypass the L1 cache, since other programs of this launch have written some of the parts.
+            # [P, M]
             lse = tl.load(part_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            tile = part_out_ptr + at[:, :, None] * VALUE_DIM + dims[None, None, :]
-            there = mask[:, :, None] & (dims < VALUE_DIM)[None, None, :]
-            outs = tl.load(tile, mask=there, other=0.0, cache_modifier=".cg")
-            top, weight, out = merge(outs, lse, top, weight, out)
+            tile = part_out_ptr + at[:, :, None] * VALUE_DIM + dims[None, None, :]  # [P, M, DV]
+            there = mask[:, :, None] & (dims < VALUE_DIM)[None, None, :]  # [P, M, DV]
+            outs = tl.load(tile, mask=there, other=0.0, cache_modifier=".cg")  # [P, M, DV]
+            top, weight, out = merge(outs, lse, top, weight, out)  # [M], [M], [M, DV]
+        # 4. Normalise and store.
         store_part(out_ptr, lse_ptr, q_heads, exist, top, weight, out, VALUE_DIM, NATURAL=True)
 
 
@@ -46,17 +57,26 @@ def attend_nodes(
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, LAST: tl.constexpr, GROUP: tl.constexpr, SOFTCAP: tl.constexpr,
     AT_ONCE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write ``splits`` parts ``part_out [before + splits, B, Hq, Dv]`` and ``part_lse``, after the ``before`` parts of
-    earlier launches.
+    """Attends to one level's visited nodes that are not refined and, in the ``LAST`` launch, to the keys of refined
+    pages.
 
-    The parts are attention to a level's visited nodes that are not refined (``count``, ``list`` and ``weight`` as in
-    :func:`score_nodes`) and, in the ``LAST`` launch, to the keys of refined pages of ``WIDTH`` tokens. The program of a
-    row that then finishes last merges all parts into ``out`` and ``lse``, ``AT_ONCE`` at a time.
-    ``page [B, Hkv, most]``, ``picked`` and ``gone [B, Hkv, gone_places]`` are the selection, see :class:`Selection`.
+    A program owns up to ``BLOCK_M`` query heads of a KV head in a row, and one split of these nodes and pages. It reads
+    the log-weights and values of its nodes once, in ascending order, and then the keys and values of its refined pages,
+    with an online softmax in fp32. It writes one of the ``splits`` parts that this launch adds to
+    ``part_out [before + splits, B, Hq, Dv]`` and ``part_lse``, to the base 2, after the ``before`` parts of earlier
+    launches. In the ``LAST`` launch, the program of a row that finishes last merges all parts into ``out`` and ``lse``,
+    ``AT_ONCE`` at a time.
 
-    Refined pages are read in tiles of ``BLOCK_N`` tokens, one or more chunks of a page each. The log-weight of each
-    chunk is stored in ``token [B, Hq, places]``, unless that is None.
+    ``count``, ``list`` and ``weight`` are as in :func:`score_nodes`. ``page [B, Hkv, most]``, ``picked`` and
+    ``gone [B, Hkv, gone_places]`` are the selection, see :class:`Selection`; a page has ``WIDTH`` tokens.
+
+    Refined pages are read in tiles of ``BLOCK_N`` tokens: one or more chunks of ``BLOCK_W`` tokens, where a page has
+    ``CHUNKS`` chunks. The log-weight of each chunk is stored in ``token [B, Hq, places]``, unless that is None.
+
+    Shapes: M = BLOCK_M heads, N = BLOCK_N nodes or keys, D = BLOCK_D dimensions of keys, DV = BLOCK_DV dimensions of
+    values, P = PAGES, the chunks of a tile.
     """
+    # 1. Unpack the constants and strides, and find the heads and the split that the program owns.
     BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     BLOCK_DV: tl.constexpr = max(16, triton.next_power_of_2(VALUE_DIM))
     HEAD_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
@@ -70,77 +90,83 @@ def attend_nodes(
     row, head_tile, split = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES, tl.program_id(1)
     num_q_heads, splits = tl.num_programs(0) // HEAD_TILES * GROUP, tl.num_programs(1)
     batch, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
-    member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist = member < GROUP
-    heads = head * GROUP + tl.where(exist, member, 0)
-    q_heads = batch * num_kv_heads * GROUP + heads
-    lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)
+    member = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    exist = member < GROUP  # [M]
+    heads = head * GROUP + tl.where(exist, member, 0)  # [M]
+    q_heads = batch * num_kv_heads * GROUP + heads  # [M]
+    lanes, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV)  # [N], [DV]
     count, picked = visited(count_ptr, row, num_kv_heads, BRANCH), tl.load(picked_ptr + row)
     if BRANCH:
         list_ptr += row.to(tl.int64) * list_places
     gone_ptr += row.to(tl.int64) * gone_places
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # 2. Start the online softmax, and divide blocks of nodes and tiles of refined pages among the splits.
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)  # [M]
+    weight = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
     blocks = tl.cdiv(count, BLOCK_N)
     tiles = tl.cdiv(picked * CHUNKS, PAGES) if LAST else 0
     each = tl.cdiv(blocks + tiles, splits)
     begin, end = split * each, tl.minimum((split + 1) * each, blocks + tiles)
 
+    # 3. Attend to the nodes that are not refined.
     value_ptr += batch * value_stride_b + head * value_stride_h
-    logit_ptr = weight_ptr + q_heads[:, None] * (places // 16 * 16)  # a multiple of 16, for the compiler
+    logit_ptr = weight_ptr + q_heads[:, None] * (places // 16 * 16)  # [M, 1]; a multiple of 16, for the compiler
     padded = tl.cdiv(count, 16) * 16  # loads are vectorised only where a mask is constant over 16 bytes
     for block in tl.range(begin, tl.minimum(end, blocks)):
-        place = block * BLOCK_N + lanes
-        there = place < count
+        place = block * BLOCK_N + lanes  # [N]
+        there = place < count  # [N]
+        # [M, N]
         logits = tl.load(logit_ptr + place[None, :], mask=exist[:, None] & (place < padded)[None, :], other=0.0)
-        gone = tl.load(gone_ptr + place, mask=place < padded, other=1)
-        node = node_at(place, there, list_ptr, BRANCH)
-        v_mask = there[:, None]
+        gone = tl.load(gone_ptr + place, mask=place < padded, other=1)  # [N]
+        node = node_at(place, there, list_ptr, BRANCH)  # [N]
+        v_mask = there[:, None]  # [N, 1]
         if BLOCK_DV > VALUE_DIM:
-            v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
-        v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d
-        v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)
-        logits = tl.where((there & (gone == 0))[None, :], logits, float("-inf"))
-        top, weight, out = online(logits, v, top, weight, out)
+            v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]  # [N, DV]
+        v_tile = (node.to(tl.int64) * value_stride_n)[:, None] + value_dims[None, :] * value_stride_d  # [N, DV]
+        v = tl.load(value_ptr + v_tile, mask=v_mask, other=0.0)  # [N, DV]
+        logits = tl.where((there & (gone == 0))[None, :], logits, float("-inf"))  # [M, N]
+        top, weight, out = online(logits, v, top, weight, out)  # [M], [M], [M, DV]
 
+    # 4. Attend to the keys of refined pages.
     if LAST:
         k_ptr += batch * k_stride_b + head * k_stride_h
         v_ptr += batch * v_stride_b + head * v_stride_h
         page_ptr += row.to(tl.int64) * most
-        dims = tl.arange(0, BLOCK_D)
-        q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d
-        q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)
+        dims = tl.arange(0, BLOCK_D)  # [D]
+        q_tile = batch * q_stride_b + heads[:, None] * q_stride_h + dims[None, :] * q_stride_d  # [M, D]
+        q = tl.load(q_ptr + q_tile, mask=exist[:, None] & (dims < DIM)[None, :], other=0.0)  # [M, D]
         first = tl.maximum(begin - blocks, 0)
-        next_turn = (first * PAGES + lanes // BLOCK_W) // CHUNKS
+        next_turn = (first * PAGES + lanes // BLOCK_W) // CHUNKS  # [N]
         # loaded one tile ahead, so that the compiler can pipeline the loads of keys
-        next_page = tl.load(page_ptr + next_turn, mask=next_turn < picked, other=0).to(tl.int32)
+        next_page = tl.load(page_ptr + next_turn, mask=next_turn < picked, other=0).to(tl.int32)  # [N]
         for tile in tl.range(first, end - blocks):
-            chunk = tile * PAGES + lanes // BLOCK_W
-            inside = chunk % CHUNKS * BLOCK_W + lanes % BLOCK_W
-            page, next_turn = next_page, (chunk + PAGES) // CHUNKS
-            next_page = tl.load(page_ptr + next_turn, mask=next_turn < picked, other=0).to(tl.int32)
-            stored = (chunk // CHUNKS < picked) & (inside < WIDTH)
-            slot = (sinks + page * WIDTH + inside).to(tl.int64)
-            k_mask, v_mask = stored[:, None], stored[:, None]
+            chunk = tile * PAGES + lanes // BLOCK_W  # [N]
+            inside = chunk % CHUNKS * BLOCK_W + lanes % BLOCK_W  # [N]
+            page, next_turn = next_page, (chunk + PAGES) // CHUNKS  # [N], [N]
+            next_page = tl.load(page_ptr + next_turn, mask=next_turn < picked, other=0).to(tl.int32)  # [N]
+            stored = (chunk // CHUNKS < picked) & (inside < WIDTH)  # [N]
+            slot = (sinks + page * WIDTH + inside).to(tl.int64)  # [N]
+            k_mask, v_mask = stored[:, None], stored[:, None]  # [N, 1], [N, 1]
             if BLOCK_D > DIM:
-                k_mask = k_mask & (dims < DIM)[None, :]
+                k_mask = k_mask & (dims < DIM)[None, :]  # [N, D]
             if BLOCK_DV > VALUE_DIM:
-                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]
+                v_mask = v_mask & (value_dims < VALUE_DIM)[None, :]  # [N, DV]
+            # [N, D]
             k = tl.load(k_ptr + (slot * k_stride_l)[:, None] + dims[None, :] * k_stride_d, mask=k_mask, other=0.0)
-            v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d
-            v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)
-            logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)
-            logits = tl.where(stored[None, :], logits, float("-inf"))
+            v_tile = (slot * v_stride_l)[:, None] + value_dims[None, :] * v_stride_d  # [N, DV]
+            v = tl.load(v_ptr + v_tile, mask=v_mask, other=0.0)  # [N, DV]
+            logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * (scaling * LOG2E), SOFTCAP)  # [M, N]
+            logits = tl.where(stored[None, :], logits, float("-inf"))  # [M, N]
             if token_ptr is not None:
-                of_chunk = tile * PAGES + tl.arange(0, PAGES)
-                total = log_sums(tl.reshape(logits, [BLOCK_M, PAGES, BLOCK_W]))
-                kept = exist[:, None] & (of_chunk < picked * CHUNKS)[None, :]
+                of_chunk = tile * PAGES + tl.arange(0, PAGES)  # [P]
+                total = log_sums(tl.reshape(logits, [BLOCK_M, PAGES, BLOCK_W]))  # [M, P]
+                kept = exist[:, None] & (of_chunk < picked * CHUNKS)[None, :]  # [M, P]
                 tl.store(token_ptr + q_heads[:, None] * places + of_chunk[None, :], total, mask=kept)
-            top, weight, out = online(logits, v, top, weight, out)
+            top, weight, out = online(logits, v, top, weight, out)  # [M], [M], [M, DV]
 
-    part = (before + split).to(tl.int64) * num_q_heads + q_heads
+    # 5. Store the part; in the last launch, also the numbers of keys read and of pages refined, and merge.
+    part = (before + split).to(tl.int64) * num_q_heads + q_heads  # [M]
     store_part(part_out_ptr, part_lse_ptr, part, exist, top, weight, out, VALUE_DIM)
     if LAST:
         if (split == 0) & (head_tile == 0):

@@ -17,7 +17,7 @@ class Part(NamedTuple):
     """Some entries of a cover, for one query per row; G query heads of a KV head."""
 
     logits: Tensor
-    """fp32 ``[B, Hkv, G, N]``: log-weights, natural; -inf where there is no node or a refined one."""
+    """fp32 ``[B, Hkv, G, N]``: natural log-weights; -inf at places without a node and for refined nodes."""
     v: Tensor
     """``[B, Hkv, N, Dv]``, finite everywhere."""
 
@@ -29,15 +29,15 @@ def refine(
 
     Args:
         parents: fp32 ``[B, Hkv, G, N]``: log-weights of a part.
-        chosen: int64 ``[B, Hkv, K]``: places in it, each at most once; -1 marks an unused place.
-        children: fp32 ``[B, Hkv, G, K, S]``: the children's logits, -inf where there is none.
+        chosen: int64 ``[B, Hkv, K]``: places in this part, each at most once; -1 marks an unused place.
+        children: fp32 ``[B, Hkv, G, K, S]``: the children's logits; -inf at places without a child.
         preserve: True: children share their parent's mass (LuKA, equations 2 and 3); False: they enter the softmax with
             their own logits.
         complete: whether ``chosen`` has no -1.
 
     Returns:
-        ``(parents, children)``: the log-weights of the nodes that remain, ``[B, Hkv, G, N]`` with -inf for the chosen,
-        and those of the children, ``[B, Hkv, G, K * S]``.
+        ``(parents, children)``: the log-weights of the part, ``[B, Hkv, G, N]`` with -inf for the chosen nodes, and the
+        log-weights of the children, ``[B, Hkv, G, K * S]``.
     """
     index = (chosen if complete else chosen.clamp_min(0))[:, :, None].expand(-1, -1, parents.shape[2], -1)
     if preserve:

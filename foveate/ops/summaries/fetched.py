@@ -1,4 +1,4 @@
-"""The reference of :func:`attend_summaries` for keys and values that are fetched where they are read."""
+"""The reference of :func:`attend_summaries` for keys and values that are fetched only when they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foveate.ops.summaries.tree import Tree
 from foveate.ops.summaries.types import Covered, Refinement, Sums
 
 Fetch = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Keys and values ``[B, Hkv, N, D(v)]`` of slots ``int64 [B, Hkv, N]``; -1 gives anything finite."""
+"""A function from slots, int64 ``[B, Hkv, N]``, to their keys and values ``[B, Hkv, N, D(v)]``; finite for slot -1."""
 
 
 def attend_summaries_fetched(
@@ -29,10 +29,12 @@ def attend_summaries_fetched(
     logits: Logits,
     sums: Sums | None = None,
 ) -> Covered:
-    """:func:`attend_summaries` of keys and values that ``fetch`` gives: sinks and tail first, then refined pages.
+    """:func:`attend_summaries` of keys and values that ``fetch`` returns: first sinks and tail, then refined pages.
 
     Args:
         q: ``[B, Hq, 1, D]``.
+        fetch: see :data:`Fetch`.
+        num_kv_heads: Hkv.
         tree, how, logits, sums: see :func:`attend_summaries`.
     """
     reader = _FetchingReader(tree, how, fetch, fold_group(q, num_kv_heads), logits)
@@ -44,7 +46,7 @@ def attend_summaries_fetched(
 
 class _FetchingReader(Reader):
     def __init__(self, tree: Tree, how: Refinement, fetch: Fetch, queries: Tensor, logits: Logits):
-        super().__init__(tree, how, None, None, queries, logits)
+        super().__init__(tree, how, None, queries, logits)
         self._fetch = fetch
 
     def _first_and_last(self, sinks: int, start: int) -> tuple[Tensor, Tensor]:

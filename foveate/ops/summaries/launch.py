@@ -1,4 +1,4 @@
-"""The host side of :func:`attend_summaries`' kernels: which launches a call makes, and with what arguments."""
+"""The host side of :func:`attend_summaries`' kernels: the launches that a call makes, and their arguments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import triton
 from torch import Tensor
 
 from foveate.ops._math import fold_group
+from foveate.ops.compress.records import Records
 from foveate.ops.dispatch import UnsupportedError
 from foveate.ops.gpu.block_table import FLOATS
 from foveate.ops.gpu.softcap import constant
 from foveate.ops.gpu.tiles import capability, multiprocessors, padded
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.summaries.attend_kernel import attend_nodes
@@ -27,18 +29,18 @@ from foveate.ops.summaries.workspace import Visit, make_workspace
 _LARGEST = 256
 """The largest head dim of keys and values."""
 _OF_KERNELS = {"pool": ("kv_head",), "score": ("summary", "spread", "lowrank"), "bias": ("log",), "mass": ("exact",)}
-"""The rules that kernels follow; the others are options of the paper."""
+"""The rules that kernels support; the reference alone supports the other options of the paper."""
 _RANKED = 64
-"""Ranks that a thread of ``select_nodes`` reads at once."""
+"""Number of ranks that a thread of ``select_nodes`` reads at once."""
 
 
-def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
+def attend_summaries(q, kv, tree, how, *, logits, need_lse=False, sums=None):
     """See :func:`foveate.ops.summaries.reference.attend_summaries`.
 
-    On each level ``score_nodes`` scores the visited nodes, at the top level beside attending to sinks and tail;
-    ``select_nodes`` selects the nodes to refine; ``attend_nodes`` reads the values of the others and, on the last
-    level, the keys of refined pages, and the last program to finish merges all parts (FlashDecoding, Dao et al. 2023).
-    A launch before them ranks nodes by low-rank summaries, and running averages take one launch more a level.
+    On each level ``score_nodes`` scores the visited nodes; the launch of the top level also attends to sinks and tail.
+    ``select_nodes`` selects the nodes to refine. ``attend_nodes`` reads the values of the other nodes and, on the last
+    level, the keys of refined pages; the last program to finish merges all parts (FlashDecoding, Dao et al. 2023). With
+    low-rank summaries a launch before these ranks the nodes. Running averages take one more launch a level.
 
     The kernels read ``tree.rows.numbers`` on the device; ``places``, ``width`` and ``most`` are capacities, so a
     captured step can be replayed with larger numbers. Results are deterministic, and fp32 is multiplied in full
@@ -46,25 +48,24 @@ def attend_summaries(q, k, v, tree, how, *, logits, need_lse=False, sums=None):
 
     Raises:
         UnsupportedError: for calls that only the reference supports, to which the dispatcher then falls back.
-        ValueError: for inconsistent shapes.
     """
-    _check_supported(q, k, v, tree, how, sums)
-    return SummariesLaunch(q, k, v, tree, how, logits, sums).run(need_lse)
+    _check_supported(q, kv, tree, how, sums)
+    return SummariesLaunch(q, kv, tree, how, logits, sums).run(need_lse)
 
 
 class SummariesLaunch:
-    """The launches of one call of :func:`attend_summaries`, whose arguments it takes."""
+    """The launches of one call of :func:`attend_summaries`, with the arguments of that call."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, logits: Logits, sums: Sums | None):
-        self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, k, v, tree, how, logits, sums
-        (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, v.shape
+    def __init__(self, q: Tensor, kv: KV, tree: Tree, how: Refinement, logits: Logits, sums: Sums | None):
+        self.q, self.k, self.v, self.tree, self.how, self.logits, self.sums = q, kv.k, kv.v, tree, how, logits, sums
+        (batch, num_heads, _, dim), (_, self.num_kv_heads, _, value_dim) = q.shape, self.v.shape
         self.group = num_heads // self.num_kv_heads
         self.capability = capability(q.device)
         self.tile = tile_for(q.dtype, max(dim, value_dim), self.group, self.capability)
         self.programs = batch * self.num_kv_heads * triton.cdiv(self.group, self.tile.block_m)
         self.stages = stages(tree, self.tile, self.programs, multiprocessors(q.device))
         chunks, ranked, keeps = chunks_of(tree.width, self.tile), how.score != "summary", sums is not None
-        self.space = make_workspace(q, v, tree, self.stages, self.programs, chunks, ranked, keeps)
+        self.space = make_workspace(q, self.v, tree, self.stages, self.programs, chunks, ranked, keeps)
         self.sizes = {
             **{"GROUP": self.group, "SOFTCAP": constant(logits.softcap), "DIM": dim, "VALUE_DIM": value_dim},
             **{"BLOCK_M": self.tile.block_m, "BLOCK_N": self.tile.block_n},
@@ -105,15 +106,15 @@ class SummariesLaunch:
     def _low_rank_ranks(self, level: Level, visit: Visit) -> Tensor:
         """The log-sum-exp of each visited node's keys by its low-rank summary; see :func:`foveate.ops.score.page_lse`.
 
-        fp32 ``[B, Hq, C]`` of equal strides between rows of C places; what is at places of no node is not to be read.
+        Returns fp32 ``[B, Hq, C]`` with equal strides between rows of C places. Entries at unused places are undefined.
         """
-        records, how = level.records, {"logits": self.logits, "lengths": visit.count}
+        rows, how = fold_group(self.q, self.num_kv_heads), {"logits": self.logits}
         if visit.above is None:
-            records = records[:, :, : visit.stage.width]
+            records = Records(level.records[:, :, : visit.stage.width], level.record, lengths=visit.count)
         else:  # read where they are
-            how |= {"pages": visit.listed, "branch": visit.branch, "lengths": visit.count * visit.branch}
-        rows = fold_group(self.q, self.num_kv_heads)
-        return page_lse(rows, records, level.record, **how).flatten(1, 2)
+            records = Records(level.records, level.record, lengths=visit.count * visit.branch)
+            how |= {"pages": visit.listed, "branch": visit.branch}
+        return page_lse(rows, records, **how).flatten(1, 2)
 
     def _select(self, visit: Visit, rank_lse: Tensor) -> None:
         """Select the nodes to refine."""
@@ -131,7 +132,8 @@ class SummariesLaunch:
         )  # fmt: skip
 
     def _attend(self, visit: Visit) -> None:
-        """Attend to nodes that are not refined; at the last level also to the keys of refined pages, and merge."""
+        """Attend to nodes that are not refined. The last level also attends to the keys of refined pages, and
+        merges."""
         stage, space, selection = visit.stage, self.space, visit.selection
         values = self.tree.levels[stage.level].nodes.v
         attend_nodes[self.programs, stage.attending](
@@ -146,7 +148,7 @@ class SummariesLaunch:
 
     @property
     def _q_strides(self) -> tuple[int, int, int]:
-        """By row, head and dim."""
+        """Strides of q by row, head and dim."""
         return self.q.stride(0), self.q.stride(1), self.q.stride(3)
 
     def _places(self, visit: Visit) -> tuple[int, int, int]:
@@ -154,27 +156,23 @@ class SummariesLaunch:
         return self.num_kv_heads, self.space.weights.shape[2], 0 if visit.above is None else visit.listed.shape[2]
 
 
-def _check_supported(q: Tensor, k: Tensor, v: Tensor, tree: Tree, how: Refinement, sums: Sums | None) -> None:
+def _check_supported(q: Tensor, kv: KV, tree: Tree, how: Refinement, sums: Sums | None) -> None:
     """Raise unless the kernels support this call.
 
     Raises:
         UnsupportedError: for calls that only the reference supports.
-        ValueError: for inconsistent shapes, or other than one query per row.
     """
-    (batch, num_heads, length, dim), (_, num_kv_heads, number, value_dim) = q.shape, v.shape
+    dim, value_dim = q.shape[3], kv.v.shape[3]
     for name, known in _OF_KERNELS.items():
         if getattr(how, name) not in known:
             raise UnsupportedError(f"{name}={getattr(how, name)} of summaries")
     vectors = [x for of in tree.levels for x in of.nodes[:3] if x is not None]
-    if q.dtype not in FLOATS or any(x.dtype != q.dtype for x in (k, v)):
-        raise UnsupportedError(f"queries in {q.dtype} with keys in {k.dtype} and values in {v.dtype}")
+    if q.dtype not in FLOATS or not q.dtype == kv.k.dtype == kv.v.dtype:
+        raise UnsupportedError(f"queries in {q.dtype} with keys in {kv.k.dtype} and values in {kv.v.dtype}")
     if any(x.dtype != q.dtype for x in vectors):
         raise UnsupportedError(f"summaries in other dtypes than {q.dtype}")
     if max(dim, value_dim) > _LARGEST:
         raise UnsupportedError(f"head dims above {_LARGEST}")
-    if length != 1 or num_heads % num_kv_heads or k.shape != (batch, num_kv_heads, number, dim):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
-        raise ValueError(f"shapes do not fit one query a row: {shapes}")
     if sums is not None and (sums.total is not None or sums.recent is None):
         raise UnsupportedError("running totals of the attention to tokens")
     if sums is not None and (sums.recent.dtype != torch.float32 or sums.recent.stride(2) != 1 < sums.recent.shape[2]):

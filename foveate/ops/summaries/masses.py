@@ -12,12 +12,12 @@ from foveate.ops.summaries.types import Sums
 
 
 class VisitedLevel(NamedTuple):
-    """The visited nodes of one level, and which of them were refined."""
+    """The visited nodes of one level, and the nodes among them that were refined."""
 
     level: int
     index: Tensor | None
-    """int64 ``[B, Hkv, C]``: numbers of the nodes in their level, by place; -1 for unused places. None: place and
-    number are the same."""
+    """int64 ``[B, Hkv, C]``: the number in its level of the node at each place; -1 for unused places. None: the number
+    of a node is its place."""
     complete: bool
     """Whether neither ``index`` nor ``chosen`` has a -1."""
     chosen: Tensor
@@ -28,9 +28,9 @@ def note_masses(masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree:
     """Update running sums by the attention of one query per row, see :class:`Sums`.
 
     Args:
-        masses: softmax over the cover, summed over the group, fp32 ``[B, Hkv, places]`` each: of sinks and tail; of the
-            visited nodes of each level from the top down (0 where refined); and of the tokens of refined pages, page
-            after page, if any may be refined.
+        masses: softmax over the cover, summed over the group, as tensors fp32 ``[B, Hkv, places]``: for sinks and tail;
+            for the visited nodes of each level from the top down (0 for refined nodes); and, if any page may be
+            refined, for the tokens of refined pages, page after page.
         visited: the levels, from the top down.
         tree: the tree that was visited.
         group: query heads of a KV head.
@@ -54,7 +54,7 @@ def _add(total: Tensor, tree: Tree, mass: Tensor) -> None:
 def _average(
     masses: Sequence[Tensor], visited: Sequence[VisitedLevel], tree: Tree, group: int, tokens: Tensor, share: float
 ) -> None:
-    """Move the moving averages of sinks and tail (``tokens``) and of visited nodes, from the lowest level up."""
+    """Update the moving averages of sinks and tail (``tokens``) and of visited nodes, from the lowest level up."""
     sinks, rows = tree.sinks, tree.rows
     masses = [(mass / group).to(tokens.dtype) for mass in masses]
     if rows.raw_slots is not None:

@@ -16,7 +16,7 @@ from foveate.ops.summaries.types import Sums
 from foveate.ops.summaries.workspace import Workspace
 
 _POOLED = 512
-"""Places of a program."""
+"""Places that a program owns."""
 _HEADS = 4
 """The most heads of a group whose log-weights a program reads at once."""
 
@@ -48,23 +48,25 @@ def note(space: Workspace, tree: Tree, sums: Sums) -> None:
 
 @triton.jit
 def _pooled(weight_ptr, lse_ptr, row, place, there, places, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Masses at places ``[N]`` of a KV head, the mean over the group, of which ``HEADS`` heads are read at once; 0
-    where not ``there``."""
-    mass = tl.zeros(place.shape, tl.float32)
+    """Masses ``[N]`` at places ``place [N]`` of a KV head, the mean over its group; 0 where ``there [N]`` is False.
+
+    ``HEADS`` heads of the group are read at once. Shapes: H = HEADS, N = places.
+    """
+    mass = tl.zeros(place.shape, tl.float32)  # [N]
     for first in tl.range(0, GROUP, HEADS):
-        member = first + tl.arange(0, HEADS)
-        exist = member < GROUP
-        head = row * GROUP + tl.where(exist, member, 0)
-        weight = weight_ptr + (head * places)[:, None] + place[None, :]
-        weight = tl.load(weight, mask=exist[:, None] & there[None, :], other=float("-inf"))
-        mass += tl.sum(tl.exp2(weight - (tl.load(lse_ptr + head) * LOG2E)[:, None]), 0)
-    return mass / GROUP
+        member = first + tl.arange(0, HEADS)  # [H]
+        exist = member < GROUP  # [H]
+        head = row * GROUP + tl.where(exist, member, 0)  # [H]
+        weight = weight_ptr + (head * places)[:, None] + place[None, :]  # [H, N]
+        weight = tl.load(weight, mask=exist[:, None] & there[None, :], other=float("-inf"))  # [H, N]
+        mass += tl.sum(tl.exp2(weight - (tl.load(lse_ptr + head) * LOG2E)[:, None]), 0)  # [N]
+    return mass / GROUP  # [N]
 
 
 @triton.jit
 def _towards(ptr, mass, there, share):
-    """Move averages in memory a ``share`` of the way towards ``mass``."""
-    before = tl.load(ptr, mask=there, other=0.0)
+    """Moves averages ``[N]`` in memory a ``share`` of the way towards ``mass [N]``."""
+    before = tl.load(ptr, mask=there, other=0.0)  # [N]
     tl.store(ptr, before + (mass - before) * share, mask=there)
 
 
@@ -77,17 +79,25 @@ def note_masses(
     BRANCH: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Move ``recent`` a ``share`` of the way towards the masses of one level's nodes, the mean over the group.
+    """Moves ``recent`` a ``share`` of the way towards the masses of one level's nodes, the mean over the group.
 
-    Masses follow from log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``, natural. The first
-    ``node_blocks`` programs of a row handle the nodes that are not refined. The next ``refined_blocks`` handle the
-    refined ones, whose mass is that of ``width`` children or, at the lowest level (``below`` None), of the ``width``
-    chunks of a page (``chunk``). The masses are also written to ``mass [B, Hkv, gone_places]``, which is ``below`` for
-    the level above, unless it is None. ``count`` and ``list`` as in :func:`score_nodes`, the selection as in
-    :func:`select_nodes`.
+    A program owns one block of nodes, or of sinks and tail, of a KV head in a row. It computes their masses from
+    log-weights ``weight [B, Hq, places]``, to the base 2, and ``lse [B, Hq]``, natural. The programs of a row divide
+    the work in this order:
 
-    At the lowest level the remaining programs move ``raw_recent`` of sinks and tail.
+    - The first ``node_blocks`` programs own ``BLOCK`` visited nodes each and handle the nodes among them that are not
+      refined.
+    - The next ``refined_blocks`` programs own ``EACH`` refined nodes each. The mass of a refined node is the mass of
+      its ``width`` children (``below``) or, at the lowest level (``below`` None), of the ``width`` chunks of its page
+      (``chunk``).
+    - At the lowest level the remaining programs own ``BLOCK`` slots of sinks and tail each and move ``raw_recent``.
+
+    Each mass is also written to ``mass [B, Hkv, gone_places]``, which is ``below`` for the level above, unless it is
+    None. ``count`` and ``list`` are as in :func:`score_nodes`, and the selection is as in :func:`select_nodes`.
+
+    Shapes: N = BLOCK places, E = EACH refined nodes, W = BLOCK_W children or chunks of a node.
     """
+    # 1. Unpack the strides, and find the row and the KV head.
     LAST: tl.constexpr = below_ptr is None
     recent_stride_b, recent_stride_h, recent_stride_n = recent_strides
     raw_stride_b, raw_stride_h = raw_recent_strides
@@ -99,38 +109,42 @@ def note_masses(
     if mass_ptr is not None:
         mass_ptr += row * gone_places
     if block < node_blocks:
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        known = place < visited(count_ptr, row, num_kv_heads, BRANCH)
-        stays = known & (tl.load(gone_ptr + row * gone_places + place, mask=known, other=1) == 0)
-        mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, GROUP, HEADS)
+        # 2. Nodes that are not refined.
+        place = block * BLOCK + tl.arange(0, BLOCK)  # [N]
+        known = place < visited(count_ptr, row, num_kv_heads, BRANCH)  # [N]
+        stays = known & (tl.load(gone_ptr + row * gone_places + place, mask=known, other=1) == 0)  # [N]
+        mass = _pooled(weight_ptr, lse_ptr, row, place, stays, places, GROUP, HEADS)  # [N]
         if mass_ptr is not None:
             tl.store(mass_ptr + place, mass, mask=stays)
-        node = node_at(place, stays, list_ptr, BRANCH)
+        node = node_at(place, stays, list_ptr, BRANCH)  # [N]
         _towards(recent_ptr + node.to(tl.int64) * recent_stride_n, mass, stays, share)
     elif block < node_blocks + refined_blocks:
+        # 3. Refined nodes, whose mass is the sum over their children or chunks.
         picked = tl.load(picked_ptr + row)
-        number, inside = (block - node_blocks) * EACH + tl.arange(0, EACH), tl.arange(0, BLOCK_W)
-        known = number < picked
-        beneath = number[:, None] * width + inside[None, :]
-        there = known[:, None] & (inside < width)[None, :]
+        number, inside = (block - node_blocks) * EACH + tl.arange(0, EACH), tl.arange(0, BLOCK_W)  # [E], [W]
+        known = number < picked  # [E]
+        beneath = number[:, None] * width + inside[None, :]  # [E, W]
+        there = known[:, None] & (inside < width)[None, :]  # [E, W]
         if LAST:
+            # [E * W], [E * W]
             flat, stored = tl.reshape(beneath, [EACH * BLOCK_W]), tl.reshape(there, [EACH * BLOCK_W])
-            masses = _pooled(chunk_ptr, lse_ptr, row, flat, stored, places, GROUP, HEADS)
-            masses = tl.reshape(masses, [EACH, BLOCK_W])
+            masses = _pooled(chunk_ptr, lse_ptr, row, flat, stored, places, GROUP, HEADS)  # [E * W]
+            masses = tl.reshape(masses, [EACH, BLOCK_W])  # [E, W]
         else:
-            masses = tl.load(below_ptr + row * gone_places + beneath, mask=there, other=0.0)
-        mass = tl.sum(masses, 1)
+            masses = tl.load(below_ptr + row * gone_places + beneath, mask=there, other=0.0)  # [E, W]
+        mass = tl.sum(masses, 1)  # [E]
         if mass_ptr is not None:
-            place = tl.load(chosen_ptr + row * most + number, mask=known, other=0)
+            place = tl.load(chosen_ptr + row * most + number, mask=known, other=0)  # [E]
             tl.store(mass_ptr + place, mass, mask=known)
-        node = tl.load(page_ptr + row * most + number, mask=known, other=0)
+        node = tl.load(page_ptr + row * most + number, mask=known, other=0)  # [E]
         _towards(recent_ptr + node * recent_stride_n, mass, known, share)
     if LAST and block >= node_blocks + refined_blocks:
-        place = (block - node_blocks - refined_blocks) * BLOCK + tl.arange(0, BLOCK)
+        # 4. Sinks and tail.
+        place = (block - node_blocks - refined_blocks) * BLOCK + tl.arange(0, BLOCK)  # [N]
         length = tl.load(slots_ptr + batch)
         start = tl.load(slots_ptr + tl.num_programs(1) // num_kv_heads + batch)
         lead = tl.where(start > 0, sinks, 0)
-        there = place < length - start + lead
-        slot = tl.where(place < lead, place, start + place - lead)
-        mass = _pooled(raw_ptr, lse_ptr, row, place, there, places, GROUP, HEADS)
+        there = place < length - start + lead  # [N]
+        slot = tl.where(place < lead, place, start + place - lead)  # [N]
+        mass = _pooled(raw_ptr, lse_ptr, row, place, there, places, GROUP, HEADS)  # [N]
         _towards(raw_recent_ptr + batch * raw_stride_b + head * raw_stride_h + slot, mass, there, share)

@@ -1,7 +1,7 @@
-"""How the launches of :func:`attend_summaries` are cut into programs, and their compile options.
+"""The division of :func:`attend_summaries`' launches into programs, and their compile options.
 
-The grid's first axis is rows times KV heads times tiles of query heads; its second splits the nodes of each among
-programs.
+The grid's first axis counts rows times KV heads times tiles of query heads. Its second axis splits the nodes of each of
+these among programs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from foveate.ops.gpu.tiles import Tile, group_tile, split
 from foveate.ops.summaries.tree import Tree
 
 _SCORING, _ATTENDING = 3, 2
-"""Resident programs per multiprocessor of ``score_nodes`` and of ``attend_nodes``."""
+"""Number of resident programs per multiprocessor, for ``score_nodes`` and for ``attend_nodes``."""
 _MERGING = 1 / 4
 """Cost of merging a part of the output, in units of reading a block of nodes."""
 _HELD = 32768
-"""The most nodes from which ``select_nodes`` selects."""
+"""The largest number of nodes that one selection of ``select_nodes`` can take."""
 _SHARED = 96 << 10
-"""Bytes of shared memory for a program's loads in flight: two programs fit on a multiprocessor, or three that use three
-quarters of it."""
+"""Bytes of shared memory for a program's loads in flight. A multiprocessor has room for two programs that use all of
+it, or for three that use three quarters."""
 
 
 def tile_for(dtype: torch.dtype, dim: int, group: int, capability: int) -> Tile:
-    """Query heads and nodes of a program, see :func:`group_tile`; ``dim`` is the larger of the head dims."""
+    """The query heads and nodes of a program, see :func:`group_tile`; ``dim`` is the larger of the head dims."""
     return group_tile(dtype, dim, group, capability, least_heads=1, wide_warps=8)
 
 
@@ -41,19 +41,21 @@ def scoring_options(tile: Tile, dtype: torch.dtype, of_node: int, capability: in
 
 
 def merge_last(tile: Tile, dims: int, parts: int) -> int:
-    """How many of ``parts`` parts the last program of ``attend_nodes`` merges at a time, with all registers free."""
+    """The number of parts, of ``parts``, that the last program of ``attend_nodes`` merges at once, with registers
+    free."""
     numbers = tile.num_warps * 32 * (32 if tile.block_m >= 16 else 128)
     return max(1, min(32, triton.next_power_of_2(parts), numbers // (tile.block_m * dims)))
 
 
 def chunks_of(width: int, tile: Tile) -> int:
-    """Chunks of a page of ``width`` tokens that a program reads at once: powers of two that fit into a block."""
+    """The number of chunks of a page of ``width`` tokens. A program reads a chunk at once; its size is a power of
+    two."""
     return triton.cdiv(width, min(tile.block_n, triton.next_power_of_2(width)))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Sizes of the launches at one level of the tree: capacities, and how the work is split."""
+    """Sizes of the launches at one level of the tree: capacities, and the numbers of programs."""
 
     level: int
     width: int
@@ -65,25 +67,28 @@ class Stage:
     padded: int
     """``width``, rounded up to a multiple of 16."""
     scoring: int
-    """Programs of ``score_nodes`` that share the nodes of a row and KV head."""
+    """Number of programs of ``score_nodes`` that share the nodes of a row and KV head."""
     attending: int
-    """Programs of ``attend_nodes`` that share them; each adds a part of the output."""
+    """Number of programs of ``attend_nodes`` that share these nodes; each writes a part of the output."""
     before: int
-    """Parts of the output that earlier launches have written; at the top level those of sinks and tail."""
+    """Number of parts of the output that earlier launches have written; at the top level these hold sinks and tail."""
 
 
 def stages(tree: Tree, tile: Tile, programs: int, multiprocessors: int) -> list[Stage]:
     """The stages of a call, from the top level down.
 
     Args:
-        programs: programs if nothing were split: rows times KV heads times tiles of query heads.
+        tree: the tree that is visited.
+        tile: the query heads and nodes of a program, see :func:`tile_for`.
+        programs: number of programs without any splitting: rows times KV heads times tiles of query heads.
+        multiprocessors: multiprocessors of the GPU.
 
     Raises:
         UnsupportedError: for more than 32,768 nodes in a selection.
     """
     found, width, begin, room = [], tree.rows.places, 0, _SCORING * multiprocessors
     before = max(1, min(triton.cdiv(tree.rows.width, tile.block_n), room // (2 * programs)))
-    left = max(room - programs * before, room // 2)  # at the top level, beside those that attend to sinks and tail
+    left = max(room - programs * before, room // 2)  # at the top level, beside the programs for sinks and tail
     for level in reversed(range(len(tree.levels))):
         if width > _HELD:
             raise UnsupportedError(f"more than {_HELD} nodes of a level")

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from foveate.ops._math import capped, fold_group, unfold_group
 from foveate.ops.attend.gather import gather_fields, gather_pages, page_slots
+from foveate.ops.compress.records import Records
+from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 from foveate.ops.score import page_lse
 from foveate.ops.score.nodes import free_energy, key_logits, logit_deviation
@@ -23,8 +25,7 @@ from foveate.ops.summaries.types import Covered, Refinement, Sums
 
 def attend_summaries(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     tree: Tree,
     how: Refinement,
     *,
@@ -32,51 +33,57 @@ def attend_summaries(
     need_lse: bool = False,
     sums: Sums | None = None,
 ) -> Covered:
-    """Attention of one query per row over sinks, tail and summaries, of which the rule refines some.
+    """Attention of one query per row over sinks, tail and summaries. The rule ``how`` refines some of the summaries.
 
-    From the top level down (LuKA, section 3.2, Algorithm 1), a node's log-weight is the logit of its summary plus
-    the bias. The nodes that the rule chooses are replaced by their children, at last by the keys of their page,
-    either with the parent's mass shared among them (equations 2 and 3) or with their own logits. The output is the
-    softmax over the resulting cover (equation 4).
+    From the top level down (LuKA, section 3.2, Algorithm 1), a node's log-weight is the logit of its summary plus the
+    bias. The nodes that the rule chooses are replaced by their children, and at the lowest level by the keys of their
+    page. The children either share the parent's mass (equations 2 and 3) or enter with their own logits. The output is
+    the softmax over the resulting cover (equation 4).
 
-    Under a cap a summary's logit is capped as a key's is, before the bias is added. Estimates by ``spread``
-    then take, as the deviation, the distance between the capped logits at the mean and one deviation above it.
+    Under a cap, a summary's logit is capped like a key's, before the bias is added. Estimates by ``spread`` then take
+    as the deviation the distance between the capped logits at the mean and at one deviation above it.
 
     Args:
         q: ``[B, Hq, 1, D]``.
-        k, v: ``[B, Hkv, Lk, D(v)]``; read through their strides.
-        tree: summaries of these keys, and how many of them each row has and may refine.
+        kv: keys and values ``[B, Hkv, Lk, D(v)]`` in one piece. It has no lengths, because the tree has each row's.
+        tree: summaries of these keys, with the number of nodes that each row has and may refine.
         how: the rule.
         logits: how logits are made. Sinks take their share of the output, but not of the masses of nodes and tokens.
         need_lse: whether to return ``lse``.
-        sums: running sums to update in place; None: none.
+        sums: running sums to update in place; None: no sums.
+
+    Raises:
+        ValueError: for more than one query a row, queries that do not fit the keys, or keys in blocks or with lengths.
     """
-    covered, masses, visited = with_masses(q, k, v, tree, how, logits, need_lse or logits.sinks is not None)
+    covered, masses, visited = with_masses(q, kv, tree, how, logits, need_lse or logits.sinks is not None)
     if sums is not None:
-        note_masses(masses, visited, tree, q.shape[1] // k.shape[1], sums)
+        note_masses(masses, visited, tree, q.shape[1] // kv.k.shape[1], sums)
     return covered.beside(logits.sinks, need_lse)
 
 
-def check(q: Tensor, *_: Any, logits: Logits, **__: Any) -> None:
-    """Raise for arguments of :func:`attend_summaries` that cannot be."""
+def check(q: Tensor, kv: KV, *_: Any, logits: Logits, **__: Any) -> None:
+    """Raise ValueError for invalid arguments of :func:`attend_summaries`."""
+    kv.check_unpaged()
+    kv.check_queries(q, values=True)
+    if q.shape[2] != 1:
+        raise ValueError(f"attend_summaries takes one query a row, not {q.shape[2]}")
     logits.check_heads(q)
 
 
 def with_masses(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     tree: Tree,
     how: Refinement,
     logits: Logits,
     need_lse: bool = True,
 ) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
     """:func:`attend_summaries` without sums and sinks: ``(covered, masses, visited)``, see :func:`note_masses`."""
-    return read(Reader(tree, how, k, v, fold_group(q, k.shape[1]), logits), q.shape[1], need_lse)
+    return read(Reader(tree, how, kv, fold_group(q, kv.k.shape[1]), logits), q.shape[1], need_lse)
 
 
 def read(reader: Reader, heads: int, need_lse: bool) -> tuple[Covered, tuple[Tensor, ...], list[VisitedLevel]]:
-    """:func:`with_masses` of so many query heads."""
+    """:func:`with_masses` of the tree that ``reader`` reads, for ``heads`` query heads."""
     tree, how, parts = reader.tree, reader.how, [reader.raw()]
     others, read = parts[0].logits.logsumexp(-1, keepdim=True), tree.rows.raw
     nodes, visited = reader.top(), []
@@ -111,34 +118,36 @@ def read(reader: Reader, heads: int, need_lse: bool) -> tuple[Covered, tuple[Ten
 
 @dataclasses.dataclass(frozen=True)
 class _Candidates:
-    """The visited nodes of one level, or (level -1) the tokens of refined pages, with G query heads of a KV head."""
+    """The visited nodes of one level, or (level -1) the tokens of refined pages, for the G query heads of each KV
+    head."""
 
     level: int
     index: Tensor | None
-    """int64 ``[B, Hkv, C]``: numbers of the nodes, -1 for none; None: ``0 .. C - 1``, or tokens."""
+    """int64 ``[B, Hkv, C]``: numbers of the nodes; -1 marks an unused place. None: numbers ``0 .. C - 1``, or
+    tokens."""
     logits: Tensor
-    """fp32 ``[B, Hkv, G, C]``: log-weights, natural; -inf at unused places."""
+    """fp32 ``[B, Hkv, G, C]``: natural log-weights; -inf at unused places."""
     number: float | Tensor
-    """Used places: the mean over rows and KV heads, or ``[B, Hkv]``."""
+    """Number of used places: the mean over rows and KV heads, or ``[B, Hkv]``."""
     complete: bool
     """Whether every place is used."""
     v: Tensor
     """``[B, Hkv, C, Dv]``, finite everywhere."""
     rank: Tensor | None = None
-    """fp32 ``[B, Hkv, G, C]``: logarithm of the estimated mass by which nodes are chosen; None: the log-weight."""
+    """fp32 ``[B, Hkv, G, C]``: logarithm of the estimated mass by which nodes are chosen; None: ``logits`` choose."""
 
     @property
     def ranks(self) -> Tensor:
-        """``rank``, or the log-weights."""
+        """``rank``, or the log-weights if it is None."""
         return self.logits if self.rank is None else self.rank
 
     @property
     def exist(self) -> Tensor:
-        """bool ``[B, Hkv, C]``: used places."""
+        """bool ``[B, Hkv, C]``: True at used places."""
         return self.logits[:, :, 0] > float("-inf")
 
     def weighted(self, log_weights: Tensor, how: Refinement) -> _Candidates:
-        """The same nodes with other log-weights; under ``preserve`` ranks move by the same amount."""
+        """The same nodes with other log-weights. Under ``preserve`` the ranks change by the same amount."""
         rank = self.rank
         if rank is not None and how.mass == "preserve":
             rank = (rank + (log_weights - self.logits)).masked_fill(log_weights.isneginf(), float("-inf"))
@@ -149,23 +158,23 @@ class Reader:
     """Reads a tree's levels for one query per row.
 
     Args:
-        queries: ``[B, Hkv, G, D]``; other arguments as of :func:`attend_summaries`.
+        queries: ``[B, Hkv, G, D]``.
+        tree, how, kv, logits: see :func:`attend_summaries`.
     """
 
     def __init__(
         self,
         tree: Tree,
         how: Refinement,
-        k: Tensor,
-        v: Tensor,
+        kv: KV | None,
         queries: Tensor,
         logits: Logits,
     ):
-        self.tree, self.how, self.keys, self.values = tree, how, k, v
+        self.tree, self.how, self.kv = tree, how, kv
         self.queries, self.logits = queries, logits
 
     def raw(self) -> Part:
-        """Sinks and tail, as a part of the cover."""
+        """Sinks and tail as a part of the cover."""
         rows, sinks = self.tree.rows, self.tree.sinks
         if rows.raw_slots is not None:
             slots = rows.raw_slots.expand(-1, self.queries.shape[1], -1)
@@ -181,17 +190,17 @@ class Reader:
 
     def _first_and_last(self, sinks: int, start: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first ``sinks`` slots and of the slots from ``start`` on."""
-        parts = [[x[:, :, :sinks]] * (sinks > 0) + [x[:, :, start:]] for x in (self.keys, self.values)]
+        parts = [[x[:, :, :sinks]] * (sinks > 0) + [x[:, :, start:]] for x in (self.kv.k, self.kv.v)]
         return tuple(torch.cat(part, 2) if sinks else part[0] for part in parts)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots ``[B, Hkv, N]``."""
-        return tuple(gather_fields([self.keys, self.values], slots, complete=True))
+        return tuple(gather_fields([self.kv.k, self.kv.v], slots, complete=True))
 
     def _of_pages(self, pages: Tensor, complete: bool) -> tuple[Tensor, Tensor]:
-        """Those of pages ``[B, Hkv, K]``; ``complete``: none is -1, which gives anything finite."""
+        """Keys and values of pages ``[B, Hkv, K]``; finite for page -1. ``complete`` promises that no page is -1."""
         how = {"page_size": self.tree.width, "complete": complete}
-        return tuple(gather_pages(x[:, :, self.tree.sinks :], pages, **how) for x in (self.keys, self.values))
+        return tuple(gather_pages(x[:, :, self.tree.sinks :], pages, **how) for x in (self.kv.k, self.kv.v))
 
     # Nodes
 
@@ -201,15 +210,15 @@ class Reader:
         return self._scored(len(self.tree.levels) - 1, slice(rows.places), rows.hidden, rows.nodes)
 
     def number(self, nodes: _Candidates, chosen: Tensor) -> float | Tensor:
-        """How many nodes are chosen: the mean over rows and KV heads, or ``[B, Hkv]``."""
+        """The number of chosen nodes: the mean over rows and KV heads, or ``[B, Hkv]``."""
         return float(chosen.shape[2]) if nodes.complete else (chosen >= 0).sum(-1, dtype=torch.float64)
 
     def below(self, nodes: _Candidates, chosen: Tensor, number: float | Tensor) -> _Candidates:
-        """The children of chosen nodes, those of each at consecutive places.
+        """The children of chosen nodes. The children of a node are at consecutive places.
 
         Args:
-            chosen: places in ``nodes``, int64 ``[B, Hkv, K]``, -1 for none.
-            number: how many are chosen.
+            chosen: places in ``nodes``, int64 ``[B, Hkv, K]``; -1 marks an unused place.
+            number: number of chosen nodes, see :meth:`number`.
         """
         complete = nodes.complete
         index = chosen if nodes.index is None else nodes.index.gather(-1, chosen if complete else chosen.clamp_min(0))
@@ -222,7 +231,7 @@ class Reader:
         return self._scored(nodes.level - 1, index, None if complete else (index < 0)[:, :, None], number * branch)
 
     def _tokens(self, pages: Tensor, complete: bool, number: float | Tensor) -> _Candidates:
-        """The tokens of pages, int64 ``[B, Hkv, K]``, -1 for none; ``number``: how many pages."""
+        """The tokens of pages, int64 ``[B, Hkv, K]``; -1 marks an unused place. ``number`` is the number of pages."""
         width = self.tree.width
         keys, values = self._of_pages(pages, complete)
         logits = key_logits(self.queries, keys, self.logits)
@@ -236,9 +245,9 @@ class Reader:
         """Nodes of a level with their log-weights and ranks.
 
         Args:
-            index: numbers of the nodes, int64 ``[B, Hkv, C]``, -1 for none, or a slice.
-            hidden: bool ``[B, Hkv or 1, 1, C]``: unused places; None: all are used.
-            number: how many places are used.
+            index: numbers of the nodes, int64 ``[B, Hkv, C]``, -1 for unused places; or a slice.
+            hidden: bool ``[B, Hkv or 1, 1, C]``: True at unused places; None: all places are used.
+            number: number of used places.
         """
         how, of = self.how, self.tree.levels[level]
         fields = {name: field for name, field in of.nodes._asdict().items() if field is not None}
@@ -263,7 +272,7 @@ class Reader:
             "spread": lambda: self._free_energy(fields["spread"], log_size, plain, dot).add_(
                 logits if how.bias == "log" else dot + log_size
             ),
-            "lowrank": lambda: page_lse(self.queries, fields["records"], of.record, logits=self.logits),
+            "lowrank": lambda: page_lse(self.queries, Records(fields["records"], of.record), logits=self.logits),
         }[how.score]()
         if hidden is not None:
             for estimate in (logits, rank):
@@ -273,7 +282,8 @@ class Reader:
         return _Candidates(level, index, logits, number, hidden is None, fields["v"], rank)
 
     def _free_energy(self, spread: Tensor, log_size: float, plain: Tensor, dot: Tensor) -> Tensor:
-        """:func:`free_energy` of nodes with this variance of keys, whose logits are ``plain``, and ``dot`` capped."""
+        """:func:`free_energy` of nodes with variance ``spread``. ``plain`` are their logits, ``dot`` the capped
+        ones."""
         deviation = logit_deviation(self.queries, spread, self.logits.scaling)
         if self.logits.softcap is not None:
             deviation = capped(deviation.add_(plain), self.logits.softcap).sub_(dot)
@@ -282,15 +292,16 @@ class Reader:
     # Which nodes are refined
 
     def choose(self, nodes: _Candidates, others: Tensor) -> Tensor:
-        """Places of the nodes to refine, int64 ``[B, Hkv, K]`` ascending, then -1.
+        """Places of the nodes to refine, int64 ``[B, Hkv, K]``, ascending and then -1.
 
         Args:
-            others: fp32 ``[B, Hkv, G, 1]``: log-sum-exp of the rest of the cover.
+            others: fp32 ``[B, Hkv, G, 1]``: log-sum-exp of the cover without ``nodes``.
         """
         return self._by_mass(nodes, others).expand(-1, self.queries.shape[1], -1)
 
     def _by_mass(self, nodes: _Candidates, others: Tensor) -> Tensor:
-        """:meth:`choose` as ``[B, Hkv or 1, K]``: by the estimated present mass, mixed with the recent attention."""
+        """:meth:`choose` as ``[B, Hkv or 1, K]``: by the estimated mass of this step, mixed with the recent
+        attention."""
         how, level, rows = self.how, nodes.level, self.tree.rows
         recent = self._recent(nodes) if how.prior else None
         total = torch.logaddexp(nodes.ranks.logsumexp(-1, keepdim=True), others)

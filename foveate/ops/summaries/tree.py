@@ -1,4 +1,4 @@
-"""The input of :func:`attend_summaries`: a tree of summaries above the keys of a cache, and how much each row has."""
+"""The input of :func:`attend_summaries`: a tree of summaries above a cache's keys, and the numbers of each row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from foveate.ops.compress.reference import Nodes
 
 
 class Level(NamedTuple):
-    """The nodes of one level. Entries after a row's last node are not used; they may hold anything finite."""
+    """The nodes of one level. Entries after a row's last node are not used and may hold anything finite."""
 
     nodes: Nodes
-    """Fields ``[B, Hkv, N, ...]``; those that the rule does not need are None."""
+    """Fields ``[B, Hkv, N, ...]``. A field that the rule does not need is None."""
     size: int
-    """Tokens under a node."""
+    """Number of tokens under a node."""
     recent: Tensor | None = None
     """fp32 ``[B, Hkv, N]``: moving average of the attention to each node, see :class:`Sums`; None: not kept."""
     records: Tensor | None = None
@@ -30,7 +30,7 @@ class Level(NamedTuple):
 
     @property
     def reads(self) -> float:
-        """Bytes read of a node, over those of a token's key and value (D = Dv for all but records)."""
+        """Bytes read of a node, divided by the bytes of a token's key and value (D = Dv, except for records)."""
         k, v = self.nodes.k, self.nodes.v
         own = 0.0 if self.record is None else self.record.bytes / ((k.shape[3] + v.shape[3]) * k.element_size())
         return 1.0 + 0.5 * (self.nodes.spread is not None) + own
@@ -38,14 +38,15 @@ class Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How many slots and nodes each row has and may refine, and the capacities of arrays over all rows.
+    """The numbers of slots and nodes that each row has, of nodes that it may refine, and capacities for all rows.
 
     ``most``, ``places`` and ``width`` are capacities: in a captured step they suffice for all later replays.
     """
 
     numbers: Tensor
-    """int64 ``[2 + 2 * levels, B]`` on the device: slots in use; the first slot after the pages, 0 in a row without
-    pages; for each level, level 0 first, how many nodes may be refined; and likewise how many nodes there are."""
+    """int64 ``[2 + 2 * levels, B]`` on the device, for each row: the slots in use; the first slot after the pages, 0
+    without pages; for each level, level 0 first, the nodes that may be refined; and in the same order the nodes that
+    exist."""
     most: tuple[int, ...]
     """For each level, level 0 first, the capacity for refined nodes."""
     places: int
@@ -53,23 +54,23 @@ class Rows:
     width: int
     """Capacity for sinks and tail."""
     sinks: int
-    """Slots before the first page."""
+    """Number of slots before the first page."""
     start: int | None
-    """The first slot after the pages; None where rows differ."""
+    """The first slot after the pages; None if rows differ."""
     alike: bool
-    """Whether the numbers of nodes that may be refined are the same in all rows."""
+    """Whether all rows may refine equal numbers of nodes."""
     means: tuple[float, float] | None
-    """Means over the rows of the nodes of the top level, and of sinks and tail; None where only the device knows them.
-    """
+    """Means over the rows: of the number of nodes of the top level, and of sinks and tail. None if only the device
+    knows them."""
 
     @property
     def nodes(self) -> float | Tensor:
-        """Nodes of the top level: the mean over the rows, or ``[B, 1]``."""
+        """Number of nodes of the top level: the mean over the rows, or ``[B, 1]``."""
         return self.numbers[-1].double()[:, None] if self.means is None else self.means[0]
 
     @property
     def raw(self) -> float | Tensor:
-        """Tokens of sinks and tail: the mean over the rows, or ``[B, 1]``."""
+        """Number of tokens of sinks and tail: the mean over the rows, or ``[B, 1]``."""
         if self.means is not None:
             return self.means[1]
         lengths, start = self.numbers[:2]
@@ -77,18 +78,19 @@ class Rows:
 
     @property
     def raw_slots(self) -> Tensor | None:
-        """int64 ``[B, 1, width]``: slots of sinks and tail, at unused places a row's last slot. None: rows are alike,
-        and they are the first ``sinks`` slots and those from ``start`` on."""
+        """int64 ``[B, 1, width]``: slots of sinks and tail; unused places have a row's last slot. None: all rows are
+        alike, and sinks and tail are the first ``sinks`` slots and the slots from ``start`` on."""
         return self._masks[0]
 
     @property
     def raw_hidden(self) -> Tensor | None:
-        """bool ``[B, 1, 1, width]``: unused places of ``raw_slots``; None: rows are alike."""
+        """bool ``[B, 1, 1, width]``: True at unused places of ``raw_slots``; None: all rows are alike."""
         return self._masks[1]
 
     @property
     def hidden(self) -> Tensor | None:
-        """bool ``[B, 1, 1, places]``: nodes of the top level that a row does not have; None: rows are alike."""
+        """bool ``[B, 1, 1, places]``: True for nodes of the top level that a row does not have; None: rows are
+        alike."""
         return self._masks[2]
 
     @functools.cached_property
@@ -110,19 +112,19 @@ class Tree(NamedTuple):
     """
 
     levels: tuple[Level, ...]
-    """Level 0 (pages) first."""
+    """The levels, level 0 (pages) first."""
     rows: Rows
 
     @property
     def width(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens of a page."""
         return self.levels[0].size
 
     @property
     def sinks(self) -> int:
-        """Slots before the first page."""
+        """Number of slots before the first page."""
         return self.rows.sinks
 
     def branch(self, level: int) -> int:
-        """Children of a node of a level above the pages."""
+        """Number of children of a node; ``level`` is above the pages."""
         return self.levels[level].size // self.levels[level - 1].size

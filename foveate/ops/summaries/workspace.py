@@ -20,11 +20,12 @@ class Selection(NamedTuple):
     chosen: Tensor
     """int64 ``[B, Hkv, k]``: places of the refined nodes, ascending, then -1."""
     pages: Tensor
-    """int64 ``[B, Hkv, k]``: their numbers in the level, likewise; at the top level the same tensor as ``chosen``."""
+    """int64 ``[B, Hkv, k]``: numbers of the refined nodes in the level, in the same order and then -1. At the top level
+    it is the same tensor as ``chosen``."""
     picked: Tensor
-    """int32 ``[B, Hkv]``: how many nodes are refined."""
+    """int32 ``[B, Hkv]``: number of refined nodes."""
     gone: Tensor
-    """int32 ``[B, Hkv, padded]``, of :attr:`Workspace.gone`: 1 at places that are refined or unused, else 0."""
+    """int32 ``[B, Hkv, padded]``, a part of :attr:`Workspace.gone`: 1 at refined and unused places, else 0."""
 
 
 class Visit(NamedTuple):
@@ -34,10 +35,11 @@ class Visit(NamedTuple):
     weights: Tensor
     """fp32 ``[B, Hq, ..]``: :attr:`Workspace.weights` from the level's first place on."""
     ranks: Tensor
-    """The same of the logarithms by which nodes are chosen; ``weights`` where these choose."""
+    """fp32 ``[B, Hq, ..]``: the logarithms by which nodes are chosen; ``weights`` itself if the log-weights choose."""
     selection: Selection
     count: Tensor
-    """``[B]``: visited nodes at the top level; below it ``[B, Hkv]``, the refined nodes of the level above."""
+    """The number of visited nodes ``[B]`` at the top level; below it the number of refined nodes of the level above,
+    ``[B, Hkv]``."""
     branch: int = 0
     """Children of a node of the level above; 0 at the top level."""
     above: Selection | None = None
@@ -53,18 +55,20 @@ class Visit(NamedTuple):
 class Workspace:
     """Results and intermediates of a call. Log-weights and log-sum-exps are to the base 2, except ``lse``.
 
-    A head's ``weights`` are those of the visited nodes of each level from the top down (from :attr:`Stage.begin` on)
-    and, where running averages need them, of sinks and tail (from ``raw`` on) and of the chunks of refined pages.
+    A head's ``weights`` hold the log-weights of the visited nodes of each level from the top down, each level beginning
+    at :attr:`Stage.begin`. If running averages need them, the log-weights of sinks and tail and of the chunks of
+    refined pages follow.
     """
 
     weights: Tensor
-    """fp32 ``[B, Hq, places]``, places a multiple of 16: log-weights."""
+    """fp32 ``[B, Hq, places]``: log-weights; places is a multiple of 16."""
     of_raw: Tensor | None
-    """``weights`` from those of sinks and tail on; None: not kept."""
+    """The part of ``weights`` that begins with sinks and tail; None: their log-weights are not kept."""
     of_chunks: Tensor | None
-    """``weights`` from those of refined pages on, one for each chunk that a program reads at once; None: not kept."""
+    """The part of ``weights`` that begins with refined pages, with one entry for each chunk that a program reads at
+    once; None: not kept."""
     chunks: int
-    """Chunks of a page."""
+    """Number of chunks of a page."""
     gone: Tensor
     """int32 ``[B, Hkv, ..]``: :attr:`Selection.gone` of all levels, from :attr:`Stage.begin` on."""
     visits: tuple[Visit, ...]
@@ -74,7 +78,8 @@ class Workspace:
     part_lse: Tensor
     """fp32 ``[parts, B, Hq]``: log-sum-exps of the parts."""
     arrived: Tensor
-    """int32 ``[programs]``: for each row, KV head and tile of heads, the programs that have written their part."""
+    """int32 ``[programs]``: for each row, KV head and tile of heads, the number of programs that have written a
+    part."""
     read: Tensor
     """fp32 ``[B, Hkv]``: see :attr:`Covered.read`."""
     refined: Tensor
@@ -95,8 +100,8 @@ def make_workspace(
         v: ``[B, Hkv, Lk, Dv]``.
         stages: the launches' sizes, from the top level down.
         programs: rows times KV heads times tiles of query heads.
-        chunks: of a page.
-        ranked: whether other numbers than the log-weights choose nodes.
+        chunks: number of chunks of a page.
+        ranked: whether nodes are chosen by other numbers than the log-weights.
         keeps: whether to store log-weights of sinks, tail and refined pages.
     """
     (batch, heads, _, _), (_, num_kv_heads, _, value_dim), last = q.shape, v.shape, stages[-1]

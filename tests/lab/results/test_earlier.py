@@ -98,6 +98,17 @@ def test_files_of_rows_are_read_so(request):
     assert not any("score_keys=pages" in spec for spec in specs | served)
 
 
+def test_rows_with_a_mean_of_keys_are_methods(request):
+    """Their calibrations need not be here: rows have anchors and heads."""
+    file = request.config.rootpath / "benchmarks" / "results" / "kascade-accuracy.jsonl"
+    rows = [as_now(row) for row in map(json.loads, file.read_text().splitlines()) if "rest" in row["settings"]]
+    assert len(rows) == 72
+    for one in rows:
+        assert methods.make(one["method"], **one["settings"]).rest == "mean"
+        assert "rest=mean" in methods.spelled(one["spec"])
+        assert one in chosen(rows, [f"spec={one['spec']}"])
+
+
 def test_rows_without_a_method_stay_as_they_are():
     curve = {"kind": "hybrid-curves", "model": "lalte-27M-0"}
     assert as_now(curve) is curve

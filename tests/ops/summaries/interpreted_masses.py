@@ -14,18 +14,15 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def check(problem, how=None):
     how = how or ops.summaries.Refinement(prior=0.5)
-    q, k, v = problem.arguments
+    q, kv = problem.arguments
     tree, generator = problem.looked_at(how, True), torch.Generator().manual_seed(1)
-    first = torch.rand(k.shape[:3], generator=generator)
+    first = torch.rand(kv.k.shape[:3], generator=generator)
     before = [torch.rand(level.recent.shape, generator=generator) for level in tree.levels]
     kept = []
-    for run, keys, values in (
-        (launch.attend_summaries, k, v),
-        (reference.attend_summaries, k.nan_to_num(0.0), v.nan_to_num(0.0)),
-    ):
+    for run, given in ((launch.attend_summaries, kv), (reference.attend_summaries, problem.finite())):
         own = tree._replace(levels=tuple(x._replace(recent=y.clone()) for x, y in zip(tree.levels, before)))
         sums = ops.summaries.Sums(0.2, recent=first.clone())
-        run(q, keys, values, own, how, logits=Logits(0.3), sums=sums)
+        run(q, given, own, how, logits=Logits(0.3), sums=sums)
         kept.append([sums.recent, *recent_attention(own)])
     for mine, its in zip(*kept, strict=True):
         torch.testing.assert_close(mine, its)
@@ -60,7 +57,7 @@ def test_page_sizes(page):
 
 def test_what_is_refused():
     problem, how = Problem(), ops.summaries.Refinement()
-    some = torch.zeros(problem.arguments[1].shape[:3])
+    some = torch.zeros(problem.k.shape[:3])
     for sums, what in (
         (ops.summaries.Sums(0.2, recent=some.double()), "fp32"),
         (ops.summaries.Sums(0.2, recent=some.mT.contiguous().mT), "contiguous along"),

@@ -31,10 +31,10 @@ def check(problem, how, softcap=None):
     Returns:
         ``(result, chosen)``: of each level from the top down the places of refined nodes.
     """
-    q, k, v = problem.arguments
+    q, kv = problem.arguments
     tree, logits = problem.looked_at(how, True), Logits(0.3, softcap=softcap)
-    expected, _, visited = reference.with_masses(q, k.nan_to_num(0.0), v.nan_to_num(0.0), tree, how, logits)
-    steps = launch.SummariesLaunch(q, k, v, problem.looked_at(how, False), how, logits, None)
+    expected, _, visited = reference.with_masses(q, problem.finite(), tree, how, logits)
+    steps = launch.SummariesLaunch(q, kv, problem.looked_at(how, False), how, logits, None)
     found, chosen = steps.run(True), [visit.selection.chosen for visit in steps.space.visits]
     half = found.out.dtype != torch.float32
     tolerance = 3e-3 if half else 2e-5
@@ -101,8 +101,7 @@ def test_capped_logits(score, softcap):
 def test_learned_sinks(run, need_lse):
     """They take their share of the output of the cover."""
     problem, how, sinks = Problem(seed=3), ops.summaries.Refinement(), torch.linspace(-2.0, 3.0, 4)
-    q, k, v = problem.arguments
-    given = (q, k.nan_to_num(0.0), v.nan_to_num(0.0), problem.looked_at(how, True), how)
+    given = (problem.arguments[0], problem.finite(), problem.looked_at(how, True), how)
     alone = run(*given, logits=Logits(0.3), need_lse=True)
     expected = ops.with_sinks(ops.Attended(alone.out, alone.lse), sinks)
     found = run(*given, logits=Logits(0.3, sinks), need_lse=need_lse)
@@ -229,10 +228,9 @@ def test_the_heaviest_lie_behind_more_ties_than_are_chosen():
 
 
 def test_what_it_refuses():
-    def run(problem, how=None, **changed):
+    def run(problem, how=None):
         how = how or ops.summaries.Refinement()
-        arguments = dict(zip("qkv", problem.arguments)) | changed
-        return launch.attend_summaries(**arguments, tree=problem.looked_at(how, False), how=how, logits=Logits(1.0))
+        return launch.attend_summaries(*problem.arguments, problem.looked_at(how, False), how, logits=Logits(1.0))
 
     for option in ({"score": "bound"}, {"pool": "layer"}, {"bias": "none"}, {"bias": "entropy"}, {"mass": "preserve"}):
         with pytest.raises(UnsupportedError, match="{}={} of summaries".format(*next(iter(option.items())))):
@@ -241,5 +239,16 @@ def test_what_it_refuses():
         run(Problem(dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="head dims above 256"):
         run(Problem(dim=257))
-    with pytest.raises(ValueError, match="do not fit one query"):
-        run(Problem(), q=torch.zeros(3, 4, 2, 16))
+
+
+def test_what_cannot_be():
+    problem, how = Problem(), ops.summaries.Refinement()
+    q, kv = problem.arguments
+    for queries, keys, why in (
+        (torch.zeros(3, 4, 2, 16), kv, "one query a row, not 2"),
+        (torch.zeros(3, 4, 1, 8), kv, "shapes do not fit"),
+        (q, ops.KV(kv.k), "values"),
+        (q, ops.KV(kv.k, kv.v, lengths=torch.ones(3, dtype=torch.int64)), "in one piece"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ops.summaries.attend_summaries(queries, keys, problem.tree, how, logits=Logits(0.3))

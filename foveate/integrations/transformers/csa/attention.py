@@ -103,7 +103,7 @@ def key_positions(
 ) -> Tensor:
     """Each key's position in its row, int64 ``[B, 1, 1, T]``, in place of a mask; negative for padding.
 
-    The last keys are those of the queries.
+    The last keys belong to the queries' own tokens.
     """
     keys = torch.arange(kv_offset, kv_offset + kv_length, device=device)
     if attention_mask is None:

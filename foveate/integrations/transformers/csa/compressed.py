@@ -2,8 +2,8 @@
 
 In Transformers the windows of all rows begin at the same slots. Left padding then shifts the tokens of a row within its
 windows: entries mix padding with tokens, and outputs depend on the length of the longest row. Here the windows of a
-padded row begin at its own first token, and the row has its own compressor state. Its outputs are those that it has
-alone.
+padded row begin at its own first token, and the row has its own compressor state. Its outputs equal its outputs without
+padding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counters of what one layer selected."""
+"""Counters of the keys that one layer has selected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SelectionCounts:
     """int64 ``[1]``: selections that came out empty because a score was NaN."""
 
     def count(self, queries: int, read: int, available: int) -> None:
-        """Count one forward over ``queries`` tokens, each of which reads at most ``read`` keys of ``available``."""
+        """Count one forward pass over ``queries`` tokens. Each of them reads at most ``read`` of ``available`` keys."""
         if queries == 1 and available > 1:
             self.steps, self.read, self.available = self.steps + 1, self.read + read, self.available + available
         else:

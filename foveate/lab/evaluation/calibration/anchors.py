@@ -97,10 +97,13 @@ def grown(layers: int, losses: Losses, most: int) -> list[tuple[list[int], float
 
 
 def improved(anchors: Sequence[int], layers: int, losses: Losses, rounds: int) -> list[tuple[list[int], float]]:
-    """Better and better anchors among L layers, from ``anchors`` on, ascending: a round, of so many at most, tries each
-    but the first in every other place, and takes the best, unless that wins less than a hundredth.
+    """Better and better anchors among L layers, from ``anchors`` on, ascending.
 
-    Returns anchors and what is lost with them, the first ones first; empty if there is nothing to try.
+    Each of at most ``rounds`` rounds tries to move each anchor but the first to every other place. It keeps the best of
+    these moves, unless the move wins less than a hundredth of the loss.
+
+    Returns the anchors after each round with their loss, beginning with the given anchors; empty if there is nothing to
+    try.
     """
     path: list[tuple[list[int], float]] = []
     for number in range(rounds):
@@ -134,7 +137,7 @@ BY = ("together", "divergence", "similarity")
 
 
 def check_number(number: int, layers: int) -> None:
-    """Raises `UserError` unless a model of so many layers can have this number of anchors."""
+    """Raises `UserError` unless a model with ``layers`` possible anchors can have this number of anchors."""
     if not 1 <= number <= layers:
         raise UserError(f"anchors must be a number from 1 to {layers}, the layers that can be one, not {number}")
 

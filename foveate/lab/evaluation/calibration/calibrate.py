@@ -222,7 +222,7 @@ def _finished(out: Path, mark: dict[str, Any], chosen_by: dict[str, Any], say: S
     except ValueError:
         raise UserError(f"{out} is another file") from None
     differ = differing(mark, artefact.found.get("run") or {})
-    idle = ("anchors",) if chosen_by["time_share"] else TIMES[1:]  # older ones may tell what had no effect
+    idle = ("anchors",) if chosen_by["time_share"] else TIMES[1:]  # older files may record options without an effect
     other = differing(chosen_by, artefact.found.get("chosen_by") or {})
     differ += [f"--{option(name)}" for name in other if name not in idle]
     if differ:

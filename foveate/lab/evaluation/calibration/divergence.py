@@ -43,7 +43,7 @@ class OneReader(TopKByMass):
         """What `method` would do in the reader, were the chooser its anchor."""
         how = {field.name: getattr(method, field.name) for field in dataclasses.fields(TopKByMass)}
         mapped = tuple(heads) if chooser != reader else None
-        return cls(**how | {"decode_only": True}, chooser=chooser, reader=reader, heads=mapped)
+        return cls(**how | {"decode_only": True, "rest": "none"}, chooser=chooser, reader=reader, heads=mapped)
 
     def role_of(self, layer: int, among: Sequence[int]) -> Role:
         if layer == self.reader:

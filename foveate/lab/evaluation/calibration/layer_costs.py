@@ -36,12 +36,13 @@ def measure(
     dtype: torch.dtype,
     device: str,
 ) -> dict[str, float]:
-    """Milliseconds, median: ``dense`` attention, ``first`` (layer 0, which chooses, too), ``anchor``, ``reuse``.
+    """Median milliseconds by kind of layer: ``dense`` attention, ``first`` (layer 0, which also chooses), ``anchor``,
+    ``reuse``.
 
-    Random keys; where a cache of the device could hold them, those of up to four layers in turn.
+    Keys are random. If a cache of the device could hold the keys of a layer, up to four layers take turns.
     """
     layers = list(range(4))
-    kascade = dataclasses.replace(method, anchors=[0, 2], decode_only=True)  # layer 0 chooses for layer 1
+    kascade = dataclasses.replace(method, anchors=[0, 2], decode_only=True, rest="none")  # layer 0 chooses for layer 1
     kinds = {"dense": (make("dense"), 0), "first": (kascade, 0), "anchor": (kascade, 2), "reuse": (kascade, 1)}
     generator = torch.Generator(device).manual_seed(0)
 
@@ -78,7 +79,7 @@ def measure(
 
 
 def total(costs: dict[str, float], anchors: int, layers: int) -> float:
-    """Milliseconds of the attention of all layers with so many anchors, layer 0 among them."""
+    """Milliseconds of the attention of all layers with ``anchors`` anchors, layer 0 among them."""
     return costs["first"] + (anchors - 1) * costs["anchor"] + (layers - anchors) * costs["reuse"]
 
 

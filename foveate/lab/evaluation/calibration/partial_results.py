@@ -82,7 +82,7 @@ def drop_others(paths: Iterable[Path], how: str) -> None:
 
 
 def read(path: Path, *names: str) -> list[torch.Tensor]:
-    """Some of what a file holds."""
+    """The tensors ``names`` of a file. Raises `UserError` for a damaged file."""
     try:
         with safe_open(path, "pt") as file:
             return [file.get_tensor(name) for name in names]

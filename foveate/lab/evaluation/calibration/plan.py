@@ -21,7 +21,7 @@ _FEWEST_TOKENS, _ANSWER_TOKENS, _BATCH_SIZE = 2, 16, 8
 _ANCHOR_SHARE, _ANCHORS_OF_PAPER = 10 / 28, 5  # anchors among the layers, and by similarity (docs/guide/calibrate.md)
 _LENGTH, _ROOM = 4096, 64  # without data: tokens of a prompt and of an answer
 PROMPTS = ("dense", "sparse")  # how prompts are read before answers are compared
-_OF_PROMPTS = ("tile", "dense_anchor_prefill")
+_OF_PROMPTS = ("tile", "rest", "dense_anchor_prefill")
 TIMES = ("time_share", "time_context", "time_batch")  # the settings of a budget of time
 
 
@@ -29,9 +29,10 @@ TIMES = ("time_share", "time_context", "time_batch")  # the settings of a budget
 class Plan:
     """What to calibrate, and how anchors are chosen.
 
-    `by` divergence of predictions along dense attention's answers: `together`, of all layers that read their anchors'
-    choice, for anchors added one by one (:func:`.anchors.grown`), and then moved (:func:`.anchors.improved`); or
-    `divergence`, the sum of what each layer loses that alone reads another's. Or by `similarity`, the paper's
+    `by` is the measure by which they are chosen. Two measures are divergences of predictions along dense attention's
+    answers. With `together`, the divergence is measured while all layers read their anchors' choice; anchors are added
+    one by one (:func:`.anchors.grown`) and then moved (:func:`.anchors.improved`). With `divergence`, it is the sum of
+    what each layer loses when it alone reads another's choice. The third, `similarity`, is the paper's
     (:func:`.anchors.choose`).
     """
 
@@ -50,7 +51,7 @@ class Plan:
     batch_size: int = _BATCH_SIZE  # prompts answered together
     rounds: int = 0  # together: how often each anchor is tried in every other place, at most
     prompts: str = PROMPTS[0]  # together: sparse ones are read by `method`, too
-    time_share: float | None = None  # instead of `anchors`: as many as keep a step's attention within, of dense's time
+    time_share: float | None = None  # instead of `anchors`: largest time of a step's attention, as a share of dense's
     time_context: int = 32768
     time_batch: int = 1
     seed: int = 0
@@ -119,7 +120,7 @@ class Plan:
     @property
     def dense_method(self) -> Kascade:
         """The method after dense prompts."""
-        return dataclasses.replace(self.method, decode_only=True)
+        return dataclasses.replace(self.method, decode_only=True, rest="none")
 
     @property
     def diverges(self) -> bool:
@@ -183,8 +184,11 @@ def kept_at(plan: Plan) -> Path:
 
 
 def without_data(model: Path, length: int | None = None) -> list[Task]:
-    """The tasks of a calibration of a model folder by the package's own prompts, of so many tokens; None: 4,096, or as
-    many as the model has positions for, with an answer. Raises `UserError` for a folder that holds no model."""
+    """The tasks that calibrate a model folder by the package's own prompts of ``length`` tokens.
+
+    None: 4,096 tokens, or fewer if the model has no positions for these and an answer. Raises `UserError` for a folder
+    that holds no model, and for a length that is too short.
+    """
     facts = model_facts(model)
     room = facts.get("max_positions") or _LENGTH + _ROOM
     length = min(_LENGTH, room - _ROOM) if length is None else length

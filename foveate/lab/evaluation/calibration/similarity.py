@@ -17,7 +17,7 @@ from foveate.errors import UserError
 
 COVERAGE_KEYS = 256  # keys whose share of the attention is measured for each query head (Kascade, figure 1)
 _COVERAGE_QUERIES = 64
-_BLOCK = 1 << 24  # elements of a block of logits, or of what the keys that earlier layers would choose hold
+_BLOCK = 1 << 24  # elements of a block of logits, or of the masses of the keys that earlier layers would choose
 
 
 class Measured(NamedTuple):
@@ -108,7 +108,8 @@ class Similarity:
 
 
 def _with_own(mass: Tensor, first: int, q: Tensor, k: Tensor, lse: Tensor, logits: ops.Logits) -> Tensor:
-    """Mass ``[1, H, T, n]`` of the tokens from ``first`` on and, in one column more, that of their own keys."""
+    """Mass ``[1, H, T, n]`` of the tokens from ``first`` on, with one more column and the mass of each token's own
+    key."""
     at = torch.arange(first, first + mass.shape[2], device=q.device)
     rows = q[0, :, at].unflatten(0, (k.shape[1], -1)).transpose(1, 2)  # [H, T, G, D]
     own = ops.key_logits(rows, k[0, :, at, None], logits)[..., 0]

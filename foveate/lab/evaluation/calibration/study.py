@@ -67,10 +67,11 @@ class Study:
         return self._similarity.result(), importance
 
     def _watch_block(self, layer: int, block: nn.Module, attention: nn.Module) -> None:
-        """1 - cosine of what enters a block and what it is after attention was added (Kascade, section 3.3).
+        """Watch a block to measure 1 - the cosine of its input and of its state after attention (Kascade, section 3.3).
 
-        The latter is what the first module after attention reads that is neither attention's input nor made of its
-        output alone, as by a norm on it. Where none does, as in blocks whose MLP runs beside attention, it is the sum.
+        The state after attention is the input of the first module after attention that reads neither attention's input
+        nor something made of attention's output alone, such as a norm of it. If there is no such module, as in blocks
+        whose MLP runs beside attention, the state is the sum of the block's input and attention's output.
         """
         self._hooks.append(block.register_forward_pre_hook(Watch(self._enter, layer, block), with_kwargs=True))
         for child in block.children():

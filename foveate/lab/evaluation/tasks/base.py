@@ -43,11 +43,11 @@ class Option:
 class Item:
     """One question put to a model.
 
-    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. Where
-    `context_tokens` is above 0, the first so many are a turn of their own, which a method finishes, evicting what it
-    evicts, before it reads the question; otherwise all are read at once. An item with `target_ids` `[T]` is scored
-    teacher-forced (T decode steps), and so is each of its `options`, if it has them; one with neither is answered
-    greedily, or by `sampling`, up to `max_new_tokens` tokens or the first `stop` string.
+    `prompt_ids` `[L]` is what the model reads: the prompt with its template and answer prefix, tokenised. If
+    `context_tokens` is above 0, that many first tokens are a turn of their own. A method finishes this turn, and evicts
+    at its end, before it reads the question. Otherwise all tokens are read at once. An item with `target_ids` `[T]` is
+    scored teacher-forced (T decode steps), and so is each of its `options`, if it has them. An item with neither is
+    answered greedily, or by `sampling`, up to `max_new_tokens` tokens or the first `stop` string.
     """
 
     id: str
@@ -79,12 +79,13 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a model made of an item: its text and number of `tokens`, the end token among them; or the summed negative
+    """A model's result for an item: its text and number of `tokens`, the end token included; or the summed negative
     log-likelihood (nats) of the target tokens, and for each of them whether the model finds it the likeliest; or that
-    likelihood of each option.
+    likelihood for each option.
 
-    Of an answer that another method has given, besides: the summed KL `divergence` (nats) of the distributions along it
-    from those that it was chosen from, and at how many tokens the choice `agreed`.
+    If the tokens are an answer that another method has given, two numbers compare the methods along it. `divergence` is
+    the summed KL divergence (nats) between this method's distributions and the distributions from which the answer was
+    chosen; `agreed` is the number of tokens at which both methods choose alike.
     """
 
     text: str = ""
@@ -212,7 +213,7 @@ def drawn(records: Sequence[T], limit: int, key: str) -> list[T]:
 
 
 def items_digest(items: Sequence[Item]) -> str:
-    """A fingerprint of what is asked (16 hex digits)."""
+    """A fingerprint of the items' prompts, answers and options (16 hex digits)."""
     total = hashlib.sha256()
     for item in items:
         asked = [item.id, item.prompt_ids, item.target_ids, item.answers, item.stop]

@@ -175,7 +175,7 @@ class MultipleChoice(Task):
 def _item(tokenizer: Any, question: _Question, line: int) -> Item:
     pairs = [encode_continued(tokenizer, *pair) for pair in zip(question.prompts, (f" {a}" for a in question.answers))]
     options = tuple(Option(tuple(prompt), tuple(target)) for prompt, target in pairs)
-    same = len(set(question.answers)) < len(question.answers)  # those of WinoGrande differ in their prompts
+    same = len(set(question.answers)) < len(question.answers)  # WinoGrande's choices differ in their prompts
     names = question.prompts if same else question.answers
     return Item(
         id=f"{line}",

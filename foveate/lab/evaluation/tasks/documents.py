@@ -40,9 +40,9 @@ class Document(NamedTuple):
 class Documents(Task):
     """Your own texts (.txt, .md) and records (.jsonl: `context`, and, if you have them, `question` and `answer`).
 
-    A text is cut into windows of `length` tokens, after each of which the model goes on; a context is read whole, with
-    its question. Score: questions whose answer the model gives (`found`), as :mod:`foveate.lab.evaluation.grading`
-    decides. The halves `tune` and `test` share no item.
+    A text is cut into windows of `length` tokens, and the model continues the text after each window. A context is read
+    whole, with its question. Score: share of the questions whose answer the model gives (`found`), as
+    :mod:`foveate.lab.evaluation.grading` decides. The halves `tune` and `test` share no item.
     """
 
     name = "documents"
@@ -71,7 +71,7 @@ class Documents(Task):
         return files
 
     def least_positions(self, data: Path) -> int:
-        """As of any task; of records, which are read whole, the answer alone."""
+        """See :meth:`Task.least_positions`. Records are read whole; of them only the answer's length is known before."""
         texts = any(_kind(path) in _TEXTS for path in self.files(data))
         return super().least_positions(data) if texts else self.max_new_tokens
 

@@ -24,7 +24,7 @@ _SOURCE = "https://github.com/mosaicml/llm-foundry, scripts/eval/local_data/lang
 
 @register
 class Lambada(Task):
-    """The last word of a passage of a novel. Score: words of which every token is the likeliest, percent."""
+    """The last word of a passage of a novel. Score: share of the words whose tokens are all the likeliest, percent."""
 
     name = "lambada"
     splits = ("openai",)

@@ -1,9 +1,9 @@
 """Questions that need several passages: HotpotQA, MuSiQue and 2WikiMultihopQA, asked as LongBench asks them.
 
-Prompt, answer length and score (SQuAD's token F1, the best over the answers) are those of LongBench (Bai et al. 2023);
-the passages are the data sets' own paragraphs, where LongBench took whole articles, so its published scores are of
-longer prompts. With a `length` a prompt has other records' passages, too, or leaves some of its own out, but none of
-those that the answer rests on.
+Prompt, answer length and score (SQuAD's token F1, the best over the answers) equal LongBench's (Bai et al. 2023). The
+passages are the data sets' own paragraphs. LongBench took whole articles, so its published scores are for longer
+prompts. With a `length`, a prompt also has other records' passages, or leaves some of its own passages out, but never a
+passage on which the answer rests.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class MultiHop(ContextQuestions):
         return self.posed(tokenizer, record.id, prompt, asked, answers=record.answers, meta=meta)
 
     def _fitted(self, tokenizer: Any, record: Record, sizes: Mapping[str, int], seed: int) -> list[str]:
-        """The record's gold passages and, as long as they fit, its others and those of other records, shuffled."""
+        """The record's gold passages and, while they fit, its other passages and other records' passages, shuffled."""
         rng = random.Random(f"{self.name}/{self.split}/{seed}/{record.id}")
         gold = [passage.text for passage in record.passages if passage.gold]
         own = [passage.text for passage in record.passages if not passage.gold]

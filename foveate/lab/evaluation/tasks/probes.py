@@ -1,8 +1,9 @@
 """Prompts made of a novel that comes with the package, for calibrating a model without any data.
 
 Each asks for something that stands once in the text: an access code (a uuid) among others, a number of a list, the end
-of a chain of assignments, or a sentence to go on with. In a `ledger` there is no novel: all entries are alike, and one
-is asked for. Wording and forms are not those of RULER and of question sets, so that these remain to be measured on.
+of a chain of assignments, or the continuation of a sentence. In a `ledger` there is no novel: all entries are alike,
+and one is asked for. Wording and forms differ from RULER's and from question sets', so that these can still be
+measured.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _PLACES = (
 )
 _FACTS, _HOPS, _SHELVES = 6, 3, 90
 _TOKENS_PER_SENTENCE = 20
-_SHORTEST_SENTENCE, _SHOWN = 14, 7  # words of a sentence that is asked for, and those of them that the question gives
-_FIRST_WORDS = 100  # a sentence that is asked for begins within so many first words, which every prompt holds
+_SHORTEST_SENTENCE, _SHOWN = 14, 7  # words of a sentence that is asked for, and how many of them the question gives
+_FIRST_WORDS = 100  # a sentence that is asked for begins within this many first words, which every prompt holds
 SHORTEST = 512  # tokens of the shortest prompt
 
 

@@ -232,7 +232,7 @@ def _cut(tokenizer: Any, record: _Record, passage: str, tokens: int, room: int) 
         ids = encode(tokenizer, prompt)
         if len(ids) <= room:
             return prompt, ids
-        window -= len(ids) - room  # tokens at the ends of a window are not quite those of the whole
+        window -= len(ids) - room  # tokens at the ends of a window may differ from the tokens of the whole text
     raise UserError(
         f"task 'recall': question {record.id} leaves no room for its passage within {room:,} tokens of prompt; use a "
         "larger max_length"

@@ -2,9 +2,10 @@
 
 Segments are whole paragraphs of a SQuAD file under their article's title, interleaved by a pattern that is repeated
 until the prompt has `length` tokens. A letter stands for one article at a time: its paragraphs in their order, in a
-circle from a random one; when they are used up, a fresh article takes the letter, and when there is none, the other
-letters go on. An example's questions are asked on different paragraphs, one from each of as many equal stretches of
-the context, and name their article. Protocol and grading are those of `wikisalad`; `limit` counts examples.
+circle from a random one. When they are used up, a fresh article takes the letter; when there is no fresh article, the
+other letters go on. The context is divided into equal stretches, one for each question of the example. Each question is
+asked on a paragraph of its own stretch, and names the article. Protocol and grading equal `wikisalad`'s; `limit` counts
+examples.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _segments(path: Path, topic: str, paragraphs: Sequence[Paragraph], tokenizer
 
 
 def _answered(path: Path, paragraph: Paragraph) -> tuple[Question, ...]:
-    """The questions that a paragraph answers; those of SQuAD's whose answer is a full stop are left out."""
+    """The questions that a paragraph answers, without SQuAD's questions whose answer is a full stop."""
     for question in paragraph.questions:
         for answer in question.answers:
             if not paragraph.text.startswith(answer.text, answer.start):

@@ -26,12 +26,12 @@ _DEPTHS = 10  # rows of a map of needles
 
 
 def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows of `foveate compare` that can be compared, each with what they measure in words; what has the last row
-    comes first.
+    """Groups of rows of `foveate compare` that can be compared, each with a title that says what they measure. The
+    group with the last row comes first.
 
-    They have the same items, model, number format, seed, device and versions; the words name those of these that tell
-    comparisons apart. Rows that repeat others are left out. Raises `UserError` for two rows of one method on the same
-    items that differ.
+    The rows of a group have the same items, model, number format, seed, device and versions. The title names those
+    facts that distinguish the groups. Rows that repeat other rows are left out. Raises `UserError` for two rows of one
+    method on the same items that differ.
     """
     alike: dict[str, list[list[Row]]] = {}
     place = {id(row): number for number, row in enumerate(rows)}
@@ -104,7 +104,7 @@ def _undominated(rows: Sequence[Row]) -> set[str]:
     found, best = set(), -math.inf
     for _, alike in sorted(grouped(rows, lambda row: row[AMOUNTS[0]]).items()):
         score = max(row["score"] for row in alike)
-        if score > best:  # of those that read less
+        if score > best:  # the best score of the rows that read less
             found |= {row["spec"] for row in alike if row["score"] == score}
             best = score
     return found

@@ -27,13 +27,14 @@ LEVELS = {"kernel": ("µs a layer", 1e3), "model": ("ms a step", 1.0)}
 
 
 def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
-    """Panels for each number of sequences and each length, a bar for each method: what its time goes to.
+    """Panels for each number of sequences and each length, with a bar for each method that shows where its time goes.
 
     Lengths with the same methods are beside each other.
 
     Args:
-        rows: of the bench `decode`; those of other levels, or without a profile of their kernels, are left out.
-        level: ``kernel``, the mean layer's kernels; ``model``, a step of a model, with the time that none runs.
+        rows: rows of the bench `decode`. Rows of other levels, or without a profile of their kernels, are left out.
+        level: ``kernel``: the mean layer's kernels; ``model``: a step of a model, with the time in which no kernel
+            runs.
 
     Raises `UserError` for another level, when no row has a profile, and as :func:`figure.check` does.
     """
@@ -70,7 +71,7 @@ def parts(rows: Sequence[Row], out: Path, level: str = "kernel") -> None:
 
 
 def _bars(axis: Any, methods: Sequence[str], times: Mapping[str, Mapping[str, float]], scale: float) -> None:
-    """A bar for each method, and what all of it takes; that of another library may be cut, which two strokes show."""
+    """A bar for each method, with its total time. The bar of another library may be cut, which two strokes show."""
     places = [methods.index(name) for name in times]
     totals = [scale * sum(parts.values()) for parts in times.values()]
     limit = 1.2 * max((total for name, total in zip(times, totals) if name != TRANSFORMERS), default=max(totals))

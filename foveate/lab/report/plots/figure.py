@@ -76,7 +76,8 @@ def check(out: Path) -> None:
 
 @contextmanager
 def drawing(out: Path, height: float, width: float = WIDTH) -> Iterator[Any]:
-    """A matplotlib figure of so many inches, written to ``out`` when the block ends. The same drawing, the same bytes.
+    """A matplotlib figure, ``width`` by ``height`` inches, written to ``out`` when the block ends. The same drawing
+    gives the same bytes.
 
     Raises what :func:`check` does.
     """
@@ -107,7 +108,7 @@ def panels(figure: Any, count: int, **shared: Any) -> list[Any]:
 
 
 def stacked(figure: Any, heights: Sequence[float]) -> list[Any]:
-    """Parts of a figure below each other, so many inches high."""
+    """Parts of a figure below each other, with heights in inches."""
     return figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0].tolist()
 
 

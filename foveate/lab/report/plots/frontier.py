@@ -60,7 +60,7 @@ def frontier(
 ) -> list[str]:
     """Score against what decoding reads: a panel for each task, a line for each method.
 
-    Keys that are read to choose others count, so that their share is also that of the cache's bytes.
+    Keys that are read to choose other keys count, too, so that the share of keys equals the share of the cache's bytes.
 
     Args:
         along: settings beside the budgets that may differ along one line.
@@ -69,8 +69,8 @@ def frontier(
         over_splits: show splits whose names differ in a last number as one.
         against: ``keys_read_share``, or ``kv_bytes_per_step``: bytes of keys and values, of a sequence and all layers.
 
-    Returns what was left out, a line each. Raises `UserError` for an unknown spec, setting or field, when nothing is to
-    be drawn, and as :func:`figure.check` does.
+    Returns the reasons why rows were left out, a line each. Raises `UserError` for an unknown spec, setting or field,
+    when nothing is to be drawn, and as :func:`figure.check` does.
     """
     if against not in _READ:
         raise unknown("field", against, _READ, "--against")

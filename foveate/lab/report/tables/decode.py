@@ -12,7 +12,7 @@ _BELOW = " (below its floor)"
 
 
 def table(rows: Sequence[Row], of_layers: Callable[[Sequence[Row]], str] | None = None) -> str:
-    """One table for each level and shape, one line for each method and size; `of_layers` makes those of layers."""
+    """One table for each level and shape, one line for each method and size; `of_layers` makes the tables of layers."""
     groups = grouped(rows, lambda row: (row["case"]["level"], shape(row)))
     return "\n\n".join(
         titled(f"{shape}, {level}", group, (_models if level == "model" else of_layers)(group))

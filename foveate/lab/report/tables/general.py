@@ -41,8 +41,8 @@ def lines(rows: Sequence[Row]) -> Lines:
 
 
 def verdicts(rows: Sequence[Row]) -> str:
-    """What the comparisons among some rows show, a paragraph for each; those of several in one table begin with the
-    circumstances in which they differ. Empty where there is nothing to judge.
+    """What the comparisons among some rows show, a paragraph for each. If a table has several comparisons, each
+    paragraph begins with the circumstances in which they differ. Empty if there is nothing to judge.
     """
     found = []
     for words, group in alike([row for row in rows if "bench" not in row]):

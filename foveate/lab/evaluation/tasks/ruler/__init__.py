@@ -1,7 +1,7 @@
 """RULER's 13 synthetic tasks at any length (Hsieh et al. 2024, arXiv:2404.06654, section 3 and table 5), one a split.
 
-Wording, counts, answer lengths and metrics are those of the published generator in its version of 2025 (the one whose
-definitions say `noise`). What differs:
+Wording, counts, answer lengths and metrics equal the published generator's in its version of 2025 (the one whose
+definitions say `noise`). The differences:
 
 - The essays are the novels of the data folder, since Paul Graham's are not at hand.
 - `length` is the whole prompt, chat template and answer prefix included, and each item is fitted to it by whole units:

@@ -1,6 +1,6 @@
-"""What kinds of RULER tasks share: prompts whose length is still open, and word lists.
+"""The base of RULER's kinds of tasks: prompts whose length is still open, and word lists.
 
-The lists are those of the package wonderwords, in the folder `ruler` of a data folder; else our own words.
+The lists are the lists of the package wonderwords, in the folder `ruler` of a data folder; else foveate's own words.
 """
 
 from __future__ import annotations

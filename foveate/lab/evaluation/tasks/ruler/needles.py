@@ -45,7 +45,7 @@ _SAMPLE = 20_000  # characters of a novel that tell how many tokens a character 
 
 
 class _Haystack(NamedTuple):
-    """`context(size)` is that much of it, needles included; the other fields are those of a draft."""
+    """`context(size)` returns a haystack of this size, needles included. The other fields are as in a draft."""
 
     context: Callable[[int], str]
     sizes: Sequence[int]
@@ -55,10 +55,10 @@ class _Haystack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Needles(Kind):
-    """`keys` needles with `values` values each, of which `queries` keys are asked for.
+    """`keys` needles with `values` values each. The question asks for `queries` of the keys.
 
-    `haystack`: noise, essay, or needles (of other keys and values). Keys are a word or a uuid, values a number or a
-    uuid. In an essay the needles are at different ones of RULER's 40 depths, elsewhere before random lines.
+    `haystack`: noise, essay, or needles (with other keys and values). Keys are a word or a uuid, values a number or a
+    uuid. In an essay the needles stand at different ones of RULER's 40 depths, elsewhere before random lines.
     """
 
     new_tokens = 128
@@ -78,7 +78,7 @@ class Needles(Kind):
 
     def drawer(self, data: Path, tokenizer: Any, length: int, seed: int) -> Draw:
         words = read_words(data)[:2] if self.key_kind == "word" else ()
-        others = length // _NEEDLE_TOKENS if self.haystack == "needles" else 0  # as many as could be needed
+        others = length // _NEEDLE_TOKENS if self.haystack == "needles" else 0  # an upper bound of those needed
         possible = math.prod(len(set(part)) for part in words)
         if words and possible < 2 * (self.keys + others):  # at least half stay free, so that drawing ends soon
             raise UserError(f"the word lists make {possible:,} keys; a length of {length:,} needs more words")

@@ -1,7 +1,7 @@
 """RULER's question answering: a question on its own documents among others of the data set (section 3.4).
 
-`squad`: the paragraph of the question, then the others of its article, then those of other articles. `hotpotqa`: the
-ten paragraphs that come with the question, then those of other questions. All are shuffled together.
+`squad`: the paragraph of the question, then the other paragraphs of its article, then paragraphs of other articles.
+`hotpotqa`: the ten paragraphs that come with the question, then other questions' paragraphs. All are shuffled together.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def read_squad_questions(path: Path) -> tuple[list[Question], list[str]]:
 def read_hotpotqa(path: Path) -> tuple[list[Question], list[str]]:
     """The questions of a HotpotQA file (distractor setting) and the texts of all its paragraphs, each under its title.
 
-    Raises `DataError` with the place of what is malformed, and for a question without paragraphs.
+    Raises `DataError`, with the place in the file, for malformed content, and for a question without paragraphs.
     """
     documents = _Documents()
     questions = []
@@ -162,9 +162,9 @@ def _total(sizes: Iterable[int], enough: int) -> int:
 
 
 def _choose(question: Question, count: int, tokens: Callable[[int], int], room: int, rng: random.Random) -> list[int]:
-    """The question's own documents, then the near and then the far ones in random order while they fit into `room`.
+    """The question's own documents, then near and then far documents in random order, while they fit into `room`.
 
-    When one does not, some of those that follow are tried, so that less room is left.
+    When a document does not fit, some of the following ones are tried, to fill the room better.
     """
     chosen = list(question.documents)
     room -= sum(map(tokens, chosen))

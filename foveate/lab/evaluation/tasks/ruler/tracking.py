@@ -70,7 +70,7 @@ class VariableTracking(Kind):
         return f"{question} {ANSWER_PREFIX.format(count=len(names), value=value)} {' '.join(names)}"
 
     def _example_lines(self, tokenizer: Any) -> int:
-        """As many lines of noise as the example has room for, and no fewer than the chain needs."""
+        """The number of lines of noise for which the example has room, and at least the number that the chain needs."""
         fewest = self.hops + 1
         examples = {
             lines: self._example(random.Random(0), "12345", lines)
@@ -85,5 +85,5 @@ def _names(rng: random.Random, count: int, letters: int) -> list[str]:
 
 
 def _chain(names: list[str], value: str) -> list[str]:
-    """The assignments, each a line; those of a variable end with a space, as published."""
+    """The assignments, each a line. Assignments of a variable end with a space, as published."""
     return [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names))]
