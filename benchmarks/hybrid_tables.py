@@ -119,7 +119,7 @@ def heads(rows: Sequence[Row]) -> str:
             for where in ("near", "far") if kind != "step" else ():
                 asked[f"{kind}, {where}"] = None
                 if one := of.get(where):
-                    line[f"{kind}, {where}"] = f"{one['right']:.0f} (n = {one['n']:,})"
+                    line[f"{kind}, {where}"] = f"{one['right']:.0f}" + (f" (n = {one['n']:,})" if "n" in one else "")
         if row["heads"]:
             last = row["heads"][-1]
             line |= {"retained": f"{last['retained_mean']:.0f}", "largest λ": f"{last['lambda_max']:.0e}"}

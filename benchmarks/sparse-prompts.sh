@@ -5,7 +5,7 @@
 #   benchmarks/sparse-prompts.sh MODEL DATA [OUT_FOLDER] [ITEMS]
 # MODEL: a Hugging Face folder whose calibration comes with foveate or is kept (`foveate calibrate`); DATA: a folder with
 # ruler/, books/ and multihop/ (docs/guide/data.md); ITEMS: of each task and length, 96 if left out. Writes
-# OUT_FOLDER/sparse-prompts.jsonl. CELLS: see luka-methods.sh; a cell is named LENGTH-TASK.
+# OUT_FOLDER/sparse-prompts-means.jsonl. CELLS: see luka-methods.sh; a cell is named LENGTH-TASK.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") items=${4:-96}
@@ -34,4 +34,4 @@ for length in 8192 30000 16384; do
     compare "$length" "$task" --task "$task"
   done
 done
-cat ../*/*.jsonl > "$out/sparse-prompts.jsonl"
+cat ../*/*.jsonl > "$out/sparse-prompts-means.jsonl"

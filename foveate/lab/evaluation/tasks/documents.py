@@ -71,7 +71,7 @@ class Documents(Task):
         return files
 
     def least_positions(self, data: Path) -> int:
-        """See :meth:`Task.least_positions`. Records are read whole; of them only the answer's length is known before."""
+        """See :meth:`Task.least_positions`. Records are read whole; only the answer's length is known before."""
         texts = any(_kind(path) in _TEXTS for path in self.files(data))
         return super().least_positions(data) if texts else self.max_new_tokens
 
