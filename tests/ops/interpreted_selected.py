@@ -128,6 +128,15 @@ def test_keys_that_are_not_selected_may_be_nan(value_dim, splits):
     assert torch.equal(found.lse, expected.lse)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int64])
+def test_dtypes_of_indices_beside_a_window_far_away(dtype):
+    """Positions of the window need not fit the dtype of the indices."""
+    q, k, v = problem(number=210, length=3)
+    chosen = selection(2, 2, 3, 100, 7).to(dtype)
+    found = check(q, k, v, chosen, recent=KV(k, v), window=5, offset=200)
+    assert torch.equal(found.out, check(q, k, v, chosen.int(), recent=KV(k, v), window=5, offset=200).out)
+
+
 def test_blocks_larger_than_what_is_selected(monkeypatch):
     monkeypatch.setattr(selected_kernel, "tile_for", lambda *_: Tile(64, 64, num_warps=8, num_stages=2))
     check(*problem(), selection(2, 1, 3, 60, 3), window=3, recent=KV(*problem()[1:]))

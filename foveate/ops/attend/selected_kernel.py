@@ -53,6 +53,8 @@ def attend_selected(q, kv, indices, *, scaling, recent=None, window=0, offset=0,
     bit for bit, and fp32 is multiplied in full precision. The output is laid out as ``[B, Lq, Hq, Dv]``.
     """
     indices = check(q, kv, indices, recent, window, offset, sinks)
+    if indices.dtype.itemsize < 4:  # the window's positions are written in the dtype of the indices
+        indices = indices.int()
     k, v = kv.k, kv.v
     batch, num_heads, length, dim = q.shape
     num_kv_heads, _, value_dim = v.shape[1:]
