@@ -183,7 +183,7 @@ def _attend(
         start = (offset // tile + t) * tile
         own = gl.minimum(tile, offset + length - start)
         blocks = gl.cdiv(used + own, KEYS)
-        whole = used // KEYS  # blocks that hold chosen keys alone, all of which every row sees
+        whole = used // KEYS  # blocks that hold chosen keys alone: every row sees all of their keys
         limits = used + (part * (2 * ROWS) + FIRST + gl.arange(0, ROWS, OF_LOGITS)) % tile  # [R]
         top = gl.full([ROWS], _LOWEST, gl.float32, OF_LOGITS)  # [R]
         weight = gl.zeros([ROWS], gl.float32, OF_LOGITS)  # [R]
