@@ -56,7 +56,7 @@ class TopKByMass(SharedSelection):
         self._check("rest", self.rest == "none" or not self.decode_only, dense)
 
     def _settings(self) -> dict[str, Any]:
-        """As of any method; without `rest` under `decode_only`, which makes it idle."""
+        """See :meth:`Method._settings`; leaves out `rest` under `decode_only`, where it has no effect."""
         return {key: x for key, x in super()._settings().items() if not (self.decode_only and key == "rest")}
 
     @property
@@ -91,10 +91,10 @@ class TopKByMass(SharedSelection):
         """The keys of the highest scores ``[B, Hkv, N]``: ``[B, Hkv or 1, K]``.
 
         Args:
-            counts: int64 ``[B]``: how many in each row.
-            most: no row has more.
-            alike: whether all have as many.
-            lengths: int64 ``[B]``: scores of each row; None: all are there.
+            counts: int64 ``[B]``: the number of keys to choose in each row.
+            most: the largest of these numbers, or a bound of them.
+            alike: whether the number is the same in all rows.
+            lengths: int64 ``[B]``: the number of scores of each row; None: every row has ``N`` scores.
         """
         if self.pools_layer and scores.shape[1] > 1:
             scores = scores.mean(1, keepdim=True)
@@ -106,12 +106,12 @@ class TopKByMass(SharedSelection):
 
     @property
     def reads_prompt_whole(self) -> bool:
-        """Whether a layer reads all keys of a prompt, although it may choose some for others."""
+        """Whether a layer reads all keys of a prompt, although it may choose some keys for other layers."""
         role = self.role
         return role.reads_all or (role.chooses and self.dense_anchor_prefill)
 
     def prompt_tile(self, group: int) -> int:
-        """0 in a layer that reads all keys of a prompt, and chooses none of them for others."""
+        """0 in a layer that reads all keys of a prompt and chooses none of them for other layers."""
         alone = self.reads_prompt_whole and not self.role.has_readers
         return 0 if self.decode_only or alone else max(1, self.tile // group)
 
@@ -124,7 +124,7 @@ class TopKByMass(SharedSelection):
         if role.chooses:
             attended = ops.attend_causal(q, ops.KV(cache.keys, cache.values), need_lse=True, **how)
             lse, exact = attended.lse, self.reads_prompt_whole
-            attended = attended if exact else None  # the dense output is freed before scores are there
+            attended = attended if exact else None  # the dense output is freed before scores are computed
             with torch.no_grad():
                 chosen = self.select_tiles(cache, q, lse, tile, scaling, offset)
             if role.has_readers:
@@ -140,7 +140,8 @@ class TopKByMass(SharedSelection):
     def select_tiles(
         self, cache: SlotCache, q: Tensor, lse: Tensor, tile: int, scaling: float, offset: int
     ) -> ops.TileKeys:
-        """Keys before each tile of a prompt. Scores are there of a few tiles at a time."""
+        """The keys that each tile of a prompt chooses among the keys before it. Scores of only a few tiles exist at a
+        time."""
         power = 0.5 if self.pooling == "sqrt" else 1.0  # exp(power (logit - lse)): attention to that power
         logits = ops.Logits(power * scaling, softcap=None if cache.softcap is None else power * cache.softcap)
         blocks = ops.tile_mass(q, ops.KV(cache.keys), power * lse, logits=logits, tile=tile, offset=offset)
@@ -158,5 +159,5 @@ class TopKByMass(SharedSelection):
             for row in range(len(q)):
                 best = self._best(scores[row].transpose(0, 1), *how)
                 ops.set_bits(words[row, None], best.transpose(0, 1)[None], begins)
-            del scores, best  # before those of the next tiles are there
+            del scores, best  # before the scores of the next tiles are computed
         return chosen

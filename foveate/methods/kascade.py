@@ -20,22 +20,22 @@ from foveate.methods.base import About, Method, Role, redefined, register, setti
 from foveate.state import Channel, Geometry, SlotCache
 
 _ANCHORS = 5
-"""Evenly spaced, where nothing says which."""
+"""The number of evenly spaced anchors, where neither a setting nor a calibration gives the anchors."""
 CALIBRATED_SETTINGS = ("pool", "pooling", "decode_only")
-"""Settings that a choice of anchors is valid for; a calibration records them."""
+"""The settings on which a choice of anchors depends; a calibration records them."""
 
 
 @register
 class Kascade(TopKByMass):
     """Anchor layers compute the attention mass of all keys and choose; the layers after an anchor read its choice.
 
-    Layer 0 is dense; where it is an anchor, it chooses for the layers up to the next one. Layers before the first
+    Layer 0 is dense; if it is an anchor, it chooses for the layers up to the next anchor. Layers before the first
     anchor are dense, too. All heads of a layer share their keys, and prompts are dense, which is more accurate than the
     paper's setting (:class:`~foveate.methods.kascade_paper.KascadePaper`).
 
-    With ``decode_only=false`` prompts are sparse: tiles of queries choose together among the keys before them, and see
-    those of their own tile causally; tiles begin at multiples of their length from a row's first token, and a tile that
-    a chunk of the prompt ends in is chosen for in two parts.
+    With ``decode_only=false`` prompts are sparse. The queries of a tile choose together among the keys before the tile,
+    and see the tile's own keys causally. Tiles begin at multiples of their length from a row's first token. Where a
+    chunk of the prompt ends inside a tile, both parts of the tile choose separately.
     """
 
     name: ClassVar[str] = "kascade"
@@ -92,7 +92,8 @@ class Kascade(TopKByMass):
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
     def _read_calibration(self) -> None:
-        """Anchors and heads from the file; a method that has both already is as the file was when they were read."""
+        """Set anchors and heads from the file. A method that has both already does not read the file again, and keeps
+        the file's contents at the time of that reading."""
         self._check("anchors", self.anchors is None, "left out beside a calibration, which has them")
         self._check("heads", self.heads is None, "left out beside a calibration, which has them")
         try:
@@ -115,7 +116,8 @@ class Kascade(TopKByMass):
         return self._spell(values | {"anchors": None, "heads": None})
 
     def _settings(self) -> dict[str, Any]:
-        """As of any method; without `dense_anchor_prefill` under `decode_only`, which makes it idle."""
+        """See :meth:`Method._settings`; leaves out `dense_anchor_prefill` under `decode_only`, where it has no
+        effect."""
         return {
             key: x for key, x in super()._settings().items() if not (self.decode_only and key == "dense_anchor_prefill")
         }
@@ -125,14 +127,17 @@ class Kascade(TopKByMass):
         return super()._changed(**own | settings)
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
-        """With anchors of a calibration that is kept, or comes with foveate, for the model's weights; else evenly
-        spaced. One that was chosen under this method's settings comes before others."""
+        """The method with the anchors and heads of a calibration for the model's weights, which a user has kept or
+        foveate ships; without such a calibration, with evenly spaced anchors.
+
+        A calibration that was made under this method's settings is preferred. Given anchors or heads are kept.
+        """
         if self.anchors is not None:
             self._say_what_differs()
             self._warn_if_evenly_spaced(facts)
             return self
         of_model = facts()
-        layers = len(of_model.get("weights") or ())  # those that the method is applied to, where they are known
+        layers = len(of_model.get("weights") or ())  # the layers that the method is applied to, if known
         evenly = self._changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         if self.heads is not None:
             evenly._warn_if_evenly_spaced(facts)
@@ -160,7 +165,7 @@ class Kascade(TopKByMass):
             )
 
     def differing(self, calibration: Calibration) -> list[str]:
-        """The settings under which a calibration was chosen and that this method has otherwise."""
+        """The settings that differ between the calibration and this method."""
         theirs = calibration.settings
         return [name for name in CALIBRATED_SETTINGS if name in theirs and theirs[name] != getattr(self, name)]
 

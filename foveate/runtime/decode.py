@@ -33,16 +33,16 @@ def decode(
     """Attention of one token a row, whose keys and values the cache holds already.
 
     Args:
-        method: of the layer.
+        method: the layer's method.
         q: ``[B, Hq, 1, D]``.
         scaling: factor of the logits.
         dense: whether to read all keys, because the context is too short for sparsity to pay.
         need_lse: whether the log-sum-exp of chosen keys or pages is needed.
         check: whether to check what :meth:`Method.choose` returns.
-        drafting: what the layer has chosen for a draft, of which this token is one; None: of none.
+        drafting: if the token belongs to a draft, the layer's choice for that draft; None: it belongs to no draft.
 
     Returns:
-        The output ``[B, Hq, 1, Dv]``, and what was read.
+        The output ``[B, Hq, 1, Dv]``, and the choice that was read.
     """
     kind, plan = type(method), cache.plan
     if kind.note_newest is not Method.note_newest:

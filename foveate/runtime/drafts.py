@@ -29,7 +29,8 @@ from foveate.state.step_plan import StepPlan
 LONGEST = 16
 """Most tokens of a draft."""
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)
-"""Lengths among which time decides. With one token more they fill the tiles of :func:`foveate.ops.attend_newest`."""
+"""Lengths of drafts that are timed against each other. A verifying pass reads one token more than the draft has, and
+these numbers of tokens fill the tiles of :func:`foveate.ops.attend_newest`."""
 _FIRST = 5
 """The length that is tried first."""
 _FORGET = 0.9
@@ -48,11 +49,11 @@ _RESTS = 64
 
 @dataclass
 class Drafting:
-    """What a layer has chosen for the first token of a draft."""
+    """A layer's choice for the first token of a draft, which the draft's later tokens read again."""
 
     _kept: Choice = ALL
     _lengths: Tensor | None = None
-    """Tokens of each row when it was chosen, int64 ``[B]``."""
+    """Tokens of each row at the time of the choice, int64 ``[B]``."""
 
     @property
     def begun(self) -> bool:
@@ -60,10 +61,10 @@ class Drafting:
         return self._lengths is not None
 
     def keep(self, choice: Choice, plan: StepPlan) -> None:
-        """Keep what the first token reads, for the others.
+        """Keep the choice of the first token for the later tokens.
 
         Raises:
-            ValueError: for another choice than of keys or pages, to which no tokens can be added.
+            ValueError: for a choice without keys and pages that does not read all keys: no tokens can be added to it.
         """
         if not choice.reads_all and choice.keys is None and choice.pages is None:
             raise ValueError("lossless decoding drafts by choices of keys or pages, and this layer's has neither")
@@ -72,7 +73,7 @@ class Drafting:
         self._lengths = plan.cached("draft", lambda: plan["lengths"].clone())
 
     def again(self, plan: StepPlan) -> Choice:
-        """What the present token reads: the same, and the tokens of the draft since."""
+        """The choice for the present token: the kept choice and the draft's newer tokens."""
         kept, begun = self._kept, self._lengths
         number = plan.cached(("drafted", begun), lambda: plan["lengths"] - begun)
 
@@ -101,7 +102,7 @@ def verified(method: Method, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, 
     """Count one token more in every row, write the last n tokens over their drafts, and attend densely for them.
 
     Args:
-        q, k, v: of these tokens, ``[B, Hq, n, D]`` and ``[B, Hkv, n, D(v)]``.
+        q, k, v: queries ``[B, Hq, n, D]``, keys and values ``[B, Hkv, n, D(v)]`` of the last n tokens.
         scaling: factor of the logits.
 
     Returns:
@@ -136,12 +137,15 @@ def accept_greedy(drafts: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accept_sampled(drafts: Tensor, drawn_from: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts accepted so that tokens are distributed as if each were drawn from the scores alone.
+    """Accept drafts so that tokens are distributed as if each were drawn from the scores alone.
 
     Args:
         drafts: int64 ``[B, k]``, drawn from ``drawn_from``.
         drawn_from: fp32 ``[B, k, V]``, probabilities.
-        scores: fp32 ``[B, k + 1, V]``, logits; the rest as of :func:`accept_greedy`.
+        scores: fp32 ``[B, k + 1, V]``, logits of the token after the last accepted one and after each draft.
+
+    Returns:
+        See :func:`accept_greedy`.
     """
     p = scores.softmax(-1)
     one = drafts[..., None]
@@ -151,7 +155,7 @@ def accept_sampled(drafts: Tensor, drawn_from: Tensor, scores: Tensor) -> tuple[
     rest = p[rows, accepted]
     missed = torch.nn.functional.pad(drawn_from, (0, 0, 0, 1))[rows, accepted]  # nothing was drawn after the last draft
     left = (rest - missed).clamp_min(0)
-    left = left.where(left.sum(-1, keepdim=True) > 0, rest)  # both distributions are equal but for rounding
+    left = left.where(left.sum(-1, keepdim=True) > 0, rest)  # all 0 if the distributions differ by rounding alone
     return accepted, torch.multinomial(left, 1)[:, 0]
 
 

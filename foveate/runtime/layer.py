@@ -160,7 +160,7 @@ class Layer:
     def new_store(
         self, geometry: Geometry, rows: int, dtype: torch.dtype, device: torch.device, counters: Counters | None = None
     ) -> SlotCache:
-        """An empty store of the layer's keys, values and state; arguments as of :class:`SlotCache`."""
+        """An empty store of the layer's keys, values and state; see :class:`SlotCache` for the arguments."""
         channels, fetches = self.method.channels(geometry), self.method.fetches
         returned.check_channels(self.method, channels)
         how = {"store": self.phase.store_for(self.method), "page_size": None if fetches is None else fetches.page_size}
@@ -373,8 +373,10 @@ def read_once(
     forward: dict[Hashable, Any],
     rotary: Rotary | None = None,
 ) -> Tensor:
-    """Attention of a prompt whose keys are not kept: by :func:`without_cache`, or, where the method evicts while the
-    prompt is read, by a temporary layer. Arguments, result and errors as of :func:`without_cache`.
+    """Attention of a prompt whose keys are not kept.
+
+    If the method evicts while the prompt is read, a temporary layer attends; otherwise :func:`without_cache` does. See
+    :func:`without_cache` for arguments, result and errors.
     """
     n = k.shape[2]
     if not 0 < method.prompt_evicts_every < n or _differentiates(q, k, v):

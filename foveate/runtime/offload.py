@@ -18,16 +18,16 @@ from foveate.state.store import capacity_for
 from foveate.state.transfers import Transfers
 
 MARGIN = 0.1
-"""Share of a device's memory that is left free where no budget is given: for activations and fragments."""
+"""Share of a device's memory that stays free for activations and fragments, if the user gives no budget."""
 _GROUP = ("max", "current", "stat")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def parse_budget(budget: Any) -> int | float | None:
-    """Bytes, a share of the pages, or None, of what a user gives as ``gpu_budget``.
+    """Parse a user's ``gpu_budget`` into bytes (int), a share of the pages (float), or None.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for an invalid budget.
     """
     found = budget
     if isinstance(budget, str):
@@ -47,7 +47,7 @@ def parse_budget(budget: Any) -> int | float | None:
 
 
 class DoesNotFitError(ValueError):
-    """The device's share, or host memory, does not suffice."""
+    """The budget of device memory, or the free host memory, does not suffice."""
 
 
 class LayerShape(NamedTuple):
@@ -59,16 +59,16 @@ class LayerShape(NamedTuple):
 
     @property
     def offloaded(self) -> bool:
-        """Whether its keys and values are in host memory; otherwise it reads all of them in each step."""
+        """Whether the layer's keys and values are in host memory; otherwise it reads all of them in each step."""
         return self.method.fetches is not None
 
     def kept(self, rows: int, slots: int) -> int:
-        """Bytes of keys and values of so many slots."""
+        """Bytes of the keys and values of ``slots`` slots in each of ``rows`` rows."""
         shape = self.geometry
         return rows * slots * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * self.dtype.itemsize
 
     def summaries(self, rows: int, slots: int) -> int:
-        """Bytes of the method's state."""
+        """Bytes of the method's state for ``slots`` slots in each of ``rows`` rows."""
         channels = self.method.channels(self.geometry).values()
         return sum(self._channel(one, rows, slots) for one in channels if isinstance(one, Channel))
 
@@ -77,20 +77,20 @@ class LayerShape(NamedTuple):
         return entries * math.prod(one.shape) * (one.dtype or self.dtype).itemsize
 
     def pages(self, rows: int, number: int) -> int:
-        """Bytes of so many hot pages of each KV head."""
+        """Bytes of ``number`` hot pages for each KV head of ``rows`` rows."""
         return self.kept(rows, number * self.method.fetches.page_size)
 
     def least(self, slots: int) -> int:
-        """Pages that a step may choose of each KV head, where there are so many slots."""
+        """The most pages of a KV head that a step may choose when a row has ``slots`` slots."""
         fetches = self.method.fetches
         return min(fetches.most(slots), -(-slots // fetches.page_size))
 
 
 class Needs(NamedTuple):
-    """Bytes that a cache of some tokens takes."""
+    """Bytes that a cache takes."""
 
     fixed: int
-    """On the device throughout: summaries, and layers that read everything."""
+    """On the device throughout: summaries, and the keys and values of layers that read all keys."""
     prompt: int
     """On the device while a prompt is read: the keys and values of two layers."""
     least: int
@@ -100,7 +100,7 @@ class Needs(NamedTuple):
 
 
 def needs(layers: Sequence[LayerShape], rows: int, slots: int) -> Needs:
-    """What a cache of so many rows takes."""
+    """The bytes that a cache takes, with ``slots`` slots in each of ``rows`` rows."""
     offloaded = [one for one in layers if one.offloaded]
     fixed = sum(one.summaries(rows, slots) + (0 if one.offloaded else one.kept(rows, slots)) for one in layers)
     largest = sorted(one.kept(rows, slots) for one in offloaded)[-2:]
@@ -109,32 +109,32 @@ def needs(layers: Sequence[LayerShape], rows: int, slots: int) -> Needs:
 
 
 class Offload:
-    """What the layers of a cache share whose keys and values are in host memory.
+    """The budgets and transfers that the layers of a cache share when its keys and values are in host memory.
 
     Args:
-        budget: bytes on the device, or the share of pages kept there; None: what is free, minus a margin (on a CPU,
-            all pages).
-        layers: those with a method, by index.
-        device: that computes.
+        budget: bytes on the device, or the share of pages kept on it; None: the device's free memory minus a margin (on
+            a CPU, all pages).
+        layers: the layers that have a method, by index.
+        device: the device that computes.
     """
 
     def __init__(self, budget: int | float | None, layers: Mapping[int, LayerShape], device: torch.device):
         self.budget, self.device, self.layers = budget, device, list(layers.values())
         self.transfers = Transfers(device)
         self.rows, self.slots = 0, 0
-        """Of the tokens that were announced."""
+        """The rows, and the slots of a row, that were announced."""
         self._bytes: int | None = None
-        """Of the device, once somebody has looked how much is free."""
+        """The automatic budget in bytes, from the device's free memory; None before it is first needed."""
 
     def reserve_memory(self, rows: int, tokens: int, held: int = 0, in_host: int = 0) -> None:
         """Announce that the cache will hold ``tokens`` tokens of ``rows`` rows.
 
         Args:
-            held: bytes that it holds on the device already.
+            held: bytes that the cache holds on the device already.
             in_host: bytes that it holds in host memory already.
 
         Raises:
-            DoesNotFitError: where the device's share, or host memory, does not suffice.
+            DoesNotFitError: if the budget of device memory, or the free host memory, does not suffice.
         """
         slots = capacity_for(tokens + ROOM)
         if (rows, slots) <= (self.rows, self.slots) and slots <= self.slots:
@@ -162,12 +162,12 @@ class Offload:
         """Refuse keys and values for which too little host memory is free.
 
         Args:
-            named: of what, for the message.
-            needed: bytes.
-            in_host: bytes that the cache holds already.
+            named: a name of the tokens for the message.
+            needed: bytes of their keys and values.
+            in_host: bytes that the cache holds in host memory already.
 
         Raises:
-            DoesNotFitError: for these.
+            DoesNotFitError: if too little host memory is free.
         """
         free = _free_host_memory()
         if needed > in_host + free:
@@ -218,7 +218,7 @@ class Offload:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take on a GPU, minus :data:`MARGIN` of what it may take in all."""
+    """Bytes that this process may still allocate on a GPU, minus the share :data:`MARGIN` of its whole allowance."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)

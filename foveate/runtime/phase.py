@@ -26,9 +26,10 @@ class Phase:
     """
 
     prompt_end: int | None = None
-    """Columns before the first decoded one, those of earlier turns included; None until the first forward pass."""
+    """Columns before the first decoded column, including all columns of earlier turns; None until the first forward
+    pass."""
     prompt_end_guessed: bool = False
-    """Whether :attr:`prompt_end` is that of the first forward pass because nobody has set it."""
+    """Whether :attr:`prompt_end` was guessed, as the end of the first forward pass, because nobody has set it."""
     prompt_end_known: bool = False
     """Whether the engine has set :attr:`prompt_end`; if so, a single token after it is real in every row."""
     assistant: bool = False

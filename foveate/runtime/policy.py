@@ -16,7 +16,8 @@ from foveate.ops.dispatch import runs_kernel
 from foveate.state import Counters, Geometry
 
 SHORT_SEQUENCE = 4096
-"""Tokens below which a sequence is read whole by default, however many there are (docs/guide/speed.md)."""
+"""Tokens below which a step reads all keys of a sequence by default, whatever the number of sequences
+(docs/guide/speed.md)."""
 
 
 @dataclass
@@ -56,8 +57,8 @@ def dense_until(
     """Tokens of a sequence below which decode steps of a layer are dense; 0: none is.
 
     Args:
-        dense_below: as of :class:`Policy`.
-        sequences: of a step, each taken to be as long as the longest.
+        dense_below: see :class:`Policy`.
+        sequences: the number of sequences in a step; each counts as long as the longest.
     """
     sparse_from = method.sparse_from_tokens
     if sparse_from is None:
@@ -70,7 +71,7 @@ def dense_until(
 
 
 def sparse_from_length(methods: Iterable[Method], geometry: Geometry, sequences: int = 1, ranks: int = 1) -> int:
-    """Tokens of each of several sequences from which decode steps on a GPU are sparse under "auto", see
+    """The length of each of ``sequences`` sequences from which decode steps on a GPU are sparse under "auto", see
     :func:`pays_from`."""
     return max(SHORT_SEQUENCE, -(-pays_from(methods, geometry, ranks) // max(sequences, 1)))
 
@@ -79,10 +80,10 @@ def pays_from(methods: Iterable[Method], geometry: Geometry, ranks: int = 1) -> 
     """Tokens of all sequences from which sparse decode steps are faster than dense ones, on a GPU with the kernels.
 
     Args:
-        methods: of the layers.
+        methods: the layers' methods.
         geometry: a layer's heads on one GPU.
-        ranks: GPUs over which the heads are spread. Where they exchange scores in each layer that chooses, they need
-            twice the tokens that one GPU with as many heads needs (measured with two, docs/guide/serve.md).
+        ranks: GPUs over which the heads are spread. If the GPUs exchange scores in each layer that chooses, sparse
+            steps pay from twice the number of tokens (measured with two GPUs, docs/guide/serve.md).
     """
     methods = list(methods)
     known = max(method.sparse_from_tokens or 0 for method in methods)
@@ -91,6 +92,6 @@ def pays_from(methods: Iterable[Method], geometry: Geometry, ranks: int = 1) -> 
 
 
 def check_dense_below(value: Any, prefix: str = "") -> None:
-    """Raises ValueError, whose message begins with ``prefix``, for what ``dense_below`` cannot be."""
+    """Raises ValueError, whose message begins with ``prefix``, for an invalid ``dense_below``."""
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise ValueError(f"{prefix}dense_below must be a number of tokens, at least 0, or 'auto', not {value!r}")

@@ -1,4 +1,5 @@
-"""Checks of what a method's hooks return, made once a prompt: an error names class, hook and remedy in one sentence."""
+"""Checks of the values that a method's hooks return, made once a prompt. An error names class, hook and remedy in one
+sentence."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ from foveate.state import SlotCache
 
 _OF_THE_CACHE = ("keys", "values", "positions", "block_table")
 _NOTED = "slots to keep"
-"""In what the layers of a pass share: a method, slots in use, and on the device what :func:`check_slots` has found."""
+"""Key of the findings of :func:`check_slots` in the dict that the layers of a pass share: for each layer its method,
+its slots in use, and the findings on the device."""
 
 
 def check_channels(method: Method, channels: Mapping[str, Any]) -> None:
-    """Raises ValueError for a channel that is called as a tensor of the cache's own."""
+    """Raises ValueError for a channel that has the name of one of the cache's own tensors."""
     for name in _OF_THE_CACHE:
         if name in channels:
             raise ValueError(f"{_hook(method, 'channels')} names a channel {name!r}, as the cache's own; rename it")
 
 
 def check_attended(method: Method, hook: str, attended: Any, q: Tensor, value_dim: int) -> None:
-    """Raises ValueError unless what a hook returned is the attention of ``q [B, Hq, n, D]``."""
+    """Raises ValueError unless ``attended``, which a hook returned, is the attention of ``q [B, Hq, n, D]``."""
     if not isinstance(attended, Attended):
         raise ValueError(f"{_hook(method, hook)} returned {_kind(attended)}; return an ops.Attended")
     out, wanted = attended.out, [*q.shape[:3], value_dim]
@@ -36,16 +38,17 @@ def check_attended(method: Method, hook: str, attended: Any, q: Tensor, value_di
 
 
 def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
-    """Check what :meth:`Method.prompt_end` returned. Slots on a GPU are checked there, without a wait: the pass over
-    the prompt ends with :func:`check_noted`.
+    """Check the slots that :meth:`Method.prompt_end` returned.
+
+    Slots on a GPU are checked on the GPU, without a wait: :func:`check_noted` reads the findings at the end of the pass
+    over the prompt.
 
     Returns:
-        The slots; until they are checked, those of the cache that are nearest.
+        The slots, each clamped to the cache's slots, so that an invalid slot does no harm before it is reported.
 
     Raises:
-        ValueError: for slots of a method that never evicts, that are none of the cache's, or that are given twice; for
-            -1 where the method does not evict unevenly; and for another dtype or shape than int64 ``[K]`` or
-            ``[B, Hkv, K]``.
+        ValueError: if the method never evicts; for slots outside of the cache and for a slot given twice; for -1 if the
+            method does not evict unevenly; and for another dtype or shape than int64 ``[K]`` or ``[B, Hkv, K]``.
     """
     who = _hook(method, "prompt_end")
     batch, heads, used = store.batch_size, store.geometry.num_kv_heads, store.used
@@ -75,7 +78,8 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
 
 
 def check_noted(forward: dict[Hashable, Any]) -> None:
-    """Raise for what :func:`check_slots` has found on the device in the layers of a pass, which share ``forward``.
+    """Raise for invalid slots that :func:`check_slots` has found on the device in the layers of a pass, which share
+    ``forward``.
 
     Waits for the device once.
     """
@@ -87,7 +91,8 @@ def check_noted(forward: dict[Hashable, Any]) -> None:
 
 
 def _check_slots(method: Method, used: int, outside: bool, none: bool, twice: bool) -> None:
-    """Raise for slots outside of a cache that uses so many, for none where there must be one, and for one twice."""
+    """Raise for slots outside of a cache that uses ``used`` slots, for -1 if the method needs a slot in each place, and
+    for a slot given twice."""
     who = _hook(method, "prompt_end")
     if outside:
         raise ValueError(f"{who} returned slots outside of 0 to {used - 1}; return slots below cache.used")
@@ -103,8 +108,7 @@ def _check_slots(method: Method, used: int, outside: bool, none: bool, twice: bo
 
 
 def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> None:
-    """Raises ValueError for a result of :meth:`Method.choose` for ``q [B, Hq, 1, D]`` that does not say what is
-    read."""
+    """Raises ValueError for an invalid result of :meth:`Method.choose` for ``q [B, Hq, 1, D]``."""
     if isinstance(choice, Choice):
         if choice.attended is not None:
             check_attended(method, "choose", choice.attended, q, store.geometry.value_dim)
@@ -132,7 +136,7 @@ def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> No
 
 
 def _check_parts(method: Method, choice: Choice, cache: SlotCache) -> None:
-    """Raises ValueError for parts of a choice that no step reads beside what else it has."""
+    """Raises ValueError for a combination of a choice's parts that no step supports."""
     who = _hook(method, "choose")
     if choice.scores is not None and not choice.reads_all:
         raise ValueError(

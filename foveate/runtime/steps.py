@@ -45,13 +45,13 @@ def obstacle(method: Method, geometry: Geometry) -> str:
 
 @dataclass
 class Totals:
-    """Counts of all steps so far, on the host; rows of padding are left out."""
+    """Counts of all steps so far, on the host, without rows of padding."""
 
     steps: int = 0
     rows: int = 0
     """Rows of all steps: decoded tokens."""
     dense_rows: int = 0
-    """Those that read all keys, see :meth:`EngineSteps.begin`."""
+    """Decoded tokens whose rows read all keys, see :meth:`EngineSteps.begin`."""
     keys_available: float = 0.0
     """Keys that dense attention would have read, over all layers."""
     selections: int = 0
@@ -59,35 +59,36 @@ class Totals:
 
 
 class Audited(NamedTuple):
-    """What layers note in a step that is audited, see :meth:`EngineSteps.audit`."""
+    """Measurements of the layers in an audited step, see :meth:`EngineSteps.audit`."""
 
     mass: list[Tensor]
-    """Of each layer that chooses, or reads a choice: the share of the attention that the keys hold which the method
-    reads, fp32 ``[B]``, 0 to 1, the mean over the heads that are here."""
+    """For each layer that chooses keys or reads a choice: the share of the attention that falls on the keys that the
+    method reads, fp32 ``[B]``, 0 to 1, the mean over the heads of this rank."""
     alike: list[Tensor]
-    """Of each of these layers whose heads choose together with those of other ranks: whether all ranks have chosen the
-    same, fp32 ``[B]``, 0 or 1."""
+    """For each of these layers whose heads choose together with heads of other ranks: whether all ranks have chosen the
+    same keys, fp32 ``[B]``, 0 or 1."""
 
 
 class EngineSteps:
     """Runs the decode steps of an engine's layers by their methods, which stay as they are.
 
-    In each step :meth:`begin` comes first and then :meth:`attend` for every layer, in their order. Buffers keep their
-    addresses, one set for each number of rows. Whenever the engine has written tokens of a layer, those of prompts
-    included, :meth:`written` comes before the layer's :meth:`attend`.
+    In each step the engine calls :meth:`begin` first and then :meth:`attend` for every layer, in the order of layers.
+    When the engine has written tokens of a layer, in a prompt or a decode step, it calls :meth:`written` before the
+    layer's :meth:`attend`. Buffers keep their addresses, one set for each number of rows.
 
-    Two things are fixed on the host, by :meth:`begin`: the bound of the lengths, from which widths follow, and whether
-    the whole step is dense. It is where all its rows are short, or where its kernels are launched one by one. All else
-    depends on the device alone, which tells short rows from others in a step that is not dense.
+    :meth:`begin` fixes two things on the host: the bound of the lengths, which determines widths, and whether the whole
+    step is dense. A step is dense if all its rows are short, or if the host launches its kernels one by one. Everything
+    else depends on the device alone, which distinguishes short rows from others in a step that is not dense.
 
     Args:
         methods: the layers' methods, see :meth:`Method.for_layer`, by index.
         device: where keys and values are.
-        dense_below: a row is read whole while the rows of its step, each taken as long as this one, hold fewer tokens
-            than this; with 0 neither a row nor a step is. "auto": on a GPU :attr:`Method.sparse_from_tokens`, and rows
-            of fewer tokens than `SHORT_SEQUENCE` are read whole, too; elsewhere 0.
-        geometry: of a layer, for "auto"; None: eight KV heads of 128.
-        ranks: the ranks of the engine's tensor parallelism; None: all heads are here.
+        dense_below: a step reads all keys of a row while the rows of the step, each counted as long as this row, hold
+            fewer tokens than ``dense_below``; with 0 no step is dense, and no row because it is short. "auto": on a GPU
+            :attr:`Method.sparse_from_tokens`, and rows of fewer tokens than `SHORT_SEQUENCE` are dense, too; elsewhere
+            0.
+        geometry: a layer's geometry, for "auto"; None: eight KV heads of 128.
+        ranks: the ranks of the engine's tensor parallelism; None: this process has all heads.
     """
 
     def __init__(
@@ -209,17 +210,17 @@ class EngineSteps:
         self._read.add_(read)
 
     def begin_capture(self, lengths: Tensor, block_table: Tensor, bound: int, draft: int | None = None) -> None:
-        """Start a step that an engine captures for so many rows; none of it is counted.
+        """Start a step that an engine captures for the number of rows of ``lengths``; none of it is counted.
 
-        Replays follow a :meth:`begin` of as many rows, which writes the buffers that the graph reads and may find any
-        lengths up to the bound, short rows, prompts and padding. The graph also reads the memory of ``block_table`` and
-        of the arguments of :meth:`written` and :meth:`attend`.
+        Before each replay the engine calls :meth:`begin` with the same number of rows, which writes the buffers that
+        the graph reads. The rows may have any lengths up to the bound, and may be short, of prompts or of padding. The
+        graph also reads the memory of ``block_table`` and of the arguments of :meth:`written` and :meth:`attend`.
 
         Args:
-            lengths, block_table: as of :meth:`begin`.
+            lengths, block_table: see :meth:`begin`.
             bound: the longest row that a replay may have.
-            draft: as of :meth:`begin`. A step captured with draft 1 serves all later tokens, too. It reads what the
-                step with draft 0 for the same number of rows has chosen, which must have been replayed before.
+            draft: see :meth:`begin`. A step captured with draft 1 serves all later tokens of a draft, too. It reads the
+                choice of the step with draft 0 for the same number of rows, which must have been replayed before.
         """
         self._begin(lengths, block_table, bound, [True] * len(lengths), None, draft, captured=True)
         self.dense = False

@@ -2,8 +2,8 @@
 
 A slot holds one token of a row: its key and value in every KV head. Padding is not stored: the real tokens of row b
 fill the slots ``0 .. counts[b] - 1``, so a page of n tokens is n consecutive slots, and a row of a padded batch is
-stored as it would be alone. Until a method evicts, slot p holds the token at position p of its row; afterwards
-``positions`` says which token a slot holds (-1: none), for each KV head.
+stored as it would be alone. Until a method evicts, slot p holds the token at position p of its row. Afterwards
+``positions`` holds the position of the token in each slot (-1: none), for each KV head.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         return (self.tensors[name][:, :, :number] if table is None else self.tensors[name]), table
 
     def mean_over_ranks(self, scores: Tensor) -> Tensor:
-        """Scores ``[B, 1, N]`` that are means over the heads that are here, as means over all heads of the layer."""
+        """Turn scores ``[B, 1, N]``, means over the heads of this rank, into means over all heads of the layer."""
         return scores if self.ranks is None else self.ranks.mean(scores)
 
     def of_all_heads(self, x: Tensor) -> Tensor:
-        """``[B, H, N]`` of the heads that are here, as that of all heads of the layer."""
+        """Gather ``x [B, H, N]``, of the heads of this rank, for all heads of the layer."""
         return x if self.ranks is None else self.ranks.gather(x)
 
     def logits(self, scaling: float) -> Logits:
@@ -145,7 +145,7 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         """Which slots hold tokens, as arguments of the verbs in :mod:`foveate.ops`.
 
         Returns:
-            ``(mask, lengths)``, at most one of which is not None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
+            ``(mask, lengths)``; at least one of the two is None. ``mask``: bool ``[B, Hkv, used]``; ``lengths``: int64
             ``[B]``, when each row's tokens fill its first slots. Both None: every slot in use holds a token.
         """
         if self.full:

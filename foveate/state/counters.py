@@ -29,7 +29,7 @@ class BytesInUse:
 
 @dataclass
 class Counters:
-    """What a layer did since the last reset, counted from the sizes and masks of what was actually read."""
+    """Counts of a layer's work since the last reset, from the sizes and masks of the keys that it actually read."""
 
     decode_steps: int = 0
     decode_rows: int = 0
@@ -149,14 +149,14 @@ class Counters:
 class LayerBytes:
     """The bytes that one layer holds on the device: its cache's channels, and the keys and values of its store.
 
-    They are counted by the layer's counters, and together with those of the other layers.
+    The layer's counters count these bytes, and :class:`BytesInUse` counts the bytes of all layers together.
     """
 
     def __init__(self):
         self.held = BytesInUse()
-        """What all layers of the cache hold."""
+        """The bytes that all layers of the cache hold."""
         self.counters: Counters | None = None
-        """Of the layer; None before anything was counted."""
+        """The layer's counters; None before anything was counted."""
         self.channels, self.store = 0, 0
 
     def count_in(self, held: BytesInUse, channels: int, store: int) -> None:
@@ -184,7 +184,7 @@ class Tally:
 
         Args:
             total: ``[]`` on the device.
-            number: a Python number, a tensor ``[]``, or a tensor ``[B, H]``, of which :func:`over_rows` is added.
+            number: a Python number, a tensor ``[]``, or a tensor ``[B, H]``, which :func:`over_rows` reduces.
         """
         if isinstance(number, Tensor) or number:
             self._counted.append((total, number))

@@ -49,14 +49,15 @@ class Geometry:
         return self.num_heads // self.num_kv_heads
 
     def at_least(self, tokens: int) -> int:
-        """How many tokens have as many bytes as ``tokens`` tokens with eight KV heads of 128, and at least ``tokens``.
+        """The number of tokens whose bytes equal the bytes of ``tokens`` tokens with eight KV heads of 128; at least
+        ``tokens``.
 
-        Kernels are timed at that shape; reading fewer bytes a token does not make them faster below it."""
+        Kernels are timed at that shape. With more bytes a token the number stays ``tokens``."""
         return max(tokens, tokens * 2048 // (self.num_kv_heads * (self.head_dim + self.value_dim)))
 
     @property
     def key_share(self) -> float:
-        """Bytes of a key over those of the key and its value: D / (D + Dv)."""
+        """Bytes of a key as a share of the bytes of key and value together: D / (D + Dv)."""
         return self.head_dim / (self.head_dim + self.value_dim)
 
 
@@ -65,7 +66,7 @@ class RowNumber:
     """An integer that a method keeps for each row, 0 at first; see :class:`~foveate.state.row_numbers.RowNumbers`.
 
     Args:
-        check: raises ValueError for row numbers, lists by name, that no cache of the method has; None: all may be.
+        check: raises ValueError for row numbers, lists by name, that no cache of the method has; None: all are valid.
     """
 
     check: Callable[[Mapping[str, list[int]]], None] | None = None

@@ -57,7 +57,8 @@ class DeviceRows:
         """Row numbers as written, before the steps since."""
         self._freed: list[bool] = [False] * batch_size
         self._read: tuple[int, dict[str, list[int]], list[bool]] | None = None
-        """Result of the last :meth:`read` that waited for the device, after so many steps."""
+        """Result of the last :meth:`read` that waited for the device, after the number of steps at that time; None
+        before a :meth:`read` has waited."""
         self._constants: dict[Hashable, Tensor] = {}
         self.plan = self._new_plan()
         """The present step, or maintenance, as layers read it."""

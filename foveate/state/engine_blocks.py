@@ -83,12 +83,12 @@ def engine_cache(
     channels: Mapping[str, Channel] | None = None,
     counters: Counters | None = None,
 ) -> SlotCache:
-    """A cache over blocks that an engine owns. :func:`enter` says which rows and blocks a step has.
+    """A cache over blocks that an engine owns. :func:`enter` sets the rows and blocks of a step.
 
-    Channels are per page and beside the blocks, ``[N, Hkv, n / per, *shape]``, under the same table.
+    Channels are per page. Their entries lie beside the blocks, ``[N, Hkv, n / per, *shape]``, under the same table.
 
     Args:
-        geometry, device, counters: as of :class:`SlotCache`.
+        geometry, device, counters: see :class:`SlotCache`.
         memory: shape and dtype of the blocks, ``[N, Hkv, n, any]``.
         channels: state per page.
 

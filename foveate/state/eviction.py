@@ -67,8 +67,8 @@ class Eviction:
         """Evict the token with the lowest score from some KV heads; unless tokens may be undone, the next token reuses
         its slot.
 
-        Where a head does not evict but has empty slots, the next token goes to the first of these. KV heads of a row
-        may then hold different numbers of tokens; ``live`` is that of the head with the most.
+        If a head does not evict but has empty slots, the next token goes to the first empty slot. KV heads of a row may
+        then hold different numbers of tokens; ``live`` is the largest of these numbers.
 
         Args:
             heads: ``[B][Hkv]``: whether the KV head evicts.
@@ -102,8 +102,8 @@ class Eviction:
 
         Channels per page are 0 afterwards, for their pages hold other tokens.
 
-        A row uses as many slots as its KV head with the most tokens. Heads with fewer leave their first slots empty, so
-        that the newest tokens of a row are in its last slots in every head.
+        The KV head with the most tokens determines how many slots a row uses. Heads with fewer tokens leave their first
+        slots empty, so that the newest tokens of a row are in its last slots in every head.
 
         Args:
             keep: slots, int64 ``[B, Hkv, K]`` or ``[K]`` for all rows and heads; or for each row ``[1, Hkv, K_b]`` or

@@ -115,10 +115,10 @@ class HostMemory:
         return sum(x.nbytes for one in self._segments for x in (one.keys, one.values))
 
     def reserve(self, slots: int) -> None:
-        """Have room for at least so many slots of every sequence.
+        """Make room for at least ``slots`` slots of every sequence.
 
         Raises:
-            RuntimeError: where there is not so much memory.
+            RuntimeError: if the host has too little memory.
         """
         if not self.slots:
             page = self.batch * self.heads * sum(self.dims) * self.dtype.itemsize * self.page_size

@@ -23,20 +23,20 @@ from foveate.state.transfers import Transfers
 
 
 class HotPageBudget(Protocol):
-    """What the layers of a cache share: buffers, and how many pages each may keep on the device."""
+    """The buffers that the layers of a cache share, and the number of pages that each layer may keep on the device."""
 
     transfers: Transfers
 
     def hot_pages(self, store: HostPages, capacity: int) -> int:
-        """Pages that a layer of so many slots may keep on the device, of each KV head and sequence.
+        """The number of pages of each KV head and sequence that a layer with ``capacity`` slots may keep on the device.
 
         Raises:
-            ValueError: for fewer than a step may choose.
+            ValueError: if a step may choose more pages.
         """
 
 
 class _Decoding(NamedTuple):
-    """What decode steps read and write on the device."""
+    """The memory on the device that decode steps read and write."""
 
     hot: HotPages
     open_keys: Tensor
@@ -55,7 +55,7 @@ class HostPages(FetchingStore):
 
     can_be_captured = True
     counters = ("pages_asked", "pages_fetched")
-    """Pages that decode steps chose, and those of them that came from host memory: means over the KV heads, summed over
+    """Pages that decode steps chose, and chosen pages that came from host memory: means over the KV heads, summed over
     steps and rows."""
 
     def __init__(self, shape: StoreShape, room: HotPageBudget):
@@ -68,12 +68,12 @@ class HostPages(FetchingStore):
         """No row uses more slots, nor more than the steps since the last prompt have room for."""
         self._capacity = 0
         self._parent: HostPages | None = None
-        """The batch that this is a row of."""
+        """The store of the batch, if this store holds one of its rows."""
         self._row: int | None = None
-        """Which row of it this is."""
+        """The number of this row in the batch."""
         self._decoding: _Decoding | None = None
         self._open = False
-        """Whether what decode steps read of open pages is up to date."""
+        """Whether the open pages on the device are up to date."""
         self._counted: list[tuple[str, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class HostPages(FetchingStore):
         """See :meth:`Store.reserve`.
 
         Raises:
-            ValueError: where a step over so many slots may choose more pages than the device may keep; nothing has
+            ValueError: if a step over ``slots`` slots may choose more pages than the device may keep. Nothing has
                 changed then.
         """
         if self._decoding is not None:
@@ -192,8 +192,8 @@ class HostPages(FetchingStore):
         return KV(decoding.open_keys, None, BlockTable(decoding.open_table, used), lengths)
 
     def fetch(self, chosen: Tensor, page_size: int, used: int, lengths: Tensor | None, again: bool) -> Fetched:
-        """See :meth:`FetchingStore.fetch`: the pages that are on the device, as blocks ``[N, 1, n, D(v)]``, once those
-        of the chosen slots are among them."""
+        """See :meth:`FetchingStore.fetch`. Brings the pages of the chosen slots to the device, and returns all pages on
+        the device as blocks ``[N, 1, n, D(v)]``."""
         if not again:
             pages = chosen
             if not page_size:
@@ -253,7 +253,7 @@ class HostPages(FetchingStore):
             self._read_open_pages(counts)
 
     def _allocate(self, slots: int, entries: int) -> _Decoding:
-        """Room for hot pages in so many slots of each KV head, of ``entries`` pages of a sequence."""
+        """Allocate ``slots`` hot pages for each KV head of each sequence, which has ``entries`` pages."""
         shape, size, dims = self.shape, self.page_size, self.host.dims
         heads, device = shape.geometry.num_kv_heads, shape.device
         rows = shape.batch_size * heads

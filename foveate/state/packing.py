@@ -47,16 +47,16 @@ def unpack(
     device: torch.device,
     empty: Callable[[Geometry, int, torch.dtype, torch.device], SlotCache],
 ) -> SlotCache:
-    """A cache, with counters of its own, with the content that :func:`pack` has given.
+    """A cache with the content that :func:`pack` returned, and with counters of its own.
 
     Args:
-        geometry: of the model's layer.
-        device: of the cache; keys and values may be elsewhere.
-        empty: makes an empty cache of these shapes, of so many rows, of this type and there, for the method that the
-            content is of; its store need not be that of the packed cache.
+        geometry: the geometry of the model's layer.
+        device: the cache's device; the store may keep keys and values elsewhere.
+        empty: makes an empty cache from geometry, number of rows, dtype and device, for the method whose state was
+            packed. Its store may differ from the store of the packed cache.
 
     Raises:
-        ValueError: for a tensor or fact that is missing, too many, or cannot be; the message begins with its name.
+        ValueError: for a tensor or fact that is missing, superfluous or invalid; the message begins with its name.
     """
     _same_names(facts, FACTS)
     k, v = _keys_and_values(tensors, geometry)

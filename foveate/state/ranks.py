@@ -1,4 +1,4 @@
-"""The ranks of an engine's tensor parallelism, each of which holds some of the heads of every layer."""
+"""The ranks of an engine's tensor parallelism. Each rank holds some of the heads of every layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """What heads of all ranks choose together, they choose alike on each: a rank hands on what the others need.
+    """Exchanges numbers between ranks, so that heads that choose together choose the same keys on every rank.
 
     Query heads and KV heads are dealt in their order, the same number to each rank. Both operations may be captured in
     a CUDA graph; every rank calls them in the same order.
@@ -17,12 +17,12 @@ class Ranks(Protocol):
     size: int
     """Number of ranks."""
     rank: int
-    """This one's number, 0 to ``size - 1``."""
+    """This rank's number, 0 to ``size - 1``."""
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over the ranks of ``x``, fp32 and of the same shape on each; ``x`` may be overwritten.
 
-        Every rank gets the same bits: otherwise ranks would break near ties apart.
+        Every rank gets the same bits; otherwise ranks would break near ties differently.
         """
 
     def gather(self, x: Tensor) -> Tensor:

@@ -36,14 +36,14 @@ class RowNumbers:
 
     - ``lengths``: tokens seen, evicted ones included, padding left out;
     - ``counts``: slots in use, from slot 0 on, slots emptied by eviction included;
-    - ``live``: tokens held, so at most ``counts``; where KV heads differ, those of the head that holds the most;
+    - ``live``: tokens held, so at most ``counts``; if KV heads hold different numbers, the largest of them;
     - ``prompt``: the length when the last prompt ended;
     - ``observed``: tokens of the present prompt that the method's ``observe`` has seen; 0 after the prompt;
-    - those that the method declares with :class:`~foveate.state.RowNumber`, such as LuKA's ``pages``.
+    - the row numbers that the method declares with :class:`~foveate.state.RowNumber`, such as LuKA's ``pages``.
 
     Args:
         numbers: a list ``[B]`` for each name.
-        device: of the tensors that are returned.
+        device: the device of the tensors that are returned.
     """
 
     batch_size: int

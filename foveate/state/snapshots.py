@@ -87,8 +87,8 @@ class Snapshots:
         self.snapshots = {at: kept for at, kept in self.snapshots.items() if at <= clock}
 
     def truncate(self, tokens: int | Sequence[int]) -> None:
-        """Remove the last ``tokens`` tokens of every row, or so many of each; only for methods whose state does not
-        depend on them."""
+        """Remove the last ``tokens`` tokens of every row, or ``tokens[b]`` tokens of row b; only for methods whose
+        state does not depend on them."""
         removed = [tokens] * len(self.lengths) if isinstance(tokens, int) else tokens
         self.rows = before(self.rows, removed)
         self.store.tokens_removed(self.used)

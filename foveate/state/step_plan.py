@@ -84,8 +84,8 @@ class StepPlan:
         """``rule(numbers, *args)`` of the row numbers of a name, computed once for all layers: by default ``[B]``.
 
         Args:
-            rule: arithmetic on an int64 tensor. A named function or method, not a lambda: layers share results by its
-                identity, and those of methods by their spec.
+            rule: arithmetic on an int64 tensor. A named function or method, not a lambda: layers share a function's
+                results by its identity, and a bound method's results by the spec of its object.
         """
         key = _key(rule), args, tuple(map(type, args)), of
         if key not in self._shared:
@@ -95,7 +95,7 @@ class StepPlan:
         return self._shared[key]
 
     def for_sparse_rows(self, rule: Callable[..., Tensor | int], of: str = "lengths") -> Tensor:
-        """:meth:`per_row`, and 0 of a row that is read whole: nothing is scored there."""
+        """:meth:`per_row`, but 0 for a row that reads all keys, where nothing is scored."""
         numbers = self.per_row(rule, of=of)
         if self.whole is None:
             return numbers

@@ -42,20 +42,20 @@ class _Buffer:
 
 
 class Transfers:
-    """Copies between host and device while a prompt is read: of the next layer, while the present one attends.
+    """Copies between host and device while a prompt is read: the next layer is copied while the present layer attends.
 
     Args:
-        device: that reads.
+        device: the device that computes.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.room = 0
-        """Slots that the buffers have at least: those of the whole prompt, so that they are allocated once."""
+        """The fewest slots of a buffer: all announced slots, so that buffers are allocated once."""
         self._readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
         self._next = 0
         self._buffers: list[_Buffer] = []
-        """The one used last comes last."""
+        """The buffer used last comes last."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __getstate__(self) -> dict[str, Any]:  # copies have buffers of their own
@@ -81,9 +81,9 @@ class Transfers:
         return None if found is None else (found.keys, found.values)
 
     def open(self, reader: Reader, slots: int) -> tuple[Tensor, Tensor]:
-        """Buffers of a layer with what it has read so far, and room for ``slots`` slots.
+        """Buffers with the keys and values that a layer holds so far, and with room for ``slots`` slots.
 
-        The first one of a prompt takes the place of what the layers have on the device for decode steps.
+        Before the first buffer of a prompt is allocated, all layers free their memory for decode steps on the device.
         """
         self.note(reader)
         if not self._buffers:

@@ -17,21 +17,23 @@ LARGEST_DIM = 128
 def choose_blocks(
     q: Tensor, block_keys: Tensor, at: Tensor, *, scaling: float, block: int, blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """Which blocks queries see as summaries, and which they select: those that a group's heads weigh most.
+    """Which blocks queries see as summaries, and which blocks they select.
 
-    The first block, the query's own and the one before it are always among the selected. Of equal weights the earlier
-    block is selected.
+    A query sees the summary of every complete block. The query heads of a group select blocks together, by the sum of
+    their attention to the blocks' keys. The first block, the query's own block and the block before it are always
+    selected. Of equal weights the earlier block is selected.
 
     Args:
         q: ``[B, Hq, n, D]``.
-        block_keys: ``[B, Hkv, N, D]``, of blocks of which a query sees the complete ones.
+        block_keys: ``[B, Hkv, N, D]``: the summary keys of blocks.
         at: int64 ``[B, n]``: positions of the queries.
         scaling: factor of the logits.
         block: tokens of a block.
         blocks: blocks that a query selects.
 
     Returns:
-        bool ``[B, 1, n, N]`` and bool ``[B, Hkv, n, N + 1]``, the unfinished last block among them.
+        The blocks seen as summaries, bool ``[B, 1, n, N]``, and the selected blocks, bool ``[B, Hkv, n, N + 1]``, which
+        include the unfinished last block.
     """
     count, num_kv_heads = block_keys.shape[2], block_keys.shape[1]
     number = torch.arange(count + 1, device=q.device)

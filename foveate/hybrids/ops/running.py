@@ -10,10 +10,10 @@ LARGEST_BUFFER = 1024
 
 
 class Leaving(NamedTuple):
-    """Which of the new tokens makes a token leave the buffer; their number for tokens that stay."""
+    """For each token the number of the new token that makes it leave the buffer; ``n`` for a token that stays."""
 
     kept: Tensor
-    """int64 ``[B, Hkv, K]``, of what was in the buffer."""
+    """int64 ``[B, Hkv, K]``, of the tokens that were in the buffer."""
     new: Tensor
     """int64 ``[B, Hkv, n]``; a token that is never let in leaves at its own turn."""
 
@@ -21,15 +21,15 @@ class Leaving(NamedTuple):
 def running_best(kept: Tensor, kept_positions: Tensor, margins: Tensor, positions: Tensor) -> Leaving:
     """Offer new tokens to a full or half-full buffer one after another.
 
-    A token with a margin above 0 is let in while there is room, and afterwards where it is better than the worst in the
-    buffer, which leaves. Of equal margins the earlier token is better. So the buffer holds the K best of all tokens
-    offered so far, whatever the pieces they came in.
+    A token with a margin above 0 enters while the buffer has room. In a full buffer, a better token replaces the worst
+    one. Of equal margins the earlier token is better. So the buffer holds the K best of all tokens offered so far,
+    whatever the pieces they came in.
 
     Args:
         kept: fp32 ``[B, Hkv, K]``: margins in the buffer.
         kept_positions: int64 ``[B, Hkv, K]``: the tokens that the buffer holds; -1 for none.
-        margins: fp32 ``[B, Hkv, n]`` of the new tokens; those of at most 0 and NaN are not let in.
-        positions: int64 ``[B, n]`` of the new tokens, later than those in the buffer; -1 for none.
+        margins: fp32 ``[B, Hkv, n]`` of the new tokens; a token whose margin is NaN or at most 0 does not enter.
+        positions: int64 ``[B, n]`` of the new tokens, later than the positions in the buffer; -1 for none.
     """
     size, count = kept.shape[2], margins.shape[2]
     offered = (margins > 0) & (positions >= 0)[:, None]

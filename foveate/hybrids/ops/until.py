@@ -23,10 +23,10 @@ def attend_until(
     window: int = 0,
     retained: int = 0,
 ) -> Attended:
-    """Attention of a prompt's queries, each of which sees the keys that have come and have not gone.
+    """Attention of a prompt's queries, where each key is visible to a run of queries.
 
-    The last ``Lq`` keys are those of the queries' own tokens, and come with them; earlier ones are there from the first
-    query on. No tensor of queries times keys exists.
+    The last ``Lq`` keys belong to the queries' own tokens: a key is visible from its own token's query on. Earlier keys
+    are visible from the first query on. ``until`` ends a key's run. No tensor of queries times keys exists.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
@@ -34,8 +34,9 @@ def attend_until(
             finite.
         until: int ``[B, Hkv, Lk]``: the queries before this one see the key; 0 or less: none does.
         scaling: factor of the logits.
-        window: nearly all of so many keys before its own are seen by a query.
-        retained: and about so many earlier ones. Both are for speed alone: the output depends on neither.
+        window: a query sees nearly all of the ``window`` keys before its own key.
+        retained: about how many keys before the window a query sees. ``window`` and ``retained`` affect only the speed,
+            not the output.
     """
     check(q, k, v, until, window, retained)
     length, number = q.shape[2], k.shape[2]

@@ -42,13 +42,15 @@ def fetching(offload: bool, store: MakeStore | None) -> str:
 
 
 def check_methods(methods: Mapping[int, Method], option: str) -> None:
-    """Refuse layers that would fetch all keys in each step, unless others read fewer.
+    """Refuse methods with which decode steps would fetch all keys.
+
+    A layer that reads all keys by its role is allowed where another layer fetches pages.
 
     Args:
-        option: because of which steps fetch keys, see :func:`fetching`.
+        option: the option of `attach` that makes steps fetch keys, see :func:`fetching`.
 
     Raises:
-        ValueError: with a method to take instead.
+        ValueError: for such methods; the message names methods to use instead.
     """
     remedy = "take pages, luka, or kascade_pages"
     strange = [one for one in methods.values() if not one.fetches and not one.role.reads_all]

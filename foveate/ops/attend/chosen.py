@@ -33,18 +33,18 @@ def attend_tile_keys(
     with_means: bool = False,
     need_lse: bool = False,
 ) -> Attended:
-    """:func:`attend_tiles` over keys as :class:`TileKeys` has them, in the same order; kernels give the same bits.
+    """:func:`attend_tiles` over the keys of :class:`TileKeys`, in the same order; kernels give the same bits.
 
-    A few tiles at a time, whose lists of keys take bounded memory: 256 MB on a GPU.
+    It attends for a few tiles at a time, so that their lists of keys take bounded memory: 256 MB on a GPU.
 
     Args:
         q, kv, tile, offset, logits, heads, need_lse: as for :func:`attend_tiles`.
-        chosen: of ``H`` heads, those of the keys and values, or one for all.
-        with_means: whether the keys before a tile that it has not chosen count as one: their mean, as often as there
-            are of them, see :func:`merge_means`.
+        chosen: the chosen keys of ``H`` heads; ``H`` is ``Hkv``, or 1 where all KV heads read the same keys.
+        with_means: whether the mean of the keys that a tile has not chosen stands for them, weighted by their number;
+            see :func:`merge_means`.
 
     Raises:
-        ValueError: as :func:`attend_tiles`, and when there are not as many selections as tiles.
+        ValueError: see :func:`attend_tiles`; also when the number of selections is not the number of tiles.
     """
     kv.check_queries(q, values=True)
     batch, num_kv_heads, length = len(q), kv.k.shape[1], q.shape[2]
@@ -75,7 +75,7 @@ def attend_tile_keys(
             out=into,
             need_lse=need_lse or with_means,
         )
-        del lists, indices  # before those of the next tiles are there
+        del lists, indices  # before the lists of the next tiles are made
         if of_tiles is not None:
             own = TileMeans(*(x[:, :, first:last] for x in of_tiles))
             found = merge_means(some, found.out, found.lse, own, **how, out=into)
@@ -86,15 +86,17 @@ def attend_tile_keys(
 
 
 def _means(kv: KV, chosen: TileKeys, tile: int, offset: int, heads: Tensor | None) -> TileMeans:
-    """The means of the keys that tiles have not chosen; of a choice for all heads, each head's own."""
+    """The means of the keys that tiles have not chosen. Each KV head has its own means, even if all KV heads share one
+    choice."""
     words = chosen.words.expand(-1, kv.k.shape[1], -1)
     return unchosen_means(kv, words, chosen.begins, tile=tile, offset=offset, heads=heads)
 
 
 def _pieces(places: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Tiles ``first .. last - 1`` of about as many places each: no more than ``room``, or one tile.
+    """Split tiles into pieces, tiles ``first .. last - 1`` each, with about the same number of places.
 
-    ``places [T + 1]``: those of all tiles before each, ascending from 0.
+    A piece has at most ``room`` places, or is a single tile. ``places [T + 1]`` counts the places of all tiles before
+    each tile, ascending from 0.
     """
     tiles, first, pieces = len(places) - 1, 0, []
     room = max(1, room)

@@ -26,26 +26,26 @@ def attend_tiles(
     out: Tensor | None = None,
     need_lse: bool = False,
 ) -> Attended:
-    """Attention of every query over the keys chosen for its tile, and causally over those of the tile itself.
+    """Attention of every query over the keys chosen for its tile, and causally over the tile's own keys.
 
-    Tile t holds the positions ``t * tile .. (t + 1) * tile - 1``; query i is at position ``offset + i``, and so is the
-    key of that number. The first and the last tile may be given in part.
+    Tile t holds the positions ``t * tile .. (t + 1) * tile - 1``. Query i is at position ``offset + i``, key j at
+    position j. The first and the last tile may be incomplete.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
         kv: ``k, v [B, Hkv, Lk, D(v)]`` with ``Lk >= offset + Lq``, in one piece or in blocks, without lengths; see
             :class:`~foveate.ops.KV`.
-        indices: int ``[B, Hkv, P]``: for each tile given, keys before its first position, tile after tile.
+        indices: int ``[B, Hkv, P]``: for each tile, keys before its first position, tile after tile.
         starts: int64 ``[T + 1]``, ascending from 0 to P: tile t has the places ``starts[t] .. starts[t + 1] - 1``.
-        counts: int32 ``[B, Hkv, T]``: how many of a tile's places are in use, the first ones.
+        counts: int32 ``[B, Hkv, T]``: a tile uses the first ``counts`` of its places.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None for its own.
         logits: see :func:`attend`.
         out: ``[B, Hq, Lq, Dv]``, last stride 1, which the output is written to; None: new memory.
         need_lse: whether the log-sum-exp is returned; sinks count in it.
 
     Raises:
-        ValueError: as :func:`attend`, and when there are fewer keys than that, not as many selections as tiles, or
-            counts or ``out`` of another shape.
+        ValueError: see :func:`attend`; also for fewer than ``offset + Lq`` keys, for a number of selections that is not
+            the number of tiles, and for another shape of ``counts`` or ``out``.
     """
     k, v = kv.in_one_piece(q)
     batch, num_kv_heads = k.shape[:2]
@@ -87,12 +87,12 @@ def attend_tiles(
 
 
 def rows_to_queries(x: Tensor, tile: int) -> Tensor:
-    """Of the rows of tiles, ``[B, Hkv, T, G * tile, ...]``, those of all heads: ``[B, Hq, T * tile, ...]``."""
+    """Reshape rows of tiles ``[B, Hkv, T, G * tile, ...]`` to the queries of all heads, ``[B, Hq, T * tile, ...]``."""
     return x.unflatten(3, (-1, tile)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def check_tiles(q, kv, indices, *, tile, logits, offset=0, starts, counts, heads=None, out=None, need_lse=False):
-    """Raise for arguments of :func:`attend_tiles` that cannot be."""
+    """Raise ValueError for invalid arguments of :func:`attend_tiles`."""
     kv.check_queries(q, values=True)
     if kv.lengths is not None:
         raise ValueError("attend_tiles reads no lengths: its queries are the last of every row")

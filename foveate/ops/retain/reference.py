@@ -185,9 +185,10 @@ def place_token(
     newest: Tensor | None = None,
     emptied: Tensor | None = None,
 ) -> Tensor:
-    """All that :func:`put_token` does but writing keys and values: int64 ``[B, Hkv]``, the slots where these go.
+    """The slots ``[B, Hkv]``, int64, to which the keys and values of :func:`put_token` go.
 
-    Arguments as of :func:`put_token`.
+    Does everything that :func:`put_token` does, except that it writes no keys and values. See :func:`put_token` for the
+    arguments.
     """
     slot = slots[:, None].expand(-1, num_kv_heads)
     if freed is not None:

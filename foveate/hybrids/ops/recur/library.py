@@ -53,9 +53,10 @@ def obstacle(q: Tensor, v: Tensor) -> str:
 
 @functools.cache
 def _proved(device: torch.device, heads: int, dim: int, value_dim: int, dtype: torch.dtype, gradients: bool) -> str:
-    """Compare outputs and states with the torch path in fp32 on this device, once; where they are wanted, gradients.
+    """Compare outputs and states with the torch path in fp32 on this device, once; with ``gradients``, gradients too.
 
-    The library tries its kernels for each number of heads, for minutes, and those of gradients longest.
+    The library autotunes its kernels for each number of heads. This takes minutes, and the kernels of gradients take
+    longest.
     """
     try:
         guarded = importlib.import_module("fla.ops.common.chunk_o")

@@ -25,8 +25,8 @@ def gated_delta_rule(
 ) -> Recurred:
     """Read a sequence into a state of fixed size and query it after every token.
 
-    With queries and keys of length 1, each token decays the state, replaces a share ``beta`` of what the state holds
-    for its key by its value, and reads::
+    Queries and keys are normalized to length 1. Each token decays the state, moves the value that the state holds for
+    the token's key by a share ``beta`` towards the token's value, and reads the state with its query::
 
         S = exp(log_decay) * S
         S = S + beta * k (v - S^T k)^T

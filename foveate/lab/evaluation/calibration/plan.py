@@ -29,11 +29,11 @@ TIMES = ("time_share", "time_context", "time_batch")  # the settings of a budget
 class Plan:
     """What to calibrate, and how anchors are chosen.
 
-    `by` is the measure by which they are chosen. Two measures are divergences of predictions along dense attention's
-    answers. With `together`, the divergence is measured while all layers read their anchors' choice; anchors are added
-    one by one (:func:`.anchors.grown`) and then moved (:func:`.anchors.improved`). With `divergence`, it is the sum of
-    what each layer loses when it alone reads another's choice. The third, `similarity`, is the paper's
-    (:func:`.anchors.choose`).
+    `by` is the measure by which anchors are chosen. Two measures are divergences of predictions along dense attention's
+    answers. `together` measures the divergence while all layers read their anchors' choice; anchors are added one by
+    one (:func:`.anchors.grown`) and then moved (:func:`.anchors.improved`). `divergence` measures one layer at a time,
+    while this layer alone reads another layer's choice, and adds the losses up. The third measure, `similarity`, is the
+    paper's (:func:`.anchors.choose`).
     """
 
     model: Path

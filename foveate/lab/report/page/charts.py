@@ -26,10 +26,10 @@ _DEPTHS = 10  # rows of a map of needles
 
 
 def comparisons(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Groups of rows of `foveate compare` that can be compared, each with a title that says what they measure. The
+    """Groups of rows of `foveate compare` that can be compared, each with a title that names its measurement. The
     group with the last row comes first.
 
-    The rows of a group have the same items, model, number format, seed, device and versions. The title names those
+    The rows of a group have the same items, model, number format, seed, device and versions. The title names the
     facts that distinguish the groups. Rows that repeat other rows are left out. Raises `UserError` for two rows of one
     method on the same items that differ.
     """
