@@ -235,6 +235,7 @@ def test_rows_are_rearranged(case, index, steps):
     for _ in range(steps):
         found.step()
     found.take(index)
+    found.holds()
     for _ in range(9):
         found.step()
         found.holds()
@@ -285,6 +286,8 @@ def test_a_saved_cache_is_read(written):
     found.cache.store.fill(*source.cache.store.contents(9))
     found.cache.rows = {name: list(numbers) for name, numbers in source.cache.rows.items()}
     found.rows = source.rows
+    kv = found.cache.view()
+    assert all(torch.equal(kv.k[b], k) and torch.equal(kv.v[b], v) for b, (k, v) in enumerate(found.rows))
     for _ in range(5):
         found.step()
         found.holds()
@@ -332,6 +335,56 @@ def test_what_a_captured_step_reads_stays_where_it_is():
         assert all(one is other for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("index", [[0, 1], [1, 0, 1]])
+def test_slots_of_blocks_are_read_by_row(index):
+    found = OfEngineBlocks([11, 11])
+    found.take(index)
+    for read, first in ((found.cache.read_slots(3, 11), 3), (found.cache.store.contents(11), 0)):
+        for x, wanted in zip(read, zip(*found.rows), strict=True):
+            assert torch.equal(x, torch.stack(wanted)[:, :, first:])
+
+
+def test_fewer_slots_are_asked_for_after_an_error(written):
+    """Such as too little memory for channels, after which the cache has grown in part."""
+    found = written([9, 4])
+    found.cache.store.reserve(500)
+    found.cache.store.reserve(200)
+    for _ in range(3):
+        found.step()
+        found.holds()
+
+
+def test_a_store_is_told_before_each_step_that_is_not_captured():
+    class Told(Least):
+        def prepare_steps(self, counts):
+            assert self.both.shape[2] > max(counts)
+            told.append(list(counts))
+
+    for lengths, after in (([9, 9], [10, 10]), ([9, 4], [10, 5])):
+        told = []
+        found = type("OfTold", (Case,), {"make": staticmethod(lambda: Told)})(lengths)
+        assert told == []
+        found.step()
+        found.step()
+        assert told == [lengths, after]
+        found.cache.write_verified(*(torch.zeros(2, 2, 1, dim) for dim in (8, 6)))
+        assert told[2] == [count + 1 for count in after]
+
+
+def test_what_a_step_fetches_is_counted_once():
+    """Eleven and four tokens have three pages and one."""
+    found = OfHostPages([10, 3])
+    found.step()
+    for times in range(1, 4):
+        found.holds()
+        assert float(found.cache.counters["pages_asked"]) == 4 * times
+        assert found.cache.store.counted() == []
+    pages = torch.tensor([[[0, 2]] * 2, [[0, -1]] * 2], dtype=torch.int32)
+    for again, asked in ((True, 12), (False, 15)):
+        found.cache.fetch(pages, PAGE, again)
+        assert float(found.cache.counters["pages_asked"]) == asked
+
+
 def test_an_engine_alone_writes_its_blocks():
     cache = OfEngineBlocks([9, 4]).cache
     for call in (
@@ -350,7 +403,12 @@ def test_what_is_no_store_is_refused():
         def reserve(self, slots):
             pass
 
+    class Called(Least):
+        def func(self):
+            pass
+
     assert class_of(functools.partial(MappedFile, folder="/")) is MappedFile
+    assert class_of(Called) is Called
     with pytest.raises(ValueError, match="Half lacks the methods fetch_slots, of_row, put, take_rows, view"):
         class_of(Half)
     for given in ("file", lambda shape: Least(shape), dict, 3):
