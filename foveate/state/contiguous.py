@@ -24,7 +24,7 @@ class Contiguous(Store):
 
     @classmethod
     def over(cls, shape: StoreShape, k: Tensor, v: Tensor) -> Contiguous:
-        """A store over given keys and values ``[B, Hkv, L, D(v)]``, not copied, of which every slot is reserved."""
+        """A store over given keys and values ``[B, Hkv, L, D(v)]``, which are not copied. All L slots are reserved."""
         one = cls(shape)
         one.keys, one.values = k, v
         return one

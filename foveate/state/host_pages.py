@@ -28,7 +28,7 @@ class HotPageBudget(Protocol):
     transfers: Transfers
 
     def hot_pages(self, store: HostPages, capacity: int) -> int:
-        """Pages that a layer of so many slots may keep on the device, of each KV head and sequence.
+        """The number of pages that a layer of ``capacity`` slots may keep on the device, for each KV head and sequence.
 
         Raises:
             ValueError: for fewer than a step may choose.
@@ -55,8 +55,8 @@ class HostPages(FetchingStore):
 
     can_be_captured = True
     counters = ("pages_asked", "pages_fetched")
-    """Pages that decode steps chose, and those of them that came from host memory: means over the KV heads, summed over
-    steps and rows."""
+    """Number of pages that decode steps chose, and number of these pages that came from host memory. Both are means
+    over the KV heads, summed over steps and rows."""
 
     def __init__(self, shape: StoreShape, room: HotPageBudget):
         super().__init__(shape)
@@ -114,7 +114,7 @@ class HostPages(FetchingStore):
         """See :meth:`Store.reserve`.
 
         Raises:
-            ValueError: where a step over so many slots may choose more pages than the device may keep; nothing has
+            ValueError: if a step over ``slots`` slots may choose more pages than the device may keep. Nothing has
                 changed then.
         """
         if self._decoding is not None:
@@ -253,7 +253,7 @@ class HostPages(FetchingStore):
             self._read_open_pages(counts)
 
     def _allocate(self, slots: int, entries: int) -> _Decoding:
-        """Room for hot pages in so many slots of each KV head, of ``entries`` pages of a sequence."""
+        """Room on the device for ``slots`` hot pages of each KV head, out of the ``entries`` pages of a sequence."""
         shape, size, dims = self.shape, self.page_size, self.host.dims
         heads, device = shape.geometry.num_kv_heads, shape.device
         rows = shape.batch_size * heads
