@@ -10,10 +10,10 @@ from foveate.methods import Dense
 from foveate.ops import Choice
 from foveate.ops.choice import ALL
 from foveate.runtime.decode import _attend
-from foveate.state import Geometry, SlotCache, Store
+from foveate.state import Channel, Geometry, SlotCache, Store
 from foveate.state.contiguous import Contiguous
 from foveate.state.device_rows import DeviceRows
-from foveate.state.engine_blocks import EngineBlocks, engine_cache, enter
+from foveate.state.engine_blocks import EngineBlocks, engine_cache, enter, has_room
 from foveate.state.host_pages import HostPages
 from foveate.state.store import class_of
 from tests.stores import Least, MappedFile, Room
@@ -369,6 +369,45 @@ def test_a_store_is_told_before_each_step_that_is_not_captured():
         assert told == [lengths, after]
         found.cache.write_verified(*(torch.zeros(2, 2, 1, dim) for dim in (8, 6)))
         assert told[2] == [count + 1 for count in after]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", [OfContiguous, OfMappedFile, OfLeast])
+def test_verified_tokens_take_the_place_of_drafts(kind, tokens):
+    found = kind([9, 4])
+    for _ in range(3):
+        found.step()
+    new = [found.drawn(tokens) for _ in found.rows]
+    found.rows = [
+        tuple(torch.cat([x[:, : x.shape[1] + 1 - tokens], y], 1) for x, y in zip(*b)) for b in zip(found.rows, new)
+    ]
+    found.cache.write_verified(*(torch.stack(x) for x in zip(*new)))
+    found.holds()
+    assert found.cache.rows["counts"] == [13, 8]
+
+
+@pytest.mark.usefixtures("little_room")
+def test_pages_stay_on_the_device_while_a_store_grows(monkeypatch):
+    monkeypatch.setattr(Room, "hot_pages", lambda *given: 20)
+    found = OfHostPages([9, 2, 12])
+    found.step()
+    hot = found.cache.store.device_tensors()[0]
+    capacity = found.cache.capacity
+    for _ in range(20):
+        found.step()
+        found.holds()
+        found.shows_the_newest_page()
+        found.attends()
+    assert found.cache.capacity > capacity
+    assert found.cache.store.device_tensors()[0] is hot
+
+
+def test_channels_of_blocks_have_room_for_such_blocks_alone():
+    memory = torch.empty(64, 2, 8, 8)
+    cache = engine_cache(GEOMETRY, memory, CPU, {"records": Channel((3,), per=4)})
+    assert has_room(cache, memory)
+    assert not has_room(cache, memory[:63])
+    assert not has_room(cache, torch.empty(64, 2, 16, 8))
 
 
 def test_what_a_step_fetches_is_counted_once():
