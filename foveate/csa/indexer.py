@@ -64,8 +64,7 @@ def lightning_indexer(
         path: see above. ``auto`` is ``fused`` on a GPU, whatever the size. Elsewhere it is ``materialised`` up to
             :data:`MATERIALISED` products and ``chunked`` beyond.
         lost: int64 ``[1]`` on the same device, to which a decode step that selects nothing because of NaN (see below)
-        adds
-            1; None: nothing is counted.
+            adds 1; None: nothing is counted.
 
     Returns:
         int32 ``[B, S, top_k]``: indices, ascending; -1 at the end if a query may read fewer than ``top_k`` keys.

@@ -103,8 +103,7 @@ def compare(
 
     Args:
         model: a model as :func:`foveate.attach` takes it: loaded, quantised, with an adapter of PEFT, or compiled. It
-        must
-            have no method.
+            must have no method.
         tokenizer: the model's tokenizer.
         asked: a result of :func:`task` or :func:`documents`. If documents hold no answers, methods are compared along
             the answers of dense attention.
@@ -116,13 +115,11 @@ def compare(
         dense_below: see :func:`foveate.attach`. With 0, methods are as sparse in short contexts as in long ones. With
             "auto", steps are as `attach` and the server run them.
         recall: number of first items for which recall is measured, too: the share of exact attention, over all tokens
-        so
-            far, that the tokens read by a method hold. The task's answers must be generated. Prompts are read once more
-            for each method, by PyTorch's references, and the first eight decoded tokens count. Rows have the mean over
-            these items by layer, as `foveate compare --recall` writes it.
+            so far, that the tokens read by a method hold. The task's answers must be generated. Prompts are read once
+            more for each method, by PyTorch's references, and the first eight decoded tokens count. Rows have the mean
+            over these items by layer, as `foveate compare --recall` writes it.
         out: a file for the rows, as `foveate compare` writes them. An interrupted comparison continues from it. None:
-        no
-            file.
+            no file.
         progress: called with a method's spec and the number of items that it has answered.
 
     Raises:

@@ -24,8 +24,7 @@ class BlockTable:
 
     Args:
         table: int32 or int64 ``[B, M]``, each row contiguous. An entry for a block that holds no key of a row may be
-        any
-            number; it is not used.
+            any number; it is not used.
         length: the number of keys of the longest row, Lk, at most ``M * n``. :class:`~foveate.ops.KV` holds the lengths
             of shorter rows.
 

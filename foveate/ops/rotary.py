@@ -21,8 +21,7 @@ class Rotary:
         neighbours: True if a pair is two neighbouring dimensions (Cohere, GLM), False if it is the dimensions i and
             i + R / 2.
         later: for a model that switches frequencies at some position (LongRoPE): this position, and the frequencies
-        from
-            it on, fp32 ``[R / 2]``. Only :meth:`mean` uses them, because ``inv_freq`` holds the frequencies of the
+            from it on, fp32 ``[R / 2]``. Only :meth:`mean` uses them, because ``inv_freq`` holds the frequencies of the
             present prompt.
     """
 

@@ -337,6 +337,8 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         counts = self._rows["counts"]
         alike = len(set(counts)) == 1 and len(set(self._rows["lengths"])) == 1
         if alike and self.freed is None and not self.store.fetches:
+            self.reserve(counts[0] + 1)
+            self.store.prepare_steps(counts)
             self.append(k, v)
             return
         appended = [True] * self.batch_size
@@ -359,6 +361,7 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
         """
         if (self.device_state and self._step) is None:
             self.reserve(max(self._rows["counts"]) + 1)
+            self.store.prepare_steps(self._rows["counts"])
             self._advance(1, 1)
         self.store.write_step(k, v, self.plan.per_row(operator.sub, k.shape[2], of="counts"))
 

@@ -49,6 +49,9 @@ class EngineBlocks(Store):
     def device_tensors(self) -> list[Tensor]:
         return [self.keys, self.values, self.block_table]
 
+    def contents(self, used: int) -> tuple[Tensor, Tensor]:
+        return self.read(0, used)
+
     # What the engine does
 
     def reserve(self, slots: int) -> None:
@@ -125,5 +128,6 @@ def enter(cache: SlotCache, rows: DeviceRows, block_table: Tensor, bound: int, o
     """
     if cache.batch_size != len(block_table):
         cache.rows = {name: [0] * len(block_table) for name in cache._rows}  # the real numbers are on the device
+        cache.store.shape = cache.store.shape._replace(batch_size=len(block_table))
     cache.store.block_table, cache.capacity = block_table, bound
     cache.out, cache.device_state = out, DeviceState(rows, None)

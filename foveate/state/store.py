@@ -8,6 +8,7 @@ slots tokens go to; the store keeps keys and values, by slot. Three classes stan
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -88,7 +89,8 @@ class Store(ABC):
     @abstractmethod
     def reserve(self, slots: int) -> None:
         """Have room for at least ``slots`` slots of every row; what is in slots stays. Slots that were never written
-        must read as finite numbers, such as 0."""
+        must read as finite numbers, such as 0. After a growth that failed elsewhere in the cache, there may be more
+        slots than that already."""
 
     @abstractmethod
     def write(self, first: int, k: Tensor, v: Tensor) -> None:
@@ -280,7 +282,7 @@ def class_of(make: Any) -> type[Store]:
     Raises:
         ValueError: for anything but a class of stores or a :func:`functools.partial` of one.
     """
-    kind = getattr(make, "func", make)
+    kind = make.func if isinstance(make, functools.partial) else make
     if not isinstance(kind, type) or not issubclass(kind, Store):
         raise ValueError(
             f"store must be a class derived from foveate.state.Store, or a functools.partial, not {make!r}"

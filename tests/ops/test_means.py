@@ -129,8 +129,21 @@ def test_means_of_blocks_and_in_double_precision(dtype):
         assert_close(found.v[1, 0, t], v[1, 0, others].mean(0))
 
 
-def test_gradients_are_those_of_the_whole():
+def test_each_piece_has_the_means_of_its_tiles(monkeypatch):
+    q, k, v = problem(SHAPE)
+    chosen, _ = tiles_of(SHAPE, 8, 0.3, 2)
+    found = []
+    for room in (1, 1 << 20):
+        monkeypatch.setattr(_math, "SCRATCH_BYTES", room)
+        how = {"tile": 8, "logits": Logits(0.3), "offset": 45, "with_means": True, "need_lse": True}
+        found.append(ops.attend_tile_keys(q, KV(k, v), chosen, **how))
+    assert_close(found[0].out, found[1].out)
+    assert_close(found[0].lse, found[1].lse)
+
+
+def test_gradients_are_those_of_the_whole(monkeypatch):
     """In pieces of a tile: what autograd records is written over nowhere."""
+    monkeypatch.setattr(_math, "SCRATCH_BYTES", 1)
     shape = SHAPE._replace(batch=1, queries=11)
     q, k, v = (x.double().requires_grad_() for x in problem(shape))
     chosen, _ = tiles_of(shape, 8, 0.3, 2)

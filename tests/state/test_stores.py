@@ -10,10 +10,10 @@ from foveate.methods import Dense
 from foveate.ops import Choice
 from foveate.ops.choice import ALL
 from foveate.runtime.decode import _attend
-from foveate.state import Geometry, SlotCache, Store
+from foveate.state import Channel, Geometry, SlotCache, Store
 from foveate.state.contiguous import Contiguous
 from foveate.state.device_rows import DeviceRows
-from foveate.state.engine_blocks import EngineBlocks, engine_cache, enter
+from foveate.state.engine_blocks import EngineBlocks, engine_cache, enter, has_room
 from foveate.state.host_pages import HostPages
 from foveate.state.store import class_of
 from tests.stores import Least, MappedFile, Room
@@ -235,6 +235,7 @@ def test_rows_are_rearranged(case, index, steps):
     for _ in range(steps):
         found.step()
     found.take(index)
+    found.holds()
     for _ in range(9):
         found.step()
         found.holds()
@@ -285,6 +286,8 @@ def test_a_saved_cache_is_read(written):
     found.cache.store.fill(*source.cache.store.contents(9))
     found.cache.rows = {name: list(numbers) for name, numbers in source.cache.rows.items()}
     found.rows = source.rows
+    kv = found.cache.view()
+    assert all(torch.equal(kv.k[b], k) and torch.equal(kv.v[b], v) for b, (k, v) in enumerate(found.rows))
     for _ in range(5):
         found.step()
         found.holds()
@@ -332,6 +335,95 @@ def test_what_a_captured_step_reads_stays_where_it_is():
         assert all(one is other for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("index", [[0, 1], [1, 0, 1]])
+def test_slots_of_blocks_are_read_by_row(index):
+    found = OfEngineBlocks([11, 11])
+    found.take(index)
+    for read, first in ((found.cache.read_slots(3, 11), 3), (found.cache.store.contents(11), 0)):
+        for x, wanted in zip(read, zip(*found.rows), strict=True):
+            assert torch.equal(x, torch.stack(wanted)[:, :, first:])
+
+
+def test_fewer_slots_are_asked_for_after_an_error(written):
+    """Such as too little memory for channels, after which the cache has grown in part."""
+    found = written([9, 4])
+    found.cache.store.reserve(500)
+    found.cache.store.reserve(200)
+    for _ in range(3):
+        found.step()
+        found.holds()
+
+
+def test_a_store_is_told_before_each_step_that_is_not_captured():
+    class Told(Least):
+        def prepare_steps(self, counts):
+            assert self.both.shape[2] > max(counts)
+            told.append(list(counts))
+
+    for lengths, after in (([9, 9], [10, 10]), ([9, 4], [10, 5])):
+        told = []
+        found = type("OfTold", (Case,), {"make": staticmethod(lambda: Told)})(lengths)
+        assert told == []
+        found.step()
+        found.step()
+        assert told == [lengths, after]
+        found.cache.write_verified(*(torch.zeros(2, 2, 1, dim) for dim in (8, 6)))
+        assert told[2] == [count + 1 for count in after]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", [OfContiguous, OfMappedFile, OfLeast])
+def test_verified_tokens_take_the_place_of_drafts(kind, tokens):
+    found = kind([9, 4])
+    for _ in range(3):
+        found.step()
+    new = [found.drawn(tokens) for _ in found.rows]
+    found.rows = [
+        tuple(torch.cat([x[:, : x.shape[1] + 1 - tokens], y], 1) for x, y in zip(*b)) for b in zip(found.rows, new)
+    ]
+    found.cache.write_verified(*(torch.stack(x) for x in zip(*new)))
+    found.holds()
+    assert found.cache.rows["counts"] == [13, 8]
+
+
+@pytest.mark.usefixtures("little_room")
+def test_pages_stay_on_the_device_while_a_store_grows(monkeypatch):
+    monkeypatch.setattr(Room, "hot_pages", lambda *given: 20)
+    found = OfHostPages([9, 2, 12])
+    found.step()
+    hot = found.cache.store.device_tensors()[0]
+    capacity = found.cache.capacity
+    for _ in range(20):
+        found.step()
+        found.holds()
+        found.shows_the_newest_page()
+        found.attends()
+    assert found.cache.capacity > capacity
+    assert found.cache.store.device_tensors()[0] is hot
+
+
+def test_channels_of_blocks_have_room_for_such_blocks_alone():
+    memory = torch.empty(64, 2, 8, 8)
+    cache = engine_cache(GEOMETRY, memory, CPU, {"records": Channel((3,), per=4)})
+    assert has_room(cache, memory)
+    assert not has_room(cache, memory[:63])
+    assert not has_room(cache, torch.empty(64, 2, 16, 8))
+
+
+def test_what_a_step_fetches_is_counted_once():
+    """Eleven and four tokens have three pages and one."""
+    found = OfHostPages([10, 3])
+    found.step()
+    for times in range(1, 4):
+        found.holds()
+        assert float(found.cache.counters["pages_asked"]) == 4 * times
+        assert found.cache.store.counted() == []
+    pages = torch.tensor([[[0, 2]] * 2, [[0, -1]] * 2], dtype=torch.int32)
+    for again, asked in ((True, 12), (False, 15)):
+        found.cache.fetch(pages, PAGE, again)
+        assert float(found.cache.counters["pages_asked"]) == asked
+
+
 def test_an_engine_alone_writes_its_blocks():
     cache = OfEngineBlocks([9, 4]).cache
     for call in (
@@ -350,7 +442,12 @@ def test_what_is_no_store_is_refused():
         def reserve(self, slots):
             pass
 
+    class Called(Least):
+        def func(self):
+            pass
+
     assert class_of(functools.partial(MappedFile, folder="/")) is MappedFile
+    assert class_of(Called) is Called
     with pytest.raises(ValueError, match="Half lacks the methods fetch_slots, of_row, put, take_rows, view"):
         class_of(Half)
     for given in ("file", lambda shape: Least(shape), dict, 3):

@@ -100,8 +100,7 @@ def attend_indices(
         kv: see :func:`attend`. Its lengths are ignored; the indices must name keys within them.
         indices: int ``[B, Hkv, K]`` into the keys; -1 marks an unused place.
         counts: int ``[B]`` or ``[B, Hkv]``: number of places of a row that are used; later places are ignored. None:
-        all
-            places are used.
+            all places are used.
         heads: int64 ``[Hkv]``: the head of ``indices`` whose keys each KV head reads; None: its own.
         whole: int ``[B]``: a row with a number above 0 reads that many of its first keys instead of the selected keys.
             None: every row reads its selected keys. It excludes ``need_mass``.
@@ -142,8 +141,7 @@ def attend_pages(
         kv: see :func:`attend`. Pages need not have the size of blocks. Keys outside the given pages, and keys beyond a
             row's length, may hold anything.
         pages: int ``[B, H, P]``, where H counts the KV heads or the query heads. With query heads each one reads its
-        own
-            pages. -1 marks an unused place. A row has no page twice.
+            own pages. -1 marks an unused place. A row has no page twice.
         counts: int ``[B]``: number of places of a row that are used; later places are ignored. None: all places are
             used.
         whole: see :func:`attend_indices`.

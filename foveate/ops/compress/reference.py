@@ -29,8 +29,7 @@ def summarise(children: Nodes, weights: Tensor | None = None, *, spread: bool = 
 
     Args:
         children: fields ``[B, Hkv, N, S, ...]``, S children a group. If ``entropy`` is given (for raw tokens: zeros),
-        the
-            result has it, too.
+            the result has it, too.
         weights: fp32 ``[B, Hkv, N, S]`` that sum to 1 over a group; None: the mean.
         spread: whether to return the variance, around the summary's key, of the keys under it.
 

@@ -30,8 +30,7 @@ def column_mass(
         q: ``[B, Hq, Lq, D]``; query i sees the keys ``0 .. offset + i``.
         kv: ``k [B, Hkv, Lk, D]`` in one piece; values are not read.
         lse: ``[B, Hq, Lq]`` fp32: the log-sum-exp of each query over all keys that it sees. A query with -inf saw no
-        key
-            and adds nothing.
+            key and adds nothing.
         offset: number of keys before the first query's own.
         logits: how logits are made. It must be the rule by which ``lse`` was computed, sinks included.
         out: fp32 ``[B, Hkv, Lk]`` to which the mass is added; None: new memory.

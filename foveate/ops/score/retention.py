@@ -44,11 +44,9 @@ def retention_logits(
         head: a linear layer with one output channel, given as a convolution of one tap.
         dilation: tokens from one tap to the next.
         real: bool ``[B, L]``: True where a token is; elsewhere the input of every convolution is zero. None: every
-        place
-            has a token.
+            place has a token.
         slots: int64 ``[B, L]``: the slots of the tokens in ``k`` and ``v``, in the tokens' order. None: ``L = S``
-        tokens
-            in order.
+            tokens in order.
         angles: cosines and sines, fp32 ``[B or 1, L, D]``, by which the two halves of a token's key were rotated
             against each other; the last ``D / 2`` equal the first. The rotation is undone. None: keys are not rotated.
 

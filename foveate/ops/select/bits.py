@@ -44,7 +44,7 @@ def set_bits(words: Tensor, indices: Tensor, begins: Tensor) -> None:
     Args:
         words: int32 ``[B, H, P]``.
         indices: int ``[B, H, T, K]``: keys of each tile, none twice and none whose bit is set; -1 marks an unused
-        place.
+            place.
         begins: int64 ``[T + 1]``: tile t has the words ``begins[t] .. begins[t + 1] - 1``.
 
     Raises:
