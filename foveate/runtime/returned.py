@@ -1,5 +1,5 @@
-"""Checks of the values that a method's hooks return. They are made while a prompt is read, when it ends, and in the first
-sparse step after it; later steps are not checked. An error names class, hook and remedy in one sentence."""
+"""Checks of the values that a method's hooks return. They are made while a prompt is read, when it ends, and in the
+first sparse step after it; later steps are not checked. An error names class, hook and remedy in one sentence."""
 
 from __future__ import annotations
 
