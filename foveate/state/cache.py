@@ -334,20 +334,16 @@ class SlotCache(RowNumbers, Eviction, Snapshots):
             newest = step.plan.cached("newest", lambda: (step["lengths"] - 1).to(torch.int32)) if self.evicts else None
             self._put(step.slots, self.device_state.freed_slots, k, v, newest, take=True)
             return
-        counts = self._rows["counts"]
+        counts, appended, freed = self._rows["counts"], [True] * self.batch_size, None
         alike = len(set(counts)) == 1 and len(set(self._rows["lengths"])) == 1
-        if alike and self.freed is None and not self.store.fetches:
-            self.reserve(counts[0] + 1)
-            self.store.prepare_steps(counts)
-            self.append(k, v)
-            return
-        appended = [True] * self.batch_size
-        freed = None
         if self.freed is not None:
             freed, appended = self.freed.slots, [not gave_up for gave_up in self.freed.rows]
             self.ordered = False
         self.reserve(max(count + added for count, added in zip(counts, appended)))
         self.store.prepare_steps(counts)
+        if alike and self.freed is None and not self.store.fetches:
+            self.append(k, v)
+            return
         self._put(self.plan["counts"], freed, k, v, self.plan["lengths"].to(torch.int32) if self.evicts else None)
         self.freed = None
         self._advance(1, appended)

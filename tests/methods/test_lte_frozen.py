@@ -10,6 +10,7 @@ from foveate.calibration import eviction_scores
 from foveate.calibration.eviction_scores import LEVELS, EvictionScores
 from foveate.integrations.transformers.facts import model_facts, rotary_facts
 from foveate.integrations.transformers.support import attention_modules
+from foveate.state import Geometry, SlotCache
 from tests.helpers import generate, tiny_model, tokens
 
 
@@ -161,3 +162,27 @@ def test_shapes_of_other_layers_are_refused():
     method = methods.make("lte", **LTE).for_layer(0, 3)
     with pytest.raises(ValueError, match=f"2 KV heads with keys and values of {DIM} and {DIM} dimensions, not 2 of 8"):
         Driver(method).feed(Tokens(*(x[..., :8] for x in vars(Tokens.random(1, PROMPT)).values())))
+
+
+def test_rows_of_different_lengths_have_the_scores_that_they_have_alone():
+    """Before anything is evicted: slots are in the order of tokens, and the last ones of a shorter row are empty."""
+    method, rows = methods.make("lte", score="key_norm", top_k=0.5, window=3, sinks=2), []
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(1, 2, length, 8, generator=generator) for length in (12, 7)]
+    for chosen in ([0, 1], [0], [1]):
+        geometry = Geometry(4, 2, 8, 8)
+        cache = SlotCache(
+            geometry, len(chosen), torch.float32, torch.device("cpu"), method.channels(geometry), method.evicts
+        )
+        cache.reserve(12)
+        for b, which in enumerate(chosen):
+            with cache.row(b) as one:
+                one.append(tokens[which][:, :, :-1], tokens[which][:, :, :-1])
+                method._write_scores(one, one.used)
+        newest = torch.cat([tokens[which][:, :, -1:] for which in chosen])
+        cache.write_step(newest, newest)
+        method._write_scores(cache, 1)
+        rows += [cache.channel("score")[b, :, : tokens[which].shape[2]] for b, which in enumerate(chosen)]
+    together, alone = rows[:2], rows[2:]
+    assert all(map(torch.equal, together, alone))
+    assert all((x[:, 2:] < 0).all() for x in alone)

@@ -461,6 +461,16 @@ def test_a_branch_that_evicts_knows_positions_and_copies_before_it_writes():
     assert kept.keys.data_ptr() == copied  # what is its own need not be copied
 
 
+def test_a_branch_that_evicts_in_captured_steps_copies_before_they_are_captured():
+    for evicts in (Evicts.IN_DECODE, Evicts.NEVER):
+        cache = filled(5)
+        branch, rows = branched(cache, evicts=evicts), DeviceRows(2, evicts.in_decode, cache.device)
+        rows.write(branch.rows, None)
+        captured = branch.move_to_device(rows, torch.full((2, 2), -1) if evicts else None)
+        assert (branch.store.keys is cache.store.keys) == (evicts is Evicts.NEVER)
+        assert any(x is branch.store.keys for x in captured)
+
+
 def test_a_branch_takes_over_what_was_filled_for_it():
     cache = filled(5, channels={"0.mass": Channel(), "0.seen": Channel((3,), per=0)})
     cache.channel("0.mass").fill_(7.0)
