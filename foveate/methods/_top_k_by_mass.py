@@ -122,7 +122,7 @@ class TopKByMass(SharedSelection):
         role, offset, heads = self.role, cache.used - q.shape[2], None
         how = {"logits": cache.logits(scaling), "offset": offset}
         if role.chooses:
-            attended = ops.attend_causal(q, ops.KV(cache.keys, cache.values), need_lse=True, **how)
+            attended = ops.attend_causal(q, cache.view(), need_lse=True, **how)
             lse, exact = attended.lse, self.reads_prompt_whole
             attended = attended if exact else None  # the dense output is freed before scores are computed
             with torch.no_grad():

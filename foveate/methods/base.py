@@ -188,13 +188,12 @@ class Method(Settings):
         It leaves out slots that are empty because KV heads hold different numbers of tokens.
         """
         need_lse = self.observation is not None and self.observation.needs_lse
-        offset, k, v = cache.used - q.shape[2], cache.keys, cache.values
-        logits = cache.logits(scaling)
+        offset, kv, logits = cache.used - q.shape[2], cache.view(), cache.logits(scaling)
         if not (cache.uneven and offset):
-            return ops.attend_causal(q, ops.KV(k, v), logits=logits, offset=offset, need_lse=need_lse)
+            return ops.attend_causal(q, kv, logits=logits, offset=offset, need_lse=need_lse)
         how = {"logits": logits.without_sinks(), "need_lse": True}
-        own = ops.attend_causal(q, ops.KV(k[:, :, offset:], v[:, :, offset:]), **how)
-        before = ops.KV(k[:, :, :offset], v[:, :, :offset])
+        own = ops.attend_causal(q, ops.KV(kv.k[:, :, offset:], kv.v[:, :, offset:]), **how)
+        before = ops.KV(kv.k[:, :, :offset], kv.v[:, :, :offset])
         there = cache.positions[:, :, None, :offset] >= 0
         step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * offset))
         parts = [ops.attend(part, before, mask=there, **how) for part in q.split(step, 2)]

@@ -41,7 +41,8 @@ class Duo(ReadsChosen):
         start, heads, logits, outs = cache.used - q.shape[2], cache.geometry.num_kv_heads, cache.logits(scaling), []
         self._check("heads", max(self.heads, default=0) < heads, f"numbers below {heads}, as the layer has KV heads")
         lower = (torch.arange(start, cache.used, device=q.device) + 1 - self.recent).clamp_min(0)
-        for head, (queries, k, v) in enumerate(zip(*(x.chunk(heads, 1) for x in (q, cache.keys, cache.values)))):
+        kv = cache.view()
+        for head, (queries, k, v) in enumerate(zip(*(x.chunk(heads, 1) for x in (q, kv.k, kv.v)))):
             sinks = None if logits.sinks is None else logits.sinks.chunk(heads)[head]
             how = {"logits": dataclasses.replace(logits, sinks=sinks), "offset": start}
             streaming = {"lower": lower, "sinks": self.sinks} if head in self.heads else {}

@@ -45,7 +45,7 @@ class Streaming(Method):
         length, n = cache.lengths[0], q.shape[2]
         lower = _lower_slots(self.window, length - n, length, cache.used, q.device)
         how = {"lower": lower, "sinks": self.sinks, "offset": cache.used - n}
-        return ops.attend_window(q, ops.KV(cache.keys, cache.values), logits=cache.logits(scaling), **how)
+        return ops.attend_window(q, cache.view(), logits=cache.logits(scaling), **how)
 
     def prompt_end(self, cache: SlotCache, scaling: float) -> Tensor | None:
         length, used = cache.lengths[0], cache.used

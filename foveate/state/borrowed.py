@@ -61,7 +61,6 @@ def branch_of(
     one = SlotCache(cache.geometry, cache.batch_size, cache.dtype, cache.device, channels, evicts, counters)
     one.rows = one.rows | {name: list(cache.rows[name]) for name in one.rows if name not in one.own_numbers}
     one.capacity, one.store = cache.capacity, cache.store.shared()
-    one.store.bytes = one.bytes
     one.sink_logits, one.softcap, one.rotary = cache.sink_logits, cache.softcap, cache.rotary
     for name, spec in one._slot_specs().items():
         one.tensors[name] = buffer(name, spec, cache.store.shape, cache.capacity)

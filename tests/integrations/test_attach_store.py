@@ -16,6 +16,8 @@ from foveate.lab.recorded import record
 from foveate.runtime import replay
 from foveate.state import FetchingStore, Store
 from foveate.state.contiguous import Contiguous
+from foveate.state.engine_blocks import EngineBlocks
+from foveate.state.host_pages import HostPages
 from tests.combinations import in_turn
 from tests.helpers import cached, left_padded, repetitive, returned_cache, tiny_model
 from tests.stores import PAGE, Least, MappedFile
@@ -206,6 +208,8 @@ def test_what_a_store_holds_is_reported():
         ("dense", {"store": "file"}, "store must be a class derived from foveate.state.Store"),
         ("dense", {"store": Store}, "lacks the methods fetch_slots"),
         ("pages", {"store": MappedFile, "offload": True}, "both say where keys are; leave one out"),
+        ("pages", {"store": HostPages}, "store=HostPages: offload=True makes these stores"),
+        ("pages", {"store": EngineBlocks}, "store=EngineBlocks: an engine makes these stores"),
         ("pages", {"store": MappedFile, "gpu_budget": "1GB"}, "needs offload=True"),
         ("dense", {"store": MappedFile}, "store=MappedFile: dense reads every key in each step; take pages, luka"),
         ("h2o", {"store": MappedFile}, "store=MappedFile: a decode step of h2o.* reads or weighs all keys"),

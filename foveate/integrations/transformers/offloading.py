@@ -12,6 +12,8 @@ from foveate.integrations.transformers.facts import kv_heads
 from foveate.methods import Method
 from foveate.runtime.offload import LayerShape, Offload, parse_budget
 from foveate.state import Geometry
+from foveate.state.engine_blocks import EngineBlocks
+from foveate.state.host_pages import HostPages
 from foveate.state.store import MakeStore, class_of
 
 
@@ -26,8 +28,13 @@ def check(offload: bool, gpu_budget: Any, store: MakeStore | None, dense_below: 
         raise ValueError(f"offload must be True or False, not {offload!r}")
     if not offload and gpu_budget is not None:
         raise ValueError(f"gpu_budget={gpu_budget!r} needs offload=True")
-    if store is not None and class_of(store) and offload:
-        raise ValueError(f"offload=True and store={class_of(store).__name__} both say where keys are; leave one out")
+    if store is not None:
+        name = class_of(store).__name__
+        if offload:
+            raise ValueError(f"offload=True and store={name} both say where keys are; leave one out")
+        if issubclass(class_of(store), (HostPages, EngineBlocks)):
+            whose = "offload=True" if issubclass(class_of(store), HostPages) else "an engine"
+            raise ValueError(f"store={name}: {whose} makes these stores; give a class of your own")
     option = fetching(offload, store)
     if option and dense_below not in ("auto", 0):
         raise ValueError(f"{option} never decodes densely: leave dense_below={dense_below} out")
